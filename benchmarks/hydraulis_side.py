@@ -1,0 +1,70 @@
+"""Our engine with one static homogeneous strategy, measured step by step."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from benchmarks.step_report import StepClock, StepReport, Traffic
+from benchmarks.workload import WEIGHT_SEED, Workload
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.transfer.plan import gather_plan, regroup_elements, scatter_plan
+from megatron.hydraulis.transfer.role import role_of
+
+
+class HydraulisSide:
+    """One rank of the engine; callable with the number of an iteration.
+
+    Called with None it tells its `Traffic` instead.
+    """
+
+    def __init__(self, workload: Workload, strategy: str) -> None:
+        num_ranks = dist.get_world_size()
+        self._workload = workload
+        self._strategy = Strategy.parse(strategy, num_ranks, name=strategy)
+        pool = Pool(num_ranks=num_ranks, ranks_per_node=num_ranks, strategies=(self._strategy,))
+        self._engine = Engine(workload.definition(), pool, workload.optimizer, seed=WEIGHT_SEED)
+        self._forward_step = make_forward_step()
+        self._clock = StepClock()
+        for name in ("divide_gradients", "gradient_norm", "step"):
+            self._clock.time_method(self._engine.optimizer, name, "optimizer")
+        self._clock.time_method(self._engine, "_run", "compute")
+        regrouper = self._engine.setting(strategy).regrouper
+        for name in ("gather", "scatter"):
+            self._clock.time_method(regrouper, name, name)
+
+    def __call__(self, iteration: int | None) -> StepReport | Traffic:
+        if iteration is None:
+            return self._traffic()
+        name = self._strategy.name
+        replicas = self._strategy.replicas
+        index = next(i for i, r in enumerate(replicas) if self._engine.rank in r.ranks)
+        batches = self._workload.micro_batches(iteration, index, len(replicas))
+        dist.barrier()
+        self._clock.start_step()
+        outcome = self._engine.train_step(name, batches, self._forward_step)
+        assert outcome.gradient_norm is not None
+        return self._clock.report(loss=outcome.loss.mean, gradient_norm=outcome.gradient_norm)
+
+    def _traffic(self) -> Traffic:
+        engine = self._engine
+        layout, rank = engine.layout, engine.rank
+        roles = [
+            role_of(
+                self._strategy,
+                other,
+                num_layers=self._workload.num_layers,
+                tied_embeddings=engine.definition.tied_embeddings,
+            )
+            for other in range(layout.num_ranks)
+        ]
+        gathers = [gather_plan(layout, bucket, roles, rank=rank) for bucket in layout.buckets]
+        scatters = [scatter_plan(layout, bucket, roles, rank=rank) for bucket in layout.buckets]
+        return Traffic(
+            parameters_bytes=engine.num_parameters_held(self._strategy.name)
+            * engine.dtype.itemsize,
+            gather_bytes=regroup_elements(gathers, rank)[0] * engine.dtype.itemsize,
+            scatter_bytes=regroup_elements(scatters, rank)[0]
+            * engine.shards.gradients.element_size(),
+        )

@@ -1,0 +1,224 @@
+"""Step time of our static homogeneous strategy against plain megatron-core, paired.
+
+Both sides live at the same time, each in ranks of its own; only one works at a time, and their
+steps alternate, so that whatever else the machine does falls on both. `README.md` says what this
+can and cannot show.
+
+    python -m benchmarks.static_against_megatron
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.comparison import LOSS_TOLERANCE, Comparison, SideSteps, loss_difference
+from benchmarks.rank_set import RankSet, Worker
+from benchmarks.step_report import StepReport
+from benchmarks.tables import comparison_tables
+from hydraulis_patches.cpu_backend import apply_cpu_backend
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.strategy import Strategy
+
+if TYPE_CHECKING:
+    from benchmarks.workload import Workload
+
+NUM_RANKS = 4
+DEFAULT_STRATEGIES = ("4*tp1", "2*tp2", "2*pp2")
+NUM_WARM_UPS = 3
+"""Steps whose losses are compared before anything is measured: the third follows two updates."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the comparison; exit status 1 if the two sides do not train alike."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    # Of upstream and torch, from every rank: deprecations, experimental modules.
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    with console.status("importing torch and Megatron"):
+        torch.set_num_threads(1)
+        apply_cpu_backend()
+        # Upstream's modules import one another by value: only now do they see the CPU.
+        from benchmarks.workload import Workload
+    workload = Workload()
+    console.print(
+        f"{workload.shape.num_parameters / 1e6:.1f} M parameters, {NUM_RANKS} gloo ranks on "
+        f"{os.cpu_count()} cores, {workload.num_micro_batches} micro-batches of "
+        f"{workload.num_tokens_per_micro_batch} tokens a step, fp32, torch {torch.__version__}"
+    )
+    comparisons = []
+    with _progress(console) as progress:
+        for text in options.strategies:
+            task = progress.add_task(text, total=NUM_WARM_UPS + options.pairs)
+            comparison = compare(text, workload, options, progress=progress, task=task)
+            if comparison.loss_difference > LOSS_TOLERANCE:
+                break
+            comparisons.append(comparison)
+    if comparison.loss_difference > LOSS_TOLERANCE:
+        console.print(
+            f"[bold red]{comparison.strategy}: the two sides do not train alike: over the first "
+            f"{NUM_WARM_UPS} steps their losses differ by {comparison.loss_difference:.1e} "
+            f"(relative), more than {LOSS_TOLERANCE:.0e}; their times cannot be compared"
+        )
+        return 1
+    console.print(
+        f"Both sides train alike: over the {NUM_WARM_UPS} warm-up steps (two updates) their losses "
+        f"differ by at most {max(c.loss_difference for c in comparisons):.1e} (relative; limit "
+        f"{LOSS_TOLERANCE:.0e})."
+    )
+    for table in comparison_tables(comparisons):
+        console.print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps(_report(comparisons, options), indent=1) + "\n")
+        console.print(f"written to {options.json}")
+    return 0
+
+
+def compare(
+    text: str,
+    workload: Workload,
+    options: argparse.Namespace,
+    *,
+    progress: Progress,
+    task: int,
+) -> Comparison:
+    """Warm up, compare losses, measure pairs; stops after the warm-up where losses differ."""
+    with (
+        RankSet(
+            f"plain megatron-core, {text}", NUM_RANKS, _plain(text, workload, options)
+        ) as plain,
+        RankSet(f"hydraulis, {text}", NUM_RANKS, _ours(text, workload)) as ours,
+    ):
+        sides = {"ours": ours, "plain": plain}
+        steps: dict[str, list[tuple[StepReport, ...]]] = {name: [] for name in sides}
+        difference = float("inf")
+        for iteration in range(NUM_WARM_UPS + options.pairs):
+            # The first of a pair changes, so that neither side always finds the other's caches.
+            for name in sorted(sides, reverse=iteration % 2 == 0):
+                steps[name].append(tuple(sides[name].call(iteration)))
+            progress.advance(task)  # type: ignore[arg-type]
+            if iteration + 1 == NUM_WARM_UPS:
+                difference = loss_difference(steps["ours"], steps["plain"])
+                if difference > LOSS_TOLERANCE:
+                    break
+        traffic = {name: tuple(side.call(None)) for name, side in sides.items()}
+    measured = {name: SideSteps(tuple(steps[name][NUM_WARM_UPS:]), traffic[name]) for name in sides}
+    return Comparison(text, measured["ours"], measured["plain"], difference)
+
+
+def _plain(text: str, workload: Workload, options: argparse.Namespace) -> Callable[[], Worker]:
+    from benchmarks.plain_megatron import PlainMegatronSide
+
+    scheme = Strategy.parse(text, NUM_RANKS).replicas[0].scheme
+    return lambda: PlainMegatronSide(
+        workload,
+        tp=scheme.tp,
+        pp=scheme.pp,
+        overlaps_gradients=options.plain_overlap,
+        has_fused_adamw=options.plain_adamw == "fused",
+    )
+
+
+def _ours(text: str, workload: Workload) -> Callable[[], Worker]:
+    from benchmarks.hydraulis_side import HydraulisSide
+
+    return lambda: HydraulisSide(workload, text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.static_against_megatron",
+        description="Step time of a static homogeneous strategy against plain megatron-core.",
+    )
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        type=_homogeneous,
+        default=list(DEFAULT_STRATEGIES),
+        metavar="SPEC",
+        help=f"homogeneous strategies on {NUM_RANKS} ranks "
+        f"(default: {' '.join(DEFAULT_STRATEGIES)})",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=_positive,
+        default=20,
+        help="measured pairs of steps per strategy (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--plain-adamw",
+        choices=("fused", "default"),
+        default="fused",
+        help="torch's fused AdamW kernel for plain megatron-core too, or the loop that it falls "
+        "back to without Transformer Engine and apex (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--plain-overlap",
+        action="store_true",
+        help="give plain megatron-core its --overlap-grad-reduce",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1 but is {value}")
+    return value
+
+
+def _homogeneous(text: str) -> str:
+    try:
+        strategy = Strategy.parse(text, NUM_RANKS)
+    except HydraulisError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    schemes = {replica.scheme for replica in strategy.replicas}
+    if len(schemes) != 1 or strategy.idle_ranks or next(iter(schemes)).cp > 1:
+        raise argparse.ArgumentTypeError(
+            f"plain megatron-core runs one scheme on all ranks, here with cp=1; '{text}' is "
+            f"something else: give one like {', '.join(DEFAULT_STRATEGIES)}"
+        )
+    return text
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("pairs"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _report(comparisons: Sequence[Comparison], options: argparse.Namespace) -> dict[str, object]:
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": platform.machine(),
+        "num_cores": os.cpu_count(),
+        "num_ranks": NUM_RANKS,
+        "torch": torch.__version__,
+        "plain_adamw": options.plain_adamw,
+        "plain_overlap": options.plain_overlap,
+        "comparisons": [c.to_json() for c in comparisons],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What a rank reports of one step, and how its time is split."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Time that one rank spent on something."""
+
+    wall_s: float
+    """Waiting included."""
+    cpu_s: float
+    """Of the whole process, gloo's threads included: what other work on the machine disturbs
+    least."""
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
+
+
+NOTHING_SPENT = Spent(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One rank's view of one optimizer step."""
+
+    step: Spent
+    """From the moment all ranks were ready."""
+    phases: dict[str, Spent]
+    """Disjoint parts of ``step``; what is in none of them is *other*."""
+    loss: float
+    """Per token over the global batch, before the update; NaN on ranks that do not know it."""
+    gradient_norm: float
+
+    def phase(self, name: str) -> Spent:
+        """One of the phases, or ``other``."""
+        if name != "other":
+            return self.phases[name]
+        return self.step - sum(self.phases.values(), NOTHING_SPENT)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank receives from others in one step, model-parallel traffic aside."""
+
+    parameters_bytes: int
+    """Held by the rank, in the dtype it computes in."""
+    gather_bytes: int
+    scatter_bytes: int
+
+
+class StepClock:
+    """Times one step and named phases in it; an inner phase does not count for the outer one."""
+
+    def __init__(self) -> None:
+        self._phases: dict[str, Spent] = {}
+        self._inner = [NOTHING_SPENT]
+        """For the step and each open phase: what was spent in phases directly inside it."""
+        self._start = NOTHING_SPENT
+
+    def start_step(self) -> None:
+        """Forget the last step and begin the next."""
+        self._phases = {}
+        self._start = _now()
+
+    def report(self, *, loss: float, gradient_norm: float) -> StepReport:
+        """The step ends here."""
+        return StepReport(_now() - self._start, self._phases, loss, gradient_norm)
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Add the time of the block to ``phase``."""
+        start = _now()
+        self._inner.append(NOTHING_SPENT)
+        try:
+            yield
+        finally:
+            elapsed = _now() - start
+            own = elapsed - self._inner.pop()
+            self._phases[phase] = self._phases.get(phase, NOTHING_SPENT) + own
+            self._inner[-1] += elapsed
+
+    def time_method(self, owner: Any, name: str, phase: str) -> None:
+        """From now on add the time of every call of ``owner.name`` to ``phase``."""
+        setattr(owner, name, self.timed(phase, getattr(owner, name)))
+
+    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, its time added to ``phase``."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.measure(phase):
+                return function(*args, **kwargs)
+
+        return call
+
+
+def _now() -> Spent:
+    return Spent(time.perf_counter(), time.process_time())

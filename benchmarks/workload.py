@@ -1,0 +1,133 @@
+"""The model, weights and data that both sides of a comparison run."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.model_building import ModelDefinition, PackedNorm
+from megatron.hydraulis.runtime.packed_attention import SegmentAttention
+
+DATA_SEED = 5
+WEIGHT_SEED = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A LLaMA-like model and equal packed micro-batches.
+
+    Every micro-batch holds sequences of the same lengths, so that every replica of a homogeneous
+    strategy does the same work and Megatron's fixed shapes are no handicap.
+    """
+
+    num_layers: int = 4
+    hidden_size: int = 256
+    ffn_hidden_size: int = 704
+    num_attention_heads: int = 8
+    num_query_groups: int = 4
+    vocab_size: int = 4096
+    lengths: tuple[int, ...] = (64, 40, 24)
+    """Trained tokens of the sequences of each micro-batch."""
+    num_micro_batches: int = 8
+    """Of the whole global batch; shared out evenly over the replicas."""
+    optimizer: AdamWSettings = field(
+        default_factory=lambda: AdamWSettings(lr=1e-3, weight_decay=0.1, eps=1e-8, clip_grad=1.0)
+    )
+
+    @property
+    def num_tokens_per_micro_batch(self) -> int:
+        """Tokens of one pack."""
+        return sum(self.lengths)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model by its sizes."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            kv_channels=self.hidden_size // self.num_attention_heads,
+            vocab_size=self.vocab_size,
+            gated_mlp=True,
+            tied_embeddings=False,
+        )
+
+    def transformer(self, *, tp: int = 1, pp: int = 1) -> TransformerConfig:
+        """Upstream's configuration; of the whole model where both degrees are 1."""
+        return TransformerConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            sequence_parallel=tp > 1,
+            params_dtype=torch.float32,
+            pipeline_dtype=torch.float32,
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            bias_dropout_fusion=False,
+            apply_rope_fusion=False,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+            transformer_impl="local",
+            calculate_per_token_loss=True,
+            batch_p2p_sync=False,
+            use_cpu_initialization=True,
+        )
+
+    def definition(self) -> ModelDefinition:
+        """The model as our engine takes it."""
+        return ModelDefinition(
+            transformer=self.transformer(),
+            layer_spec=packed_layers(self.num_layers),
+            vocab_size=self.vocab_size,
+            padded_vocab_size=self.vocab_size,
+            max_sequence_length=max(self.lengths),
+        )
+
+    def micro_batches(self, iteration: int, replica: int, num_replicas: int) -> list[PackedBatch]:
+        """One replica's share of an iteration's global batch.
+
+        Raises:
+            ValueError: the micro-batches cannot be shared out evenly.
+        """
+        per_replica, rest = divmod(self.num_micro_batches, num_replicas)
+        if rest or not per_replica:
+            raise ValueError(
+                f"{self.num_micro_batches} micro-batches cannot be shared out evenly over "
+                f"{num_replicas} replicas; choose a multiple"
+            )
+        rng = np.random.default_rng((DATA_SEED, iteration))
+        packs = [
+            pack([rng.integers(0, self.vocab_size, size=length + 1) for length in self.lengths])
+            for _ in range(self.num_micro_batches)
+        ]
+        return packs[replica * per_replica : (replica + 1) * per_replica]
+
+
+def packed_layers(num_layers: int) -> TransformerBlockSubmodules:
+    """Upstream's local layers with the packed attention and norms that both sides use."""
+    layer = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    layer.submodules.input_layernorm = PackedNorm
+    layer.submodules.pre_mlp_layernorm = PackedNorm
+    layer.submodules.self_attention.submodules.core_attention = SegmentAttention
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=PackedNorm)

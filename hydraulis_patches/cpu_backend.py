@@ -1,0 +1,125 @@
+"""Megatron on a CPU: the modules that name CUDA outright see a torch that answers for the CPU.
+
+Upstream asks `torch.cuda.current_device()` at some forty places and writes `device="cuda"` at
+others. Each of the modules below gets, under its own name `torch`, an object that forwards
+everything to torch but maps CUDA to the CPU. torch itself is not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from hydraulis_patches.hashes import CPU_BACKEND_HASHES
+from hydraulis_patches.registry import AppliedPatch, Patch, SetState
+
+CPU_BACKEND = Patch(
+    name="cpu_backend",
+    targets={f"{module}:torch": digest for module, digest in CPU_BACKEND_HASHES.items()},
+    reason="upstream names CUDA devices literally and has no switch for another backend",
+    removable_when="upstream takes the device from its configuration",
+    cpu_only=True,
+)
+
+RNG_TRACKER = SetState(
+    name="megatron.core.tensor_parallel.random:initialize_rng_tracker",
+    reason="upstream's random-number tracker keeps CUDA generators; its tracker for inference, "
+    "whose fork() does nothing, is set before upstream sets the other",
+    removable_when="upstream has a tracker of CPU generators",
+    cpu_only=True,
+)
+
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "arange", "as_tensor")
+
+
+class CpuCuda:
+    """Stands in for `torch.cuda`: one device, the CPU, always in step."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_device(self) -> torch.device:
+        """What new tensors are given as their device."""
+        return torch.device("cpu")
+
+    def is_available(self) -> bool:
+        """Upstream refuses to start without."""
+        return True
+
+    def device_count(self) -> int:
+        """None to choose from: upstream then leaves devices and CUDA seeds alone."""
+        return 0
+
+    def synchronize(self, device: Any = None) -> None:
+        """CPU operations are done when they return."""
+
+    def empty_cache(self) -> None:
+        """There is no caching allocator."""
+
+    def current_stream(self, device: Any = None) -> Any:
+        """Only ever waited for."""
+        return _Stream()
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Not measured here."""
+        return 0
+
+    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """The CPU generator's state."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        """Of the CPU generator."""
+        torch.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        """Of the CPU generator."""
+        torch.manual_seed(seed)
+
+
+class _Stream:
+    def wait_stream(self, other: Any) -> None:
+        """CPU operations are done when they return."""
+
+
+class CpuTorch:
+    """Stands in for the module `torch`."""
+
+    def __init__(self) -> None:
+        self.cuda = CpuCuda()
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        self.__dict__[name] = value
+        return value
+
+
+def _on_cpu(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def apply_cpu_backend() -> list[AppliedPatch]:
+    """Apply it, and give upstream a random-number tracker that needs no CUDA.
+
+    Raises:
+        UpstreamVersionError: an upstream that the patch was not written for.
+    """
+    applied = CPU_BACKEND.apply(lambda original: CpuTorch())
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    # Without dropout and recompute nothing random happens in a forward pass: the tracker that
+    # upstream keeps for inference, whose fork() does nothing, is enough.
+    initialize_rng_tracker(inference_rng_tracker=True)
+    return applied

@@ -1,0 +1,33 @@
+"""Hashes of upstream's sources that the patches were written for (megatron-core 0.19.2)."""
+
+CPU_BACKEND_HASHES = {
+    "megatron.core.rerun_state_machine": "628f955068650527",
+    "megatron.core.pipeline_parallel.p2p_communication": "d34aff2655a452e3",
+    "megatron.core.pipeline_parallel.schedules": "9d3624f4b1bc8e9e",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": "0c5bca26c50b5599",
+    "megatron.core.tensor_parallel.layers": "f559500986961544",
+    "megatron.core.tensor_parallel.mappings": "a91d34138309d787",
+    "megatron.core.tensor_parallel.random": "c2bc8b53e27f0a88",
+    "megatron.core.tensor_parallel.utils": "931a35e7113d28b6",
+    "megatron.core.timers": "14e76e6578adf7e6",
+    "megatron.core.utils": "c4ed73957e283126",
+    "megatron.training.training": "d968ef8216f63d63",
+    "megatron.training.initialize": "a9657afc72c7b236",
+    "megatron.training.utils.common_utils": "025f22664cdaecc3",
+    "megatron.training.dist_signal_handler": "6bbfd7a50305b8fd",
+}
+
+TRAINING_LOOP_HASHES = {
+    "megatron.training.training:train_step": "68989d425b2300aa",
+    "megatron.training.training:evaluate": "a8be7269bc278373",
+    "megatron.training.training:get_megatron_optimizer": "b473223298c43430",
+    "megatron.training.training:build_train_valid_test_data_iterators": "d12ed278f953cc10",
+    "megatron.training.training:consume_seqlen_stats_in_iteration": "11adaf9837000c6c",
+    "megatron.training.training:training_log": "5e34a182d566e325",
+    "megatron.training.training:print_rank_last": "a408eeba0100cc6c",
+    "megatron.training.training:report_theoretical_memory": "8f498c2b52a6fb61",
+    "megatron.core.datasets.utils:compile_helpers": "84029a50ae8cfac1",
+    "megatron.training.training:get_forward_backward_func": "9d8e0a75be40fcce",
+    "megatron.training.training:set_jit_fusion_options": "fe3ec3dcf2af9e1b",
+    "megatron.training.training:report_memory": "ba08bcff29266712",
+}

@@ -1,0 +1,140 @@
+"""What a patch is, and how it is applied: only to the upstream version it was written for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from megatron.hydraulis.errors import UpstreamVersionError
+
+UPSTREAM_PACKAGE = "megatron-core"
+HASH_DIGITS = 16
+"""Hex digits of the SHA-256 kept of a source text: enough to notice a change."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced upstream name (or the same name wherever it was imported by value)."""
+
+    name: str
+    targets: Mapping[str, str]
+    """'module:attribute' -> hash of the attribute's source, or of the whole module's source for an
+    attribute without a source of its own."""
+    reason: str
+    """Why no public hook serves."""
+    removable_when: str
+    versions: tuple[str, ...] = ("0.19.2",)
+    cpu_only: bool = False
+
+    def check(self) -> None:
+        """Refuse an upstream that the patch was not written for.
+
+        Raises:
+            UpstreamVersionError: naming version, patch and what differs.
+        """
+        installed = version(UPSTREAM_PACKAGE)
+        if installed not in self.versions:
+            raise UpstreamVersionError(
+                f"patch '{self.name}' is written for {UPSTREAM_PACKAGE} "
+                f"{', '.join(self.versions)} but {installed} is installed; install "
+                f"'{UPSTREAM_PACKAGE}=={self.versions[-1]}' or port the patch"
+            )
+        for target, expected in self.targets.items():
+            found = source_hash(target)
+            if found != expected:
+                raise UpstreamVersionError(
+                    f"patch '{self.name}': the source of {target} has hash {found}, expected "
+                    f"{expected}; the installed {UPSTREAM_PACKAGE} {installed} was changed: "
+                    "reinstall it or port the patch"
+                )
+
+    def apply(self, replacement: Callable[[Any], Any]) -> list[AppliedPatch]:
+        """Check, then put ``replacement(original)`` in place of every target."""
+        self.check()
+        applied = []
+        for target in self.targets:
+            module, attribute = _resolve(target)
+            original = getattr(module, attribute)
+            setattr(module, attribute, replacement(original))
+            applied.append(AppliedPatch(module, attribute, original))
+        return applied
+
+
+@dataclass(frozen=True)
+class SetState:
+    """State of an upstream module that is set by upstream's own function, where upstream would set
+    it on the way to something that is left out here. Nothing is replaced."""
+
+    name: str
+    """'module:function' that is called."""
+    reason: str
+    removable_when: str
+    cpu_only: bool = False
+
+    def check(self) -> None:
+        """As `Patch.check`, of the function's existence.
+
+        Raises:
+            UpstreamVersionError: there is no such function.
+        """
+        module, attribute = _resolve(self.name)
+        if not callable(getattr(module, attribute, None)):
+            raise UpstreamVersionError(
+                f"{self.name} is not there in {UPSTREAM_PACKAGE} {version(UPSTREAM_PACKAGE)}; "
+                "port what calls it"
+            )
+
+
+@dataclass(frozen=True)
+class AppliedPatch:
+    """Knows the way back."""
+
+    module: Any
+    attribute: str
+    original: Any
+
+    def undo(self) -> None:
+        """Put upstream's own name back."""
+        setattr(self.module, self.attribute, self.original)
+
+
+def undo_all(applied: Iterable[AppliedPatch]) -> None:
+    """Undo in reverse order."""
+    for patch in reversed(list(applied)):
+        patch.undo()
+
+
+def check_signature(target: str, replacement: Callable[..., Any]) -> None:
+    """A replacement must take what upstream's callers pass.
+
+    Raises:
+        UpstreamVersionError: a parameter is missing or stands elsewhere.
+    """
+    module, attribute = _resolve(target)
+    upstream = list(inspect.signature(getattr(module, attribute)).parameters.values())
+    ours = list(inspect.signature(replacement).parameters.values())
+    wanted = [(p.name, p.kind) for p in upstream]
+    given = [(p.name, p.kind) for p in ours]
+    if wanted != given:
+        raise UpstreamVersionError(
+            f"the replacement of {target} takes ({', '.join(name for name, _ in given)}) but "
+            f"upstream's callers pass ({', '.join(name for name, _ in wanted)}); port it"
+        )
+
+
+def source_hash(target: str) -> str:
+    """Hash of a target's source text as it is installed."""
+    module, attribute = _resolve(target)
+    value = getattr(module, attribute)
+    source = inspect.getsource(value if inspect.isroutine(value) else module)
+    return hashlib.sha256(source.encode()).hexdigest()[:HASH_DIGITS]
+
+
+def _resolve(target: str) -> tuple[Any, str]:
+    module_name, attribute = target.split(":")
+    return importlib.import_module(module_name), attribute

@@ -1,0 +1,177 @@
+"""The names of `megatron.training` that another kind of step, data and model makes necessary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hydraulis_patches.hashes import TRAINING_LOOP_HASHES
+from hydraulis_patches.registry import AppliedPatch, Patch, SetState, check_signature
+
+_TRAINING = "megatron.training.training:"
+
+
+class LoopReplacements(Protocol):
+    """What the patched loop calls; see `megatron.hydraulis.loop.training_loop`."""
+
+    @property
+    def train_step(self) -> Callable[..., Any]:
+        """With upstream's parameters, as are the next four."""
+
+    @property
+    def evaluate(self) -> Callable[..., Any]: ...
+
+    @property
+    def get_megatron_optimizer(self) -> Callable[..., Any]: ...
+
+    @property
+    def build_train_valid_test_data_iterators(self) -> Callable[..., Any]: ...
+
+    @property
+    def consume_seqlen_stats_in_iteration(self) -> Callable[..., Any]: ...
+
+    def around_training_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
+        """A wrapper of upstream's function."""
+
+    def around_print_rank_last(self, print_rank_last: Callable[..., Any]) -> Callable[..., Any]:
+        """A wrapper of upstream's function."""
+
+
+def _patch(name: str, reason: str, removable_when: str, *, cpu_only: bool = False) -> Patch:
+    target = name if ":" in name else _TRAINING + name
+    return Patch(
+        name=target.split(":")[1],
+        targets={target: TRAINING_LOOP_HASHES[target]},
+        reason=reason,
+        removable_when=removable_when,
+        cpu_only=cpu_only,
+    )
+
+
+REPLACED = (
+    _patch(
+        "train_step",
+        "runs get_num_microbatches() micro-batches of one shape on every rank; a plan gives each "
+        "replica its own number and lengths, and gradients meet on the canonical shards",
+        "upstream takes a train step as an argument of pretrain()",
+    ),
+    _patch(
+        "evaluate",
+        "as train_step",
+        "upstream takes an evaluation as an argument of pretrain()",
+    ),
+    _patch(
+        "get_megatron_optimizer",
+        "builds optimizers over a model's parameters; ours owns shards that no model holds",
+        "upstream takes an optimizer factory as an argument of pretrain()",
+    ),
+    _patch(
+        "build_train_valid_test_data_iterators",
+        "builds data loaders per data-parallel rank of one fixed layout",
+        "upstream takes iterators as an argument of pretrain()",
+    ),
+    _patch(
+        "consume_seqlen_stats_in_iteration",
+        "adds up over parallel_state's groups, which stay uninitialised; the plan knows the sums",
+        "upstream takes the statistics from the train step",
+    ),
+)
+
+WRAPPED = (
+    _patch(
+        "training_log",
+        "computes the batch size from the micro-batch calculator, wrong under a token budget, "
+        "divides one iteration's operations by the mean time of all since the last line, and shows "
+        "the mean of the first two losses as the second",
+        "upstream takes batch size and operations from the train step, adds the latter up, and "
+        "resets after the first line",
+    ),
+    _patch(
+        "print_rank_last",
+        "training_log has no hook for further fields of its line",
+        "upstream takes further fields from the train step",
+    ),
+)
+
+GET_FORWARD_BACKWARD_FUNC = _patch(
+    "get_forward_backward_func",
+    "asks parallel_state, which stays uninitialised, for a function that is never called here",
+    "upstream asks the given pg_collection",
+)
+REPORT_THEORETICAL_MEMORY = _patch(
+    "report_theoretical_memory",
+    "prints a figure for one scheme on all ranks, wrong for a heterogeneous strategy",
+    "upstream leaves it to the model",
+)
+COMPILE_HELPERS = _patch(
+    "megatron.core.datasets.utils:compile_helpers",
+    "runs make in the installed package, which ships the compiled helpers but no Makefile, and "
+    "exits the process",
+    "the wheel holds a Makefile, or upstream skips what is compiled",
+)
+SET_JIT_FUSION_OPTIONS = _patch(
+    "set_jit_fusion_options",
+    "warms up compiled fusions, which cost 10-20 s of compilation a process and are off on a CPU",
+    "upstream skips the warm-up where fusions are off",
+    cpu_only=True,
+)
+REPORT_MEMORY = _patch(
+    "report_memory",
+    "prints the CUDA allocator's figures, all zero on a CPU",
+    "upstream reports the memory of the device in use",
+    cpu_only=True,
+)
+
+ALL = (
+    *REPLACED,
+    *WRAPPED,
+    GET_FORWARD_BACKWARD_FUNC,
+    REPORT_THEORETICAL_MEMORY,
+    COMPILE_HELPERS,
+    SET_JIT_FUSION_OPTIONS,
+    REPORT_MEMORY,
+)
+
+
+MEMORY_BUFFER = SetState(
+    name="megatron.core.parallel_state:_set_global_memory_buffer",
+    reason="sequence-parallel linear layers gather into parallel_state._GLOBAL_MEMORY_BUFFER, "
+    "which upstream makes along with the global groups, uninitialised here; set by the engine "
+    "(runtime/process_groups.py: provide_memory_buffer)",
+    removable_when="upstream takes the buffer from the layer or its pg_collection",
+)
+
+
+def apply_training_loop(loop: LoopReplacements, *, has_cuda: bool) -> list[AppliedPatch]:
+    """Put the loop's methods in the place of upstream's functions.
+
+    Raises:
+        UpstreamVersionError: another upstream, or a replacement that upstream could not call.
+    """
+    applied: list[AppliedPatch] = []
+    for patch in REPLACED:
+        replacement = getattr(loop, patch.name)
+        check_signature(_TRAINING + patch.name, replacement)
+        applied += patch.apply(_replace_by(replacement))
+    for patch in WRAPPED:
+        applied += patch.apply(getattr(loop, f"around_{patch.name}"))
+    applied += GET_FORWARD_BACKWARD_FUNC.apply(_replace_by(_never_called))
+    silenced = [REPORT_THEORETICAL_MEMORY, COMPILE_HELPERS]
+    if not has_cuda:
+        silenced += [SET_JIT_FUSION_OPTIONS, REPORT_MEMORY]
+    for patch in silenced:
+        applied += patch.apply(_replace_by(_nothing))
+    return applied
+
+
+def _replace_by(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A patch's function of the original that does not look at it."""
+    return lambda original: replacement
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of a function whose effect is not wanted."""
+
+
+def _never_called(*args: Any, **kwargs: Any) -> None:
+    """What upstream's loop hands to `train_step`, which has no use for it."""

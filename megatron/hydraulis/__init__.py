@@ -1,0 +1,1 @@
+"""Hydraulis: balanced training over sequences of very different lengths, on Megatron."""

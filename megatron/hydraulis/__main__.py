@@ -1,0 +1,71 @@
+"""The command line: ``python -m megatron.hydraulis COMMAND …``."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.hydraulis.errors import HydraulisError
+
+__all__ = ["COMMANDS", "main"]
+
+_EXIT_BAD_INPUT = 2
+_EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand. Its module has ``add_arguments(parser)`` and ``run(namespace) -> exit status``,
+    and is imported only when the command is called, so that help is quick."""
+
+    name: str
+    help: str
+    module: str
+
+
+COMMANDS = (
+    Command(
+        "preprocess",
+        "text files, JSON lines and Parquet to a Megatron dataset (.bin and .idx)",
+        "megatron.hydraulis.data.preprocess_command",
+    ),
+    Command(
+        "plan",
+        "find the best plan for a batch of lengths, a pool and a cost profile",
+        "megatron.hydraulis.planner.plan_command",
+    ),
+    Command(
+        "check-plan",
+        "check a plan by code that shares nothing with the planner",
+        "megatron.hydraulis.plan_check.command",
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status, 2 for bad input."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m megatron.hydraulis")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if arguments[:1] == [command.name]:
+            module = importlib.import_module(command.module)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    namespace = parser.parse_args(arguments)
+    try:
+        status: int = namespace.run(namespace)
+    except HydraulisError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The machines a job runs on: nodes, ranks per node, and the links inside and across nodes."""
+
+from dataclasses import dataclass
+
+from megatron.hydraulis.errors import ConfigurationError
+
+__all__ = ["Cluster", "Link"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What one rank can send over while it receives as much.
+
+    Raises ConfigurationError for a bandwidth that is not positive or a negative latency.
+    """
+
+    bytes_per_s: float
+    """Bandwidth of one rank in one direction."""
+    latency_s: float
+    """Time of an empty message."""
+    source: str
+    """Where the two numbers come from, with the date."""
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0.0 or not self.latency_s >= 0.0:
+            raise ConfigurationError(
+                f"link from {self.source!r}: bandwidth must be positive and latency not negative "
+                f"but they are {self.bytes_per_s} bytes/s and {self.latency_s} s; correct them"
+            )
+
+    def time_s(self, num_bytes: float) -> float:
+        """Time of one message: latency plus bytes over bandwidth."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Equal nodes of equal ranks, ranks counted node by node.
+
+    Raises ConfigurationError for a cluster without nodes or ranks.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    intra_node: Link
+    inter_node: Link
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.ranks_per_node < 1:
+            raise ConfigurationError(
+                f"cluster: needs at least 1 node of 1 rank but has {self.num_nodes} nodes of "
+                f"{self.ranks_per_node} ranks; give positive numbers"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node a rank lives on."""
+        return rank // self.ranks_per_node
+
+    def crosses_nodes(self, num_ranks: int) -> bool:
+        """Whether a group of so many neighbouring ranks is too large for one node."""
+        return num_ranks > self.ranks_per_node
+
+    def point_to_point(self, num_ranks: int) -> Link:
+        """The slowest link between two neighbours in a group of so many neighbouring ranks."""
+        return self.inter_node if self.crosses_nodes(num_ranks) else self.intra_node
+
+    def collective(self, num_ranks: int) -> Link:
+        """The link that bounds a ring collective over so many neighbouring ranks.
+
+        A ring over several nodes leaves each by all ranks that the group has there, so their
+        network links add up, at most to what the ranks have among one another.
+        """
+        if not self.crosses_nodes(num_ranks):
+            return self.intra_node
+        together = self.inter_node.bytes_per_s * self.ranks_per_node
+        return Link(
+            bytes_per_s=min(together, self.intra_node.bytes_per_s),
+            latency_s=self.inter_node.latency_s,
+            source=self.inter_node.source,
+        )

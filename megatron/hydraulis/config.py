@@ -1,0 +1,125 @@
+"""The flags of this package, as one frozen dataclass from which the parser group is generated.
+
+Upstream's ArgumentGroupFactory turns every field into a flag: the name gives ``--the-name``, the
+docstring below the field gives the help text, which therefore states the unit.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.hydraulis.data.long_sequences import LongSequences
+from megatron.hydraulis.errors import ConfigurationError
+
+__all__ = ["HydraulisConfig", "default_run_dir", "option_of"]
+
+# Named by the launcher, so every rank of a job reads the same value. torchrun without --rdzv-id
+# sets its own to "none".
+_RUN_NAME_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+_NO_RUN_NAME = ("", "none")
+
+
+def default_run_dir(environment: Mapping[str, str] | None = None) -> Path:
+    """``runs/<name of the job>``, equal on all ranks: the launcher's name, else ``latest``."""
+    if environment is None:
+        environment = os.environ
+    for variable in _RUN_NAME_VARIABLES:
+        name = environment.get(variable, "")
+        if name not in _NO_RUN_NAME:
+            return Path("runs") / name
+    return Path("runs") / "latest"
+
+
+def _flag(metavar: str) -> dict[str, Any]:
+    """Metadata by which upstream's factory names the value of a flag in the help."""
+    return {"argparse_meta": {"metavar": metavar}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HydraulisConfig:
+    """Balanced training over variable-length sequences."""
+
+    strategy: str | None = field(default=None, metadata=_flag("SPEC"))
+    """Replicas and the ranks they run on, for example 'tp4+2*tp2pp2' or 'tp2@0,3+pp2:5,3@1,2';
+    every rank is used or named idle. Default: one replica of one rank on every rank, or what
+    --tensor-model-parallel-size and --pipeline-model-parallel-size describe."""
+
+    no_sequence_parallel: bool = False
+    """Switch sequence parallelism off; it is on wherever a replica has tp > 1."""
+
+    long_sequences: LongSequences = "split"
+    """What happens to a sequence longer than --seq-length (tokens): split it into several, keep its
+    beginning, leave it out, or stop with an error. Counted and logged. Default: split."""
+
+    global_batch_tokens: int | None = field(default=None, metadata=_flag("N"))
+    """Size of a global batch (tokens), instead of --global-batch-size in sequences. A sequence that
+    does not fit waits for the next batch."""
+
+    max_tokens_per_micro_batch: int | None = field(default=None, metadata=_flag("N"))
+    """Most tokens in one micro-batch, padding included (tokens). Default: what the memory model
+    allows each scheme."""
+
+    run_dir: Path = field(default_factory=default_run_dir, metadata=_flag("DIR"))
+    """Folder of the run: metrics.jsonl, TensorBoard events, summary, resolved configuration.
+    Default: runs/<Slurm job or torchrun run id>, else runs/latest."""
+
+    plan_dir: Path | None = field(default=None, metadata=_flag("DIR"))
+    """Folder for the plan of every iteration, one JSON file an iteration. Default: not written."""
+
+    replay_plans: Path | None = field(default=None, metadata=_flag("DIR"))
+    """Folder that --plan-dir of an earlier run wrote: run its plans instead of planning anew.
+    Default: plan."""
+
+    plan_ahead: int = field(default=2, metadata=_flag("K"))
+    """Iterations planned ahead of training, in a process of their own (iterations); 0 plans each
+    iteration when it begins. Default: 2."""
+
+    dry_run: bool = False
+    """Print the resolved configuration, the replicas with their ranks and the parameters per rank,
+    then exit; needs one process only."""
+
+    skip_nan_iterations: bool = False
+    """Skip the update of an iteration whose loss or gradient norm is not finite and go on; without
+    it the run stops with an error that names the iteration and its sequences."""
+
+    ranks_per_node: int | None = field(default=None, metadata=_flag("N"))
+    """Ranks of one node (ranks). Default: LOCAL_WORLD_SIZE, else all ranks of the job."""
+
+    num_ranks: int | None = field(default=None, metadata=_flag("N"))
+    """Ranks of the job to describe (ranks), with --dry-run only. Default: WORLD_SIZE."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigurationError for a number below 1 and for --num-ranks in a real job."""
+        for name in (
+            "global_batch_tokens",
+            "max_tokens_per_micro_batch",
+            "ranks_per_node",
+            "num_ranks",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(
+                    f"{option_of(name)} must be at least 1 but is {value}; give a positive number"
+                )
+        if self.plan_ahead < 0:
+            raise ConfigurationError(
+                f"--plan-ahead must not be negative but is {self.plan_ahead}; give 0 to plan each "
+                f"iteration when it begins"
+            )
+        if self.num_ranks is not None and not self.dry_run:
+            raise ConfigurationError(
+                f"--num-ranks {self.num_ranks} is for --dry-run only, a job has as many ranks as "
+                f"torchrun starts; remove --num-ranks or add --dry-run"
+            )
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether replicas with tp > 1 use sequence parallelism."""
+        return not self.no_sequence_parallel
+
+
+def option_of(name: str) -> str:
+    """The flag of a field: ``run_dir`` is ``--run-dir``."""
+    return "--" + name.replace("_", "-")

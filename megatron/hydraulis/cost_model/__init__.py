@@ -1,0 +1,24 @@
+"""What a micro-batch costs on a scheme, and how long a replica takes over its micro-batches."""
+
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.cost_model.memory import MemoryModel
+from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, pipeline_time_ms
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
+from megatron.hydraulis.model_shape import ModelShape
+
+__all__ = [
+    "FORWARD_SHARE",
+    "AnalyticCostModel",
+    "Coefficients",
+    "CostModel",
+    "DeviceConstants",
+    "MemoryModel",
+    "ModelShape",
+    "ProfileCostModel",
+    "StrategyCosts",
+    "device_constants",
+    "pipeline_time_ms",
+]

@@ -1,0 +1,210 @@
+"""What a device can do, as numbers with unit, source and date.
+
+The figures are good enough to rank strategies before anything was measured on the machine at
+hand; a measured cost profile replaces them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.errors import ConfigurationError
+
+__all__ = ["DEVICES", "DeviceConstants", "device_constants"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceConstants:
+    """One kind of device and the links that such devices usually come with.
+
+    Raises ConfigurationError when a rate or the memory is not positive or a fraction is outside
+    (0, 1].
+    """
+
+    name: str
+    peak_flops_per_s: float
+    """Dense matrix products in the training precision, from the data sheet."""
+    matmul_fraction: float
+    """Share of the peak that a layer's matrix products reach, norms and activations included."""
+    attention_fraction: float
+    """Share of the peak that causal attention reaches, counted as in analytic.py."""
+    layer_overhead_s: float
+    """What a layer costs in every micro-batch, forward and backward, however few the tokens."""
+    link_fraction: float
+    """Share of a link's bandwidth that collectives reach."""
+    memory_bytes: float
+    """Memory of one rank."""
+    reserve_bytes: float
+    """Memory kept free: the context, the allocator's fragments, the communicators' buffers."""
+    intra_node: Link
+    inter_node: Link
+    source: str
+    """Where the figures come from, with the date."""
+
+    def __post_init__(self) -> None:
+        rates = (self.peak_flops_per_s, self.memory_bytes)
+        fractions = (self.matmul_fraction, self.attention_fraction, self.link_fraction)
+        costs = (self.layer_overhead_s, self.reserve_bytes)
+        if (
+            not all(0.0 < value < math.inf for value in rates)
+            or not all(0.0 < value <= 1.0 for value in fractions)
+            or not all(0.0 <= value < math.inf for value in costs)
+        ):
+            raise ConfigurationError(
+                f"device {self.name!r}: peak and memory must be positive, fractions in (0, 1], "
+                f"overhead and reserve not negative, but they are {rates}, {fractions}, {costs}; "
+                f"correct them"
+            )
+
+    def cluster(self, num_ranks: int, ranks_per_node: int) -> Cluster:
+        """A cluster of such devices with their usual links."""
+        return Cluster(
+            num_nodes=math.ceil(num_ranks / ranks_per_node),
+            ranks_per_node=ranks_per_node,
+            intra_node=self.intra_node,
+            inter_node=self.inter_node,
+        )
+
+
+# NVLink figures of data sheets add both directions; a Link has one. 5 µs and 10 µs are what
+# nccl-tests commonly show for small messages inside a node and across (an assumption).
+_NVLINK_LATENCY_S = 5e-6
+_NETWORK_LATENCY_S = 10e-6
+
+_NVLINK_3 = Link(
+    bytes_per_s=300e9,
+    latency_s=_NVLINK_LATENCY_S,
+    source="NVIDIA A100 80GB data sheet, 600 GB/s both ways (June 2021)",
+)
+_NVLINK_3_A800 = Link(
+    bytes_per_s=200e9,
+    latency_s=_NVLINK_LATENCY_S,
+    source="NVIDIA A800 80GB data sheet, 400 GB/s both ways (2022)",
+)
+_NVLINK_4 = Link(
+    bytes_per_s=450e9,
+    latency_s=_NVLINK_LATENCY_S,
+    source="NVIDIA H100 SXM data sheet, 900 GB/s both ways (2023)",
+)
+_INFINIBAND_HDR = Link(
+    bytes_per_s=25e9,
+    latency_s=_NETWORK_LATENCY_S,
+    source="NVIDIA DGX A100 data sheet, one 200 Gbit/s adapter a GPU (2021)",
+)
+_INFINIBAND_NDR = Link(
+    bytes_per_s=50e9,
+    latency_s=_NETWORK_LATENCY_S,
+    source="NVIDIA DGX H100 data sheet, one 400 Gbit/s adapter a GPU (2023)",
+)
+_GLOO_LOCAL = Link(
+    bytes_per_s=1e9,
+    latency_s=100e-6,
+    source="assumption: gloo over the loopback device, ranks sharing cores (2026)",
+)
+_GLOO_NETWORK = Link(
+    bytes_per_s=1.25e9,
+    latency_s=200e-6,
+    source="assumption: 10 Gbit/s Ethernet (2026)",
+)
+
+# Fractions and overhead of the Ampere devices: from the times measured for a 32B model on A800,
+# published with the code of arXiv 2412.07894 (PKU-DAIR/Hetu, examples/hydraulis/strategy,
+# generate_strategy_32b.py, 2024). b at tp1pp4, 0.2126 ms a token, is 0.73 of the peak; a at
+# tp2pp4 and tp4pp1 is 0.5 of it; c is 1.6 to 2.9 ms a layer.
+_AMPERE_MATMUL_FRACTION = 0.73
+_AMPERE_ATTENTION_FRACTION = 0.5
+_LAYER_OVERHEAD_S = 2.0e-3
+# nccl-tests, all-reduce inside an A100 node: about 0.8 of the data sheet's bandwidth (assumption).
+_LINK_FRACTION = 0.8
+# safe_GiB and gap_MiB of the same file add up to 15 GB for 32B and to 11 GB for 7B.
+_GPU_RESERVE_BYTES = 11e9
+
+_AMPERE_SOURCE = "NVIDIA data sheet (2021/2022); fractions from arXiv 2412.07894's profiles (2024)"
+# Lower than on Ampere: the peak has tripled, memory and launch rates have not. Between the 0.47
+# that Megatron-LM's README reports for whole training steps (2024) and Ampere's 0.73 (assumption).
+_HOPPER_MATMUL_FRACTION = 0.6
+# FlashAttention-3 (arXiv 2407.08608, 2024), causal, forward and backward together, head size 128.
+_HOPPER_ATTENTION_FRACTION = 0.45
+_HOPPER_SOURCE = "NVIDIA data sheet (2023); fractions as named in device.py (2024)"
+
+DEVICES: tuple[DeviceConstants, ...] = (
+    DeviceConstants(
+        name="a100-80",
+        peak_flops_per_s=312e12,
+        matmul_fraction=_AMPERE_MATMUL_FRACTION,
+        attention_fraction=_AMPERE_ATTENTION_FRACTION,
+        layer_overhead_s=_LAYER_OVERHEAD_S,
+        link_fraction=_LINK_FRACTION,
+        memory_bytes=80e9,
+        reserve_bytes=_GPU_RESERVE_BYTES,
+        intra_node=_NVLINK_3,
+        inter_node=_INFINIBAND_HDR,
+        source=_AMPERE_SOURCE,
+    ),
+    DeviceConstants(
+        name="a800-80",
+        peak_flops_per_s=312e12,
+        matmul_fraction=_AMPERE_MATMUL_FRACTION,
+        attention_fraction=_AMPERE_ATTENTION_FRACTION,
+        layer_overhead_s=_LAYER_OVERHEAD_S,
+        link_fraction=_LINK_FRACTION,
+        memory_bytes=80e9,
+        reserve_bytes=_GPU_RESERVE_BYTES,
+        intra_node=_NVLINK_3_A800,
+        inter_node=_INFINIBAND_HDR,
+        source=_AMPERE_SOURCE,
+    ),
+    DeviceConstants(
+        name="h100",
+        peak_flops_per_s=989.4e12,
+        matmul_fraction=_HOPPER_MATMUL_FRACTION,
+        attention_fraction=_HOPPER_ATTENTION_FRACTION,
+        layer_overhead_s=_LAYER_OVERHEAD_S,
+        link_fraction=_LINK_FRACTION,
+        memory_bytes=80e9,
+        reserve_bytes=_GPU_RESERVE_BYTES,
+        intra_node=_NVLINK_4,
+        inter_node=_INFINIBAND_NDR,
+        source=_HOPPER_SOURCE,
+    ),
+    DeviceConstants(
+        name="h200",
+        peak_flops_per_s=989.4e12,
+        matmul_fraction=_HOPPER_MATMUL_FRACTION,
+        attention_fraction=_HOPPER_ATTENTION_FRACTION,
+        layer_overhead_s=_LAYER_OVERHEAD_S,
+        link_fraction=_LINK_FRACTION,
+        memory_bytes=141e9,
+        reserve_bytes=_GPU_RESERVE_BYTES,
+        intra_node=_NVLINK_4,
+        inter_node=_INFINIBAND_NDR,
+        source=_HOPPER_SOURCE,
+    ),
+    # One core of a server: 2 fused multiply-adds of 8 fp32 numbers a cycle (AVX2) at 3 GHz make
+    # 96 GFLOP/s. All other figures are assumptions for small models that share cores.
+    DeviceConstants(
+        name="cpu",
+        peak_flops_per_s=96e9,
+        matmul_fraction=0.4,
+        attention_fraction=0.2,
+        layer_overhead_s=_LAYER_OVERHEAD_S,
+        link_fraction=1.0,
+        memory_bytes=4e9,
+        reserve_bytes=1e9,
+        intra_node=_GLOO_LOCAL,
+        inter_node=_GLOO_NETWORK,
+        source="AVX2 arithmetic, else assumption (2026)",
+    ),
+)
+
+
+def device_constants(name: str) -> DeviceConstants:
+    """The constants of a device by name; ConfigurationError when the name is unknown."""
+    for device in DEVICES:
+        if device.name == name:
+            return device
+    known = ", ".join(device.name for device in DEVICES)
+    raise ConfigurationError(
+        f"device {name!r}: no constants are known for it but for {len(DEVICES)} others; "
+        f"use one of {known}, or a measured cost profile"
+    )

@@ -1,0 +1,238 @@
+"""A cost model out of measured times: the cost profile.
+
+A cost profile is a JSON file::
+
+    {"version": 1, "device": "A800-80GB", "source": "who measured, and with what",
+     "date": "2024-12-11",
+     "schemes": [{"tp": 4, "cp": 1, "pp": 2, "a_ms_per_token2": 2.0e-06, "b_ms_per_token": 0.12,
+                  "c_ms": 65.4, "max_tokens": 12416}],
+     "strategies": [{"name": "S6", "regroup_ms": 30.0, "optimizer_ms": 12.0}]}
+
+The time of a micro-batch on one stage, forward and backward, is ``a·Σs² + b·Σs + c``; max_tokens is
+the most tokens of a micro-batch. A scheme whose layers are not split evenly has its own row, with
+``"layers": [14, 16]``. ``version``, and ``strategies`` in whole or in part, may be absent: a
+strategy that is not listed has no time beside its makespan.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.json_object import JsonObject, read_json
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Strategy
+
+__all__ = ["ProfileCostModel", "ProfiledScheme", "ProfiledStrategy"]
+
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfiledScheme:
+    """What was measured for one scheme.
+
+    Raises ConfigurationError for a negative limit and a scheme with ``~``: its row is that of the
+    scheme without.
+    """
+
+    scheme: Scheme
+    coefficients: Coefficients
+    max_tokens: int
+    """Most tokens of a micro-batch; 0 where not even the weights fit."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise ConfigurationError(
+                f"cost profile: max_tokens must not be negative but is {self.max_tokens} for "
+                f"{self.scheme}; give 0 where the model does not fit"
+            )
+        if self.scheme.splits_cp:
+            raise ConfigurationError(
+                f"cost profile: a scheme is measured at its full width but a row is for "
+                f"{self.scheme}; leave out the '~'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfiledStrategy:
+    """What a strategy takes in every iteration beside its makespan.
+
+    Raises ConfigurationError for a time that is negative or not finite.
+    """
+
+    name: str
+    regroup_ms: float = 0.0
+    """What of gather and scatter does not overlap with the replicas' work."""
+    optimizer_ms: float = 0.0
+    """Update of the canonical shards."""
+
+    def __post_init__(self) -> None:
+        for value in (self.regroup_ms, self.optimizer_ms):
+            if not 0.0 <= value < math.inf:
+                raise ConfigurationError(
+                    f"cost profile: times of strategy {self.name!r} must be finite and not "
+                    f"negative but are regroup_ms {self.regroup_ms} and optimizer_ms "
+                    f"{self.optimizer_ms}; correct them"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileCostModel:
+    """CostModel out of a cost profile.
+
+    Raises ConfigurationError when there is no scheme and when a scheme or a strategy is listed
+    twice.
+    """
+
+    device: str
+    source: str
+    """Who measured, and with what."""
+    date: str
+    schemes: tuple[ProfiledScheme, ...]
+    strategies: tuple[ProfiledStrategy, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.schemes:
+            raise ConfigurationError(
+                "cost profile: needs at least 1 scheme but has 0; measure the schemes of the pool"
+            )
+        _check_distinct("scheme", [str(row.scheme) for row in self.schemes])
+        _check_distinct("strategy", [row.name for row in self.strategies])
+
+    def coefficients(self, scheme: Scheme) -> Coefficients:
+        """The time of a micro-batch on the slowest stage; StrategyError for an unknown scheme."""
+        return self._row(scheme).coefficients
+
+    def max_tokens(self, scheme: Scheme) -> int:
+        """Most tokens of a micro-batch; StrategyError for a scheme that was not measured."""
+        return self._row(scheme).max_tokens
+
+    def overhead_ms(self, strategy: Strategy) -> float:
+        """Regrouping and optimizer of a strategy, by its name; 0.0 where it is not listed."""
+        for row in self.strategies:
+            if row.name == strategy.name:
+                return row.regroup_ms + row.optimizer_ms
+        return 0.0
+
+    def _row(self, scheme: Scheme) -> ProfiledScheme:
+        # At its full width, cp8~ is cp8.
+        measured = Scheme(scheme.tp, scheme.cp, scheme.pp, scheme.layers)
+        for row in self.schemes:
+            if row.scheme == measured:
+                return row
+        known = ", ".join(str(row.scheme) for row in self.schemes)
+        raise StrategyError(
+            f"scheme {scheme}: not in the cost profile of {self.device}, which has {known}; "
+            f"measure it, or take strategies of these schemes"
+        )
+
+    @classmethod
+    def read(cls, path: str | Path) -> "ProfileCostModel":
+        """Read a cost profile; ConfigurationError names the file and what is wrong."""
+        content = read_json(path, "cost profile", ConfigurationError)
+        return cls.from_json(content, what=f"cost profile {path}")
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], *, what: str) -> "ProfileCostModel":
+        """Read the content of a cost profile, called what in errors.
+
+        Raises ConfigurationError for a missing or unknown key, a value of another type, and an
+        impossible number.
+        """
+        profile = JsonObject(content, what, ConfigurationError)
+        profile.check_version(_FORMAT_VERSION)
+        strategies = profile.array("strategies") if profile.has("strategies") else []
+        model = cls(
+            device=profile.text("device"),
+            source=profile.text("source"),
+            date=profile.text("date"),
+            schemes=tuple(
+                _scheme_row(profile.nested(entry, f"scheme {index} of {what}"))
+                for index, entry in enumerate(profile.array("schemes"))
+            ),
+            strategies=tuple(
+                _strategy_row(profile.nested(entry, f"strategy {index} of {what}"))
+                for index, entry in enumerate(strategies)
+            ),
+        )
+        profile.check_all_read()
+        return model
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of a cost profile; from_json is its inverse."""
+        content: dict[str, Any] = {
+            "version": _FORMAT_VERSION,
+            "device": self.device,
+            "source": self.source,
+            "date": self.date,
+            "schemes": [_scheme_to_json(row) for row in self.schemes],
+        }
+        if self.strategies:
+            content["strategies"] = [
+                {
+                    "name": row.name,
+                    "regroup_ms": row.regroup_ms,
+                    "optimizer_ms": row.optimizer_ms,
+                }
+                for row in self.strategies
+            ]
+        return content
+
+
+def _check_distinct(noun: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigurationError(
+                f"cost profile: every {noun} is listed once but {name} {names.count(name)} "
+                f"times; keep one of them"
+            )
+
+
+def _scheme_row(entry: JsonObject) -> ProfiledScheme:
+    try:
+        scheme = Scheme(
+            tp=entry.integer("tp"),
+            cp=entry.integer("cp"),
+            pp=entry.integer("pp"),
+            layers=entry.integers("layers") if entry.has("layers") else None,
+        )
+    except StrategyError as error:
+        raise ConfigurationError(f"{entry.what}: {error}") from None
+    row = ProfiledScheme(
+        scheme=scheme,
+        coefficients=Coefficients(
+            a_ms_per_token2=entry.number("a_ms_per_token2"),
+            b_ms_per_token=entry.number("b_ms_per_token"),
+            c_ms=entry.number("c_ms"),
+        ),
+        max_tokens=entry.integer("max_tokens"),
+    )
+    entry.check_all_read()
+    return row
+
+
+def _scheme_to_json(row: ProfiledScheme) -> dict[str, Any]:
+    scheme, coefficients = row.scheme, row.coefficients
+    content: dict[str, Any] = {"tp": scheme.tp, "cp": scheme.cp, "pp": scheme.pp}
+    if scheme.layers is not None:
+        content["layers"] = list(scheme.layers)
+    return content | {
+        "a_ms_per_token2": coefficients.a_ms_per_token2,
+        "b_ms_per_token": coefficients.b_ms_per_token,
+        "c_ms": coefficients.c_ms,
+        "max_tokens": row.max_tokens,
+    }
+
+
+def _strategy_row(entry: JsonObject) -> ProfiledStrategy:
+    row = ProfiledStrategy(
+        name=entry.text("name"),
+        regroup_ms=entry.number("regroup_ms") if entry.has("regroup_ms") else 0.0,
+        optimizer_ms=entry.number("optimizer_ms") if entry.has("optimizer_ms") else 0.0,
+    )
+    entry.check_all_read()
+    return row

@@ -1,0 +1,1 @@
+"""From text to packed micro-batches: preprocessing, corpus, sampling, packing."""

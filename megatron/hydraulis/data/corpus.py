@@ -1,0 +1,378 @@
+"""A corpus: sequences of bounded length cut from the documents of one or several datasets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.hydraulis.data.blend import SequenceGroup
+from megatron.hydraulis.data.index import DatasetIndex
+from megatron.hydraulis.data.long_sequences import LONG_SEQUENCES, LongSequences
+from megatron.hydraulis.data.token_stretches import extreme_tokens, spread_stretches
+from megatron.hydraulis.errors import ConfigurationError, DataError
+
+__all__ = ["Corpus", "CorpusReport", "DocumentRange"]
+
+VOCABULARY_CHECK_TOKENS = 1 << 24
+"""Most tokens of a dataset that ``check_vocabulary`` reads, over all shares.
+
+16 Mi int32 tokens (64 MiB in the page cache) took 25 to 29 ms on one core of a 2-core x86 virtual
+machine, 2026-11-21.
+"""
+
+VOCABULARY_STRETCH_TOKENS = 1 << 18
+"""Tokens read at once: long enough for a disk, short enough for a processor's cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentRange:
+    """The documents of one dataset that belong to a corpus: ``first_document`` up to, without,
+    ``end_document``."""
+
+    index: DatasetIndex
+    first_document: int
+    end_document: int
+
+    @classmethod
+    def whole(cls, index: DatasetIndex) -> "DocumentRange":
+        return cls(index, 0, index.num_documents)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_document <= self.end_document <= self.index.num_documents:
+            raise DataError(
+                f"dataset '{self.index.prefix}': documents {self.first_document}:"
+                f"{self.end_document} are not among its {self.index.num_documents} documents"
+            )
+
+    @property
+    def token_range(self) -> tuple[int, int]:
+        """Position in the ``.bin`` of the documents' first token, and of the one after their
+        last."""
+        lengths = self.index.document_lengths
+        first = int(lengths[: self.first_document].sum(dtype=np.int64))
+        return first, first + int(
+            lengths[self.first_document : self.end_document].sum(dtype=np.int64)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusReport:
+    """What was made of the documents; for logs."""
+
+    num_documents: int
+    num_sequences: int
+    num_tokens: int
+    """Trained tokens: the sum of the sequences' lengths."""
+    num_split: int
+    """Documents cut into several sequences."""
+    num_truncated: int
+    num_truncated_tokens: int
+    """Trained tokens lost by truncation."""
+    num_dropped_long: int
+    num_dropped_long_tokens: int
+    """Trained tokens lost with them."""
+    num_dropped_short: int
+    """Documents of fewer than two tokens: they hold nothing to predict."""
+
+    def __add__(self, other: "CorpusReport") -> "CorpusReport":
+        return CorpusReport(
+            **{
+                name: getattr(self, name) + getattr(other, name)
+                for name in self.__dataclass_fields__
+            }
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.num_documents:,} documents",
+            f"{self.num_sequences:,} sequences",
+            f"{self.num_tokens:,} tokens",
+        ]
+        if self.num_split:
+            parts.append(f"{self.num_split:,} documents split")
+        if self.num_truncated:
+            parts.append(
+                f"{self.num_truncated:,} truncated by {self.num_truncated_tokens:,} tokens"
+            )
+        if self.num_dropped_long:
+            parts.append(
+                f"{self.num_dropped_long:,} too long and dropped with "
+                f"{self.num_dropped_long_tokens:,} tokens"
+            )
+        if self.num_dropped_short:
+            parts.append(f"{self.num_dropped_short:,} of fewer than 2 tokens dropped")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """Sequences of one dataset, in document order."""
+
+    documents: npt.NDArray[np.integer[Any]]
+    lengths: npt.NDArray[np.integer[Any]]
+    report: CorpusReport
+
+
+class Corpus:
+    """Sequences with their lengths, and the tokens behind them on demand.
+
+    The length of a sequence is the number of tokens it trains: a document of D tokens predicts
+    D − 1 of them. Building a corpus reads the indices alone.
+
+    Args:
+        ranges: the documents taken of each dataset.
+        seq_length: most tokens a sequence trains (``--seq-length``).
+        long_sequences: what becomes of longer documents.
+        weights: share of the draws each dataset gets; None: in proportion to its sequences.
+        name: what messages call this corpus, e.g. ``train``.
+
+    Raises:
+        ConfigurationError: a ``seq_length`` below 1, an unknown policy, a wrong number of weights.
+        DataError: a document is too long and the policy is ``error``.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[DocumentRange],
+        *,
+        seq_length: int,
+        long_sequences: LongSequences,
+        weights: Sequence[float] | None = None,
+        name: str = "train",
+    ) -> None:
+        if seq_length < 1:
+            raise ConfigurationError(
+                f"a sequence trains at least 1 token but --seq-length is {seq_length}; raise it"
+            )
+        if long_sequences not in LONG_SEQUENCES:
+            raise ConfigurationError(
+                f"--long-sequences is one of {', '.join(LONG_SEQUENCES)} but is '{long_sequences}'"
+            )
+        if weights is not None and len(weights) != len(ranges):
+            raise ConfigurationError(
+                f"corpus '{name}': {len(weights)} weights for {len(ranges)} datasets; give one each"
+            )
+        cuts = [_cut(documents, seq_length, long_sequences) for documents in ranges]
+        self.name = name
+        self.prefixes = tuple(documents.index.prefix for documents in ranges)
+        self.lengths: npt.NDArray[np.integer[Any]] = _joined([cut.lengths for cut in cuts])
+        """(num_sequences,) trained tokens of each sequence, dataset after dataset; int32 but for
+        sequences that are longer."""
+        self.lengths.setflags(write=False)
+        self._documents = _joined([cut.documents for cut in cuts])
+        self._ends = np.cumsum([len(cut.lengths) for cut in cuts], dtype=np.int64)
+        self._ranges = tuple(ranges)
+        self._seq_length = seq_length
+        self.reports = tuple(cut.report for cut in cuts)
+        """One for each dataset."""
+        self._weights = None if weights is None else tuple(weights)
+        self._readers: dict[int, Any] = {}
+        self._vocab_size: int | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens of one epoch."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def report(self) -> CorpusReport:
+        """Counts over all datasets."""
+        return sum(self.reports[1:], start=self.reports[0])
+
+    @property
+    def groups(self) -> tuple[SequenceGroup, ...]:
+        """The datasets that hold sequences, with their weights, for a sampler."""
+        groups = []
+        for dataset, end in enumerate(self._ends.tolist()):
+            size = self.reports[dataset].num_sequences
+            weight = size if self._weights is None else self._weights[dataset]
+            if size:
+                groups.append(SequenceGroup(end - size, size, weight))
+        return tuple(groups)
+
+    def dataset_of(self, sequence_id: int) -> int:
+        """Position, in ``prefixes``, of the dataset that a sequence comes from."""
+        if not 0 <= sequence_id < self.num_sequences:
+            raise IndexError(
+                f"corpus '{self.name}' has sequences 0 to {self.num_sequences - 1}, not "
+                f"{sequence_id}"
+            )
+        return int(np.searchsorted(self._ends, sequence_id, side="right"))
+
+    def describe(self, sequence_id: int) -> str:
+        """Where a sequence comes from, for messages: dataset, document and tokens within it."""
+        dataset = self.dataset_of(sequence_id)
+        first = self._offset(dataset, sequence_id)
+        return (
+            f"dataset '{self.prefixes[dataset]}', document {int(self._documents[sequence_id])}, "
+            f"tokens {first} to {first + int(self.lengths[sequence_id])}"
+        )
+
+    def tokens(self, sequence_id: int) -> npt.NDArray[np.int64]:
+        """The tokens of a sequence: inputs are all but the last, labels all but the first.
+
+        Returns:
+            (length + 1,) token ids.
+
+        Raises:
+            DataError: a token id outside the vocabulary given to ``check_vocabulary``.
+        """
+        dataset = self.dataset_of(sequence_id)
+        tokens = self._read(
+            dataset,
+            int(self._documents[sequence_id]),
+            self._offset(dataset, sequence_id),
+            int(self.lengths[sequence_id]) + 1,
+        )
+        lowest, highest = int(tokens.min()), int(tokens.max())
+        if not self._fits(lowest, highest):
+            self._refuse(sequence_id, lowest, highest)
+        return tokens
+
+    def check_vocabulary(self, vocab_size: int, *, share: int = 0, num_shares: int = 1) -> None:
+        """Refuse token ids of ``vocab_size`` and above, now in a sample and later in ``tokens``.
+
+        Reads up to ``VOCABULARY_CHECK_TOKENS`` of each dataset: all of a small one, and of a larger
+        one stretches spread evenly over it. Ids that no sequence trains are let pass.
+
+        Args:
+            vocab_size: token ids must be below it.
+            share: which stretches to read, for ranks that share the work: every
+                ``num_shares``-th, starting with this one. All later calls of ``tokens`` check,
+                whatever the share.
+            num_shares: over how many callers the stretches are dealt.
+
+        Raises:
+            DataError: names dataset, document, token id and vocabulary size.
+        """
+        if not 0 <= share < num_shares:
+            raise ValueError(f"share {share} is not among {num_shares} shares")
+        self._vocab_size = vocab_size
+        for dataset, documents in enumerate(self._ranges):
+            stretches = spread_stretches(
+                *documents.token_range,
+                stretch_tokens=VOCABULARY_STRETCH_TOKENS,
+                budget_tokens=VOCABULARY_CHECK_TOKENS,
+            )
+            mine = stretches[share::num_shares]
+            for stretch, lowest, highest in extreme_tokens(documents.index, mine):
+                if not self._fits(lowest, highest):
+                    self._check_sequences(dataset, stretch)
+
+    def _check_sequences(self, dataset: int, stretch: range) -> None:
+        """Read all sequences of the documents that a stretch of the ``.bin`` touches."""
+        ends = np.cumsum(self._ranges[dataset].index.document_lengths, dtype=np.int64)
+        touched = np.searchsorted(ends, [stretch.start, stretch.stop - 1], side="right")
+        first, documents = self._documents_of(dataset)
+        begin = int(np.searchsorted(documents, touched[0], side="left"))
+        end = int(np.searchsorted(documents, touched[1], side="right"))
+        for sequence_id in range(first + begin, first + end):
+            self.tokens(sequence_id)
+
+    def _documents_of(self, dataset: int) -> tuple[int, npt.NDArray[np.integer[Any]]]:
+        """The dataset's first sequence, and the document of each of its sequences, rising."""
+        end = int(self._ends[dataset])
+        first = end - self.reports[dataset].num_sequences
+        return first, self._documents[first:end]
+
+    def _offset(self, dataset: int, sequence_id: int) -> int:
+        """Token of its document at which a sequence begins.
+
+        Derived, not stored: pieces of one document follow each other, all but the last of them
+        ``seq_length`` long.
+        """
+        first, documents = self._documents_of(dataset)
+        # A scalar of the array's own type: for another, NumPy would convert the whole array.
+        first_piece = first + int(documents.searchsorted(documents[sequence_id - first]))
+        return (sequence_id - first_piece) * self._seq_length
+
+    def _fits(self, lowest: int, highest: int) -> bool:
+        return lowest >= 0 and (self._vocab_size is None or highest < self._vocab_size)
+
+    def _refuse(self, sequence_id: int, lowest: int, highest: int) -> NoReturn:
+        where = self.describe(sequence_id)
+        if lowest < 0:
+            raise DataError(f"{where}: token ids are at least 0 but there is {lowest}")
+        raise DataError(
+            f"{where}: token ids must be below the model's vocabulary of {self._vocab_size} but "
+            f"there is {highest}; train with the tokenizer that the data was made with, or raise "
+            f"--vocab-size"
+        )
+
+    def _read(
+        self, dataset: int, document: int, offset: int, num_tokens: int
+    ) -> npt.NDArray[np.int64]:
+        """(num_tokens,) tokens of a document from ``offset`` on."""
+        reader = self._readers.get(dataset)
+        if reader is None:
+            # Imported here: lengths, which are all a planner needs, take no torch.
+            from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+            reader = self._readers[dataset] = IndexedDataset(self.prefixes[dataset])
+        first_sequence = int(self._ranges[dataset].index.first_sequences[document])
+        # Stored sequences of a document are contiguous (the index was checked for it), so reading
+        # on past the end of the first one gives the next.
+        tokens = reader.get(first_sequence, offset=offset, length=num_tokens)
+        # A copy: Megatron's reader unmaps the file when it goes, whoever still looks into it.
+        return np.array(tokens, dtype=np.int64)
+
+
+def _joined(parts: Sequence[npt.NDArray[np.integer[Any]]]) -> npt.NDArray[np.integer[Any]]:
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
+
+
+def _cut(documents: DocumentRange, seq_length: int, policy: LongSequences) -> _Cut:
+    """Make sequences of at most ``seq_length`` of the documents."""
+    index = documents.index
+    all_lengths = index.document_lengths[documents.first_document : documents.end_document] - 1
+    trainable = all_lengths >= 1
+    num_documents, num_short = len(all_lengths), int((~trainable).sum())
+    fits = documents.end_document <= np.iinfo(np.int32).max
+    id_type: type[np.integer[Any]] = np.int32 if fits else np.int64
+    ids: npt.NDArray[np.integer[Any]] = np.arange(
+        documents.first_document, documents.end_document, dtype=id_type
+    )
+    lengths = all_lengths
+    if num_short:
+        ids, lengths = ids[trainable], lengths[trainable]
+    is_long = lengths > seq_length
+    long_lengths = lengths[is_long].astype(np.int64)
+    num_long = len(long_lengths)
+
+    if num_long and policy == "error":
+        raise DataError(
+            f"dataset '{index.prefix}': sequences train at most --seq-length {seq_length} tokens "
+            f"but {num_long} documents are longer, the first being document "
+            f"{int(ids[np.argmax(is_long)])} with {int(long_lengths[0])}; raise --seq-length or "
+            f"set --long-sequences to split, truncate or drop"
+        )
+    if num_long and policy == "truncate":
+        lengths[is_long] = seq_length
+    elif num_long and policy == "drop":
+        ids, lengths = ids[~is_long], lengths[~is_long]
+    elif num_long and policy == "split":
+        num_pieces = np.ones(len(lengths), dtype=np.int32)
+        num_pieces[is_long] = -(-long_lengths // seq_length)
+        last_pieces = np.cumsum(num_pieces) - 1
+        ids = np.repeat(ids, num_pieces)
+        rests = lengths - (num_pieces - 1) * lengths.dtype.type(seq_length)
+        lengths = np.full(len(ids), seq_length, dtype=lengths.dtype)
+        lengths[last_pieces] = rests
+    report = CorpusReport(
+        num_documents=num_documents,
+        num_sequences=len(lengths),
+        num_tokens=int(lengths.sum(dtype=np.int64)),
+        num_split=num_long if policy == "split" else 0,
+        num_truncated=num_long if policy == "truncate" else 0,
+        num_truncated_tokens=int((long_lengths - seq_length).sum()) if policy == "truncate" else 0,
+        num_dropped_long=num_long if policy == "drop" else 0,
+        num_dropped_long_tokens=int(long_lengths.sum()) if policy == "drop" else 0,
+        num_dropped_short=num_short,
+    )
+    return _Cut(ids, lengths, report)

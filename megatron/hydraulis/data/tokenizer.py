@@ -1,0 +1,188 @@
+"""Text to token ids with Megatron's own tokenizers."""
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.hydraulis.data.documents import RawDocument
+from megatron.hydraulis.errors import ConfigurationError, DataError
+
+__all__ = ["TEXT_TOKENIZER_TYPES", "DocumentEncoder", "TokenizerSettings", "build_tokenizer"]
+
+TEXT_TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+)
+"""Megatron's tokenizers that turn a plain text into ids and know an end of document."""
+
+_UINT16_VOCABULARY_LIMIT = 65_500
+"""Below it Megatron stores 2-byte ids (``DType.optimal_dtype``)."""
+
+_HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
+"""Names on the Hugging Face hub: ``gpt2``, ``owner/name``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+    """What Megatron's ``build_tokenizer`` reads; names and defaults are those of its flags."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    metadata_path: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    special_tokens: tuple[str, ...] | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tokenizer_sentencepiece_legacy: bool = False
+    tokenizer_sentencepiece_ignore_extra_whitespaces: bool = True
+    tokenizer_hf_no_use_fast: bool = False
+    tokenizer_hf_no_include_special_tokens: bool = False
+    trust_remote_code: bool = False
+    null_tokenizer_eod_id: int | None = None
+    null_tokenizer_pad_id: int = -1
+    chat_template: str | None = None
+    pad_vocab_size: bool = False
+    """Padding is the model's concern; False keeps ``build_tokenizer`` from asking for its shape."""
+
+    def __post_init__(self) -> None:
+        if self.tokenizer_type not in TEXT_TOKENIZER_TYPES:
+            raise ConfigurationError(
+                f"--tokenizer-type is one of {', '.join(TEXT_TOKENIZER_TYPES)} but is "
+                f"'{self.tokenizer_type}'"
+            )
+        if self.tokenizer_type == "NullTokenizer":
+            if self.vocab_size is None or self.vocab_size < 1:
+                raise ConfigurationError(
+                    f"--tokenizer-type NullTokenizer needs --vocab-size, at least 1, but it is "
+                    f"{self.vocab_size}"
+                )
+        elif self.tokenizer_type == "GPT2BPETokenizer":
+            self._check_files("--vocab-file", self.vocab_file)
+            self._check_files("--merge-file", self.merge_file)
+        elif self.tokenizer_model is None:
+            raise ConfigurationError(
+                f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model, the path of the "
+                f"tokenizer, but none is given"
+            )
+        else:
+            is_hub_name = self.tokenizer_type == "HuggingFaceTokenizer" and re.fullmatch(
+                _HUB_NAME, self.tokenizer_model
+            )
+            if not is_hub_name and not os.path.exists(self.tokenizer_model):
+                raise ConfigurationError(
+                    f"--tokenizer-model: {self.tokenizer_model} does not exist; give the path of "
+                    f"the tokenizer's file or folder"
+                )
+
+    def _check_files(self, flag: str, path: str | None) -> None:
+        if path is not None and not os.path.isfile(path):
+            raise ConfigurationError(f"{flag}: file {path} does not exist; give its path")
+
+
+def build_tokenizer(settings: TokenizerSettings) -> Any:
+    """Megatron's tokenizer of that type.
+
+    Raises:
+        DataError: the tokenizer cannot be built, with the reason.
+    """
+    # Our workers are the parallelism; the library's own threads would not survive their fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # It warns of texts longer than some model's context; documents may have any length here.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as upstream
+
+    try:
+        return upstream(settings)
+    except ImportError as error:
+        raise DataError(
+            f"tokenizer {settings.tokenizer_type} needs a package that is not installed ({error}); "
+            f"install it with pip"
+        ) from None
+    except Exception as error:
+        # Each library fails in its own way; all that the user can act on is which and why.
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise DataError(
+            f"tokenizer {settings.tokenizer_type} cannot be built of "
+            f"{settings.tokenizer_model or settings.vocab_file}: {lines[0]}; check "
+            f"--tokenizer-type and the paths of its files"
+        ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentEncoder:
+    """Turns documents into token ids of the type that the dataset stores.
+
+    Args:
+        tokenizer: as ``build_tokenizer`` gives it.
+        append_eod: end every document with the tokenizer's end-of-document token.
+
+    Raises:
+        DataError: the tokenizer has no such token.
+    """
+
+    tokenizer: Any
+    append_eod: bool = True
+
+    def __post_init__(self) -> None:
+        if self.append_eod and self._eod() is None:
+            raise DataError(
+                "documents end with the tokenizer's end-of-document token but it has none; choose "
+                "another tokenizer or give --no-append-eod"
+            )
+
+    def _eod(self) -> int | None:
+        try:
+            eod: int | None = self.tokenizer.eod
+        except (AttributeError, KeyError, NotImplementedError):
+            return None
+        return eod
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.tokenizer.vocab_size)
+
+    @property
+    def token_type(self) -> type[np.integer]:
+        """The type Megatron stores ids of this vocabulary in."""
+        return np.uint16 if self.vocab_size < _UINT16_VOCABULARY_LIMIT else np.int32
+
+    def encode(self, document: RawDocument) -> npt.NDArray[np.integer] | None:
+        """Token ids of a document, or None if it has no text.
+
+        Raises:
+            DataError: the text cannot be read or tokenized.
+        """
+        text = document.text()
+        if not text:
+            return None
+        try:
+            ids = list(self.tokenizer.tokenize(text))
+        except Exception as error:
+            raise DataError(
+                f"{document.origin}: the tokenizer refuses the text ({error}); correct the text or "
+                f"choose another --tokenizer-type"
+            ) from error
+        if self.append_eod:
+            ids.append(self._eod())
+        if not ids:
+            return None
+        lowest, highest = min(ids), max(ids)
+        if lowest < 0 or highest >= self.vocab_size:
+            raise DataError(
+                f"{document.origin}: token ids must be below the vocabulary of {self.vocab_size} "
+                f"but the tokenizer gave {lowest if lowest < 0 else highest}; check the "
+                f"tokenizer's files and --vocab-size"
+            )
+        return np.array(ids, dtype=self.token_type)

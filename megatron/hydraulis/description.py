@@ -1,0 +1,179 @@
+"""The resolved configuration as data, for ``RUN_DIR/config.json``, and as text for --dry-run."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.hydraulis.arguments import Resolved
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.strategy import Replica, Scheme
+
+__all__ = ["describe", "format_description", "format_limits", "num_parameters_of_rank"]
+
+# Always 1, and said by the strategy.
+_SAID_BY_STRATEGY = (
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "tensor_model_parallel_size",
+)
+_JSON_SCALARS = (str, int, float, bool, type(None))
+
+
+def num_parameters_of_rank(
+    args: argparse.Namespace, shape: ModelShape, replica: Replica, rank: int
+) -> int:
+    """Parameters of megatron-core's GPTModel that a rank holds in a replica.
+
+    Counts the layers of upstream's own spec: a layer spec of the user may hold more or fewer.
+    Raises ValueError for a rank outside the replica.
+    """
+    position = replica.position_of(rank)
+    if position is None:
+        raise ValueError(f"rank {rank} is not in the replica on ranks {replica.ranks}")
+    tp, last_stage = replica.scheme.tp, replica.scheme.pp - 1
+    is_first, is_last = position.stage == 0, position.stage == last_stage
+    num_layers = replica.scheme.layers_per_stage(shape.num_layers)[position.stage]
+    num_per_norm_channel = 2 if args.normalization == "LayerNorm" else 1  # weight, bias
+
+    num_parameters = num_layers * _num_layer_parameters(args, shape, tp, num_per_norm_channel)
+    num_embedding = shape.num_embedding_parameters // tp
+    if is_first:
+        num_parameters += num_embedding
+        if args.position_embedding_type == "learned_absolute":
+            num_parameters += args.max_position_embeddings * shape.hidden_size
+    if is_last:
+        num_parameters += num_per_norm_channel * shape.hidden_size
+        if not (is_first and shape.tied_embeddings):
+            num_parameters += num_embedding
+    return num_parameters
+
+
+def _num_layer_parameters(
+    args: argparse.Namespace, shape: ModelShape, tp: int, num_per_norm_channel: int
+) -> int:
+    num = shape.num_matrix_parameters_per_layer // tp
+    num += 2 * num_per_norm_channel * shape.hidden_size
+    if args.qk_layernorm:
+        num += 2 * num_per_norm_channel * shape.kv_channels
+    if args.add_qkv_bias:
+        num += (shape.query_size + 2 * shape.num_query_groups * shape.kv_channels) // tp
+    if args.add_bias_linear:
+        fc1_size = (2 if shape.gated_mlp else 1) * shape.ffn_hidden_size
+        # The biases of the row-parallel layers, projection and fc2, are on every tp rank.
+        num += fc1_size // tp + 2 * shape.hidden_size
+    return num
+
+
+def describe(resolved: Resolved) -> dict[str, Any]:
+    """Strategy, replicas with their ranks and parameters, model and all flags, ready for JSON."""
+    strategy, shape = resolved.strategy, resolved.shape
+    arguments = {
+        key: _to_json(value)
+        for key, value in sorted(vars(resolved.args).items())
+        # The rank is left out: the description is that of the job.
+        if not key.startswith("_") and key != "rank"
+    }
+    return {
+        "strategy": str(strategy),
+        "num_ranks": strategy.num_ranks,
+        "ranks_per_node": strategy.ranks_per_node,
+        "idle_ranks": list(strategy.idle_ranks),
+        "replicas": [_describe_replica(resolved, replica) for replica in strategy.replicas],
+        "model": dataclasses.asdict(shape)
+        | {
+            "num_parameters": _num_parameters(resolved),
+            "vocab_size_unpadded": resolved.vocabulary.size,
+        },
+        "hydraulis": {
+            key: _to_json(value) for key, value in dataclasses.asdict(resolved.hydraulis).items()
+        }
+        | {"sequence_parallel": resolved.hydraulis.sequence_parallel},
+        "explicit_options": sorted(resolved.explicit),
+        "settings": {key: value for key, value in arguments.items() if key in resolved.settings},
+        "upstream_defaults": {
+            key: value for key, value in arguments.items() if key not in resolved.settings
+        },
+    }
+
+
+def _num_parameters(resolved: Resolved) -> int:
+    """Parameters of the whole model: those of a replica of one rank."""
+    replica = Replica(Scheme(), (0,))
+    return num_parameters_of_rank(resolved.args, resolved.shape, replica, 0)
+
+
+def _describe_replica(resolved: Resolved, replica: Replica) -> dict[str, Any]:
+    scheme = replica.scheme
+    return {
+        "scheme": str(scheme),
+        "ranks": list(replica.ranks),
+        "layers_per_stage": list(scheme.layers_per_stage(resolved.shape.num_layers)),
+        "num_parameters_per_rank": {
+            str(rank): num_parameters_of_rank(resolved.args, resolved.shape, replica, rank)
+            for rank in replica.ranks
+        },
+    }
+
+
+def _to_json(value: object) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    return value if isinstance(value, _JSON_SCALARS) else str(value)
+
+
+def format_description(description: dict[str, Any]) -> str:
+    """The description as a page of text: strategy, a line a stage, model, flags that were given."""
+    model, hydraulis = description["model"], description["hydraulis"]
+    lines = [
+        f"strategy     {description['strategy']}",
+        f"ranks        {description['num_ranks']} ({description['ranks_per_node']} a node), "
+        f"idle: {_join(description['idle_ranks']) or 'none'}",
+    ]
+    for index, replica in enumerate(description["replicas"]):
+        lines.append(f"replica {index:<4} {replica['scheme']}")
+        stages = len(replica["layers_per_stage"])
+        width = len(replica["ranks"]) // stages
+        for stage, num_layers in enumerate(replica["layers_per_stage"]):
+            ranks = replica["ranks"][stage * width : (stage + 1) * width]
+            num_parameters = replica["num_parameters_per_rank"][str(ranks[0])]
+            lines.append(
+                f"  stage {stage:<4} ranks {_join(ranks)}: {num_layers} layers, "
+                f"{num_parameters:,} parameters per rank"
+            )
+    lines.append(
+        f"model        {model['num_layers']} layers, hidden {model['hidden_size']}, "
+        f"ffn {model['ffn_hidden_size']}, {model['num_attention_heads']} heads of "
+        f"{model['kv_channels']}, {model['num_query_groups']} query groups, vocabulary "
+        f"{model['vocab_size_unpadded']} padded to {model['vocab_size']}: "
+        f"{model['num_parameters']:,} parameters"
+    )
+    lines.append(f"run folder   {hydraulis['run_dir']}")
+    lines.append("settings")
+    settings = {**description["settings"], **hydraulis}
+    lines += [
+        f"  {key} {_text(settings[key])}"
+        for key in sorted(settings)
+        if key not in _SAID_BY_STRATEGY
+    ]
+    return "\n".join(lines)
+
+
+def format_limits(max_tokens: Mapping[Scheme, int], device: str) -> str:
+    """Most tokens of a micro-batch by scheme, a line each, on the device they were computed for."""
+    lines = [f"micro-batch  most tokens, on '{device}'"]
+    for scheme, limit in max_tokens.items():
+        text = f"{limit:,} tokens" if limit > 0 else "none: the model does not fit"
+        lines.append(f"  {scheme!s:<10} {text}")
+    return "\n".join(lines)
+
+
+def _join(ranks: list[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
+
+
+def _text(value: object) -> str:
+    return " ".join(str(item) for item in value) if isinstance(value, list) else str(value)

@@ -1,0 +1,44 @@
+"""Every exception this package raises on purpose.
+
+A message states three things, in this order: the rule that was broken, the
+numbers that broke it, and the fix, for example ``strategy 'long': 3 replicas
+use 20 ranks but the job has 16; remove a replica or start 20 ranks``.
+"""
+
+__all__ = [
+    "ConfigurationError",
+    "DataError",
+    "HydraulisError",
+    "NonFiniteLossError",
+    "PlanError",
+    "StrategyError",
+    "UpstreamVersionError",
+]
+
+
+class HydraulisError(Exception):
+    """Base of all errors of this package; its message is meant for the user as it stands."""
+
+
+class ConfigurationError(HydraulisError):
+    """Flags or settings that contradict each other or the job."""
+
+
+class StrategyError(ConfigurationError):
+    """A strategy that cannot be read, cannot be placed on the ranks or does not fit the model."""
+
+
+class PlanError(HydraulisError):
+    """An invalid iteration plan, or a batch that no strategy of the pool can hold."""
+
+
+class DataError(HydraulisError):
+    """A corpus, index, tokenizer or vocabulary that is damaged or does not fit the job."""
+
+
+class NonFiniteLossError(HydraulisError):
+    """The loss or the gradient norm became NaN or infinite."""
+
+
+class UpstreamVersionError(HydraulisError):
+    """The installed megatron-core is not a version that ``hydraulis_patches`` knows."""

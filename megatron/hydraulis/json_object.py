@@ -1,0 +1,166 @@
+"""Reading JSON files and their objects by key and type, with errors that say what is wrong."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.hydraulis.errors import HydraulisError
+
+__all__ = ["JsonObject", "parse_json", "read_json", "read_text"]
+
+
+class JsonObject:
+    """A JSON object whose values are read by key and type, and which has to be read whole.
+
+    Raises the given class of error, from here and from every method, naming the object, the key
+    and what is there instead.
+    """
+
+    def __init__(self, content: Any, what: str, error: type[HydraulisError]) -> None:
+        self._what = what
+        self._error = error
+        if not isinstance(content, Mapping):
+            raise error(
+                f"{what}: must be an object but is {_shown(content)}; write it as an object"
+            )
+        self._content = content
+        self._read: set[str] = set()
+
+    @property
+    def what(self) -> str:
+        """The object's name in errors."""
+        return self._what
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys, in the order of the file."""
+        return tuple(self._content)
+
+    def has(self, key: str) -> bool:
+        """Whether an optional key is there."""
+        return key in self._content
+
+    def nested(self, content: Any, what: str) -> "JsonObject":
+        """An object inside this one, which raises the same errors."""
+        return JsonObject(content, what, self._error)
+
+    def check_version(self, supported: int) -> None:
+        """Raise when there is a ``version`` and it is another one; a file without has this one."""
+        if self.has("version") and self.integer("version") != supported:
+            raise self._error(
+                f"{self._what}: version {supported} can be read but this one is of version "
+                f"{self.integer('version')}; write it in version {supported}"
+            )
+
+    def value(self, key: str) -> Any:
+        """The value of a key, whatever its type."""
+        if key not in self._content:
+            raise self._error(f"{self._what}: needs {key!r} but lacks it; add {key!r}")
+        self._read.add(key)
+        return self._content[key]
+
+    def integer(self, key: str) -> int:
+        """A whole number."""
+        return self._integer(key, "a whole number", self.value(key))
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers."""
+        return tuple(self._integer(key, "whole numbers", value) for value in self.array(key))
+
+    def number(self, key: str) -> float:
+        """A number, whole or not."""
+        value = self.value(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, "a number", value)
+        return float(value)
+
+    def text(self, key: str) -> str:
+        """A string."""
+        value = self.value(key)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a string", value)
+        return value
+
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        value = self.value(key)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def array(self, key: str) -> list[Any]:
+        """A list of anything."""
+        value = self.value(key)
+        if not isinstance(value, list):
+            raise self._wrong(key, "a list", value)
+        return value
+
+    def check_all_read(self) -> None:
+        """Raise when the object has keys that nobody asked for."""
+        unknown = sorted(set(self._content) - self._read)
+        if unknown:
+            raise self._error(
+                f"{self._what}: has the unknown keys {', '.join(map(repr, unknown))}; remove them"
+            )
+
+    def _integer(self, key: str, expected: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(key, expected, value)
+        return value
+
+    def _wrong(self, key: str, expected: str, value: Any) -> HydraulisError:
+        return self._error(
+            f"{self._what}: {key} must be {expected} but is {_shown(value)}; correct it"
+        )
+
+
+def _shown(value: Any) -> str:
+    """A value as an error shows it: long ones would bury the message."""
+    text = repr(value)
+    longest = 60
+    return text if len(text) <= longest else text[:longest] + "…"
+
+
+def read_text(path: str | Path, what: str, error: type[HydraulisError]) -> str:
+    """The text of a UTF-8 file; the given error names what it should be and why it is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as problem:
+        raise error(
+            f"{what} {path}: must be a file that can be read but: {problem.strerror}; "
+            f"correct the path"
+        ) from problem
+    except UnicodeDecodeError as problem:
+        raise error(
+            f"{what} {path}: must be text in UTF-8 but byte {problem.start} is none; "
+            f"give another file"
+        ) from problem
+
+
+def read_json(path: str | Path, what: str, error: type[HydraulisError]) -> Any:
+    """The content of a JSON file; the given error also for a key that an object has twice."""
+    return parse_json(read_text(path, what, error), f"{what} {path}", error)
+
+
+def parse_json(text: str, what: str, error: type[HydraulisError]) -> Any:
+    """The content of a JSON text; see read_json."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise error(f"{what}: an object has a key once but {twice!r} twice; remove one")
+        return content
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as problem:
+        raise error(
+            f"{what}: must be JSON but line {problem.lineno}, column {problem.colno} is not: "
+            f"{problem.msg}; correct it there"
+        ) from problem
+    except (RecursionError, ValueError) as problem:
+        # Nested too deep, or a number of thousands of digits.
+        raise error(f"{what}: must be JSON of usual size but: {problem}; correct it") from problem

@@ -1,0 +1,355 @@
+"""From a command line to a finished run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from hydraulis_patches.cpu_backend import apply_cpu_backend
+from hydraulis_patches.training_loop import apply_training_loop
+from megatron.hydraulis.arguments import (
+    Resolved,
+    gpt_model_config,
+    install_globals,
+    parse_arguments,
+)
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.data.corpus import Corpus
+from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
+from megatron.hydraulis.data.sources import load_corpora_from_arguments
+from megatron.hydraulis.description import describe, format_description, format_limits
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
+from megatron.hydraulis.loop import error_report, run_folder
+from megatron.hydraulis.loop.devices import (
+    check_devices,
+    common_constants,
+    constants_of_this_rank,
+)
+from megatron.hydraulis.loop.model_container import HydraulisModelConfig
+from megatron.hydraulis.loop.plan_exchange import PlanExchange
+from megatron.hydraulis.loop.planned_batches import PlannedBatches
+from megatron.hydraulis.loop.quiet import quieten_upstream
+from megatron.hydraulis.loop.training_loop import Iterators, TrainingLoop
+from megatron.hydraulis.observability.earlier_run import set_aside_earlier_run
+from megatron.hydraulis.observability.metrics_writer import MetricsWriter
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.lookahead import LookAheadPlanner
+from megatron.hydraulis.planner.replay import RecordedPlans
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.forward_step import LossFunction, loss_func, make_forward_step
+from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.runtime.process_groups import device_of_job, training_loop_collection
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Pool
+
+EXIT_STATUS_OF_ERROR = 2
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+Corpora = tuple[Corpus | None, Corpus | None, Corpus | None]
+"""Training, validation and test data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserHooks:
+    """What a user may put in the place of ours, with upstream's signatures."""
+
+    loss_func: LossFunction = loss_func
+    """``loss_func(loss_mask, output_tensor) -> (sum of losses, tokens, report)``."""
+    model_provider: Callable[..., torch.nn.Module] | None = None
+    """``model_provider(pre_process, post_process, config=, pg_collection=)``: one stage."""
+
+
+def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> None:
+    """Train as the flags say; exits with status 2 and one line on what is wrong with them."""
+    try:
+        _run(argv, hooks or UserHooks())
+    except HydraulisError as error:
+        error_report.report(error, ranks_have_met=dist.is_initialized())
+        sys.exit(EXIT_STATUS_OF_ERROR)
+
+
+def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda:
+        apply_cpu_backend()
+    rank = int(os.environ.get("RANK", "0"))
+    quieten_upstream(rank)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    resolved = parse_arguments(argv, num_ranks=num_ranks, rank=rank)
+    args = resolved.args
+    if resolved.hydraulis.dry_run:
+        _Job(resolved, hooks, has_cuda=has_cuda).print_description()
+        return
+    _check_launcher(num_ranks)
+    if has_cuda:
+        check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count())
+        torch.cuda.set_device(args.local_rank)
+    if rank == 0:
+        _warn_of_requeue()
+    job = _Job(resolved, hooks, has_cuda=has_cuda)
+    corpora = job.load_corpora()
+    job.check_limits(corpora)
+    run_folder.make_folders(resolved)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        args.distributed_backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
+    )
+    try:
+        job.train(corpora, store)
+    except SystemExit:  # how upstream's loop ends upon an exit condition
+        dist.destroy_process_group()
+        raise
+    # After any other exception ranks may still be in a collective: the process just ends.
+    dist.destroy_process_group()
+
+
+def _check_launcher(num_ranks: int) -> None:
+    """Raise ConfigurationError unless a launcher has told this process its place in the job."""
+    missing = [variable for variable in LAUNCHER_VARIABLES if variable not in os.environ]
+    if missing:
+        raise ConfigurationError(
+            f"ranks are started by torchrun, which sets {len(LAUNCHER_VARIABLES)} variables, but "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; run torchrun "
+            f"--nproc-per-node {num_ranks} pretrain_gpt.py FLAGS, or add --dry-run"
+        )
+
+
+def _warn_of_requeue() -> None:
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
+    if restarts.isdigit() and int(restarts) > 0:
+        print(
+            f"warning: Slurm has queued this job again (restart {restarts}); there are no "
+            "checkpoints in this version, so training starts again from iteration 1",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class _Job:
+    """The parts of one run and how they come together."""
+
+    def __init__(self, resolved: Resolved, hooks: UserHooks, *, has_cuda: bool) -> None:
+        self._resolved = resolved
+        self._hooks = hooks
+        self._has_cuda = has_cuda
+        strategy = resolved.strategy
+        self._pool = Pool(
+            num_ranks=strategy.num_ranks,
+            ranks_per_node=strategy.ranks_per_node,
+            strategies=(strategy,),
+        )
+        rank = int(os.environ.get("RANK", "0"))
+        device = constants_of_this_rank(has_cuda=has_cuda, speaks=rank == 0)
+        self._cost_model = AnalyticCostModel(
+            shape=resolved.shape,
+            device=device,
+            cluster=device.cluster(strategy.num_ranks, strategy.ranks_per_node),
+            parameter_bytes=2 if resolved.args.bf16 else 4,
+            sequence_parallel=resolved.hydraulis.sequence_parallel,
+            max_tokens_per_micro_batch=resolved.hydraulis.max_tokens_per_micro_batch,
+        )
+
+    def print_description(self) -> None:
+        """What --dry-run tells; raises what is wrong with the data as well."""
+        corpora = self.load_corpora()
+        print(format_description(describe(self._resolved)))
+        print(format_limits(self._max_tokens(), self._cost_model.device.name))
+        for corpus in corpora:
+            if corpus is not None:
+                print(f"{corpus.name + ' data':<12} {corpus.report}")
+                print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
+
+    def load_corpora(self) -> Corpora:
+        """Training, validation and test data, of which only the index is read.
+
+        Raises ConfigurationError, DataError.
+        """
+        corpora = load_corpora_from_arguments(
+            self._resolved.args, long_sequences=self._resolved.hydraulis.long_sequences
+        )
+        if corpora.train is None:
+            raise ConfigurationError(
+                "no training data: --split leaves the training part no document of 2 tokens or "
+                "more; give more data or another --split"
+            )
+        return corpora.train, corpora.valid, corpora.test
+
+    def check_limits(self, corpora: Corpora) -> None:
+        """Raise an error unless model and every sequence fit, before any rank waits for another.
+
+        Raises StrategyError, ConfigurationError, DataError.
+        """
+        self._check_memory(corpora)
+        for corpus in corpora:
+            if corpus is not None:
+                corpus.check_vocabulary(self._resolved.vocabulary.size)
+
+    def _check_memory(self, corpora: Corpora) -> None:
+        name = self._resolved.strategy.name
+        limits = self._max_tokens()
+        device = self._cost_model.device
+        for scheme, limit in limits.items():
+            if limit < 1:
+                raise StrategyError(
+                    f"strategy '{name}': a micro-batch holds at least 1 token but on {scheme} it "
+                    f"holds {limit} in the {device.memory_bytes / 1e9:.1f} GB of a rank, of which "
+                    f"{device.reserve_bytes / 1e9:.1f} GB are kept free; use more tp or pp ranks, "
+                    "or set --max-tokens-per-micro-batch yourself"
+                )
+        most_tokens = max(limits.values())
+        for corpus in corpora:
+            if corpus is None:
+                continue
+            longest = int(corpus.lengths.max())
+            if longest > most_tokens:
+                raise ConfigurationError(
+                    f"the longest sequence of the {corpus.name} data trains {longest} tokens but "
+                    f"no replica of strategy '{name}' holds more than "
+                    f"{most_tokens} tokens in a micro-batch; lower --seq-length, raise "
+                    "--max-tokens-per-micro-batch or give a replica more ranks"
+                )
+
+    def _max_tokens(self) -> dict[Scheme, int]:
+        """Most tokens of a micro-batch by scheme."""
+        return {
+            scheme: self._cost_model.max_tokens(scheme)
+            for scheme in self._resolved.strategy.schemes
+        }
+
+    def _agree_on_device(self, corpora: Corpora) -> None:
+        """Collective: all ranks plan with the same device."""
+        devices: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(devices, self._cost_model.device)
+        self._cost_model = dataclasses.replace(self._cost_model, device=common_constants(devices))
+        self._check_memory(corpora)
+
+    def train(self, corpora: Corpora, store: dist.Store) -> None:
+        """Everything from the process groups on: upstream's pretrain() around our step."""
+        from megatron.core.enums import ModelType
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+        from megatron.training.training import pretrain
+
+        resolved = self._resolved
+        args, hydraulis = resolved.args, resolved.hydraulis
+        rank = dist.get_rank()
+        run_dir = Path(hydraulis.run_dir)
+        if self._has_cuda:
+            self._agree_on_device(corpora)
+        if rank == 0:
+            earlier = set_aside_earlier_run(run_dir)
+            if earlier is not None:
+                print(f"what an earlier run left in this folder is now in {earlier}", flush=True)
+            run_folder.write_configuration(resolved, corpora)
+            for corpus in corpora:
+                if corpus is not None:
+                    print(f"{corpus.name} data: {corpus.report}", flush=True)
+        dist.barrier()
+        is_last_rank = rank == dist.get_world_size() - 1
+        metrics = MetricsWriter(run_dir) if is_last_rank else None
+        loop = TrainingLoop(hydraulis, lambda: self._iterators(corpora, store), metrics)
+        install_globals(resolved)
+        model_config = gpt_model_config(args, HydraulisModelConfig)
+        model_config.engine_factory = self._engine
+        model_config.num_tokens_in_vocabulary = resolved.vocabulary.size
+        model_config.uses_sequence_parallel = hydraulis.sequence_parallel
+        model_config.model_provider = self._hooks.model_provider
+        of_self = dist.new_group(
+            [rank],
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            use_local_synchronization=True,
+            group_desc="hydraulis_loop",
+        )
+        apply_training_loop(loop, has_cuda=self._has_cuda)
+        ends_properly = False
+        try:
+            pretrain(
+                pretrain_cfg_container_from_args(args, model_config),
+                None,
+                ModelType.encoder_or_decoder,
+                make_forward_step(self._hooks.loss_func),
+                pg_collection=training_loop_collection(of_self),
+                skip_model_parallel_init=True,
+            )
+            ends_properly = True
+        except SystemExit:
+            ends_properly = True  # an exit condition of upstream
+            raise
+        finally:
+            if metrics is not None:
+                metrics.close()
+                if ends_properly:
+                    run_folder.close_run(run_dir, self._pool.strategies)
+
+    def _engine(self, definition: ModelDefinition) -> Engine:
+        args = self._resolved.args
+        return Engine(
+            definition,
+            self._pool,
+            AdamWSettings(
+                lr=args.lr,
+                min_lr=args.min_lr or 0.0,
+                weight_decay=args.weight_decay,
+                beta1=args.adam_beta1,
+                beta2=args.adam_beta2,
+                eps=args.adam_eps,
+                clip_grad=args.clip_grad,
+            ),
+            seed=args.seed,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        )
+
+    def _iterators(self, corpora: Corpora, store: dist.Store) -> Iterators:
+        args, hydraulis = self._resolved.args, self._resolved.hydraulis
+        batch_tokens = hydraulis.global_batch_tokens
+        size = {
+            "global_batch_size": None if batch_tokens else args.global_batch_size,
+            "global_batch_tokens": batch_tokens,
+        }
+        iterators: list[PlannedBatches | None] = []
+        for corpus in corpora:
+            if corpus is None:
+                iterators.append(None)
+                continue
+            is_training = corpus is corpora[0]
+            sampler = (
+                LengthSampler(corpus.lengths, corpus.groups, seed=args.seed, **size)
+                if is_training
+                else EvaluationSampler(corpus.lengths, corpus.groups, **size)
+            )
+            iterators.append(
+                PlannedBatches(
+                    corpus,
+                    sampler,
+                    self._planner(is_training=is_training),
+                    PlanExchange(store, corpus.name, dist.get_rank()),
+                    self._pool,
+                    max_tokens=self._cost_model.max_tokens,
+                    device=device_of_job(),
+                    num_ahead=hydraulis.plan_ahead if is_training else 0,
+                    plan_dir=hydraulis.plan_dir if is_training else None,
+                )
+            )
+        train, valid, test = iterators
+        return train, valid, test
+
+    def _planner(self, *, is_training: bool) -> LookAheadPlanner | None:
+        """Rank 0 plans, ahead of training; evaluation is planned when it begins."""
+        if dist.get_rank() != 0:
+            return None
+        hydraulis = self._resolved.hydraulis
+        if is_training and hydraulis.replay_plans is not None:
+            return LookAheadPlanner(RecordedPlans(hydraulis.replay_plans), in_process=False)
+        planner = GreedyPlanner(self._pool, self._cost_model)
+        return LookAheadPlanner(planner, in_process=is_training and hydraulis.plan_ahead > 0)

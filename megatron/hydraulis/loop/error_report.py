@@ -1,0 +1,60 @@
+"""Who says what is wrong: every error is told, and told by as few ranks as possible."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+
+from megatron.hydraulis.errors import (
+    ConfigurationError,
+    HydraulisError,
+    NonFiniteLossError,
+    PlanError,
+)
+
+__all__ = ["report", "seconds_before_speaking"]
+
+SECONDS_TO_KEEP_STILL = 3.0
+"""Time for whoever speaks first to end, and for its launcher to end the others."""
+
+SHARED_ONCE_RANKS_MET = (ConfigurationError, NonFiniteLossError, PlanError)
+"""What normally reaches every rank by a collective or with the plan. All else is met by one rank:
+its data, its disk, its installation."""
+
+
+def seconds_before_speaking(
+    error: HydraulisError, *, rank: int, local_rank: int, ranks_have_met: bool
+) -> float:
+    """How long a rank keeps still before it tells an error; 0 for whoever speaks first.
+
+    Rank 0 speaks at once. Until the ranks have met, so does the first rank of every node, which may
+    miss a file that other nodes have; from then on, so does any rank with an error of its own. Who
+    keeps still is normally ended by its launcher. Who is not was the only one to meet the error,
+    and speaks.
+    """
+    if ranks_have_met:
+        speaks_first = not isinstance(error, SHARED_ONCE_RANKS_MET)
+    else:
+        speaks_first = local_rank == 0
+    if rank == 0 or speaks_first:
+        return 0.0
+    # The first rank of a node before the others, as its launcher ends only its own node at once.
+    return SECONDS_TO_KEEP_STILL if local_rank == 0 else 2 * SECONDS_TO_KEEP_STILL
+
+
+def report(error: HydraulisError, *, ranks_have_met: bool) -> None:
+    """Print the error as one line, with host and rank unless it is rank 0 that speaks."""
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    seconds = seconds_before_speaking(
+        error, rank=rank, local_rank=local_rank, ranks_have_met=ranks_have_met
+    )
+    if seconds > 0:
+        # Upstream's --exit-signal-handler would swallow the signal by which launchers end ranks.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(seconds)
+    where = f"{socket.gethostname()}, rank {rank}: " if rank else ""
+    print(f"error: {where}{error}", file=sys.stderr, flush=True)

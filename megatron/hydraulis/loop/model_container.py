@@ -1,0 +1,98 @@
+"""What upstream's loop sees as the model: one module that holds the engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.model_building import ModelDefinition
+
+
+class ModelContainer(torch.nn.Module):
+    """Stands in upstream's list of model chunks and leads from there to the engine.
+
+    It has no parameters of its own: those of a strategy live in the engine's arena, and the
+    optimizer's on the canonical shards.
+    """
+
+    def __init__(self, engine: Engine, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__()
+        self.engine = engine
+        self.config = engine.definition.transformer
+        self.pg_collection = pg_collection
+
+    def train(self, mode: bool = True) -> ModelContainer:
+        """Passed on to every stage that has been built."""
+        self.engine.set_training(mode)
+        super().train(mode)
+        return self
+
+
+@dataclass(kw_only=True)
+class HydraulisModelConfig(GPTModelConfig):
+    """Upstream's model configuration with our builder, upstream's public way to another model."""
+
+    builder: ClassVar[str] = "megatron.hydraulis.loop.model_container.ModelContainerBuilder"
+    engine_factory: Callable[[ModelDefinition], Engine] | None = None
+    num_tokens_in_vocabulary: int | None = None
+    """Tokens that exist; ``vocab_size`` is the padded number."""
+    uses_sequence_parallel: bool = True
+    model_provider: Callable[..., torch.nn.Module] | None = None
+
+
+class ModelContainerBuilder:
+    """Builds the container where upstream would build and wrap GPTModels."""
+
+    def __init__(self, model_config: HydraulisModelConfig) -> None:
+        self._config = model_config
+
+    def build_distributed_models(
+        self, pg_collection: ProcessGroupCollection, **_: Any
+    ) -> list[ModelContainer]:
+        """A list of one container; upstream's DDP options do not apply to canonical shards."""
+        assert self._config.engine_factory is not None
+        engine = self._config.engine_factory(model_definition(self._config))
+        return [ModelContainer(engine, pg_collection)]
+
+
+def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
+    """The part of upstream's configuration that no strategy changes."""
+    assert config.vocab_size is not None
+    return ModelDefinition(
+        transformer=config.transformer,
+        layer_spec=_layer_spec(config),
+        vocab_size=config.num_tokens_in_vocabulary or config.vocab_size,
+        padded_vocab_size=config.vocab_size,
+        max_sequence_length=config.seq_length,
+        position_embedding_type=config.position_embedding_type,
+        rotary_percent=config.rotary_percent,
+        rotary_base=config.rotary_base,
+        rope_scaling=config.rope_scaling,
+        rope_scaling_factor=config.rope_scaling_factor,
+        seq_len_interpolation_factor=config.seq_len_interpolation_factor,
+        fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
+        tied_embeddings=config.share_embeddings_and_output_weights,
+        sequence_parallel=config.uses_sequence_parallel,
+        model_provider=config.model_provider,
+    )
+
+
+def _layer_spec(config: HydraulisModelConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """``--spec`` as upstream reads it: a spec, or a function of the configuration giving one."""
+    spec = config.transformer_layer_spec
+    if spec is None:
+        return default_layer_spec(config, None)
+    if isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+        return spec
+    if "vp_stage" in inspect.signature(spec).parameters:
+        return spec(config, vp_stage=None)
+    return spec(config)

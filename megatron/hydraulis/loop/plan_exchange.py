@@ -1,0 +1,65 @@
+"""Plans on their way from rank 0 to all ranks, through the job's store.
+
+No collective carries a plan: rank 0 puts it under a key of its own and goes on, the others read it
+when they need it. So planning can run ahead, and nothing is ordered against the collectives of
+training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch.distributed as dist
+
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.planner.plan import IterationPlan
+
+NUM_PLANS_KEPT = 2
+"""A published plan is deleted this many plans later: by then every rank has read it, because it
+has since met the others in a collective of the iteration."""
+
+
+class PlanExchange:
+    """One stream of plans, published once and read on every rank.
+
+    Args:
+        store: the job's store, the same on every rank.
+        name: of the stream; streams of one job differ.
+        rank: this rank; 0 publishes.
+    """
+
+    def __init__(self, store: dist.Store, name: str, rank: int) -> None:
+        # A restarted job finds the keys of its forerunner in the launcher's store.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = dist.PrefixStore(f"hydraulis_plans/{restart}/{name}", store)
+        self._rank = rank
+
+    def publish(self, iteration: int, plan: IterationPlan | PlanError) -> None:
+        """Rank 0: put a plan, or the reason why there is none, where all can read it."""
+        message: dict[str, object] = (
+            {"error": str(plan)}
+            if isinstance(plan, PlanError)
+            else {"digest": plan.digest, "plan": plan.to_json()}
+        )
+        self._store.set(str(iteration), json.dumps(message))
+        if iteration >= NUM_PLANS_KEPT:
+            self._store.delete_key(str(iteration - NUM_PLANS_KEPT))
+
+    def fetch(self, iteration: int) -> IterationPlan:
+        """Wait for a plan and check that it arrived as it was published.
+
+        Raises:
+            PlanError: rank 0 found no plan, or this rank reads another one than it published.
+        """
+        message = json.loads(self._store.get(str(iteration)))
+        if "error" in message:
+            raise PlanError(message["error"])
+        plan = IterationPlan.from_json(message["plan"])
+        if plan.digest != message["digest"]:
+            raise PlanError(
+                f"iteration {iteration + 1}: the plan that reached rank {self._rank} has digest "
+                f"{plan.digest[:12]} but rank 0 published {message['digest'][:12]}; all ranks must "
+                "run the same version"
+            )
+        return plan

@@ -1,0 +1,88 @@
+"""The folders of a run: made and checked before ranks meet, filled at the start and at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.hydraulis.arguments import Resolved
+from megatron.hydraulis.data.corpus import Corpus
+from megatron.hydraulis.description import describe
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.observability.console import closing_table
+from megatron.hydraulis.observability.metrics_writer import read_metrics
+from megatron.hydraulis.observability.summary import write_summary
+from megatron.hydraulis.strategy import Strategy
+
+__all__ = ["close_run", "make_folders", "write_configuration"]
+
+_PLAN_FILES = "iteration_*.json"
+
+
+def make_folders(resolved: Resolved) -> None:
+    """Make the folders of the run, on every rank: a rank that failed later would be waited for.
+
+    Raises ConfigurationError for one that cannot be written, and for a --plan-dir that holds plans
+    already: those of two runs could not be told apart.
+    """
+    hydraulis = resolved.hydraulis
+    folders = {
+        "--run-dir": hydraulis.run_dir,
+        "--plan-dir": hydraulis.plan_dir,
+        "--tensorboard-dir": resolved.args.tensorboard_dir,
+    }
+    if hydraulis.plan_dir is not None:
+        num_plans = sum(1 for _ in Path(hydraulis.plan_dir).glob(_PLAN_FILES))
+        if num_plans:
+            raise ConfigurationError(
+                f"--plan-dir {hydraulis.plan_dir} is for the plans of one run but holds "
+                f"{num_plans} of an earlier one; name another folder or empty it"
+            )
+    for option, folder in folders.items():
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_write(option, folder, error.strerror or str(error)) from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise _cannot_write(option, folder, "no permission")
+
+
+def write_configuration(resolved: Resolved, corpora: Sequence[Corpus | None]) -> None:
+    """``config.json``: all settings, and what the corpora hold.
+
+    Raises ConfigurationError when it cannot be written.
+    """
+    corpus = {
+        part.name: {"datasets": [str(prefix) for prefix in part.prefixes]}
+        | dataclasses.asdict(part.report)
+        for part in corpora
+        if part is not None
+    }
+    run_dir = Path(resolved.hydraulis.run_dir)
+    try:
+        text = json.dumps(describe(resolved) | {"corpus": corpus}, indent=1)
+        (run_dir / "config.json").write_text(text + "\n")
+    except OSError as error:
+        raise _cannot_write("--run-dir", run_dir, error.strerror or str(error)) from error
+
+
+def close_run(run_dir: Path, strategies: Sequence[Strategy]) -> None:
+    """Picture and closing table, as far as there is something to show."""
+    records = read_metrics(run_dir)
+    if records:
+        labels = None
+        if len(strategies) == 1:
+            labels = [str(replica.scheme) for replica in strategies[0].replicas]
+        write_summary(run_dir, replica_labels=labels)
+        print(closing_table(records, run_dir), flush=True)
+
+
+def _cannot_write(option: str, folder: object, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot write to {option} {folder}: {reason}; make room or name another folder"
+    )

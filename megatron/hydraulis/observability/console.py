@@ -1,0 +1,116 @@
+"""What a person reads while a run goes on, and when it ends."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.observability.records import IterationRecord
+
+# Iterations whose median predicts the rest: enough to pass over an evaluation or a checkpoint,
+# few enough to follow a change of strategy.
+ETA_WINDOW = 20
+TABLE_WIDTH = 72
+
+
+class EtaEstimator:
+    """Time left in a run, from the median of its recent iterations.
+
+    The first iteration of a process counts only while it is the only one: it also builds models
+    and groups and would double the estimate of a short run.
+    """
+
+    def __init__(self, num_iterations: int, *, window: int = ETA_WINDOW) -> None:
+        """`num_iterations` is the iteration the run ends with (upstream's ``--train-iters``)."""
+        if window < 1:
+            raise ConfigurationError(
+                f"an ETA needs at least 1 iteration, not a window of {window}; use {ETA_WINDOW}"
+            )
+        self._num_iterations = num_iterations
+        self._recent_s: deque[float] = deque(maxlen=window)
+        self._has_only_first = False
+
+    def observe(self, iteration_time_s: float) -> None:
+        """Takes note of the measured time of the iteration that has just ended."""
+        if self._has_only_first:
+            self._recent_s.clear()
+            self._has_only_first = False
+        elif not self._recent_s:
+            self._has_only_first = True
+        self._recent_s.append(iteration_time_s)
+
+    def remaining_s(self, iteration: int) -> float | None:
+        """Seconds from the end of `iteration` to the end of the run; None before any was seen."""
+        if not self._recent_s:
+            return None
+        num_left = max(self._num_iterations - iteration, 0)
+        return num_left * statistics.median(self._recent_s)
+
+
+def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:
+    """Fields to append to upstream's log line, which ends in ``|``: blank, fields, ``|``."""
+    fields = [
+        f"strategy: {record.strategy}",
+        f"tokens: {record.num_tokens:,}",
+        f"padding: {record.padding_fraction:.1%}",
+        f"imbalance: {record.imbalance:.2f}",
+        f"plan time (ms): {record.plan_time_s * 1e3:.1f}",
+        f"ETA {'unknown' if eta_s is None else _duration(eta_s)}",
+    ]
+    return " " + " | ".join(fields) + " |"
+
+
+def closing_table(records: Sequence[IterationRecord], run_dir: str | Path) -> str:
+    """The table a run ends with, as plain text, and beneath it the run folder's path.
+
+    Throughput leaves out the first iteration, which also builds models and groups, unless there is
+    no other. The path stands on a line of its own, unbroken, so that it can be copied.
+    """
+    table = Table(title="Training finished", title_justify="left", show_header=False)
+    table.add_column("figure", style="bold")
+    table.add_column("value", justify="right")
+    for name, value in _closing_rows(records):
+        table.add_row(name, value)
+    text = io.StringIO()
+    Console(file=text, width=TABLE_WIDTH, force_terminal=False, highlight=False).print(table)
+    return f"{text.getvalue()}run folder: {run_dir}\n"
+
+
+def _closing_rows(records: Sequence[IterationRecord]) -> list[tuple[str, str]]:
+    if not records:
+        return [("iterations", "0")]
+    steady = records[1:] or records
+    num_tokens = sum(record.num_tokens for record in records)
+    num_padding = sum(record.num_padding for record in records)
+    steady_time_s = sum(record.iteration_time_s for record in steady)
+    steady_tokens = sum(record.num_tokens for record in steady)
+    imbalances = [record.imbalance for record in records]
+    first, last = records[0], records[-1]
+    return [
+        ("iterations", f"{first.iteration} to {last.iteration}"),
+        ("lm loss, first → last", f"{_loss(first.lm_loss)} → {_loss(last.lm_loss)}"),
+        ("trained tokens", f"{num_tokens:,}"),
+        ("tokens/s", f"{steady_tokens / steady_time_s:,.0f}" if steady_time_s > 0.0 else "–"),
+        ("padding", f"{num_padding / max(num_tokens + num_padding, 1.0):.1%}"),
+        (
+            "imbalance, median (worst)",
+            f"{statistics.median(imbalances):.2f} ({max(imbalances):.2f})",
+        ),
+    ]
+
+
+def _loss(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"
+
+
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=math.ceil(seconds)))

@@ -1,0 +1,48 @@
+"""What an earlier run left in a run folder goes out of a new run's way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.observability.metrics_writer import METRICS_FILE_NAME
+from megatron.hydraulis.observability.summary import SUMMARY_FILE_NAME
+
+__all__ = ["set_aside_earlier_run"]
+
+_LEFT_BY_A_RUN = (METRICS_FILE_NAME, SUMMARY_FILE_NAME, "config.json", "tensorboard")
+
+
+def set_aside_earlier_run(run_dir: str | Path) -> Path | None:
+    """Move metrics, picture, configuration and TensorBoard events into a folder of their own.
+
+    So a new run in the same folder starts with none; event files of two runs in one folder would be
+    drawn as one curve. Events that went elsewhere by ``--tensorboard-dir`` stay there.
+
+    Returns:
+        ``RUN_DIR/earlier.N`` with the first free N; None if there was nothing to move.
+
+    Raises:
+        HydraulisError: something cannot be moved.
+    """
+    run_dir = Path(run_dir)
+    found = [path for name in _LEFT_BY_A_RUN if _holds_something(path := run_dir / name)]
+    if not found:
+        return None
+    number = 1
+    while (aside := run_dir / f"earlier.{number}").exists():
+        number += 1
+    try:
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+    except OSError as error:
+        raise HydraulisError(
+            f"what an earlier run left in {run_dir} must be set aside, in {aside}: "
+            f"{error.strerror}; choose another --run-dir"
+        ) from error
+    return aside
+
+
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()

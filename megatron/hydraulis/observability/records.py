@@ -1,0 +1,131 @@
+"""The record of one training iteration: what was measured and what the plan predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.hydraulis.errors import HydraulisError
+
+# How far below 1 an imbalance may lie by the rounding of sums of replica times.
+IMBALANCE_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationRecord:
+    """One iteration, as it is logged, written to ``metrics.jsonl`` and summed up at the end.
+
+    Raises `HydraulisError` when a field contradicts its rule.
+    """
+
+    iteration: int
+    """Number of the iteration; the first one is 1."""
+    lm_loss: float | None
+    """Mean loss per trained token of the global batch; None if no token was trained.
+    A non-finite loss is held as it is and written as ``null``."""
+    grad_norm: float | None
+    """Global norm of the gradients before clipping; None if the update was skipped."""
+    learning_rate: float
+    num_sequences: int
+    """Sequences of the global batch."""
+    num_tokens: int
+    """Trained tokens of the global batch, without padding."""
+    strategy: str
+    """The strategy in the design's notation, or its name in the pool."""
+    iteration_time_s: float
+    """Measured wall time of the iteration."""
+    predicted_time_s: float
+    """Time that the plan expects: its makespan."""
+    padding_fraction: float
+    """Padding tokens / (trained + padding tokens) over all micro-batches, from 0 to 1."""
+    imbalance: float
+    """Makespan / rank-weighted mean of the replica times; 1 is perfect."""
+    consumed_samples: int
+    """Sequences consumed since training began, this iteration included."""
+    plan_time_s: float
+    """Time spent on planning this iteration."""
+    plan_wait_s: float
+    """Time that training waited for the plan; near 0 where planning runs ahead."""
+    replica_times_s: tuple[float, ...]
+    """Predicted time of each replica, in the order of the strategy's replicas."""
+
+    def __post_init__(self) -> None:
+        self._require(self.iteration >= 1, "iterations count from 1", iteration=self.iteration)
+        for name in ("num_sequences", "num_tokens", "consumed_samples"):
+            self._require(getattr(self, name) >= 0, f"{name} is a count", **{name: self._get(name)})
+        for name in (
+            "iteration_time_s",
+            "predicted_time_s",
+            "plan_time_s",
+            "plan_wait_s",
+            "learning_rate",
+        ):
+            value = getattr(self, name)
+            self._require(
+                math.isfinite(value) and value >= 0.0,
+                f"{name} is finite and not negative",
+                **{name: value},
+            )
+        self._require(
+            0.0 <= self.padding_fraction <= 1.0,
+            "padding_fraction lies between 0 and 1",
+            padding_fraction=self.padding_fraction,
+        )
+        self._require(
+            math.isfinite(self.imbalance) and self.imbalance >= 1.0 - IMBALANCE_ROUNDING,
+            "imbalance is makespan over mean and at least 1",
+            imbalance=self.imbalance,
+        )
+        self._require(bool(self.strategy), "strategy is not empty", strategy=self.strategy)
+        self._require(
+            all(math.isfinite(time_s) and time_s >= 0.0 for time_s in self.replica_times_s),
+            "replica_times_s are finite and not negative",
+            replica_times_s=self.replica_times_s,
+        )
+
+    def _get(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def _require(self, holds: bool, rule: str, **numbers: Any) -> None:
+        if not holds:
+            found = ", ".join(f"{name} = {value!r}" for name, value in numbers.items())
+            raise HydraulisError(
+                f"iteration record: {rule}, but iteration {self.iteration} has {found}; "
+                "correct what fills the record"
+            )
+
+    @property
+    def num_padding(self) -> float:
+        """Padding tokens, worked out from `padding_fraction`; 0 where nothing was trained."""
+        if self.padding_fraction >= 1.0:
+            return 0.0
+        return self.num_tokens * self.padding_fraction / (1.0 - self.padding_fraction)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON values; what is not finite becomes None, for JSON has no NaN."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name in ("lm_loss", "grad_norm"):
+            value = values[name]
+            values[name] = value if value is not None and math.isfinite(value) else None
+        values["replica_times_s"] = list(self.replica_times_s)
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> IterationRecord:
+        """The record that `to_json` wrote; keys that this version does not know are passed over.
+
+        Raises `HydraulisError` if a key is missing or a value breaks its rule.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        missing = [name for name in names if name not in values]
+        if missing:
+            raise HydraulisError(
+                f"iteration record: {len(missing)} of {len(names)} keys are missing "
+                f"({', '.join(missing)}); the file was written by another version or by hand"
+            )
+        known = {name: values[name] for name in names}
+        known["replica_times_s"] = tuple(known["replica_times_s"])
+        return cls(**known)

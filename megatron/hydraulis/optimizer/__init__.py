@@ -1,0 +1,1 @@
+"""The optimizer: AdamW on this rank's canonical shards."""

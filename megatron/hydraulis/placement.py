@@ -1,0 +1,76 @@
+"""Which ranks serve which replica when the strategy text leaves it open.
+
+Replicas are placed by falling tp, then falling cp, then in the order of the text. A stage goes to
+the first node that has room for all its tp·cp ranks, otherwise each of its tensor-parallel groups
+goes to the first node that has room for it, so that a group crosses nodes only where no node can
+hold it: then it takes the emptiest nodes. Stages follow one another, so a pipeline may cross
+nodes. Ranks that the text names behind ``@`` are taken out first.
+"""
+
+from collections.abc import Sequence
+
+from megatron.hydraulis.scheme import Scheme
+
+__all__ = ["place"]
+
+
+class _FreeRanks:
+    """The ranks not yet given away, node by node, each node's in rising order."""
+
+    def __init__(self, ranks: Sequence[int], ranks_per_node: int) -> None:
+        num_nodes = max(ranks, default=0) // ranks_per_node + 1
+        self._nodes: list[list[int]] = [[] for _ in range(num_nodes)]
+        for rank in sorted(ranks):
+            self._nodes[rank // ranks_per_node].append(rank)
+
+    def take_in_one_node(self, num_ranks: int) -> list[int] | None:
+        for node in self._nodes:
+            if len(node) >= num_ranks:
+                return self._take(node, num_ranks)
+        return None
+
+    def take_across_nodes(self, num_ranks: int) -> list[int]:
+        taken: list[int] = []
+        for node in sorted(self._nodes, key=len, reverse=True):
+            taken += self._take(node, min(len(node), num_ranks - len(taken)))
+        return sorted(taken)
+
+    @staticmethod
+    def _take(node: list[int], num_ranks: int) -> list[int]:
+        taken = node[:num_ranks]
+        del node[:num_ranks]
+        return taken
+
+
+def place(
+    schemes: Sequence[Scheme],
+    free_ranks: Sequence[int],
+    ranks_per_node: int,
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each scheme's replica, in the order of schemes, in Replica's rank order.
+
+    ValueError when the schemes need more ranks than are free: the caller has counted them.
+    """
+    if sum(scheme.num_ranks for scheme in schemes) > len(free_ranks):
+        raise ValueError("more ranks needed than free")
+    free = _FreeRanks(free_ranks, ranks_per_node)
+    placed: dict[int, tuple[int, ...]] = {}
+    by_size = sorted(range(len(schemes)), key=lambda i: (-schemes[i].tp, -schemes[i].cp))
+    for index in by_size:
+        scheme = schemes[index]
+        ranks: list[int] = []
+        for _ in range(scheme.pp):
+            ranks += _place_stage(scheme, free)
+        placed[index] = tuple(ranks)
+    return tuple(placed[index] for index in range(len(schemes)))
+
+
+def _place_stage(scheme: Scheme, free: _FreeRanks) -> list[int]:
+    whole = free.take_in_one_node(scheme.tp * scheme.cp)
+    if whole is not None:
+        return whole
+    ranks: list[int] = []
+    for _ in range(scheme.cp):
+        group = free.take_in_one_node(scheme.tp)
+        ranks += free.take_across_nodes(scheme.tp) if group is None else group
+    return ranks

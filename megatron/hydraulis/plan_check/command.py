@@ -1,0 +1,88 @@
+"""``python -m megatron.hydraulis check-plan``: 0 for a plan that keeps all rules, 1 for others."""
+
+import argparse
+import json
+from typing import Any
+
+from megatron.hydraulis.plan_check.broken_rule import BrokenRule
+from megatron.hydraulis.plan_check.files import Plan, read_job, read_lengths, read_plan
+from megatron.hydraulis.plan_check.rules import Findings, check_plan
+
+__all__ = ["add_arguments", "run"]
+
+_EXIT_VALID = 0
+_EXIT_INVALID = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the subcommand."""
+    parser.description = (
+        "Check a plan anew, times and bounds included, by code that shares nothing with the "
+        "planner. Exit status: 0 and one line for a valid plan, 1 and the broken rule for an "
+        "invalid one, 2 for files that cannot be read."
+    )
+    parser.add_argument("--plan", required=True, metavar="FILE", help="plan, JSON, times in s")
+    parser.add_argument(
+        "--lengths",
+        required=True,
+        metavar="FILE",
+        help="lengths of the batch in tokens: a JSON list, a number a line, or an .idx",
+    )
+    parser.add_argument(
+        "--cost-profile",
+        required=True,
+        metavar="FILE",
+        help="cost profile, JSON, times in ms, limits in tokens",
+    )
+    parser.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Check the plan and print one line, or JSON; returns the exit status.
+
+    Raises DataError for a file that cannot be read.
+    """
+    lengths = read_lengths(namespace.lengths)
+    job = read_job(namespace.pool, namespace.cost_profile)
+    try:
+        plan = read_plan(namespace.plan)
+        findings = check_plan(plan, lengths, job)
+    except BrokenRule as broken:
+        if namespace.json:
+            print(json.dumps({"valid": False, "rule": broken.rule.value, "message": str(broken)}))
+        else:
+            print(f"invalid: {broken.rule.value}: {broken}")
+        return _EXIT_INVALID
+    print(
+        json.dumps(_to_json(plan, findings), indent=1) if namespace.json else _line(plan, findings)
+    )
+    return _EXIT_VALID
+
+
+def _line(plan: Plan, findings: Findings) -> str:
+    parts = [f"valid: strategy {plan.strategy}, {findings.predicted_time_s:.6f} s"]
+    proved_s = {
+        "dispatch": findings.proved_dispatch_bound_s,
+        "packing": findings.proved_packing_bound_s,
+    }
+    for stage, bound_s in proved_s.items():
+        claim = plan.claims.get(stage)
+        claimed = "" if claim is None else f"{claim.bound_s:.6f} s claimed, "
+        parts.append(f"{stage} bound {claimed}{bound_s:.6f} s proved here")
+    return "; ".join(parts)
+
+
+def _to_json(plan: Plan, findings: Findings) -> dict[str, Any]:
+    return {
+        "valid": True,
+        "strategy": plan.strategy,
+        "predicted_time_s": findings.predicted_time_s,
+        "makespan_s": findings.makespan_s,
+        "claimed_bound_s": {stage: claim.bound_s for stage, claim in plan.claims.items()},
+        "proved_bound_s": {
+            "dispatch": findings.proved_dispatch_bound_s,
+            "packing": findings.proved_packing_bound_s,
+        },
+        "strategy_bounds_s": findings.strategy_bounds_s,
+    }

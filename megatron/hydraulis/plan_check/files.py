@@ -1,0 +1,267 @@
+"""The four files as the checker reads them: plain records, no type of the planner.
+
+Errors of profile, pool and lengths are DataError, those of the plan's content BrokenRule with
+the rule ``plan-format``.
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron.hydraulis.errors import DataError
+from megatron.hydraulis.plan_check.broken_rule import BrokenRule, Rule
+from megatron.hydraulis.plan_check.strategy_text import Shape, read_shape, read_strategy
+
+__all__ = [
+    "Job",
+    "Plan",
+    "PlannedReplica",
+    "SchemeFigures",
+    "StageClaim",
+    "StrategyFigures",
+    "read_job",
+    "read_lengths",
+    "read_plan",
+]
+
+_VERSION = 1
+_IDX_HEADER = struct.Struct("<9sQBQQ")
+_IDX_MAGIC = b"MMIDIDX\0\0"
+
+
+@dataclass(frozen=True)
+class SchemeFigures:
+    """Time ``a·Σs² + b·Σs + c`` of a micro-batch on a stage, its limit, and the stages."""
+
+    a_ms_per_token2: float
+    b_ms_per_token: float
+    c_ms: float
+    max_tokens: int
+    num_stages: int
+
+    def time_ms(self, lengths: list[int]) -> float:
+        """Forward and backward of a micro-batch on one stage."""
+        squares = sum(length * length for length in lengths)
+        return self.a_ms_per_token2 * squares + self.b_ms_per_token * sum(lengths) + self.c_ms
+
+
+@dataclass(frozen=True)
+class StrategyFigures:
+    """A strategy of the pool on its ranks, with the figures of each replica's scheme."""
+
+    name: str
+    replicas: list[tuple[Shape, list[int]]]
+    """Shape and ranks of every replica."""
+    figures: list[SchemeFigures]
+    """Shape (num_replicas,)."""
+    overhead_ms: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """Pool and cost profile together."""
+
+    strategies: dict[str, StrategyFigures]
+
+
+@dataclass(frozen=True)
+class PlannedReplica:
+    """A replica of the plan: micro-batches as (sequences, lengths)."""
+
+    shape: Shape
+    ranks: list[int]
+    micro_batches: list[tuple[list[int], list[int]]]
+    predicted_time_s: float
+
+
+@dataclass(frozen=True)
+class StageClaim:
+    """What a plan says of dispatch or packing."""
+
+    objective_s: float
+    bound_s: float
+    gap: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan as it is written, believed in nothing but its types."""
+
+    strategy: str
+    replicas: list[PlannedReplica]
+    predicted_time_s: float
+    claims: dict[str, StageClaim]
+    """By the name of the stage, those that the plan reports on."""
+
+
+def read_lengths(path: str) -> list[int]:
+    """Lengths of the batch from a JSON list, lines, or an ``.idx``; DataError otherwise."""
+    if path.endswith(".idx"):
+        return _lengths_of_index(path)
+    text = _text(path)
+    try:
+        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
+        lengths = [int(value) if isinstance(value, str) else value for value in values]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: lengths are numbers but: {error}; correct the file") from error
+    for length in lengths:
+        if type(length) is not int or length < 1:
+            raise DataError(f"{path}: a length is at least 1 but one is {length!r}; correct it")
+    if not lengths:
+        raise DataError(
+            f"{path}: a batch has at least 1 sequence but this has 0; give another file"
+        )
+    return lengths
+
+
+def _lengths_of_index(path: str) -> list[int]:
+    """Trained tokens of every document: one less than it has."""
+    try:
+        content = Path(path).read_bytes()
+        magic, version, _, num_stored, num_boundaries = _IDX_HEADER.unpack_from(content)
+        if magic != _IDX_MAGIC or version != 1:
+            raise ValueError(f"begins with {magic!r}, version {version}")
+        start = _IDX_HEADER.size
+        stored = struct.unpack_from(f"<{num_stored}i", content, start)
+        boundaries = struct.unpack_from(f"<{num_boundaries}q", content, start + 12 * num_stored)
+        documents = [sum(stored[first:end]) for first, end in pairwise(boundaries)]
+    except (OSError, ValueError, struct.error) as error:
+        raise DataError(f"{path}: an index of Megatron's is expected but: {error}") from error
+    lengths = [num_tokens - 1 for num_tokens in documents if num_tokens > 1]
+    if not lengths:
+        raise DataError(
+            f"{path}: a batch has at least 1 sequence but this has 0; give another file"
+        )
+    return lengths
+
+
+def read_job(pool_path: str, profile_path: str) -> Job:
+    """Pool and cost profile; DataError when one is damaged or a scheme has no figures."""
+    profile, pool = _json(profile_path), _json(pool_path)
+    try:
+        return _job(pool, profile)
+    except KeyError as error:
+        raise DataError(f"{pool_path}, {profile_path}: needs {error} but lacks it") from error
+    except (TypeError, ValueError, AttributeError, BrokenRule) as error:
+        raise DataError(f"{pool_path}, {profile_path}: {error}; correct the file") from error
+
+
+def _job(pool: Any, profile: Any) -> Job:
+    _check_version(pool)
+    _check_version(profile)
+    rows = {_shape(row): row for row in profile["schemes"]}
+    overheads_ms = {
+        row["name"]: row.get("regroup_ms", 0.0) + row.get("optimizer_ms", 0.0)
+        for row in profile.get("strategies", [])
+    }
+    strategies = {}
+    for entry in pool["strategies"]:
+        placed = read_strategy(entry["replicas"], pool["num_ranks"], pool["ranks_per_node"])
+        limits = {read_shape(key): limit for key, limit in entry.get("max_tokens", {}).items()}
+        figures = []
+        for shape, _ in placed:
+            if shape.at_full_width not in rows:
+                raise ValueError(f"strategy {entry['name']!r} uses {shape}, which has no row")
+            row = rows[shape.at_full_width]
+            figures.append(
+                SchemeFigures(
+                    a_ms_per_token2=_number(row["a_ms_per_token2"]),
+                    b_ms_per_token=_number(row["b_ms_per_token"]),
+                    c_ms=_number(row["c_ms"]),
+                    max_tokens=_whole(limits.get(shape, row["max_tokens"])),
+                    num_stages=shape.pp,
+                )
+            )
+        name = entry["name"]
+        strategies[name] = StrategyFigures(name, placed, figures, overheads_ms.get(name, 0.0))
+    return Job(strategies)
+
+
+def read_plan(path: str) -> Plan:
+    """The plan; DataError when it is no JSON, BrokenRule plan-format when it is no plan."""
+    content = _json(path)
+    try:
+        _check_version(content)
+        return Plan(
+            strategy=content["strategy"],
+            replicas=[_replica(entry) for entry in content["replicas"]],
+            predicted_time_s=_number(content["predicted_time_s"]),
+            claims={
+                stage: _claim(content[stage])
+                for stage in ("dispatch", "packing")
+                if content[stage] is not None
+            },
+        )
+    except KeyError as error:
+        raise BrokenRule(Rule.PLAN_FORMAT, f"the plan needs {error} but lacks it") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BrokenRule(Rule.PLAN_FORMAT, f"the plan is not written as one: {error}") from error
+
+
+def _replica(entry: Any) -> PlannedReplica:
+    return PlannedReplica(
+        shape=_shape(entry["scheme"]),
+        ranks=[_whole(rank) for rank in entry["ranks"]],
+        micro_batches=[
+            (
+                [_whole(sequence) for sequence in micro_batch["sequences"]],
+                [_whole(length) for length in micro_batch["lengths"]],
+            )
+            for micro_batch in entry["micro_batches"]
+        ],
+        predicted_time_s=_number(entry["predicted_time_s"]),
+    )
+
+
+def _claim(entry: Any) -> StageClaim:
+    return StageClaim(
+        objective_s=_number(entry["objective_s"]),
+        bound_s=_number(entry["bound_s"]),
+        gap=_number(entry["gap"]),
+    )
+
+
+def _shape(entry: Any) -> Shape:
+    layers = entry.get("layers")
+    return Shape(
+        _whole(entry["tp"]),
+        _whole(entry["cp"]),
+        _whole(entry["pp"]),
+        None if layers is None else tuple(_whole(num) for num in layers),
+        bool(entry.get("splits_cp", False)),
+    )
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"a whole number from 0 on is expected but there is {value!r}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not 0.0 <= value < math.inf:
+        raise ValueError(f"a finite number from 0 on is expected but there is {value!r}")
+    return float(value)
+
+
+def _check_version(content: Any) -> None:
+    if content.get("version", _VERSION) != _VERSION:
+        raise ValueError(f"version {_VERSION} can be read but this is {content['version']!r}")
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: JSON is expected but: {error}; correct the file") from error
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; correct the path") from error

@@ -1,0 +1,1 @@
+"""Iteration plans and the planners that make them."""

@@ -1,0 +1,321 @@
+"""The plan of one iteration: which replica trains which sequences, in which micro-batches.
+
+Plans are immutable and validate themselves. As JSON a plan is::
+
+    {"iteration": 0, "strategy": "tp2+2*tp1", "predicted_time_s": 0.4, "plan_time_s": 0.002,
+     "replicas": [{"scheme": {"tp": 2, "cp": 1, "pp": 1}, "ranks": [0, 1],
+                   "predicted_time_s": 0.4,
+                   "micro_batches": [{"sequences": [0, 3], "lengths": [900, 20]}]}],
+     "dispatch": {"objective_s": 0.4, "bound_s": 0.3, "gap": 0.25, "seconds": 0.001,
+                  "status": "greedy"},
+     "packing": null}
+
+A scheme also has ``layers`` (a list) and ``splits_cp`` (true) where they differ from the default.
+A plan may say ``"version": 1``; one without a version has this one.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.json_object import JsonObject
+from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan, check_time
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Strategy
+
+__all__ = ["IterationPlan", "MicroBatch", "ReplicaPlan", "StageReport"]
+
+_FORMAT_VERSION = 1
+
+# Times are sums of a few thousand floats, which a checker may add up in another order.
+_RELATIVE_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageReport:
+    """How good the answer of one planning stage is, dispatch or packing.
+
+    Raises PlanError when the objective is below the bound or a number is negative or not finite.
+    """
+
+    objective_s: float
+    """Predicted time of what was found."""
+    bound_s: float
+    """Time that nothing can be below."""
+    gap: float
+    """(objective - bound) / objective; 0.0 when both are 0."""
+    seconds: float
+    """Time spent searching; no part of a plan's digest."""
+    status: str
+    """How the search ended, for example 'greedy' or a solver's own word."""
+
+    def __post_init__(self) -> None:
+        check_time("objective_s of a planning stage", self.objective_s)
+        check_time("bound_s of a planning stage", self.bound_s)
+        check_time("gap of a planning stage", self.gap)
+        check_time("seconds of a planning stage", self.seconds)
+        if self.objective_s < self.bound_s and not _close(self.objective_s, self.bound_s):
+            raise PlanError(
+                f"nothing is better than a bound but the objective {self.objective_s} s is below "
+                f"the bound {self.bound_s} s; correct the bound"
+            )
+
+    @classmethod
+    def of(
+        cls, *, objective_s: float, bound_s: float, seconds: float, status: str
+    ) -> "StageReport":
+        """A report whose gap follows from objective and bound."""
+        gap = max(0.0, (objective_s - bound_s) / objective_s) if objective_s > 0.0 else 0.0
+        return cls(
+            objective_s=objective_s, bound_s=bound_s, gap=gap, seconds=seconds, status=status
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {
+            "objective_s": float(self.objective_s),
+            "bound_s": float(self.bound_s),
+            "gap": float(self.gap),
+            "seconds": float(self.seconds),
+            "status": self.status,
+        }
+
+    @classmethod
+    def from_json(cls, content: JsonObject) -> "StageReport":
+        """Read what to_json wrote; PlanError for anything else."""
+        report = cls(
+            objective_s=content.number("objective_s"),
+            bound_s=content.number("bound_s"),
+            gap=content.number("gap"),
+            seconds=content.number("seconds"),
+            status=content.text("status"),
+        )
+        content.check_all_read()
+        return report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationPlan:
+    """Strategy, dispatch and packing of one iteration.
+
+    Raises PlanError when two micro-batches hold the same sequence, two replicas share a rank,
+    or the predicted time is below that of the slowest replica.
+    """
+
+    iteration: int
+    strategy: str
+    """Name of the strategy in its pool."""
+    replicas: tuple[ReplicaPlan, ...]
+    """In the order of the strategy, replicas without sequences included."""
+    predicted_time_s: float
+    """Makespan over the replicas, plus whatever the planner adds for regrouping and optimizer."""
+    dispatch: StageReport | None = None
+    packing: StageReport | None = None
+    plan_time_s: float = 0.0
+    """Time spent planning; no part of the digest."""
+
+    def __post_init__(self) -> None:
+        check_time("predicted_time_s of the iteration", self.predicted_time_s)
+        check_time("plan_time_s", self.plan_time_s)
+        if not self.replicas:
+            raise self._error("a plan needs at least 1 replica but has 0; list every replica")
+        seen_ranks: set[int] = set()
+        seen_sequences: set[int] = set()
+        for replica in self.replicas:
+            if not seen_ranks.isdisjoint(replica.ranks):
+                shared = min(seen_ranks.intersection(replica.ranks))
+                raise self._error(
+                    f"a rank serves one replica but rank {shared} is in two; "
+                    f"take the replicas of the strategy"
+                )
+            seen_ranks.update(replica.ranks)
+            for micro_batch in replica.micro_batches:
+                if not seen_sequences.isdisjoint(micro_batch.sequences):
+                    shared = min(seen_sequences.intersection(micro_batch.sequences))
+                    raise self._error(
+                        f"every sequence is trained once but sequence {shared} is in two "
+                        f"micro-batches; remove it from one"
+                    )
+                seen_sequences.update(micro_batch.sequences)
+        if self.predicted_time_s < self.makespan_s and not _close(
+            self.predicted_time_s, self.makespan_s
+        ):
+            raise self._error(
+                f"an iteration takes at least its makespan but {self.predicted_time_s} s are "
+                f"predicted and {self.makespan_s} s for the slowest replica; correct the time"
+            )
+
+    def _error(self, message: str) -> PlanError:
+        return PlanError(f"plan of iteration {self.iteration}: {message}")
+
+    @property
+    def makespan_s(self) -> float:
+        """Predicted time of the slowest replica."""
+        return max(replica.predicted_time_s for replica in self.replicas)
+
+    @property
+    def replica_times_s(self) -> tuple[float, ...]:
+        """Predicted time of every replica: shape (num_replicas,)."""
+        return tuple(replica.predicted_time_s for replica in self.replicas)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all replicas."""
+        return sum(replica.num_sequences for replica in self.replicas)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all replicas."""
+        return sum(replica.num_tokens for replica in self.replicas)
+
+    @property
+    def imbalance(self) -> float:
+        """Makespan over the rank-weighted mean of the replica times: 1.0 is perfect.
+
+        Idle ranks do not count. 1.0 when nothing is predicted to take time.
+        """
+        num_ranks = sum(len(replica.ranks) for replica in self.replicas)
+        total_s = math.fsum(
+            replica.predicted_time_s * len(replica.ranks) for replica in self.replicas
+        )
+        return self.makespan_s * num_ranks / total_s if total_s > 0.0 else 1.0
+
+    def replica_of(self, rank: int) -> ReplicaPlan | None:
+        """The share of the replica that a rank serves, None when the rank is idle."""
+        for replica in self.replicas:
+            if rank in replica.ranks:
+                return replica
+        return None
+
+    def validate(
+        self,
+        lengths: Sequence[int],
+        strategy: Strategy,
+        max_tokens: Callable[[Scheme], int],
+    ) -> None:
+        """Check the plan against what it was made for.
+
+        lengths: shape (num_sequences,), the global batch; max_tokens: the most tokens of one
+        micro-batch on a scheme.
+
+        Raises PlanError when the plan is for another strategy, when a sequence is missing,
+        unknown or of another length, and when a micro-batch exceeds the limit of its scheme.
+        """
+        self._check_strategy(strategy)
+        self._check_sequences(lengths)
+        for index, replica in enumerate(self.replicas):
+            limit = max_tokens(replica.scheme) if replica.micro_batches else 0
+            for place, micro_batch in enumerate(replica.micro_batches):
+                if micro_batch.num_tokens > limit:
+                    raise self._error(
+                        f"micro-batch {place} of replica {index} ({replica.scheme}) has "
+                        f"{micro_batch.num_tokens} tokens but the limit is {limit}; "
+                        f"move sequences to other micro-batches"
+                    )
+
+    def _check_strategy(self, strategy: Strategy) -> None:
+        if self.strategy != strategy.name:
+            raise self._error(
+                f"is for strategy {self.strategy!r} but is used with {strategy.name!r}; "
+                f"use the plan's strategy"
+            )
+        planned = tuple((replica.scheme, replica.ranks) for replica in self.replicas)
+        wanted = tuple((replica.scheme, replica.ranks) for replica in strategy.replicas)
+        if len(planned) != len(wanted):
+            raise self._error(
+                f"has {len(planned)} replicas but strategy {strategy.name!r} has {len(wanted)}; "
+                f"list every replica, also those without sequences"
+            )
+        for index, (here, there) in enumerate(zip(planned, wanted, strict=True)):
+            if here != there:
+                raise self._error(
+                    f"replica {index} is {here[0]} on ranks {list(here[1])} but in strategy "
+                    f"{strategy.name!r} it is {there[0]} on ranks {list(there[1])}; "
+                    f"plan with the strategy that is used"
+                )
+
+    def _check_sequences(self, lengths: Sequence[int]) -> None:
+        planned = {
+            sequence: length
+            for replica in self.replicas
+            for micro_batch in replica.micro_batches
+            for sequence, length in zip(micro_batch.sequences, micro_batch.lengths, strict=True)
+        }
+        missing = [sequence for sequence in range(len(lengths)) if sequence not in planned]
+        if missing:
+            raise self._error(
+                f"every sequence is trained once but {len(missing)} of {len(lengths)} are in no "
+                f"micro-batch, the first of them {missing[0]}; add them"
+            )
+        for sequence, length in planned.items():
+            if sequence >= len(lengths):
+                raise self._error(
+                    f"names sequence {sequence} but the batch has {len(lengths)} sequences; "
+                    f"name those below {len(lengths)}"
+                )
+            if length != lengths[sequence]:
+                raise self._error(
+                    f"sequence {sequence} is planned with {length} tokens but has "
+                    f"{lengths[sequence]}; plan with the lengths of this batch"
+                )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON without the seconds spent planning, in hex.
+
+        Two ranks hold the same plan exactly when their digests agree.
+        """
+        content = self.to_json()
+        del content["plan_time_s"]
+        for stage in ("dispatch", "packing"):
+            if content[stage] is not None:
+                del content[stage]["seconds"]
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as dicts, lists, numbers and strings; from_json is its inverse."""
+        return {
+            "iteration": self.iteration,
+            "strategy": self.strategy,
+            "predicted_time_s": float(self.predicted_time_s),
+            "plan_time_s": float(self.plan_time_s),
+            "replicas": [replica.to_json() for replica in self.replicas],
+            "dispatch": None if self.dispatch is None else self.dispatch.to_json(),
+            "packing": None if self.packing is None else self.packing.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "IterationPlan":
+        """Read a plan; PlanError names what is missing, unknown or of another type."""
+        plan = JsonObject(content, "plan", PlanError)
+        plan.check_version(_FORMAT_VERSION)
+        result = cls(
+            iteration=plan.integer("iteration"),
+            strategy=plan.text("strategy"),
+            replicas=tuple(
+                ReplicaPlan.from_json(plan.nested(entry, f"replica {index} of the plan"))
+                for index, entry in enumerate(plan.array("replicas"))
+            ),
+            predicted_time_s=plan.number("predicted_time_s"),
+            dispatch=_report_from_json(plan, "dispatch"),
+            packing=_report_from_json(plan, "packing"),
+            plan_time_s=plan.number("plan_time_s"),
+        )
+        plan.check_all_read()
+        return result
+
+
+def _report_from_json(plan: JsonObject, stage: str) -> StageReport | None:
+    content = plan.value(stage)
+    if content is None:
+        return None
+    return StageReport.from_json(plan.nested(content, f"{stage} of the plan"))
+
+
+def _close(left: float, right: float) -> bool:
+    return math.isclose(left, right, rel_tol=_RELATIVE_TOLERANCE)

@@ -1,0 +1,333 @@
+"""Bound and best plan of one strategy for one batch, each made better on demand."""
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron.hydraulis.planner.bounds import dispatch_bound_ms
+from megatron.hydraulis.planner.candidate import Candidate, StageResult
+from megatron.hydraulis.planner.class_dispatch import dispatch_by_program
+from megatron.hydraulis.planner.dispatch import dispatch
+from megatron.hydraulis.planner.dispatch_milp import solve_dispatch
+from megatron.hydraulis.planner.improve import Assignment, improve
+from megatron.hydraulis.planner.modes import ReplicaClass
+from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.packing_milp import largest_tokens, shortest_pipeline
+from megatron.hydraulis.planner.polish import Effort
+from megatron.hydraulis.planner.relaxation import Relaxation
+from megatron.hydraulis.planner.replica_bounds import fewest_micro_batches, replica_bound_ms
+from megatron.hydraulis.planner.replica_packing import Packed, ReplicaPacker
+from megatron.hydraulis.planner.solver import Solver
+from megatron.hydraulis.strategy import Strategy
+
+__all__ = ["TARGET_GAP", "StrategySearch"]
+
+TARGET_GAP = 1e-3
+"""A plan this close to its bound is not improved any further."""
+
+# Buckets of the programs: fewer round more, more take longer.
+_NUM_BUCKETS = 32
+_NUM_INTEGER_BUCKETS = 16
+# Of one strategy's search, in the unit of Effort: about 0.3 s on one core.
+_EFFORT = 1.5e7
+# Added at the end, to pack the slowest replicas of the best plan.
+_FINISHING_EFFORT = 4e6
+# Moves and swaps from one dispatch; the search rarely gets that far.
+_NUM_STEPS = 200
+# Starts from the program of a time between bound and best plan, as shares of that stretch.
+_SINGLE_STAGE_TIMES = (0.05, 0.25, 0.5)
+_PIPELINE_STEP = 0.4
+_NUM_PIPELINE_TIMES = 4
+# Longest sequences, as shares of the time, that may fill up pipelines: see Relaxation.program.
+_LONGEST_FILLS = (0.06, 0.12)
+# Of these, the ones with the best plans are improved by moves and swaps.
+_NUM_IMPROVED = 3
+# Gaps below which the dearer searches are not worth their time.
+_PIPELINE_GAP = 2e-3
+_INTEGER_GAP = 5e-3
+# Times of the integer programs, as shares of the stretch between bound and best plan, and the
+# effort to improve each of their dispatches.
+_INTEGER_TIMES = (0.5, 0.1, 0.3)
+_INTEGER_EFFORT = 6e6
+# Sequences times micro-batches up to which packing as an integer program takes a moment only, for
+# one stage and for a pipeline, whose schedule makes the program larger.
+_MAX_PACKING_SIZE = 64
+_MAX_PIPELINE_SIZE = 24
+_ROUNDING = 1e-9
+
+
+class StrategySearch:
+    """One strategy and one batch. Times are makespans, without the strategy's overhead."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        costs: Sequence[SchemeCost],
+        batch: Sequence[int],
+        packer_of: Callable[[SchemeCost], ReplicaPacker],
+        solver: Solver,
+        *,
+        overhead_ms: float,
+    ) -> None:
+        """costs: shape (num_replicas,); batch: shape (num_sequences,), some replica holds each."""
+        self.strategy = strategy
+        self.overhead_ms = overhead_ms
+        self._batch = batch
+        self._rising = sorted(batch)
+        self._packers = [packer_of(cost) for cost in costs]
+        self._classes = ReplicaClass.of(costs)
+        self._has_pipelines = any(cost.num_stages > 1 for cost in costs)
+        self._solver = solver
+        self._effort = Effort(_EFFORT)
+        self._relaxation: Relaxation | None = None
+        self._dispatch_s = 0.0
+        self._packing_s = 0.0
+        self.bound_ms = dispatch_bound_ms(batch, costs)
+        """No plan of this strategy has a smaller makespan."""
+        self.best: Assignment | None = None
+
+    @property
+    def found_ms(self) -> float:
+        """Makespan of the best plan, infinite before start."""
+        return math.inf if self.best is None else self.best.makespan_ms
+
+    @property
+    def gap(self) -> float:
+        """(found - bound) / found."""
+        return 1.0 - self.bound_ms / self.found_ms if self.found_ms > 0.0 else 0.0
+
+    def start(self) -> None:
+        """The first plan: longest processing time first."""
+        begin_s = time.perf_counter()
+        order = sorted(range(len(self._batch)), key=lambda i: (-self._batch[i], i))
+        costs = [packer.cost for packer in self._packers]
+        shares = dispatch(order, self._batch, costs)
+        middle_s = time.perf_counter()
+        self._take(Assignment(self._packers, shares, self._effort))
+        self._dispatch_s += middle_s - begin_s
+        self._packing_s += time.perf_counter() - middle_s
+
+    def excludes(self, time_ms: float) -> bool:
+        """Whether no plan takes time_ms or less; the bound then rises to it."""
+        if time_ms < self.bound_ms:
+            return True
+        begin_s = time.perf_counter()
+        is_excluded = self._program().is_impossible(time_ms)
+        self._dispatch_s += time.perf_counter() - begin_s
+        if is_excluded:
+            self.bound_ms = max(self.bound_ms, time_ms)
+        return is_excluded
+
+    def raise_bound(self, *, gap: float = TARGET_GAP) -> None:
+        """Halve the stretch between bound and best plan until it is a small share of the time."""
+        if self.excludes(self.found_ms * (1.0 - gap)):
+            return
+        high_ms = self.found_ms * (1.0 - gap)
+        while high_ms - self.bound_ms > gap * high_ms and not self._solver.deadline.is_over:
+            middle_ms = (self.bound_ms + high_ms) / 2.0
+            if not self.excludes(middle_ms):
+                high_ms = middle_ms
+
+    def search(self) -> None:
+        """Improve the best plan and the bound until they meet or nothing more is known to help."""
+        begin_s = time.perf_counter()
+        assert self.best is not None  # start comes first
+        if self._has_pipelines:
+            self.raise_bound()
+            starts = [self.best, *self._pipeline_starts()]
+            starts.sort(key=lambda start: start.makespan_ms)
+            for start in starts[:_NUM_IMPROVED]:
+                self._take(start)
+                self._improve(start)
+        else:
+            self._improve(self.best)
+            self.raise_bound()
+            for start in self._single_stage_starts():
+                self._improve(start)
+        self._solve_integer_programs()
+        self._finish()
+        self._dispatch_s += time.perf_counter() - begin_s
+
+    def candidate(self) -> Candidate:
+        """The best plan with its reports."""
+        assert self.best is not None  # start comes first
+        begin_s = time.perf_counter()
+        packing_bound_ms = max(
+            replica_bound_ms([self._batch[sequence] for sequence in share], packer.cost)
+            for share, packer in zip(self.best.shares, self._packers, strict=True)
+        )
+        packings = [
+            packer.to_packing(packed)
+            for packer, packed in zip(self._packers, self.best.packed, strict=True)
+        ]
+        self._packing_s += time.perf_counter() - begin_s
+        makespan_ms = self.found_ms
+        packing_bound_ms = min(packing_bound_ms, makespan_ms)
+        return Candidate(
+            strategy=self.strategy,
+            packings=packings,
+            overhead_ms=self.overhead_ms,
+            dispatch=StageResult(
+                bound_ms=min(self.bound_ms, makespan_ms),
+                seconds=self._dispatch_s,
+                status=self._status(self.bound_ms),
+            ),
+            packing=StageResult(
+                bound_ms=packing_bound_ms,
+                seconds=self._packing_s,
+                status=self._status(packing_bound_ms),
+            ),
+        )
+
+    def _program(self) -> Relaxation:
+        if self._relaxation is None:
+            self._relaxation = Relaxation(
+                self._classes, self._rising, num_buckets=_NUM_BUCKETS, solver=self._solver
+            )
+        return self._relaxation
+
+    def _is_done(self, gap: float = TARGET_GAP) -> bool:
+        return self.gap <= gap or self._effort.is_spent or self._solver.deadline.is_over
+
+    def _take(self, assignment: Assignment) -> None:
+        if assignment.makespan_ms < self.found_ms:
+            self.best = assignment
+
+    def _improve(self, assignment: Assignment) -> None:
+        improve(
+            assignment,
+            self.bound_ms / (1.0 - TARGET_GAP),
+            _NUM_STEPS,
+            is_over=lambda: self._solver.deadline.is_over,
+        )
+        self._take(assignment)
+
+    def _single_stage_starts(self) -> Iterator[Assignment]:
+        """Plans from the program of times between the bound and the best plan."""
+        for share in _SINGLE_STAGE_TIMES:
+            if self._is_done():
+                return
+            time_ms = self.bound_ms + share * (self.found_ms - self.bound_ms)
+            shares = dispatch_by_program(self._program(), time_ms, self._batch, self._packers)
+            if shares is not None:
+                yield Assignment(self._packers, shares, self._effort)
+
+    def _pipeline_starts(self) -> Iterator[Assignment]:
+        """Plans from the program of times between the bound and the best plan.
+
+        The program takes a pipeline's capacity for larger than it is. So the time is searched at
+        which pipelines, given no more than the program must give them, take as long as the other
+        replicas.
+        """
+        for longest_fill in _LONGEST_FILLS:
+            low_ms, high_ms = self.bound_ms, self.found_ms
+            for _ in range(_NUM_PIPELINE_TIMES):
+                if self._is_done(_PIPELINE_GAP):
+                    return
+                time_ms = low_ms + _PIPELINE_STEP * (high_ms - low_ms)
+                shares = dispatch_by_program(
+                    self._program(), time_ms, self._batch, self._packers, longest_fill=longest_fill
+                )
+                if shares is None:
+                    return
+                assignment = Assignment(self._packers, shares, self._effort)
+                assignment.polish_slowest()
+                times_ms = assignment.times_ms
+                slowest = self._packers[times_ms.index(max(times_ms))]
+                if slowest.cost.num_stages > 1:
+                    low_ms = time_ms
+                else:
+                    high_ms = time_ms
+                yield assignment
+
+    def _solve_integer_programs(self) -> None:
+        """Ask for whole sequences between the bound and the best plan: a proof or a dispatch."""
+        if self._has_pipelines:
+            # Their capacity is too optimistic for whole sequences to matter.
+            return
+        relaxation = Relaxation(
+            self._classes, self._rising, num_buckets=_NUM_INTEGER_BUCKETS, solver=self._solver
+        )
+        for share in _INTEGER_TIMES:
+            if self.gap <= _INTEGER_GAP or self._solver.deadline.is_over:
+                return
+            assert self.best is not None  # start comes first
+            time_ms = self.bound_ms + share * (self.found_ms - self.bound_ms)
+            answer = solve_dispatch(
+                relaxation,
+                time_ms,
+                self._batch,
+                self._packers,
+                self.best.packed,
+            )
+            if answer.is_impossible:
+                self.bound_ms = max(self.bound_ms, time_ms)
+            elif answer.shares is not None:
+                self._improve(Assignment(self._packers, answer.shares, Effort(_INTEGER_EFFORT)))
+
+    def _finish(self) -> None:
+        """Pack the slowest replicas thoroughly, also when the search has spent its effort."""
+        assert self.best is not None  # start comes first
+        self._effort.spend(-_FINISHING_EFFORT)
+        self._improve(self.best)
+        self._solve_packing()
+
+    def _solve_packing(self) -> None:
+        """Pack the slowest replica by an integer program as long as that makes it faster."""
+        assert self.best is not None  # start comes first
+        for _ in range(len(self._packers)):
+            if self._is_done():
+                return
+            times_ms = self.best.times_ms
+            slowest = times_ms.index(max(times_ms))
+            better = self._packed_by_program(slowest)
+            if better is None or better.time_ms >= times_ms[slowest]:
+                return
+            self.best.replace_packing(slowest, better)
+            self._improve(self.best)
+
+    def _packed_by_program(self, replica: int) -> Packed | None:
+        assert self.best is not None  # start comes first
+        packer, share = self._packers[replica], self.best.shares[replica]
+        packed = self.best.packed[replica]
+        lengths = [self._batch[sequence] for sequence in share]
+        num = len(packed.micro_batches)
+        most = _MAX_PACKING_SIZE if packer.cost.num_stages == 1 else _MAX_PIPELINE_SIZE
+        if len(share) * num > most:
+            return None
+        if packed.time_ms <= replica_bound_ms(lengths, packer.cost) * (1.0 + TARGET_GAP):
+            return None
+        if packer.cost.num_stages > 1:
+            place = {sequence: i for i, sequence in enumerate(share)}
+            start = [[place[s] for s in micro_batch] for micro_batch in packed.micro_batches]
+            answer = shortest_pipeline(lengths, packer.cost, start, self._solver)
+        elif num > fewest_micro_batches(lengths, packer.cost.max_tokens):
+            start = _dealt_by_tokens(lengths, num - 1)
+            answer = largest_tokens(lengths, num - 1, start, self._solver)
+        else:
+            return None
+        if answer.micro_batches is None:
+            return None
+        micro_batches = [[share[i] for i in places] for places in answer.micro_batches]
+        largest = max(sum(self._batch[s] for s in members) for members in micro_batches)
+        return packer.packed(micro_batches) if largest <= packer.cost.max_tokens else None
+
+    def _status(self, bound_ms: float) -> str:
+        if self._solver.deadline.is_over:
+            return "time limit"
+        if self._solver.trouble is not None:
+            return f"solver {self._solver.trouble.value}"
+        is_certified = self.found_ms <= bound_ms / (1.0 - TARGET_GAP) * (1.0 + _ROUNDING)
+        return "certified" if is_certified else "search ended"
+
+
+def _dealt_by_tokens(lengths: Sequence[int], num: int) -> list[list[int]]:
+    """Places in lengths, longest first to the micro-batch with the fewest tokens."""
+    loads = [(0, k) for k in range(num)]
+    dealt: list[list[int]] = [[] for _ in range(num)]
+    for i, length in enumerate(lengths):
+        tokens, k = loads[0]
+        heapq.heapreplace(loads, (tokens + length, k))
+        dealt[k].append(i)
+    return dealt

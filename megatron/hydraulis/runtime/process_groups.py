@@ -1,0 +1,173 @@
+"""Process groups for a pool of strategies, created once and looked up by their ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.strategy import Strategy
+
+logger = logging.getLogger(__name__)
+
+GroupRanks = tuple[int, ...]
+
+
+def groups_of(strategy: Strategy) -> list[GroupRanks]:
+    """Rank tuples of the tp, cp and pp groups that ``strategy`` needs, in a fixed order.
+
+    Groups of one rank are left out: every rank has its own.
+    """
+    needed: dict[GroupRanks, None] = {}
+    for replica in strategy.replicas:
+        scheme = replica.scheme
+        for stage in range(scheme.pp):
+            for cp in range(scheme.cp):
+                needed[replica.tp_ranks(stage, cp)] = None
+            for tp in range(scheme.tp):
+                needed[replica.cp_ranks(stage, tp)] = None
+        for cp in range(scheme.cp):
+            for tp in range(scheme.tp):
+                needed[replica.pp_ranks(cp, tp)] = None
+    return [ranks for ranks in needed if len(ranks) > 1]
+
+
+class GroupRegistry:
+    """All process groups of a job, keyed by rank tuple.
+
+    Creation is collective: every rank makes the same registry from the same strategies, in the
+    same order. Look-up is local. Ranks keep the order they have in the strategy: sorted ones would
+    turn a pipeline on ranks (3, 1) round without a word.
+    """
+
+    def __init__(self, strategies: Iterable[Strategy], *, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
+        self._rank = dist.get_rank()
+        self._groups: dict[GroupRanks, dist.ProcessGroup] = {}
+        self._groups[(self._rank,)] = dist.new_group(
+            [self._rank],
+            timeout=timeout,
+            use_local_synchronization=True,
+            group_desc="hydraulis_self",
+        )
+        self.num_created = 1
+        for strategy in strategies:
+            self.add_strategy(strategy)
+
+    def add_strategy(self, strategy: Strategy) -> None:
+        """Create what ``strategy`` needs and is not there yet. Collective over all ranks."""
+        for ranks in groups_of(strategy):
+            if ranks in self._groups:
+                continue
+            group = dist.new_group(
+                list(ranks), timeout=self._timeout, sort_ranks=False, group_desc="hydraulis"
+            )
+            # Ranks outside get a marker object; kept so that look-up can tell the two apart.
+            self._groups[ranks] = group
+            self.num_created += 1
+        logger.info("process groups after strategy '%s': %d", strategy, self.num_created)
+
+    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of exactly these ranks in this order.
+
+        Raises:
+            StrategyError: no such group was created at start-up.
+        """
+        found = self._groups.get(tuple(ranks))
+        if found is None:
+            raise StrategyError(
+                f"ranks {tuple(ranks)} have no process group; groups are created collectively at "
+                "start-up: name every strategy of the run before it starts"
+            )
+        return found
+
+    @property
+    def of_self(self) -> dist.ProcessGroup:
+        """The group of this rank alone."""
+        return self._groups[(self._rank,)]
+
+    def collection(self, strategy: Strategy) -> ProcessGroupCollection | None:
+        """What Megatron's modules and schedules take for this rank; None where it is idle.
+
+        The embedding group is None: gradients of tied embeddings meet on the canonical shards.
+        """
+        replica = strategy.replica_of(self._rank)
+        if replica is None:
+            return None
+        position = replica.position_of(self._rank)
+        assert position is not None
+        collection = single_rank_collection(self.of_self)
+        collection.tp = self.group(replica.tp_ranks(position.stage, position.cp))
+        collection.cp = self.group(replica.cp_ranks(position.stage, position.tp))
+        collection.pp = self.group(replica.pp_ranks(position.cp, position.tp))
+        return collection
+
+
+def single_rank_collection(of_self: dist.ProcessGroup) -> ProcessGroupCollection:
+    """A collection in which this rank is alone in every model-parallel group."""
+    collection = ProcessGroupCollection()
+    for name in ("tp", "pp", "cp", "mp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"):
+        setattr(collection, name, of_self)
+    collection.hcp = [of_self]
+    collection.embd = None
+    collection.pos_embd = None
+    collection.gtp_remat = None
+    collection.expt_gtp_remat = None
+    return collection
+
+
+def training_loop_collection(of_self: dist.ProcessGroup) -> ProcessGroupCollection:
+    """What upstream's loop is told: one model per rank, all ranks one data-parallel group.
+
+    The loop takes numbers of samples not from this group but from ``args.data_parallel_size``,
+    which is 1, so that they count once and not once a rank; the train step checks its count against
+    the plans.
+    """
+    collection = single_rank_collection(of_self)
+    world = dist.group.WORLD
+    collection.embd = of_self
+    collection.pos_embd = of_self
+    for name in ("dp", "dp_cp", "dp_cp_gtp_remat", "expt_dp", "intra_dp_cp", "tp_dp_cp"):
+        setattr(collection, name, world)
+    return collection
+
+
+class LocalGroup:
+    """Stands in for a process group where a model is only looked at (on `meta`), never run."""
+
+    def __init__(self, size: int = 1, rank: int = 0) -> None:
+        self._size = size
+        self._rank = rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def rank(self) -> int:
+        """This rank's place."""
+        return self._rank
+
+
+def local_collection() -> ProcessGroupCollection:
+    """A collection for building a whole model on `meta` without any process group."""
+    return single_rank_collection(LocalGroup())  # type: ignore[arg-type]
+
+
+def device_of_job() -> torch.device:
+    """Where tensors of the collectives live: the current CUDA device, or the CPU with gloo."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def provide_memory_buffer() -> None:
+    """Sequence-parallel linear layers gather their input into a buffer that upstream makes along
+    with the global groups, which stay uninitialised here."""
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()

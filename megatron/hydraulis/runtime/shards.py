@@ -1,0 +1,90 @@
+"""This rank's canonical shards: master parameters and gradients, flat, bucket after bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.hydraulis.runtime.catalogue import CataloguedParameter, initial_rows
+from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
+
+
+@dataclass(frozen=True)
+class OwnedRectangle:
+    """Rows of one piece that this rank owns, and where they lie."""
+
+    parameter: int
+    shard_offset: int
+    first_row: int
+    """In the whole parameter seen as a matrix, as is ``first_column``."""
+    first_column: int
+    num_rows: int
+    num_columns: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the rectangle."""
+        return self.num_rows * self.num_columns
+
+
+class CanonicalShards:
+    """The slice of the model that this rank owns, whatever the strategy.
+
+    Args:
+        layout: the canonical layout.
+        rank: this rank.
+        dtype: of master parameters, gradients and optimizer state; fp32, or fp64 in tests.
+        device: where they live.
+    """
+
+    def __init__(
+        self, layout: CanonicalLayout, rank: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        self._offsets = [0]
+        for bucket in layout.buckets:
+            start, stop = bucket.shard_range(rank)
+            self._offsets.append(self._offsets[-1] + stop - start)
+        self.parameters = torch.zeros(self._offsets[-1], dtype=dtype, device=device)
+        self.gradients = torch.zeros(self._offsets[-1], dtype=dtype, device=device)
+
+    def bucket_parameters(self, bucket: Bucket) -> Tensor:
+        """The owned part of a bucket's parameters, flat."""
+        return self.parameters[self._offsets[bucket.index] : self._offsets[bucket.index + 1]]
+
+    def bucket_gradients(self, bucket: Bucket) -> Tensor:
+        """The owned part of a bucket's gradients, flat."""
+        return self.gradients[self._offsets[bucket.index] : self._offsets[bucket.index + 1]]
+
+    def rectangles(self) -> Iterator[OwnedRectangle]:
+        """What is owned, in the order of the flat shards: whole rows of atoms."""
+        for bucket in self.layout.buckets:
+            start, stop = bucket.shard_range(self.rank)
+            base = self._offsets[bucket.index] - start
+            for piece, offset in zip(bucket.pieces, bucket.piece_offsets, strict=False):
+                first = max(start, offset)
+                last = min(stop, offset + piece.num_elements)
+                if first >= last:
+                    continue
+                row, column = self.layout.global_rectangle(piece)
+                yield OwnedRectangle(
+                    parameter=piece.parameter,
+                    shard_offset=base + first,
+                    first_row=row + (first - offset) // piece.row_length,
+                    first_column=column,
+                    num_rows=(last - first) // piece.row_length,
+                    num_columns=piece.row_length,
+                )
+
+    def initialise(self, entries: Mapping[str, CataloguedParameter], seed: int) -> None:
+        """Set the initial weights: they depend on the seed and the parameters' names alone."""
+        for part in self.rectangles():
+            entry = entries[self.layout.parameters[part.parameter].name]
+            rows = initial_rows(entry, seed, part.first_row, part.num_rows, self.parameters.dtype)
+            columns = rows[:, part.first_column : part.first_column + part.num_columns]
+            target = self.parameters[part.shard_offset : part.shard_offset + part.num_elements]
+            target.copy_(columns.reshape(-1))

@@ -1,0 +1,161 @@
+"""Scheme, position, replica: the shape of one copy of the model and where its ranks sit."""
+
+from dataclasses import dataclass
+
+from megatron.hydraulis.errors import StrategyError
+
+__all__ = ["Position", "Replica", "Scheme"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The shape ⟨tp, cp, pp⟩ of one replica.
+
+    Raises StrategyError for a degree below 1, for layers that do not name every stage, and for
+    a splitting width (``cp8~``) that is no power of two.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    layers: tuple[int, ...] | None = None
+    """Layers of each stage; None splits evenly, see layers_per_stage."""
+    splits_cp: bool = False
+    """Whether the cp ranks may be grouped anew for every micro-batch: the ``~`` of ``cp8~``."""
+
+    def __post_init__(self) -> None:
+        for axis, degree in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)):
+            if degree < 1:
+                raise StrategyError(
+                    f"a degree must be at least 1 but {axis} is {degree}; "
+                    f"give {axis} a positive degree or leave it out"
+                )
+        if self.layers is not None:
+            if len(self.layers) != self.pp:
+                raise StrategyError(
+                    f"scheme {self} lists layers for {len(self.layers)} stages but has "
+                    f"{self.pp}; list one number of layers a stage"
+                )
+            if min(self.layers) < 1:
+                raise StrategyError(
+                    f"scheme {self} gives a stage {min(self.layers)} layers; "
+                    f"every stage needs at least 1"
+                )
+        if self.splits_cp and (self.cp < 2 or self.cp & (self.cp - 1)):
+            raise StrategyError(
+                f"'~' splits a cp degree that is a power of two from 2 on but cp is {self.cp}; "
+                f"change the degree or drop the '~'"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of a replica of this scheme."""
+        return self.tp * self.cp * self.pp
+
+    def layers_per_stage(self, num_layers: int) -> tuple[int, ...]:
+        """How many of num_layers each of the pp stages holds.
+
+        The listed layers where the scheme lists them. Otherwise an even split, in which the first
+        ``num_layers % pp`` stages hold one layer more: the last stage has the output layer to
+        compute as well.
+
+        Raises StrategyError when the listed layers do not add up to num_layers and when there
+        are more stages than layers.
+        """
+        if self.layers is not None:
+            if sum(self.layers) != num_layers:
+                raise StrategyError(
+                    f"scheme {self} places {sum(self.layers)} layers but the model has "
+                    f"{num_layers}; list layers that add up to {num_layers}"
+                )
+            return self.layers
+        if self.pp > num_layers:
+            raise StrategyError(
+                f"scheme {self} has {self.pp} stages but the model has {num_layers} layers; "
+                f"use at most pp{num_layers}"
+            )
+        num_each, num_longer = divmod(num_layers, self.pp)
+        return tuple(num_each + (stage < num_longer) for stage in range(self.pp))
+
+    def __str__(self) -> str:
+        """The scheme in the strategy notation, degrees of 1 left out: ``tp2cp2pp2:3,5``."""
+        text = f"tp{self.tp}" if self.tp != 1 else ""
+        if self.cp != 1 or self.splits_cp:
+            text += f"cp{self.cp}{'~' if self.splits_cp else ''}"
+        if self.pp != 1:
+            text += f"pp{self.pp}"
+        text = text or "tp1"
+        if self.layers is not None:
+            text += ":" + ",".join(str(num) for num in self.layers)
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank stands in its replica, each coordinate counted from 0."""
+
+    stage: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One copy of the model on scheme.num_ranks ranks.
+
+    Raises StrategyError when the number of ranks is not the scheme's or a rank comes twice.
+    """
+
+    scheme: Scheme
+    ranks: tuple[int, ...]
+    """Stage by stage, in a stage cp by cp, in that tp by tp."""
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != self.scheme.num_ranks:
+            raise StrategyError(
+                f"scheme {self.scheme} needs {self.scheme.num_ranks} ranks but "
+                f"{len(self.ranks)} are listed; list {self.scheme.num_ranks} ranks"
+            )
+        if len(set(self.ranks)) != len(self.ranks):
+            twice = min(rank for rank in self.ranks if self.ranks.count(rank) > 1)
+            raise StrategyError(
+                f"a rank serves a replica once but {self.scheme} lists rank {twice} "
+                f"{self.ranks.count(twice)} times; list distinct ranks"
+            )
+        if min(self.ranks) < 0:
+            raise StrategyError(
+                f"ranks count from 0 but {self.scheme} lists rank {min(self.ranks)}; "
+                f"list ranks from 0 on"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of this replica."""
+        return len(self.ranks)
+
+    def rank_at(self, stage: int, cp: int, tp: int) -> int:
+        """The rank at a position; IndexError outside the scheme."""
+        scheme = self.scheme
+        if not (0 <= stage < scheme.pp and 0 <= cp < scheme.cp and 0 <= tp < scheme.tp):
+            raise IndexError(f"no position (stage {stage}, cp {cp}, tp {tp}) in scheme {scheme}")
+        return self.ranks[(stage * scheme.cp + cp) * scheme.tp + tp]
+
+    def position_of(self, rank: int) -> Position | None:
+        """Where the rank stands, None when it belongs to another replica."""
+        if rank not in self.ranks:
+            return None
+        rest, tp = divmod(self.ranks.index(rank), self.scheme.tp)
+        stage, cp = divmod(rest, self.scheme.cp)
+        return Position(stage=stage, cp=cp, tp=tp)
+
+    def tp_ranks(self, stage: int, cp: int) -> tuple[int, ...]:
+        """The tensor-parallel group of a stage and cp coordinate, by tp: shape (tp,)."""
+        return tuple(self.rank_at(stage, cp, tp) for tp in range(self.scheme.tp))
+
+    def cp_ranks(self, stage: int, tp: int) -> tuple[int, ...]:
+        """The context-parallel group of a stage and tp coordinate, by cp: shape (cp,)."""
+        return tuple(self.rank_at(stage, cp, tp) for cp in range(self.scheme.cp))
+
+    def pp_ranks(self, cp: int, tp: int) -> tuple[int, ...]:
+        """The pipeline through a cp and tp coordinate, by stage: shape (pp,)."""
+        return tuple(self.rank_at(stage, cp, tp) for stage in range(self.scheme.pp))

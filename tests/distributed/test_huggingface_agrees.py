@@ -1,0 +1,74 @@
+"""Hugging Face's Llama, unpacked and on one process, gives our loss and gradients.
+
+Both compute in fp32. Two iterations: at the initial weights, where all norms are 1, and at those
+that the engine's first update made.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.comparison import assert_same, wrong_tensors
+from tests.support.gloo_pool import pool_of
+from tests.support.huggingface import llama_gradients, to_llama
+from tests.support.law import FP64_SETTINGS, MAIN_MODEL, law_job
+from tests.support.models import Job, RankRun, SmallModel, assemble, run_initial_weights, run_job
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-5
+"""Relative to a tensor's largest value; the loss relative to itself."""
+LLAMA = replace(MAIN_MODEL, dtype=torch.float32)
+
+
+def llama_job(num_ranks: int, text: str, model: SmallModel) -> Job:
+    """Large steps, so that the second iteration's weights are far from the first's."""
+    return replace(law_job(num_ranks, text, model), settings=FP64_SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "text", "model"),
+    [
+        (3, "tp2+tp1", LLAMA),
+        (4, "tp2@0,3+pp2:1,3@2,1", LLAMA),
+        (1, "tp1", replace(LLAMA, num_groups=8)),
+        (3, "tp2+tp1", replace(LLAMA, num_groups=2, tied=True)),
+        (3, "pp2+tp1", replace(LLAMA, tied=True)),
+    ],
+    ids=["tp2+tp1", "tp2+descending pp2", "multi-head", "two groups, tied", "pp2+tp1, tied"],
+)
+def test_llama_gives_the_same_loss_and_gradients(
+    num_ranks: int, text: str, model: SmallModel
+) -> None:
+    job = llama_job(num_ranks, text, model)
+    runs: list[RankRun] = pool_of(num_ranks).run(run_job, job)
+    starts: list[RankRun] = pool_of(num_ranks).run(run_initial_weights, job)
+    weights = assemble(starts, [start.parameters[0] for start in starts])
+    for i in range(2):
+        expected = llama_gradients(to_llama(weights, model), model, job.batches[i])
+        found = to_llama(assemble(runs, [run.gradients[i] for run in runs]), model)
+        assert_same(found, expected.gradients, TOLERANCE, f"iteration {i}")
+        assert runs[0].losses[i] == pytest.approx(expected.loss, rel=TOLERANCE)
+        weights = assemble(runs, [run.parameters[i] for run in runs])
+
+
+def test_rows_of_query_groups_in_another_order_are_noticed() -> None:
+    """Heads stacked as all queries, all keys, all values would be another model."""
+    job = llama_job(1, "tp1", LLAMA)
+    start: RankRun = pool_of(1).run(run_initial_weights, job)[0]
+    weights = assemble([start], [start.parameters[0]])
+    right = to_llama(weights, LLAMA)
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    query, key, value = np.split(weights[name], [32, 48])
+    prefix = "model.layers.0.self_attn."
+    wrong = right | {
+        prefix + "q_proj.weight": query,
+        prefix + "k_proj.weight": key,
+        prefix + "v_proj.weight": value,
+    }
+    assert {n: v.shape for n, v in wrong.items()} == {n: v.shape for n, v in right.items()}
+    batch = job.batches[0]
+    found, expected = (llama_gradients(w, LLAMA, batch).gradients for w in (wrong, right))
+    assert max(wrong_tensors(found, expected, TOLERANCE).values()) > 1e-2

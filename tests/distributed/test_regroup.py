@@ -1,0 +1,40 @@
+"""Buckets that need no rearranging are sent from and received into the arena itself."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.gloo_pool import pool_of
+from tests.support.law import MAIN_MODEL, check_law, law_job
+from tests.support.models import Job, build_engine
+
+pytestmark = pytest.mark.distributed
+
+# Every parameter a multiple of the arena's alignment: nothing lies between neighbours.
+ALIGNED_MODEL = replace(MAIN_MODEL, hidden_size=64, ffn_hidden_size=64)
+
+
+def buckets_in_place(job: Job) -> tuple[int, int, int]:
+    """On every rank: buckets held, received in place, and sent in place."""
+    engine = build_engine(job)
+    setting = engine.setting(job.strategies[0])
+    assert setting.role is not None
+    routes = [r for r in setting.regrouper._routes if r.bucket.unit in setting.role.units]
+    received = [r for r in routes if len(r.gather_copies) == 1]
+    sent = [r for r in routes if len(r.scatter_copies) == 1]
+    return len(routes), len(received), len(sent)
+
+
+@pytest.mark.parametrize("text", ["2*tp1", "tp2", "pp2"])
+def test_a_homogeneous_strategy_of_an_aligned_model_needs_no_rearranging(text: str) -> None:
+    job = law_job(2, text, ALIGNED_MODEL, num_atoms=None)
+    for num_held, num_received, num_sent in pool_of(2).run(buckets_in_place, job):
+        assert num_held == num_received == num_sent > 0
+    check_law(job, 2)
+
+
+def test_a_larger_t_rearranges_the_layers_only() -> None:
+    job = law_job(2, "2*tp1", ALIGNED_MODEL, num_atoms=8)
+    for num_held, num_received, num_sent in pool_of(2).run(buckets_in_place, job):
+        assert num_held - num_received == num_held - num_sent == ALIGNED_MODEL.num_layers
+    check_law(job, 2)

@@ -1,0 +1,102 @@
+"""Jobs of the training program that the tests of this folder share.
+
+Every job is one of forked ranks (`tests.support.forked_job`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from megatron.hydraulis.data.blend import Blend
+from megatron.hydraulis.data.corpus import Corpus
+from megatron.hydraulis.data.sources import load_corpora
+from megatron.hydraulis.loop import entry
+from tests.support.forked_job import Kill, run_job
+from tests.support.tiny_corpus import (
+    SEQ_LENGTH,
+    tiny_command,
+    write_corpus,
+)
+from tests.support.training_run import (
+    BATCH_SIZE,
+    BATCH_TOKENS,
+    MAIN_FLAGS,
+    SEED,
+    SPLIT,
+    TRAIN_ITERS,
+    Launch,
+    Run,
+    probing,
+)
+
+
+@pytest.fixture(scope="package")
+def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tiny")
+
+
+@pytest.fixture(scope="package")
+def launch(corpus_prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Runs a job that must succeed."""
+
+    def launch(
+        strategy: str,
+        num_ranks: int,
+        *extra: str,
+        program: Callable[[Sequence[str]], None] = entry.main,
+        without: Sequence[str] = (),
+        kill: Kill | None = None,
+    ) -> Run:
+        folder = tmp_path_factory.mktemp("job")
+        run_dir, plan_dir = folder / "run", folder / "plans"
+        argv = tiny_command(
+            corpus_prefix,
+            run_dir,
+            *("--strategy", strategy, "--seed", str(SEED), "--split", SPLIT),
+            *("--train-iters", str(TRAIN_ITERS), "--plan-dir", str(plan_dir)),
+            *(() if "--global-batch-size" in without else ("--global-batch-size", str(BATCH_SIZE))),
+            *extra,
+            without=without,
+        )
+        outcome = run_job(argv, num_ranks, folder / "output", program=program, kill=kill)
+        outcome.assert_succeeded()
+        return Run(outcome, run_dir, plan_dir, argv)
+
+    return launch
+
+
+@pytest.fixture(scope="package")
+def main_run(launch: Launch) -> Run:
+    """Heterogeneous in tensor parallelism."""
+    return launch("tp2+2*tp1", 4, *MAIN_FLAGS, program=probing)
+
+
+@pytest.fixture(scope="package")
+def pipeline_run(launch: Launch) -> Run:
+    """The same with a pipeline beside tensor parallelism."""
+    return launch("pp2+tp2", 4, *MAIN_FLAGS, program=probing)
+
+
+@pytest.fixture(scope="package")
+def data_parallel_run(launch: Launch) -> Run:
+    """The same on replicas of one rank."""
+    return launch("4*tp1", 4, *MAIN_FLAGS)
+
+
+@pytest.fixture(scope="package")
+def budget_run(launch: Launch) -> Run:
+    """Global batches by a budget of tokens."""
+    return launch(
+        *("2*tp1", 2, "--global-batch-tokens", str(BATCH_TOKENS)), without=["--global-batch-size"]
+    )
+
+
+@pytest.fixture(scope="package")
+def training_corpus(corpus_prefix: str) -> Corpus:
+    corpora = load_corpora(
+        seq_length=SEQ_LENGTH, long_sequences="split", blend=Blend((corpus_prefix,)), split=SPLIT
+    )
+    assert corpora.train is not None
+    return corpora.train

@@ -1,0 +1,148 @@
+"""Ways to end a run, a user's own parts, and the run that is only described."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+from megatron.hydraulis.loop import entry
+from megatron.hydraulis.runtime.forward_step import loss_func
+from megatron.hydraulis.runtime.model_building import PackedGPTModel, packed_block_spec
+from tests.support.forked_job import Kill, run_job
+from tests.support.tiny_corpus import (
+    PADDED_VOCAB_SIZE,
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+)
+from tests.support.training_run import (
+    FFN,
+    HIDDEN,
+    NUM_LAYERS,
+    ROUNDING,
+    Launch,
+    Run,
+    probing,
+)
+
+pytestmark = pytest.mark.distributed
+
+
+def test_an_exit_interval_ends_the_run_properly_also_from_an_idle_rank(launch: Launch) -> None:
+    run = launch("tp1+idle", 2, "--train-iters", "100", "--exit-interval", "2")
+    assert [line.iteration for line in run.lines] == [1, 2]
+    assert len(run.records) == 2
+    assert "Training finished" in run.outcome.ranks[1].stdout
+    assert (run.run_dir / "summary.png").is_file()
+
+
+def test_a_signal_ends_the_run_properly(launch: Launch) -> None:
+    run = launch(
+        *("2*tp1", 2, "--train-iters", "100000", "--exit-signal-handler"),
+        kill=Kill(rank=0, after="iteration        2/", number=signal.SIGTERM),
+    )
+    assert len(run.records) == len(run.lines) >= 2
+    assert "Training finished" in run.outcome.stdout
+
+
+# --- a user's own parts -----------------------------------------------------------------------
+
+_USERS_MODULE = """
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+
+def attention_only(config):
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.pre_mlp_layernorm = IdentityOp
+    spec.submodules.mlp = IdentityOp
+    spec.submodules.mlp_bda = IdentityFuncOp
+    return spec
+"""
+
+
+def test_a_users_layer_spec_makes_the_layers(launch: Launch, main_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "users_layers.py").write_text(_USERS_MODULE)
+
+    def program(argv: Sequence[str]) -> None:
+        sys.path.insert(0, str(tmp_path))
+        probing(argv)
+
+    flags = ("--spec", "users_layers", "attention_only", "--train-iters", "2")
+    run = launch("tp1+tp1", 2, *flags, program=program)
+    whole = main_run.probed(3)["num_parameters_held"]
+    num_removed = NUM_LAYERS * (3 * HIDDEN * FFN + HIDDEN)
+    assert run.probed(0)["num_parameters_held"] == whole - num_removed
+    assert run.losses[0] != pytest.approx(main_run.losses[0], rel=1e-4)
+
+
+def test_a_users_loss_and_model_take_the_place_of_ours(launch: Launch, main_run: Run) -> None:
+    def double_loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
+        return loss_func(mask, 2.0 * output)
+
+    def model_provider(
+        pre_process: bool = True, post_process: bool = True, *, config: Any, pg_collection: Any
+    ) -> torch.nn.Module:
+        print(f"STAGE {config.num_layers} layers, {pre_process=} {post_process=}")
+        layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+        return PackedGPTModel(
+            config=config,
+            transformer_layer_spec=packed_block_spec(layer, config.num_layers),
+            vocab_size=PADDED_VOCAB_SIZE,
+            max_sequence_length=SEQ_LENGTH,
+            pre_process=pre_process,
+            post_process=post_process,
+            position_embedding_type="rope",
+            parallel_output=True,
+            share_embeddings_and_output_weights=False,
+            pg_collection=pg_collection,
+            num_tokens_in_vocabulary=VOCAB_SIZE,
+        )
+
+    def program(argv: Sequence[str]) -> None:
+        entry.main(argv, entry.UserHooks(loss_func=double_loss, model_provider=model_provider))
+
+    run = launch("pp2", 2, "--train-iters", "1", program=program)
+    assert "STAGE 1 layers, pre_process=True post_process=False" in run.outcome.ranks[0].stdout
+    assert "STAGE 1 layers, pre_process=False post_process=True" in run.outcome.ranks[1].stdout
+    (loss,) = run.losses
+    (norm,) = (record.grad_norm for record in run.records)
+    assert loss == pytest.approx(2 * main_run.losses[0], rel=ROUNDING)
+    assert norm == pytest.approx(2 * (main_run.records[0].grad_norm or 0.0), rel=20 * ROUNDING)
+
+
+def test_bf16_and_tied_embeddings_train(launch: Launch) -> None:
+    tied = ["--untie-embeddings-and-output-weights"]
+    exact = launch("tp1", 1, without=tied)
+    rounded = launch("pp2", 2, "--bf16", without=tied)
+    assert rounded.losses == pytest.approx(exact.losses, rel=2e-2)
+    assert rounded.losses != pytest.approx(exact.losses, rel=1e-6)
+
+
+# --- the dry run ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("described", ["main_run", "pipeline_run"])
+def test_a_dry_run_tells_what_ranks_will_hold(
+    described: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    run: Run = request.getfixturevalue(described)
+    argv = [*run.argv, "--run-dir", str(tmp_path / "run"), "--dry-run", "--num-ranks", "4"]
+    outcome = run_job(argv, 1, tmp_path / "output")
+    outcome.assert_succeeded()
+    assert f"strategy     {run.records[0].strategy}" in outcome.stdout
+    assert "idle: none" in outcome.stdout
+    told: dict[int, int] = {}
+    stage = re.compile(r"stage \d+ +ranks ([\d, ]+): \d+ layers, ([\d,]+) parameters per rank")
+    for ranks, count in stage.findall(outcome.stdout):
+        told |= {int(rank): int(count.replace(",", "")) for rank in ranks.split(",")}
+    held = {rank: run.probed(rank)["num_parameters_held"] for rank in range(4)}
+    assert told == held
+    assert not (tmp_path / "run").exists(), "a dry run leaves nothing behind"

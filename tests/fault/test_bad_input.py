@@ -1,0 +1,492 @@
+"""Bad input ends a job with one line that states rule, numbers and fix, and nothing ever hangs.
+
+Of the jobs whose flags or data are wrong only rank 0 is started: they end although the other
+ranks never come, so no rank waits for another before it has checked its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.hydraulis.data import corpus as corpus_module
+from megatron.hydraulis.data.blend import Blend
+from megatron.hydraulis.data.sampler import LengthSampler
+from megatron.hydraulis.data.sources import load_corpora
+from megatron.hydraulis.loop import entry
+from megatron.hydraulis.observability.metrics_writer import MetricsWriter, read_metrics
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.runtime.forward_step import loss_func
+from tests.support.forked_job import JobOutcome, Kill, run_job
+from tests.support.tiny_corpus import SEQ_LENGTH, VOCAB_SIZE, tiny_command, write_corpus
+from tests.support.training_log import log_lines
+
+pytestmark = pytest.mark.fault
+
+EXIT_STATUS = 2
+SEED = 77
+Command = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a corpus with nothing wrong."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tiny")
+
+
+@pytest.fixture
+def command(prefix: str, tmp_path: Path) -> Command:
+    def command(*extra: str, data: str = prefix, without: Sequence[str] = ()) -> list[str]:
+        flags = ("--seed", str(SEED), "--split", "100,0,0", *extra)
+        return tiny_command(data, tmp_path / "run", *flags, without=without)
+
+    return command
+
+
+def _refused(argv: Sequence[str], num_ranks: int, folder: Path) -> str:
+    """The one line that the only started rank of a job ends with."""
+    outcome = run_job(argv, num_ranks, folder / "output", started=[0], timeout_s=30)
+    assert not outcome.timed_out, "rank 0 waited for ranks that never came"
+    assert outcome.statuses == (EXIT_STATUS,), outcome.stderr
+    return _only_error(outcome)
+
+
+def _only_error(outcome: JobOutcome) -> str:
+    assert "Traceback" not in outcome.stderr, outcome.stderr
+    errors = [line for line in outcome.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, outcome.stderr
+    return errors[0]
+
+
+# --- flags ------------------------------------------------------------------------------------
+
+_FLAGS = [
+    pytest.param(
+        ["--strategy", "2*tp2+tp1"],
+        ["strategy '2*tp2+tp1'", "5 ranks", "4", "remove"],
+        id="more ranks in the strategy than in the job",
+    ),
+    pytest.param(
+        ["--strategy", "tp2+tp1"],
+        ["strategy 'tp2+tp1'", "3 ranks", "4", "idle"],
+        id="fewer ranks in the strategy than in the job",
+    ),
+    pytest.param(
+        ["--strategy", "tp4", "--num-attention-heads", "2", "--num-query-groups", "2"],
+        ["tp", "4", "2", "attention heads"],
+        id="tp does not divide the heads",
+    ),
+    pytest.param(
+        ["--strategy", "tp4"],
+        ["tp", "4", "2", "query groups"],
+        id="tp does not divide the query groups",
+    ),
+    pytest.param(
+        [
+            *("--strategy", "tp4", "--hidden-size", "30", "--kv-channels", "8"),
+            *("--num-query-groups", "4"),
+        ],
+        ["tp", "4", "30", "hidden"],
+        id="tp does not divide the hidden size",
+    ),
+    pytest.param(
+        ["--strategy", "pp4"],
+        ["4 stages", "2 layers"],
+        id="more stages than layers",
+    ),
+    pytest.param(
+        ["--strategy", "pp2:1,2+2*tp1"],
+        ["3", "2", "layers"],
+        id="stages with more layers than the model",
+    ),
+    pytest.param(
+        ["--strategy", "4*tp1", "--max-tokens-per-micro-batch", "64"],
+        ["--seq-length", "96", "--max-tokens-per-micro-batch", "64"],
+        id="a micro-batch that cannot hold the longest sequence",
+    ),
+    pytest.param(
+        ["--strategy", "4*tp1", "--num-experts", "8"],
+        ["--num-experts"],
+        id="an upstream flag that is not honoured",
+    ),
+    pytest.param(
+        ["--strategy", "4*tp1", "--padded-vocab-size", "32", "--vocab-size", "61"],
+        ["61", "--padded-vocab-size", "32"],
+        id="a tokenizer larger than the model's vocabulary",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), _FLAGS)
+def test_wrong_flags_are_refused(
+    flags: list[str], said: list[str], command: Command, tmp_path: Path
+) -> None:
+    without = ["--make-vocab-size-divisible-by"] if "--padded-vocab-size" in flags else []
+    error = _refused(command(*flags, without=without), 4, tmp_path)
+    for words in said:
+        assert words in error, error
+    assert ";" in error, f"no fix is named: {error}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(command: Command, tmp_path: Path) -> None:
+    # Also root cannot make a folder inside a file.
+    (tmp_path / "file").write_text("")
+    run_dir = tmp_path / "file" / "run"
+    error = _refused(command("--strategy", "2*tp1", "--run-dir", str(run_dir)), 2, tmp_path)
+    assert f"--run-dir {run_dir}" in error
+    assert "Not a directory" in error
+    assert "name another folder" in error
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+def _damaged(prefix: str, change: Callable[[bytearray], bytes]) -> str:
+    path = Path(prefix + ".idx")
+    path.write_bytes(change(bytearray(path.read_bytes())))
+    return prefix
+
+
+def _cut_short(content: bytearray) -> bytes:
+    return bytes(content[:-11])
+
+
+def _of_version_2(content: bytearray) -> bytes:
+    content[9:17] = struct.pack("<Q", 2)
+    return bytes(content)
+
+
+def _without_documents(content: bytearray) -> bytes:
+    return bytes(content[:18]) + struct.pack("<QQq", 0, 1, 0)
+
+
+_DATA = [
+    pytest.param(
+        lambda path: _damaged(write_corpus(path), _cut_short),
+        ["bytes", "cut short", "copy it anew"],
+        id="an .idx cut short",
+    ),
+    pytest.param(
+        lambda path: _damaged(write_corpus(path), _of_version_2),
+        ["version 2", "version 1"],
+        id="an .idx of another version",
+    ),
+    pytest.param(
+        lambda path: _damaged(write_corpus(path), _without_documents),
+        ["0 documents", "check the input"],
+        id="no documents",
+    ),
+    pytest.param(
+        lambda path: write_corpus(path, [0, 0, 0]),
+        ["3 of fewer than 2 tokens"],
+        id="nothing to predict",
+    ),
+    pytest.param(
+        lambda path: write_corpus(path, num_tokens=VOCAB_SIZE + 5),
+        [f"vocabulary of {VOCAB_SIZE}", f"there is {VOCAB_SIZE + 4}", "--vocab-size"],
+        id="tokens beyond the model's vocabulary",
+    ),
+    pytest.param(lambda path: str(path), [".idx", "correct the prefix"], id="no files"),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), _DATA)
+def test_wrong_data_are_refused(
+    make: Callable[[Path], str], said: list[str], command: Command, tmp_path: Path
+) -> None:
+    data = make(tmp_path / "wrong")
+    error = _refused(command("--strategy", "2*tp1", data=data), 2, tmp_path)
+    for words in [*said, data]:
+        assert words in error, error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sequence_that_no_replica_holds_is_refused(command: Command, tmp_path: Path) -> None:
+    # A vocabulary so large that the logits of some dozen tokens fill a rank's memory.
+    flags = ("--strategy", "2*tp1", "--padded-vocab-size", str(2_500_000))
+    without = ["--max-tokens-per-micro-batch", "--make-vocab-size-divisible-by"]
+    error = _refused(command(*flags, without=without), 2, tmp_path)
+    assert f"trains {SEQ_LENGTH} tokens" in error
+    assert "no replica of strategy '2*tp1' holds more than" in error
+    assert "lower --seq-length" in error
+
+
+def test_a_model_that_does_not_fit_is_refused_by_its_scheme(
+    command: Command, tmp_path: Path
+) -> None:
+    # The rows of this vocabulary take more than a rank's memory before the first token.
+    flags = ("--strategy", "2*tp1", "--padded-vocab-size", str(60_000_000))
+    without = ["--max-tokens-per-micro-batch", "--make-vocab-size-divisible-by"]
+    error = _refused(command(*flags, without=without), 2, tmp_path)
+    assert "strategy '2*tp1': a micro-batch holds at least 1 token but on tp1 it holds 0" in error
+    assert "use more tp or pp ranks" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_reads_the_corpus_and_tells_limits(command: Command, tmp_path: Path) -> None:
+    argv = command("--strategy", "tp2+2*tp1", "--dry-run", "--num-ranks", "4")
+    outcome = run_job(argv, 1, tmp_path / "output")
+    outcome.assert_succeeded()
+    limits = outcome.stdout[outcome.stdout.index("micro-batch  most tokens") :].splitlines()
+    assert [line.split() for line in limits[1:3]] == [
+        ["tp2", "128", "tokens"],
+        ["tp1", "128", "tokens"],
+    ]
+    assert "train data   80 documents" in limits[3]
+    assert f"longest sequence {SEQ_LENGTH} tokens" in limits[4]
+    error = _refused([*argv, "--split", "0,1,1"], 1, tmp_path)
+    assert "--split" in error
+    assert "'0,1,1'" in error
+
+
+def test_without_a_launcher_the_torchrun_line_is_told(command: Command, tmp_path: Path) -> None:
+    def program(argv: Sequence[str]) -> None:
+        for variable in entry.LAUNCHER_VARIABLES:
+            del os.environ[variable]
+        entry.main(argv)
+
+    outcome = run_job(command(), 1, tmp_path / "output", program=program, timeout_s=30)
+    assert outcome.statuses == (EXIT_STATUS,)
+    error = _only_error(outcome)
+    assert "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set" in error
+    assert "torchrun --nproc-per-node 1 pretrain_gpt.py" in error
+
+
+def test_plans_of_an_earlier_run_are_not_mixed_with_new_ones(
+    command: Command, tmp_path: Path
+) -> None:
+    plans = tmp_path / "plans"
+    plans.mkdir()
+    for iteration in (1, 2):
+        (plans / f"iteration_{iteration:07d}.json").write_text("{}")
+    error = _refused(command("--strategy", "2*tp1", "--plan-dir", str(plans)), 2, tmp_path)
+    assert f"--plan-dir {plans}" in error
+    assert "holds 2 of an earlier one; name another folder or empty it" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_that_misses_the_data_says_so(command: Command, tmp_path: Path) -> None:
+    def program(argv: Sequence[str]) -> None:
+        is_second_node = int(os.environ["RANK"]) >= 2
+        os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        entry.main([*argv, "--data-path", "nowhere"] if is_second_node else argv)
+
+    argv = command("--strategy", "4*tp1")
+    outcome = run_job(argv, 4, tmp_path / "output", program=program, timeout_s=30)
+    assert not outcome.timed_out
+    assert outcome.ranks[2].status == EXIT_STATUS
+    error = _only_error(outcome)
+    assert error.startswith(f"error: {socket.gethostname()}, rank 2: ")
+    assert "there is no nowhere.idx" in error
+
+
+def test_a_second_run_in_a_folder_sets_the_first_aside(command: Command, tmp_path: Path) -> None:
+    argv = command("--strategy", "tp1", "--train-iters", "1", "--seed")
+    for seed in ("5", "6"):
+        run_job([*argv, seed], 1, tmp_path / "output").assert_succeeded()
+    run_dir, earlier = tmp_path / "run", tmp_path / "run" / "earlier.1"
+    for folder, expected_seed in ((earlier, 5), (run_dir, 6)):
+        assert len(read_metrics(folder)) == 1
+        assert (folder / "summary.png").is_file()
+        assert len(list((folder / "tensorboard").glob("events*"))) == 1
+        settings = json.loads((folder / "config.json").read_text())["settings"]
+        assert settings["seed"] == expected_seed
+
+
+def test_a_job_queued_again_says_that_it_starts_anew(command: Command, tmp_path: Path) -> None:
+    def program(argv: Sequence[str]) -> None:
+        os.environ["SLURM_RESTART_COUNT"] = "2"
+        entry.main(argv)
+
+    argv = command("--strategy", "tp1", "--train-iters", "1")
+    outcome = run_job(argv, 1, tmp_path / "output", program=program)
+    outcome.assert_succeeded()
+    assert "restart 2" in outcome.stderr
+    assert "from iteration 1" in outcome.stderr
+
+
+def test_one_rank_speaks_for_all(command: Command, prefix: str, tmp_path: Path) -> None:
+    for data, flags in ((prefix, ["--strategy", "pp4"]), (str(tmp_path / "none"), [])):
+        outcome = run_job(command(*flags, data=data), 4, tmp_path / "output", timeout_s=30)
+        assert not outcome.timed_out
+        _only_error(outcome)
+        assert outcome.ranks[0].status == EXIT_STATUS
+
+
+# --- during training --------------------------------------------------------------------------
+
+
+def _on_rank(rank: int) -> bool:
+    return os.environ["RANK"] == str(rank)
+
+
+def _with_bad_second_iteration(
+    poison: Callable[[torch.Tensor], torch.Tensor], is_poisoned: Callable[[], bool]
+) -> Callable[[Sequence[str]], None]:
+    """The program with a loss that goes wrong in the first micro-batch of the second iteration."""
+
+    def program(argv: Sequence[str]) -> None:
+        iterations: list[int] = []
+
+        class CountingEngine(entry.Engine):
+            def train_step(self, *args: Any, **kwargs: Any) -> Any:
+                iterations.append(0)
+                return super().train_step(*args, **kwargs)
+
+        def loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
+            iterations[-1] += 1
+            if len(iterations) == 2 and iterations[-1] == 1 and is_poisoned():
+                output = poison(output)
+            return loss_func(mask, output)
+
+        entry.Engine = CountingEngine  # type: ignore[misc]
+        entry.main(argv, entry.UserHooks(loss_func=loss))
+
+    return program
+
+
+_NAN_ON_RANK_1 = _with_bad_second_iteration(lambda output: output * torch.nan, lambda: _on_rank(1))
+
+
+def test_a_loss_that_is_not_finite_names_iteration_and_sequences(
+    command: Command, prefix: str, tmp_path: Path
+) -> None:
+    plans = tmp_path / "plans"
+    argv = command("--strategy", "2*tp1", "--global-batch-size", "16", "--plan-dir", str(plans))
+    outcome = run_job(argv, 2, tmp_path / "output", program=_NAN_ON_RANK_1)
+    assert not outcome.timed_out
+    assert outcome.ranks[0].status == EXIT_STATUS
+    error = _only_error(outcome)
+    assert "iteration 2: the loss is nan" in error
+    assert "--skip-nan-iterations" in error
+    assert len(log_lines(outcome.stdout)) == 1
+    assert "Training finished" not in outcome.stdout
+
+    corpus = load_corpora(
+        seq_length=SEQ_LENGTH, long_sequences="split", blend=Blend((prefix,)), split="100,0,0"
+    ).train
+    assert corpus is not None
+    sampler = LengthSampler(corpus.lengths, corpus.groups, seed=SEED, global_batch_size=16)
+    sampler.next_batch()
+    batch = sampler.next_batch()
+    plan = IterationPlan.from_json(json.loads((plans / "iteration_0000002.json").read_text()))
+    mine = plan.replica_of(1)
+    assert mine is not None
+    bad = {batch.sequence_ids[index] for index in mine.micro_batches[0].sequences}
+    assert 0 < len(bad) < batch.num_sequences
+    for sequence_id in batch.sequence_ids:
+        is_named = f"{sequence_id} ({corpus.describe(sequence_id)})" in error
+        assert is_named == (sequence_id in bad)
+
+
+def test_an_iteration_that_is_not_finite_can_be_skipped(command: Command, tmp_path: Path) -> None:
+    flags = ("--strategy", "2*tp1", "--global-batch-size", "16", "--train-iters", "4")
+    argv = command(*flags, "--skip-nan-iterations")
+    outcome = run_job(argv, 2, tmp_path / "output", program=_NAN_ON_RANK_1)
+    outcome.assert_succeeded()
+    lines = log_lines(outcome.stdout)
+    assert [(line.num_skipped, line.num_nan) for line in lines] == [(0, 0), (1, 1), (0, 0), (0, 0)]
+    assert [line.consumed_samples for line in lines] == [16, 32, 48, 64]
+    records = read_metrics(tmp_path / "run")
+    assert [record.lm_loss is None for record in records] == [False, True, False, False]
+    assert [record.grad_norm is None for record in records] == [False, True, False, False]
+    assert records[0].learning_rate == records[1].learning_rate > records[2].learning_rate
+    assert "iterations" in outcome.stdout[outcome.stdout.index("Training finished") :]
+
+
+def test_a_gradient_that_is_not_finite_is_told_apart(command: Command, tmp_path: Path) -> None:
+    def poison(output: torch.Tensor) -> torch.Tensor:
+        # The root of zero: nothing in the loss, an infinite slope in the gradient.
+        return output + torch.sqrt(output - output)
+
+    program = _with_bad_second_iteration(poison, lambda: True)
+    outcome = run_job(command("--strategy", "tp1"), 1, tmp_path / "output", program=program)
+    assert outcome.statuses == (EXIT_STATUS,)
+    error = _only_error(outcome)
+    assert "iteration 2: the gradient norm is nan, the loss is finite" in error
+
+
+def test_a_learning_rate_far_too_high_ends_in_the_same_error(
+    command: Command, tmp_path: Path
+) -> None:
+    argv = command("--strategy", "tp1", "--lr", "1e30")
+    outcome = run_job(argv, 1, tmp_path / "output")
+    assert outcome.statuses == (EXIT_STATUS,)
+    error = _only_error(outcome)
+    # The weights are finite but huge after the first update, and the gradients overflow.
+    assert "iteration 2: the gradient norm is nan" in error
+    assert "lower --lr" in error
+
+
+def test_a_bad_token_found_by_one_rank_is_told_by_that_rank(
+    command: Command, tmp_path: Path
+) -> None:
+    # The check at the start samples a large dataset; the bad document is not in the sample.
+    data = write_corpus(tmp_path / "corpus", [8] * 40)
+    with Path(data + ".bin").open("r+b") as tokens:
+        tokens.seek(-4, os.SEEK_END)
+        tokens.write(struct.pack("<i", VOCAB_SIZE))
+
+    def program(argv: Sequence[str]) -> None:
+        corpus_module.VOCABULARY_CHECK_TOKENS = corpus_module.VOCABULARY_STRETCH_TOKENS = 8
+        entry.main(argv)
+
+    # Only rank 1 reads sequences.
+    argv = command("--strategy", "tp1@1+idle", "--global-batch-size", "40", data=data)
+    outcome = run_job(argv, 2, tmp_path / "output", program=program)
+    assert not outcome.timed_out
+    assert outcome.ranks[1].status == EXIT_STATUS
+    error = next(line for line in outcome.ranks[1].stderr.splitlines() if "error: " in line)
+    assert f"dataset '{data}', document 39" in error
+    assert f"below the model's vocabulary of {VOCAB_SIZE} but there is {VOCAB_SIZE}" in error
+    assert "error: " not in outcome.ranks[0].stderr
+
+
+def test_metrics_that_cannot_be_written_are_told_by_the_rank_that_writes(
+    command: Command, tmp_path: Path
+) -> None:
+    def program(argv: Sequence[str]) -> None:
+        write = MetricsWriter.write
+
+        def write_to_full_disk(writer: MetricsWriter, record: Any) -> None:
+            writer._file.close()
+            writer._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "ab", buffering=0)
+            write(writer, record)
+
+        MetricsWriter.write = write_to_full_disk  # type: ignore[assignment, method-assign]
+        entry.main(argv)
+
+    outcome = run_job(command("--strategy", "2*tp1"), 2, tmp_path / "output", program=program)
+    assert not outcome.timed_out
+    assert outcome.ranks[1].status == EXIT_STATUS
+    where = f"{socket.gethostname()}, rank 1: "
+    assert f"error: {where}metrics of iteration 1" in outcome.ranks[1].stderr
+    assert "No space left on device" in outcome.ranks[1].stderr
+    assert "error:" not in outcome.ranks[0].stderr
+
+
+@pytest.mark.parametrize("ends_others", [True, False], ids=["launcher ends them", "by themselves"])
+def test_a_killed_rank_ends_the_job(ends_others: bool, command: Command, tmp_path: Path) -> None:
+    outcome = run_job(
+        command("--strategy", "pp2+tp2", "--train-iters", "100000"),
+        4,
+        tmp_path / "output",
+        kill=Kill(rank=2, after="iteration        2/"),
+        ends_others=ends_others,
+        timeout_s=45,
+    )
+    assert not outcome.timed_out, "the other ranks hang"
+    assert outcome.ranks[2].status == -9
+    assert 0 not in outcome.statuses
+    assert "Training finished" not in outcome.stdout
+    assert len(read_metrics(tmp_path / "run")) >= 2

@@ -1,0 +1,81 @@
+"""The 1F1B recurrence against a simulation of its events in exact fractions, and its bounds."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.hydraulis.cost_model import pipeline_time_ms
+
+TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=9)
+STAGES = st.integers(1, 6)
+
+
+def simulated_time(times: list[int], num_stages: int, forward_share: Fraction) -> Fraction:
+    """Run every stage's list of operations as soon as stage and input are free.
+
+    The list is Megatron's: min(p-1-stage, v) forwards, then pairs of one forward and one
+    backward, then the backwards left over.
+    """
+    num_micro_batches = len(times)
+    queues: list[list[tuple[str, int]]] = []
+    for stage in range(num_stages):
+        num_ahead = min(num_stages - 1 - stage, num_micro_batches)
+        queue = [("forward", k) for k in range(num_ahead)]
+        for k in range(num_micro_batches - num_ahead):
+            queue += [("forward", num_ahead + k), ("backward", k)]
+        queue += [("backward", k) for k in range(num_micro_batches - num_ahead, num_micro_batches)]
+        queues.append(queue)
+    end: dict[tuple[str, int, int], Fraction] = {}
+    stage_free = [Fraction(0)] * num_stages
+    while any(queues):
+        progressed = False
+        for stage, queue in enumerate(queues):
+            if not queue:
+                continue
+            kind, k = queue[0]
+            share = forward_share if kind == "forward" else 1 - forward_share
+            neighbour = stage - 1 if kind == "forward" else stage + 1
+            ready: Fraction | None = Fraction(0)
+            if 0 <= neighbour < num_stages:
+                ready = end.get((kind, neighbour, k))
+            if ready is None:
+                continue
+            stage_free[stage] = max(stage_free[stage], ready) + share * times[k]
+            end[kind, stage, k] = stage_free[stage]
+            queue.pop(0)
+            progressed = True
+        assert progressed, "the schedule deadlocks"
+    return max(stage_free)
+
+
+@given(
+    TIMES, STAGES, st.sampled_from([Fraction(1, 3), Fraction(1, 2), Fraction(0), Fraction(3, 4)])
+)
+def test_equals_the_simulation(times: list[int], num_stages: int, share: Fraction) -> None:
+    expected = simulated_time(times, num_stages, share)
+    found = pipeline_time_ms(times, num_stages, forward_share=float(share))
+    assert found == pytest.approx(float(expected), rel=1e-12, abs=1e-9)
+
+
+@given(TIMES, STAGES)
+def test_lower_bound_in_every_order(times: list[int], num_stages: int) -> None:
+    bound = sum(times) + (num_stages - 1) * min(times)
+    assert pipeline_time_ms(times, num_stages) >= bound - 1e-9
+
+
+@given(TIMES, STAGES, st.booleans())
+def test_upper_bound_in_sorted_order(times: list[int], num_stages: int, descending: bool) -> None:
+    bound = sum(times) + (num_stages - 1) * max(times)
+    in_order = sorted(times, reverse=descending)
+    assert pipeline_time_ms(in_order, num_stages) <= bound + 1e-9
+
+
+@given(TIMES, STAGES, st.data())
+def test_more_work_never_takes_less_time(
+    times: list[int], num_stages: int, data: st.DataObject
+) -> None:
+    place = data.draw(st.integers(0, len(times) - 1))
+    more = [*times[:place], times[place] + 1, *times[place + 1 :]]
+    assert pipeline_time_ms(more, num_stages) >= pipeline_time_ms(times, num_stages) - 1e-9

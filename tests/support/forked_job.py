@@ -1,0 +1,245 @@
+"""A whole job of `pretrain_gpt.py` in forked processes: a second or two, not a launcher's fifteen.
+
+The parent imports torch, Megatron and the program once; every rank is a fresh fork that sees the
+environment which torchrun would give it and runs the program's `main`. As a launcher would, the
+parent ends the other ranks as soon as one fails.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.hydraulis.loop import entry
+
+DEFAULT_TIMEOUT_S = 60.0
+POLL_S = 0.02
+SECONDS_TO_END = 5.0
+"""From the signal that asks a rank to end to the one that makes it."""
+
+_IMPORTED_LATE = (
+    "matplotlib.figure",
+    "megatron.core.tokenizers.text",
+    "megatron.training.training",
+    "torch.utils.tensorboard",
+)
+
+Program = Callable[[Sequence[str]], None]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A fault: one rank gets a signal, by default the one it cannot even notice."""
+
+    rank: int
+    after: str
+    """Text on any rank's output upon which it happens."""
+    number: signal.Signals = signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """How one process ended and what it said."""
+
+    status: int
+    """Exit status; the negative number of the signal that ended it."""
+    ended_by_launcher: bool
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How a job ended."""
+
+    ranks: Mapping[int, RankOutcome]
+    timed_out: bool
+
+    @property
+    def statuses(self) -> tuple[int, ...]:
+        """Exit statuses by rank."""
+        return tuple(outcome.status for outcome in self.ranks.values())
+
+    @property
+    def stdout(self) -> str:
+        """Of all ranks, one after the other."""
+        return "".join(outcome.stdout for outcome in self.ranks.values())
+
+    @property
+    def stderr(self) -> str:
+        """Of all ranks, one after the other."""
+        return "".join(outcome.stderr for outcome in self.ranks.values())
+
+    def assert_succeeded(self) -> None:
+        """Fails with what the first bad rank said."""
+        assert not self.timed_out, f"the job hung: {self._last_words()}"
+        assert set(self.statuses) == {0}, self._last_words()
+
+    def _last_words(self, num_characters: int = 3000) -> str:
+        return "\n".join(
+            f"--- rank {rank}, status {outcome.status}\n{outcome.stdout[-num_characters:]}\n"
+            f"{outcome.stderr[-num_characters:]}"
+            for rank, outcome in self.ranks.items()
+        )
+
+
+def run_job(
+    argv: Sequence[str],
+    num_ranks: int,
+    folder: Path,
+    *,
+    program: Program = entry.main,
+    started: Sequence[int] | None = None,
+    kill: Kill | None = None,
+    ends_others: bool = True,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> JobOutcome:
+    """Run ``program(argv)`` on every rank of a job.
+
+    Args:
+        argv: the flags.
+        num_ranks: of the job (WORLD_SIZE).
+        folder: where each rank's output is kept.
+        program: called on every rank; may be a closure, as processes are forked.
+        started: ranks that are started at all; the others never come.
+        kill: a rank that dies on the way.
+        ends_others: whether the others are ended when one fails, as launchers do.
+        timeout_s: for the whole job; upon it every rank is killed.
+    """
+    _prepare_once()
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = range(num_ranks) if started is None else started
+    port = _free_port()
+    context = multiprocessing.get_context("fork")
+    processes = {
+        rank: context.Process(
+            target=_rank_main, args=(program, list(argv), rank, num_ranks, port, folder)
+        )
+        for rank in ranks
+    }
+    for process in processes.values():
+        process.start()
+    try:
+        timed_out, ended = _wait(processes, folder, kill, ends_others, timeout_s)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+    outcomes = {}
+    for rank, process in processes.items():
+        assert process.exitcode is not None
+        outcomes[rank] = RankOutcome(
+            process.exitcode, rank in ended, *(_read(folder, rank, name) for name in _STREAMS)
+        )
+    return JobOutcome(outcomes, timed_out)
+
+
+def _wait(
+    processes: Mapping[int, Any],
+    folder: Path,
+    kill: Kill | None,
+    ends_others: bool,
+    timeout_s: float,
+) -> tuple[bool, set[int]]:
+    """Until all ranks have ended: whether time ran out, and the ranks that were told to end."""
+    deadline = time.monotonic() + timeout_s
+    ended: set[int] = set()
+    kill_at = None
+    while any(process.is_alive() for process in processes.values()):
+        now = time.monotonic()
+        if now > deadline:
+            return True, ended
+        if kill is not None and _was_said(kill.after, processes, folder):
+            os.kill(processes[kill.rank].pid, kill.number)
+            kill = None
+        has_failed = any(process.exitcode not in (None, 0) for process in processes.values())
+        if has_failed and ends_others:
+            if not ended:
+                kill_at = now + SECONDS_TO_END
+            for rank, process in processes.items():
+                if process.is_alive() and (rank not in ended or now > (kill_at or now)):
+                    (process.terminate if rank not in ended else process.kill)()
+                    ended.add(rank)
+        time.sleep(POLL_S)
+    return False, ended
+
+
+def _was_said(text: str, ranks: Mapping[int, Any], folder: Path) -> bool:
+    return any(text in _read(folder, rank, name) for rank in ranks for name in _STREAMS)
+
+
+_STREAMS = ("stdout", "stderr")
+
+
+def _read(folder: Path, rank: int, name: str) -> str:
+    path = folder / f"rank{rank}.{name}"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _rank_main(
+    program: Program, argv: list[str], rank: int, num_ranks: int, port: int, folder: Path
+) -> None:
+    """In the fork: what torchrun and the interpreter do around the program. Never returns."""
+    atexit._clear()  # of the test run
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for descriptor, name in enumerate(_STREAMS, start=1):
+        file = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+        setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, closefd=False))
+    # As upstream does upon its import, which has happened in the test run.
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, force=True)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    sys.argv = ["pretrain_gpt.py", *argv]
+    status = 0
+    try:
+        program(argv)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+@cache
+def _prepare_once() -> None:
+    """What forks inherit: also the modules that the program imports late, and one thread."""
+    for name in _IMPORTED_LATE:
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,69 @@
+"""Processes forked as the ranks of one gloo job, each at the end of a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch.distributed as dist
+
+
+class ForkedRanks:
+    """``num_ranks`` forks of this process that run ``serve``.
+
+    Args:
+        num_ranks: of the job.
+        serve: called on each rank with ``join``, which makes it a member of the gloo job, and its
+            end of the pipe; ends the process itself, or by returning. Need not be picklable.
+        timeout_s: for each collective.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        serve: Callable[[Callable[[], None], Connection], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._directory = tempfile.mkdtemp(prefix="forked_ranks_")
+        self.connections: list[Connection] = []
+        """Our ends of the pipes, by rank."""
+        self._processes = []
+        context = multiprocessing.get_context("fork")
+        store_path = os.path.join(self._directory, "store")
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+
+            def join(rank: int = rank) -> None:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.FileStore(store_path, num_ranks),
+                    rank=rank,
+                    world_size=num_ranks,
+                    timeout=timedelta(seconds=timeout_s),
+                )
+
+            process = context.Process(target=serve, args=(join, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self._processes.append(process)
+
+    @property
+    def all_live(self) -> bool:
+        """Whether no rank has ended."""
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """Kill the ranks."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self.connections:
+            connection.close()
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,124 @@
+"""The same-update law: jobs over many strategies, and the answer they all must give."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.strategy import Strategy
+from tests.support.comparison import assert_close, assert_same, wrong_tensors
+from tests.support.gloo_pool import pool_of
+from tests.support.models import (
+    Assignment,
+    Job,
+    RankRun,
+    SmallModel,
+    assemble,
+    run_job,
+    sequences,
+    spread,
+)
+from tests.support.reference import ReferenceRun, is_vocabulary, run_reference
+
+LENGTHS = ([17, 5, 9, 30, 3, 12, 8], [4, 26, 1, 7, 15], [6, 19, 33, 2, 1])
+"""Trained tokens of each sequence, for three iterations."""
+NUM_ATOMS = 8
+"""T: above every tp that four ranks can have."""
+FP64_TOLERANCE = 1e-10
+"""Relative to a tensor's largest value."""
+FP32_RTOL, FP32_ATOL_OF_MAX = 1e-5, 1e-6
+
+FP64_SETTINGS = AdamWSettings(lr=1e-2, eps=1e-5, weight_decay=0.1, clip_grad=0.5)
+"""Large steps, so that parameters move and clipping acts."""
+FP32_SETTINGS = AdamWSettings(lr=3e-4, eps=1e-5, weight_decay=0.1, clip_grad=1.0)
+"""An ordinary learning rate: AdamW turns a rounding error d of a small gradient into lr / eps * d
+in the parameter, on one process as on many."""
+
+MAIN_MODEL = SmallModel(num_heads=8, num_groups=4)
+"""GQA, SwiGLU, RMSNorm, RoPE, untied, padded vocabulary, sequence parallel."""
+
+
+def law_job(
+    num_ranks: int, text: str, model: SmallModel = MAIN_MODEL, num_atoms: int | None = NUM_ATOMS
+) -> Job:
+    """Three iterations of a strategy, with unequal numbers of micro-batches.
+
+    Where there are several replicas, the first has no sequence in the second iteration.
+    """
+    num_replicas = len(Strategy.parse(text, num_ranks).replicas)
+    settings = FP64_SETTINGS if model.dtype == torch.float64 else FP32_SETTINGS
+    uneven = spread(len(LENGTHS[0]), num_replicas)
+    starved = (
+        Assignment(((), *spread(len(LENGTHS[1]), num_replicas - 1).replicas))
+        if num_replicas > 1
+        else spread(len(LENGTHS[1]), 1, per_micro_batch=3)
+    )
+    small = spread(len(LENGTHS[2]), num_replicas, per_micro_batch=1)
+    rng = np.random.default_rng(11)
+    batches = tuple(sequences(rng, lengths, model.vocab_size) for lengths in LENGTHS)
+    return Job(
+        model=model,
+        strategies=(text,),
+        schedule=(0, 0, 0),
+        assignments=(uneven, starved, small),
+        batches=batches,
+        num_atoms=num_atoms,
+        settings=settings,
+    )
+
+
+@cache
+def law_reference(model: SmallModel) -> ReferenceRun:
+    """The one-process run of `law_job`'s sequences, computed in fp64.
+
+    fp64 for an fp32 model too, with the same fp32 initial weights: an fp32 reference has rounding
+    errors of its own, as large as those to be bounded, that say nothing about the engine.
+    """
+    reference: ReferenceRun = pool_of(1).run(
+        run_reference, law_job(1, "tp1", model), torch.float64
+    )[0]
+    return reference
+
+
+def assert_law(job: Job, runs: list[RankRun]) -> None:
+    """Gradients, parameters and losses of every iteration equal the reference's."""
+    reference = law_reference(job.model)
+    is_fp64 = job.model.dtype == torch.float64
+    for i in range(len(job.schedule)):
+        pairs = {
+            "gradient": (assemble(runs, [r.gradients[i] for r in runs]), reference.gradients[i]),
+            "parameter": (assemble(runs, [r.parameters[i] for r in runs]), reference.parameters[i]),
+        }
+        for kind, (found, expected) in pairs.items():
+            what = f"{job.strategies[0]}, iteration {i}: {kind}"
+            if is_fp64:
+                assert_same(found, expected, FP64_TOLERANCE, what)
+            else:
+                assert_close(
+                    found, expected, rtol=FP32_RTOL, atol_of_max=FP32_ATOL_OF_MAX, what=what
+                )
+        for name, gradient in pairs["gradient"][0].items():
+            if is_vocabulary(name):
+                padding = gradient[job.model.vocab_size :]
+                assert padding.size
+                assert not padding.any(), f"{name}: padded rows have a gradient"
+        for run in runs:
+            np.testing.assert_allclose(
+                run.losses[i], reference.losses[i], rtol=1e-12 if is_fp64 else 1e-6
+            )
+
+
+def wrong_gradients(job: Job, runs: list[RankRun]) -> dict[str, float]:
+    """Relative errors beyond rounding in the first iteration's gradients, by name."""
+    found = assemble(runs, [run.gradients[0] for run in runs])
+    return wrong_tensors(found, law_reference(job.model).gradients[0], FP64_TOLERANCE)
+
+
+def check_law(job: Job, num_ranks: int) -> list[RankRun]:
+    """Run the job on as many ranks and compare."""
+    runs: list[RankRun] = pool_of(num_ranks).run(run_job, job)
+    assert_law(job, runs)
+    return runs

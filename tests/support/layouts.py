@@ -1,0 +1,219 @@
+"""Layouts, strategies and an oracle for transfer plans: no torch, no canonical order.
+
+The oracle numbers every element of every whole parameter and cuts parameters for a TP rank with
+plain numpy slices. What the transfer plans move is checked against these numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from megatron.hydraulis.strategy import Replica, Scheme, Strategy
+from megatron.hydraulis.transfer.canonical import (
+    Bucket,
+    CanonicalLayout,
+    Contribution,
+    ParameterSpec,
+    Unit,
+)
+from megatron.hydraulis.transfer.plan import TransferPlan
+from megatron.hydraulis.transfer.role import Role, role_of
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and a strategy to regroup it for."""
+
+    layout: CanonicalLayout
+    strategy: Strategy
+    num_layers: int
+    tied_embeddings: bool
+
+    @property
+    def roles(self) -> list[Role | None]:
+        """Of every rank."""
+        return [
+            role_of(
+                self.strategy, r, num_layers=self.num_layers, tied_embeddings=self.tied_embeddings
+            )
+            for r in range(self.strategy.num_ranks)
+        ]
+
+    def first_id(self, parameter: int) -> int:
+        """Number of the parameter's element (0, 0)."""
+        return sum(spec.num_elements for spec in self.layout.parameters[:parameter])
+
+
+def layer_parameters(layer: int, hidden: int, ffn: int, heads: int) -> list[ParameterSpec]:
+    """One layer with all kinds of parameters, in another order than the canonical one."""
+    unit, prefix = Unit.layer(layer), f"decoder.layers.{layer}."
+    replicated, partial, sharded = (
+        Contribution.REPLICATED,
+        Contribution.PARTIAL,
+        Contribution.SHARDED,
+    )
+    return [
+        ParameterSpec(prefix + "norm", (hidden,), unit, replicated, decays=False),
+        ParameterSpec(prefix + "qkv", (3 * heads, hidden), unit, sharded, tp_dim=0),
+        ParameterSpec(prefix + "q_norm", (5,), unit, partial, decays=False),
+        ParameterSpec(prefix + "proj", (hidden, heads), unit, sharded, tp_dim=1),
+        ParameterSpec(prefix + "fc1", (2 * ffn, hidden), unit, sharded, tp_dim=0, stride=2),
+        ParameterSpec(prefix + "fc1_bias", (2 * ffn,), unit, sharded, tp_dim=0, stride=2),
+        ParameterSpec(prefix + "fc2", (hidden, ffn), unit, sharded, tp_dim=1),
+        ParameterSpec(prefix + "fc2_bias", (hidden,), unit, replicated, decays=False),
+    ]
+
+
+def model_parameters(
+    num_layers: int, hidden: int, ffn: int, heads: int, vocab: int, *, tied: bool
+) -> list[ParameterSpec]:
+    """A whole model; dims cut by tp are multiples of T where the arguments are."""
+    parameters = [
+        ParameterSpec(
+            "embedding.word", (vocab, hidden), Unit.embedding(), Contribution.SHARDED, tp_dim=0
+        ),
+        ParameterSpec(
+            "embedding.position", (7, hidden), Unit.first_stage(), Contribution.REPLICATED
+        ),
+    ]
+    for layer in range(num_layers):
+        parameters += layer_parameters(layer, hidden, ffn, heads)
+    parameters.append(
+        ParameterSpec("final_norm", (hidden,), Unit.output(), Contribution.PARTIAL, decays=False)
+    )
+    if not tied:
+        parameters.append(
+            ParameterSpec("output", (vocab, hidden), Unit.output(), Contribution.SHARDED, tp_dim=0)
+        )
+    return parameters
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any shapes, T and ranks, and a strategy with idle ranks, uneven stages, any placement."""
+    num_layers = draw(st.integers(1, 4), label="layers")
+    num_ranks = draw(st.integers(1, 9), label="ranks")
+    num_atoms = draw(st.sampled_from([1, 2, 3, 4, 6, 8]), label="T")
+    tied = draw(st.booleans(), label="tied")
+    sizes = st.integers(1, 3)
+    parameters = model_parameters(
+        num_layers,
+        hidden=draw(st.integers(1, 7)),
+        ffn=num_atoms * draw(sizes),
+        heads=num_atoms * draw(sizes),
+        vocab=num_atoms * draw(st.integers(1, 9)),
+        tied=tied,
+    )
+    layout = CanonicalLayout.build(
+        parameters,
+        num_atoms=num_atoms,
+        num_ranks=num_ranks,
+        bucket_cap_elements=draw(st.sampled_from([7, 50, 10**6]), label="cap"),
+    )
+    free = list(draw(st.permutations(range(num_ranks)), label="placement"))
+    degrees = [tp for tp in range(1, num_atoms + 1) if num_atoms % tp == 0]
+    replicas: list[Replica] = []
+    while free and (not replicas or draw(st.booleans())):
+        tp = draw(st.sampled_from([degree for degree in degrees if degree <= len(free)]))
+        pp = draw(st.integers(1, min(num_layers, len(free) // tp)))
+        scheme = Scheme(tp=tp, pp=pp, layers=draw(_layers(num_layers, pp)))
+        replicas.append(Replica(scheme, tuple(free[: tp * pp])))
+        del free[: tp * pp]
+    return Case(layout, Strategy("drawn", tuple(replicas), num_ranks), num_layers, tied)
+
+
+@st.composite
+def _layers(draw: st.DrawFn, num_layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of each stage, at least one."""
+    cuts = draw(st.permutations(range(1, num_layers))) if num_layers > 1 else []
+    borders = [0, *sorted(cuts[: pp - 1]), num_layers]
+    return tuple(stop - start for start, stop in itertools.pairwise(borders))
+
+
+def local_ids(case: Case, parameter: int, tp: int, tp_rank: int) -> Ids:
+    """The oracle: numbers of the elements in the TP rank's part of a parameter, in its shape."""
+    spec = case.layout.parameters[parameter]
+    first = case.first_id(parameter)
+    whole = np.arange(first, first + spec.num_elements).reshape(spec.shape)
+    if spec.tp_dim is None:
+        return whole
+    halves = np.split(whole, spec.stride, axis=0)
+    return np.concatenate([np.split(h, tp, axis=spec.tp_dim)[tp_rank] for h in halves], axis=0)
+
+
+def bucket_ids(case: Case, bucket: Bucket) -> Ids:
+    """Numbers of a bucket's elements in canonical order, from the pieces' global rectangles."""
+    parts = []
+    for piece in bucket.pieces:
+        spec = case.layout.parameters[piece.parameter]
+        first = case.first_id(piece.parameter)
+        matrix = np.arange(first, first + spec.num_elements).reshape(spec.shape[0], -1)
+        row, column = case.layout.global_rectangle(piece)
+        part = matrix[row : row + piece.num_rows, column : column + piece.row_length]
+        assert part.shape == (piece.num_rows, piece.row_length)
+        parts.append(part.reshape(-1))
+    return np.concatenate(parts)
+
+
+def block_positions(case: Case, bucket: Bucket, role: Role, *, contributed: bool = False) -> list:
+    """(parameter, flat positions in its local part) of the role's blocks, in canonical order."""
+    found = []
+    for piece in bucket.pieces:
+        kind = case.layout.parameters[piece.parameter].contribution
+        if bucket.unit not in role.units or not case.layout.holds(piece, role.tp, role.tp_rank):
+            continue
+        if contributed and not role.contributes(kind):
+            continue
+        block = case.layout.block(piece, role.tp, role.tp_rank)
+        rows = np.arange(block.num_rows)[:, None] * block.row_stride
+        positions = block.offset + rows + np.arange(block.row_length)[None, :]
+        found.append((block.parameter, positions.reshape(-1)))
+    return found
+
+
+def parameters_of(case: Case, role: Role) -> list[int]:
+    """The oracle: which parameters the stage has, by their names."""
+    held = []
+    for index, spec in enumerate(case.layout.parameters):
+        if spec.name.startswith("decoder.layers."):
+            layer = int(spec.name.split(".")[2])
+            mine = role.first_layer <= layer < role.first_layer + role.num_layers
+        elif spec.name == "embedding.word":
+            mine = role.has_embedding or (case.tied_embeddings and role.has_output)
+        elif spec.name == "embedding.position":
+            mine = role.has_embedding
+        else:
+            mine = role.has_output
+        if mine:
+            held.append(index)
+    return held
+
+
+def expected_counts(case: Case) -> Ids:
+    """The oracle: how often each element's gradient is to reach its owner, by number."""
+    counts = np.zeros(sum(spec.num_elements for spec in case.layout.parameters), dtype=np.int64)
+    for role in case.roles:
+        if role is None:
+            continue
+        for index in parameters_of(case, role):
+            spec = case.layout.parameters[index]
+            if spec.contribution is Contribution.REPLICATED and role.tp_rank > 0:
+                continue
+            counts[local_ids(case, index, role.tp, role.tp_rank)] += 1
+    return counts
+
+
+def received_ids(plan: TransferPlan, ids: Ids, rank: int) -> Ids:
+    """Numbers of what arrives at a rank, in the order of arrival: by source, then by range."""
+    runs: Sequence[Ids] = [
+        ids[r.start : r.stop] for transfer in plan.received_by(rank) for r in transfer.ranges
+    ]
+    return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)

@@ -1,0 +1,270 @@
+"""Small models for tests, and a run of them through the engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.gloo_pool import worker_groups
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """Options of a model that is small but has everything: GQA, SwiGLU, padded vocabulary."""
+
+    num_layers: int = 4
+    hidden_size: int = 32
+    ffn_hidden_size: int = 48
+    num_heads: int = 4
+    num_groups: int = 4
+    vocab_size: int = 61
+    padded_vocab_size: int = 64
+    dtype: torch.dtype = torch.float64
+    tied: bool = False
+    sequence_parallel: bool = True
+    qk_layernorm: bool = False
+    bias: bool = False
+    normalization: str = "RMSNorm"
+    swiglu: bool = True
+    position_embedding: str = "rope"
+
+    def transformer(self) -> TransformerConfig:
+        """Upstream's configuration of the whole model."""
+        return TransformerConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_heads,
+            num_query_groups=self.num_groups,
+            params_dtype=self.dtype,
+            pipeline_dtype=self.dtype,
+            bf16=self.dtype == torch.bfloat16,
+            normalization=self.normalization,
+            gated_linear_unit=self.swiglu,
+            activation_func=torch.nn.functional.silu if self.swiglu else torch.nn.functional.gelu,
+            add_bias_linear=self.bias,
+            add_qkv_bias=self.bias,
+            qk_layernorm=self.qk_layernorm,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            bias_activation_fusion=False,
+            masked_softmax_fusion=False,
+            bias_dropout_fusion=False,
+            apply_rope_fusion=False,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+            transformer_impl="local",
+            init_method_std=0.1,
+        )
+
+    def definition(self) -> ModelDefinition:
+        """What the engine takes."""
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=self.qk_layernorm, normalization=self.normalization
+        )
+        return ModelDefinition(
+            transformer=self.transformer(),
+            layer_spec=spec,
+            vocab_size=self.vocab_size,
+            padded_vocab_size=self.padded_vocab_size,
+            max_sequence_length=256,
+            position_embedding_type=self.position_embedding,
+            tied_embeddings=self.tied,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A plan in its plainest form: for each replica, micro-batches of sequence indices."""
+
+    replicas: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to compare: model, strategies, batches, plans."""
+
+    model: SmallModel
+    strategies: tuple[str, ...]
+    schedule: tuple[int, ...]
+    """Which strategy each iteration runs."""
+    assignments: tuple[Assignment, ...]
+    """One per iteration."""
+    batches: tuple[tuple[np.ndarray, ...], ...]
+    """Sequences (length + 1 tokens) of each iteration."""
+    extra_tp: tuple[str, ...] = ()
+    """Strategies that only raise T."""
+    num_atoms: int | None = None
+    """T, where the job has too few ranks for a strategy that would raise it."""
+    pad_multiple: int = 1
+    """Every pack is padded to this and to the replica's tp."""
+    settings: AdamWSettings = field(
+        default_factory=lambda: AdamWSettings(lr=1e-2, eps=1e-5, weight_decay=0.1, clip_grad=0.5)
+    )
+    seed: int = 7
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank hands back of a run."""
+
+    names: tuple[str, ...]
+    rectangles: tuple[Any, ...]
+    gradients: tuple[np.ndarray, ...]
+    """Flat shards after division by tokens and before clipping, per iteration."""
+    parameters: tuple[np.ndarray, ...]
+    """Flat shards after each iteration."""
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def sequences(rng: np.random.Generator, lengths: list[int], vocab_size: int) -> tuple[Any, ...]:
+    """Random sequences of the given lengths (of trained tokens)."""
+    return tuple(rng.integers(0, vocab_size, size=length + 1) for length in lengths)
+
+
+def spread(num_sequences: int, num_replicas: int, per_micro_batch: int = 2) -> Assignment:
+    """Deal sequences out so that replicas get unequal numbers of micro-batches."""
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    for index in range(num_sequences):
+        # Replica r gets about r + 1 shares: unequal on purpose.
+        weights = [(len(share) + 1) / (r + 1) for r, share in enumerate(shares)]
+        shares[weights.index(min(weights))].append(index)
+    return Assignment(
+        tuple(
+            tuple(
+                tuple(share[i : i + per_micro_batch + (i > 0)])
+                for i in _starts(len(share), per_micro_batch)
+            )
+            for share in shares
+        )
+    )
+
+
+def _starts(count: int, size: int) -> list[int]:
+    starts = [0] if count else []
+    at = size
+    while at < count:
+        starts.append(at)
+        at += size + 1
+    return starts
+
+
+def use_fp64_loss() -> None:
+    """Upstream's cross entropy rounds to fp32; comparisons to 1e-10 must not."""
+
+    def calculate_logits_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits, torch.max(logits, dim=-1)[0]
+
+    VocabParallelCrossEntropy.calculate_logits_max = staticmethod(calculate_logits_max)
+
+
+def run_job(job: Job) -> RankRun:
+    """On every rank: all iterations of the job."""
+    use_fp64_loss()
+    engine = build_engine(job)
+    forward_step = make_forward_step()
+    gradients, parameters, losses, norms = [], [], [], []
+    for which, assignment, batch in zip(job.schedule, job.assignments, job.batches, strict=True):
+        strategy = engine.pool.strategies[which]
+        mine = packs_of_rank(strategy, assignment, batch, engine.rank, job.pad_multiple)
+        outcome = engine.train_step(strategy.name, mine, forward_step)
+        norm = outcome.gradient_norm or 0.0
+        clip = job.settings.clip_grad
+        scale = clip / (norm + 1.0e-6) if outcome.updated and norm > clip else 1.0
+        gradients.append((engine.shards.gradients / scale).numpy().copy())
+        parameters.append(engine.shards.parameters.numpy().copy())
+        losses.append(outcome.loss.mean)
+        norms.append(norm)
+    return rank_run(engine, gradients, parameters, losses, norms)
+
+
+def build_engine(job: Job) -> Engine:
+    """On every rank: the engine of a job, its initial weights set."""
+    world_size = torch.distributed.get_world_size()
+    strategies = [
+        Strategy.parse(text, world_size, name=text) for text in (*job.strategies, *job.extra_tp)
+    ]
+    return Engine(
+        job.model.definition(),
+        Pool(num_ranks=world_size, ranks_per_node=world_size, strategies=tuple(strategies)),
+        job.settings,
+        seed=job.seed,
+        groups=worker_groups(),
+        num_atoms=job.num_atoms,
+    )
+
+
+def rank_run(
+    engine: Engine,
+    gradients: list[np.ndarray],
+    parameters: list[np.ndarray],
+    losses: list[float],
+    norms: list[float],
+) -> RankRun:
+    """What the rank hands back: its flat shards and where they lie in the whole tensors."""
+    return RankRun(
+        names=tuple(spec.name for spec in engine.layout.parameters),
+        rectangles=tuple(engine.shards.rectangles()),
+        gradients=tuple(gradients),
+        parameters=tuple(parameters),
+        losses=tuple(losses),
+        norms=tuple(norms),
+        shapes={spec.name: spec.shape for spec in engine.layout.parameters},
+    )
+
+
+def run_initial_weights(job: Job) -> RankRun:
+    """On every rank: the initial weights, as the only entry of `parameters`."""
+    engine = build_engine(job)
+    return rank_run(engine, [], [engine.shards.parameters.numpy().copy()], [], [])
+
+
+def packs_of_rank(
+    strategy: Strategy,
+    assignment: Assignment,
+    batch: tuple[np.ndarray, ...],
+    rank: int,
+    pad_multiple: int = 1,
+) -> list[PackedBatch]:
+    """The micro-batches of the rank's replica."""
+    for replica, micro_batches in zip(strategy.replicas, assignment.replicas, strict=True):
+        if rank in replica.ranks:
+            return [
+                pack([batch[i] for i in indices], math.lcm(replica.scheme.tp, pad_multiple))
+                for indices in micro_batches
+            ]
+    return []
+
+
+def assemble(runs: list[RankRun], flats: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Whole tensors by name, out of every rank's flat shards."""
+    whole = {
+        name: np.full(shape, np.nan, dtype=np.float64) for name, shape in runs[0].shapes.items()
+    }
+    for run, flat in zip(runs, flats, strict=True):
+        for part in run.rectangles:
+            name = run.names[part.parameter]
+            matrix = whole[name].reshape(whole[name].shape[0], -1)
+            values = flat[part.shard_offset : part.shard_offset + part.num_elements]
+            matrix[
+                part.first_row : part.first_row + part.num_rows,
+                part.first_column : part.first_column + part.num_columns,
+            ] = values.reshape(part.num_rows, part.num_columns)
+    return whole

@@ -1,0 +1,53 @@
+"""Cost models and shapes for tests of planning."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megatron.hydraulis.cost_model import Coefficients, ModelShape
+from megatron.hydraulis.strategy import Scheme, Strategy
+
+
+@dataclass(frozen=True)
+class TableCostModel:
+    """A cost model that takes its answers from tables by (tp, cp, pp)."""
+
+    limits: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
+    default_limit: int = 4096
+    overheads: Mapping[str, float] = field(default_factory=dict)
+    times: Callable[[Scheme], Coefficients] = lambda scheme: Coefficients(
+        2e-6 / scheme.num_ranks, 0.2 / scheme.num_ranks, 3.0
+    )
+
+    def coefficients(self, scheme: Scheme) -> Coefficients:
+        return self.times(scheme)
+
+    def max_tokens(self, scheme: Scheme) -> int:
+        return self.limits.get((scheme.tp, scheme.cp, scheme.pp), self.default_limit)
+
+    def overhead_ms(self, strategy: Strategy) -> float:
+        return self.overheads.get(strategy.name, 0.0)
+
+
+LLAMA_7B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_attention_heads=32,
+    num_query_groups=32,
+    kv_channels=128,
+    vocab_size=32000,
+    gated_mlp=True,
+    tied_embeddings=False,
+)
+
+LLAMA_32B = ModelShape(
+    num_layers=60,
+    hidden_size=6656,
+    ffn_hidden_size=17920,
+    num_attention_heads=64,
+    num_query_groups=64,
+    kv_channels=104,
+    vocab_size=30592,
+    gated_mlp=True,
+    tied_embeddings=False,
+)

@@ -1,0 +1,126 @@
+"""The one-process run that every strategy must equal.
+
+None of the project's runtime is used: upstream's GPTModel with its own attention, whole, sequence
+after sequence, unpadded and unpacked, torch's plain AdamW and clipping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megatron.hydraulis.runtime.catalogue import catalogue, initial_rows
+from megatron.hydraulis.runtime.process_groups import provide_memory_buffer, single_rank_collection
+from tests.support.gloo_pool import worker_groups
+from tests.support.models import Job, SmallModel, use_fp64_loss
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """Whole tensors by name, per iteration."""
+
+    gradients: tuple[dict[str, np.ndarray], ...]
+    parameters: tuple[dict[str, np.ndarray], ...]
+    losses: tuple[float, ...]
+
+
+def initial_parameters(model: SmallModel, seed: int) -> dict[str, torch.Tensor]:
+    """Whole initial weights, the padded vocabulary's rows cut off."""
+    wide = torch.float64 if model.dtype == torch.float64 else torch.float32
+    values = {}
+    for entry in catalogue(model.definition()):
+        spec = entry.spec
+        value = initial_rows(entry, seed, 0, spec.shape[0], wide).reshape(spec.shape)
+        values[spec.name] = value[: model.vocab_size] if is_vocabulary(spec.name) else value
+    return values
+
+
+def is_vocabulary(name: str) -> bool:
+    """Whether dim 0 is the vocabulary."""
+    return name in ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def build_upstream_model(
+    model: SmallModel, seed: int, dtype: torch.dtype | None = None
+) -> GPTModel:
+    """Upstream's whole model on one rank with the same initial weights, in ``dtype``."""
+    dtype = dtype or model.dtype
+    config = replace(model, dtype=dtype).transformer()
+    config.use_cpu_initialization = True
+    reference = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            qk_layernorm=model.qk_layernorm, normalization=model.normalization
+        ),
+        vocab_size=model.vocab_size,
+        max_sequence_length=256,
+        position_embedding_type=model.position_embedding,
+        share_embeddings_and_output_weights=model.tied,
+        pg_collection=single_rank_collection(worker_groups().of_self),
+    ).to(dtype)
+    values = initial_parameters(model, seed)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.copy_(values[name])
+    return reference
+
+
+def sequence_loss(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
+    """Sum of the token losses of one sequence (length + 1 tokens)."""
+    ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
+    length = ids.numel() - 1
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    positions = torch.arange(length).unsqueeze(0)
+    losses = model(ids[:-1].unsqueeze(0), positions, mask, labels=ids[1:].unsqueeze(0))
+    return losses.sum()
+
+
+def run_reference(job: Job, dtype: torch.dtype | None = None) -> ReferenceRun:
+    """On one rank: all iterations of the job, whatever strategies it names.
+
+    Args:
+        job: what to run.
+        dtype: to compute in; the model's own by default. The initial weights are those of the
+            model's dtype in any case: in fp64 this is the exact answer to an fp32 or bf16 job.
+    """
+    use_fp64_loss()
+    provide_memory_buffer()
+    model = build_upstream_model(job.model, job.seed, dtype)
+    named = dict(model.named_parameters())
+    settings = job.settings
+    decayed = [p for name, p in named.items() if p.dim() > 1 and not name.endswith(".bias")]
+    others = [p for name, p in named.items() if not (p.dim() > 1 and not name.endswith(".bias"))]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+    gradients, parameters, losses = [], [], []
+    for batch in job.batches:
+        adamw.zero_grad()
+        num_tokens = sum(len(tokens) - 1 for tokens in batch)
+        total = 0.0
+        for tokens in batch:
+            loss = sequence_loss(model, tokens)
+            loss.backward()
+            total += loss.item()
+        for parameter in named.values():
+            parameter.grad.div_(num_tokens)
+        gradients.append(_copies({name: p.grad for name, p in named.items()}))
+        torch.nn.utils.clip_grad_norm_(named.values(), settings.clip_grad)
+        adamw.step()
+        parameters.append(_copies({name: p.detach() for name, p in named.items()}))
+        losses.append(total / num_tokens)
+    return ReferenceRun(tuple(gradients), tuple(parameters), tuple(losses))
+
+
+def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.double().numpy().copy() for name, tensor in tensors.items()}

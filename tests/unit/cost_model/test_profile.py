@@ -1,0 +1,122 @@
+"""Cost profiles: both ways, look-up, refusals, and the profile that is shipped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.hydraulis.cost_model import Coefficients, CostModel, ProfileCostModel
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    times = {"a_ms_per_token2": 2e-6, "b_ms_per_token": 0.1, "c_ms": 5.0, "max_tokens": 4096}
+    return {"tp": 2, "cp": 1, "pp": 1} | times | changes
+
+
+def content(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    head = {"version": 1, "device": "A800", "source": "bench", "date": "2026-01-02"}
+    return head | {"schemes": list(rows) or [row()]} | changes
+
+
+def model(*rows: dict[str, Any], **changes: Any) -> ProfileCostModel:
+    return ProfileCostModel.from_json(content(*rows, **changes), what="profile")
+
+
+def test_both_ways() -> None:
+    rows = [row(), row(cp=2, max_tokens=0), row(pp=2, layers=[3, 5])]
+    strategies = [{"name": "S", "regroup_ms": 3.0, "optimizer_ms": 4.5}]
+    whole = content(*rows, strategies=strategies)
+    assert model(*rows, strategies=strategies).to_json() == whole
+    assert "strategies" not in model().to_json()
+
+
+def test_answers_are_those_of_the_rows() -> None:
+    cost_model: CostModel = model(
+        row(), row(cp=2, max_tokens=0), row(pp=2, layers=[3, 5], c_ms=9.0)
+    )
+    assert cost_model.coefficients(Scheme(tp=2)) == Coefficients(2e-6, 0.1, 5.0)
+    assert cost_model.max_tokens(Scheme(tp=2)) == 4096
+    assert cost_model.coefficients(Scheme(tp=2, pp=2, layers=(3, 5))).c_ms == 9.0
+    # At its full width a splitting scheme is the plain one.
+    assert cost_model.max_tokens(Scheme(tp=2, cp=2, splits_cp=True)) == 0
+
+
+def test_a_scheme_that_was_not_measured_is_an_error_that_names_the_others() -> None:
+    cost_model = model(row(), row(pp=2, layers=[3, 5]))
+    for scheme in (Scheme(tp=4), Scheme(tp=2, pp=2), Scheme(tp=2, pp=2, layers=(4, 4))):
+        expected = f"scheme {scheme}: not in the cost profile of A800, which has tp2, tp2pp2:3,5;"
+        with pytest.raises(StrategyError, match=expected):
+            cost_model.coefficients(scheme)
+        with pytest.raises(StrategyError, match=expected):
+            cost_model.max_tokens(scheme)
+
+
+def test_overhead_is_regroup_and_optimizer() -> None:
+    cost_model = model(
+        strategies=[{"name": "S", "regroup_ms": 3, "optimizer_ms": 4.5}, {"name": "T"}]
+    )
+    for name, overhead_ms in (("S", 7.5), ("T", 0.0), ("U", 0.0)):
+        assert cost_model.overhead_ms(Strategy.parse("tp2", 2, name=name)) == overhead_ms
+
+
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [
+        (content(schemes=[]), "at least 1 scheme but has 0"),
+        (content(row(), row()), "every scheme is listed once but tp2 2 times"),
+        (content(version=2), "profile: version 1 can be read but this one is of version 2"),
+        (content(devices=8), "profile: has the unknown keys 'devices'"),
+        (content(row(unit="ms")), "scheme 0 of profile: has the unknown keys 'unit'"),
+        (content(row(), row(tp=0)), "scheme 1 of profile: a degree must be at least 1 but tp is 0"),
+        (content(row(c_ms=-1.0)), "finite and not negative but are a = 2e-06"),
+        (content(row(b_ms_per_token="0.1")), "b_ms_per_token must be a number but is '0.1'"),
+        (content(row(max_tokens=-8)), "max_tokens must not be negative but is -8 for tp2"),
+        (content(row(max_tokens=1e4)), "max_tokens must be a whole number but is 10000.0"),
+        (content(strategies=[{"name": "S"}] * 2), "every strategy is listed once but S 2 times"),
+        (content(strategies=[{"regroup_ms": 1}]), "strategy 0 of profile: needs 'name'"),
+        (
+            content(strategies=[{"name": "S", "regroup_ms": float("nan")}]),
+            "times of strategy 'S' must be finite and not negative",
+        ),
+        ([], "profile: must be an object but is"),
+    ],
+)
+def test_damaged_profiles(damaged: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ProfileCostModel.from_json(damaged, what="profile")
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(content()))
+    assert ProfileCostModel.read(path) == model()
+    path.write_text('{"device": "A", "device": "B"}')
+    with pytest.raises(ConfigurationError, match=f"cost profile {path}: an object has a key once"):
+        ProfileCostModel.read(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigurationError, match="must be JSON of usual size but"):
+        ProfileCostModel.read(path)
+    with pytest.raises(ConfigurationError, match="No such file"):
+        ProfileCostModel.read(tmp_path / "none.json")
+
+
+def test_the_shipped_profile_covers_the_shipped_pool() -> None:
+    shipped = ProfileCostModel.read(EXAMPLES / "cost_profile_llama32b_a800.json")
+    pool = Pool.read(EXAMPLES / "pool_64_ranks.json")
+    assert [strategy.name for strategy in pool.strategies] == [f"S{i}" for i in range(7)]
+    pool_schemes = {scheme for strategy in pool.strategies for scheme in strategy.schemes}
+    assert all(shipped.max_tokens(scheme) >= 7808 for scheme in pool_schemes)
+    assert "PKU-DAIR/Hetu" in shipped.source
+    assert "Apache-2.0" in shipped.source
+
+
+def test_pool_files_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "pool.json"
+    path.write_text('{"num_ranks": 4}')
+    with pytest.raises(StrategyError, match=f"pool file {path}: pool: needs 'ranks_per_node'"):
+        Pool.read(path)

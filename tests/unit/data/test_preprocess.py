@@ -1,0 +1,179 @@
+import errno
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron.hydraulis.data import preprocess as preprocess_module
+from megatron.hydraulis.data.documents import find_files
+from megatron.hydraulis.data.preprocess import DatasetWriter, PreprocessReport, preprocess
+from megatron.hydraulis.data.tokenizer import DocumentEncoder, TokenizerSettings, build_tokenizer
+from megatron.hydraulis.errors import DataError
+from tests.support.full_disk import largest_file
+
+
+@pytest.fixture
+def encoder() -> DocumentEncoder:
+    settings = TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=1000)
+    return DocumentEncoder(build_tokenizer(settings))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Every kind of input: 1 2, then 3, then 4 4, and so on."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("1 2")
+    (folder / "b.jsonl").write_text('{"text": "3"}\n{"text": "4 4"}\n')
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "5"}\n{"text": ""}\n'))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["6 6 6", "7"]}), folder / "d.parquet")
+    (folder / "e.txt").write_text("")
+    return folder
+
+
+def run(folder: Path, prefix: Path, encoder: DocumentEncoder, **options: int) -> PreprocessReport:
+    return preprocess(find_files([folder]), prefix, encoder, **options)  # type: ignore[arg-type]
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir()) if folder.exists() else []
+
+
+def test_every_kind_of_input(tmp_path: Path, folder: Path, encoder: DocumentEncoder) -> None:
+    prefix = tmp_path / "new" / "folder" / "out"
+    report = run(folder, prefix, encoder)
+    dataset = IndexedDataset(str(prefix))
+    expected = [[1, 2, 999], [3, 999], [4, 4, 999], [5, 999], [6, 6, 6, 999], [7, 999]]
+    assert [dataset[i].tolist() for i in range(len(dataset))] == expected
+    assert dataset.document_indices.tolist() == list(range(7))
+    assert dataset.index.dtype == np.uint16
+    assert report.document_lengths.tolist() == [3, 2, 3, 2, 4, 2]
+    assert (report.num_files, report.num_documents, report.num_empty) == (5, 6, 2)
+    assert report.num_tokens == 16
+    assert written(prefix.parent) == ["out.bin", "out.idx"]
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_output_does_not_depend_on_the_number_of_workers(
+    tmp_path: Path, encoder: DocumentEncoder, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    monkeypatch.setattr(preprocess_module, "_CHUNK_BYTES", 64)
+    source = tmp_path / "a.jsonl"
+    generator = np.random.default_rng(0)
+    lines = [
+        json.dumps({"text": " ".join(map(str, generator.integers(0, 999, size)))})
+        for size in generator.integers(1, 60, 300)
+    ]
+    source.write_text("\n".join(lines))
+    for workers in (1, num_workers):
+        preprocess([source], tmp_path / f"out{workers}", encoder, num_workers=workers)
+    for suffix in ("bin", "idx"):
+        one, several = (tmp_path / f"out{n}.{suffix}" for n in (1, num_workers))
+        assert one.read_bytes() == several.read_bytes()
+
+
+def test_progress_counts_the_bytes_of_the_files(
+    tmp_path: Path, folder: Path, encoder: DocumentEncoder
+) -> None:
+    steps: list[int] = []
+    for name in ("c.jsonl.gz", "d.parquet"):  # measured only roughly
+        (folder / name).unlink()
+    files = find_files([folder])
+    preprocess(files, tmp_path / "out", encoder, on_progress=steps.append)
+    assert sum(steps) == sum(file.stat().st_size for file in files)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_bad_line_leaves_nothing_behind(
+    tmp_path: Path, folder: Path, encoder: DocumentEncoder, num_workers: int
+) -> None:
+    (folder / "b.jsonl").write_text('{"text": "3"}\n{"text": "4 4"\n')
+    with pytest.raises(DataError, match=r"b\.jsonl, line 2: a line is one JSON object"):
+        run(folder, tmp_path / "out" / "x", encoder, num_workers=num_workers)
+    assert written(tmp_path / "out") == []
+
+
+def test_failure_keeps_an_earlier_dataset(
+    tmp_path: Path, folder: Path, encoder: DocumentEncoder
+) -> None:
+    prefix = tmp_path / "out" / "x"
+    run(folder, prefix, encoder)
+    before = [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+    (folder / "z.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"z\.txt: text is UTF-8 but byte 0 is 0xff"):
+        run(folder, prefix, encoder)
+    assert [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")] == before
+    assert written(prefix.parent) == ["x.bin", "x.idx"]
+
+
+def test_success_replaces_an_earlier_dataset(
+    tmp_path: Path, folder: Path, encoder: DocumentEncoder
+) -> None:
+    run(folder, tmp_path / "x", encoder)
+    (folder / "a.txt").write_text("8 8 8 8")
+    run(folder, tmp_path / "x", encoder)
+    dataset = IndexedDataset(str(tmp_path / "x"))
+    assert dataset[0].tolist() == [8, 8, 8, 8, 999]
+
+
+def test_input_without_text(tmp_path: Path, encoder: DocumentEncoder) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("")
+    with pytest.raises(DataError, match="at least one document with text but the 1 documents in 1"):
+        run(tmp_path / "in", tmp_path / "x", encoder)
+    assert written(tmp_path) == ["in"]
+
+
+def test_prefix_must_be_a_file_name(tmp_path: Path, folder: Path, encoder: DocumentEncoder) -> None:
+    for prefix in (str(tmp_path), f"{tmp_path}/"):
+        with pytest.raises(DataError, match="is a folder; add a name"):
+            preprocess(find_files([folder]), prefix, encoder)
+
+
+def test_unwritable_output(tmp_path: Path, folder: Path, encoder: DocumentEncoder) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot write .*file/x\.bin and \.idx"):
+        run(folder, tmp_path / "file" / "x", encoder)
+
+
+def write_one_document(prefix: Path, num_tokens: int) -> None:
+    with DatasetWriter(prefix, np.uint16) as writer:
+        writer.add_documents(np.zeros(num_tokens, dtype=np.uint16), [num_tokens])
+        writer.commit()
+
+
+@pytest.mark.parametrize("num_tokens", [20_000, 4_000_000])
+def test_disk_that_fills_up(tmp_path: Path, num_tokens: int) -> None:
+    with (
+        largest_file(8192),
+        pytest.raises(DataError, match="File too large; free space, or choose"),
+    ):
+        write_one_document(tmp_path / "out" / "x", num_tokens)
+    assert written(tmp_path / "out") == []
+
+
+def test_index_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(preprocess_module, "_flush_to_disk", full)
+    with pytest.raises(DataError, match="No space left on device; free space"):
+        write_one_document(tmp_path / "out" / "x", 3)
+    assert written(tmp_path / "out") == []
+
+
+def test_interruption_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preprocess_module, "_flush_to_disk", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_one_document(tmp_path / "out" / "x", 3)
+    assert written(tmp_path / "out") == []

@@ -1,0 +1,251 @@
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from megatron.hydraulis.data.blend import SequenceGroup
+from megatron.hydraulis.data.order import epoch_permutation
+from megatron.hydraulis.data.sampler import (
+    MAX_WAITING_SEQUENCES,
+    EvaluationSampler,
+    LengthSampler,
+)
+from megatron.hydraulis.errors import ConfigurationError, DataError
+
+LENGTHS = np.array([3, 9, 1, 4, 7, 2, 2, 8, 5, 6], dtype=np.int64)
+ONE_GROUP = (SequenceGroup(0, 10, 10),)
+PERMUTATIONS = (
+    [8, 4, 3, 6, 2, 1, 0, 5, 9, 7],
+    [3, 6, 5, 0, 1, 4, 9, 2, 7, 8],
+    [7, 9, 6, 1, 4, 8, 3, 2, 5, 0],
+    [8, 5, 1, 6, 7, 9, 0, 4, 3, 2],
+)
+TWO_GROUPS = (SequenceGroup(0, 4, 3.0), SequenceGroup(4, 6, 1.0))
+
+
+def sampler(
+    lengths: npt.NDArray[np.int64] = LENGTHS,
+    groups: tuple[SequenceGroup, ...] = ONE_GROUP,
+    *,
+    seed: int = 7,
+    global_batch_size: int | None = None,
+    global_batch_tokens: int | None = None,
+) -> LengthSampler:
+    return LengthSampler(
+        lengths,
+        groups,
+        seed=seed,
+        global_batch_size=global_batch_size,
+        global_batch_tokens=global_batch_tokens,
+    )
+
+
+def ids(source: LengthSampler | EvaluationSampler, num_batches: int) -> list[int]:
+    return [i for _ in range(num_batches) for i in source.next_batch().sequence_ids]
+
+
+def test_an_epoch_is_a_permutation_and_the_next_another() -> None:
+    source = sampler(global_batch_size=5)
+    first, second = ids(source, 2), ids(source, 2)
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert source.epochs == (2,)
+
+
+def test_order_is_fixed_for_good() -> None:
+    # Checkpoints rely on it: a change of these numbers breaks every run that resumes.
+    assert epoch_permutation(7, 0, 0, 10).tolist() == PERMUTATIONS[0]
+    assert epoch_permutation(7, 0, 1, 10).tolist() == PERMUTATIONS[1]
+    assert epoch_permutation(7, 1, 0, 10).tolist() == PERMUTATIONS[2]
+    assert epoch_permutation(8, 0, 0, 10).tolist() == PERMUTATIONS[3]
+
+
+def test_batch_carries_the_lengths_of_its_sequences() -> None:
+    batch = sampler(global_batch_size=4).next_batch()
+    assert batch.lengths == tuple(LENGTHS[list(batch.sequence_ids)])
+    assert batch.num_sequences == 4
+    assert batch.num_tokens == sum(batch.lengths)
+
+
+def test_order_does_not_depend_on_how_batches_are_cut() -> None:
+    assert ids(sampler(global_batch_size=1), 40) == ids(sampler(global_batch_size=8), 5)
+
+
+def test_order_does_not_depend_on_the_lengths() -> None:
+    others = LENGTHS[::-1].copy()
+    assert ids(sampler(others, global_batch_size=4), 9) == ids(sampler(global_batch_size=4), 9)
+
+
+def test_seed_changes_the_order() -> None:
+    assert ids(sampler(global_batch_size=5), 2) != ids(sampler(global_batch_size=5, seed=8), 2)
+
+
+def test_drawing_leaves_numpys_global_state_alone() -> None:
+    np.random.seed(3)
+    expected = np.random.random()
+    np.random.seed(3)
+    ids(sampler(global_batch_size=3), 9)
+    assert np.random.random() == expected
+
+
+def test_blend_draws_by_weight_and_each_group_by_epochs() -> None:
+    source = sampler(groups=TWO_GROUPS, global_batch_size=8)
+    drawn = ids(source, 6)
+    first, second = [i for i in drawn if i < 4], [i for i in drawn if i >= 4]
+    assert (len(first), len(second)) == (36, 12)
+    for start in range(0, 36, 4):
+        assert sorted(first[start : start + 4]) == [0, 1, 2, 3]
+    assert sorted(second[:6]) == sorted(second[6:]) == [4, 5, 6, 7, 8, 9]
+    assert source.epochs == (9, 2)
+
+
+def test_groups_weighing_their_sequences_make_whole_epochs() -> None:
+    groups = (SequenceGroup(0, 1, 1), SequenceGroup(1, 6, 6), SequenceGroup(7, 3, 3))
+    drawn = ids(sampler(groups=groups, global_batch_size=10), 5)
+    for start in range(0, 50, 10):
+        assert sorted(drawn[start : start + 10]) == list(range(10))
+
+
+def test_token_budget_is_filled_first_fit() -> None:
+    drawn_lengths = [6, 6, 3, 9, 2, 1, 4, 2]
+    order = epoch_permutation(7, 0, 0, 8)
+    lengths = np.empty(8, dtype=np.int64)
+    lengths[order] = drawn_lengths
+    source = sampler(lengths, (SequenceGroup(0, 8, 8),), seed=7, global_batch_tokens=10)
+
+    def places(ids: Sequence[int]) -> list[int]:
+        return [order.tolist().index(i) for i in ids]
+
+    assert places(source.next_batch().sequence_ids) == [0, 2, 5]  # 1, 3 and 4 wait
+    assert places(source.state_dict()["waiting"]) == [1, 3, 4]
+    assert places(source.next_batch().sequence_ids) == [1, 4, 7]
+    assert places(source.state_dict()["waiting"]) == [3, 6]
+    assert places(source.next_batch().sequence_ids) == [3, 5]  # the 1 of a new epoch
+    assert places(source.state_dict()["waiting"])[0] == 6
+
+
+def test_full_queue_closes_the_batch() -> None:
+    lengths = np.array([6] * 40 + [1], dtype=np.int64)
+    groups = (SequenceGroup(0, 41, 41),)
+    source = sampler(lengths, groups, global_batch_tokens=10, seed=0)
+    batch = source.next_batch()
+    assert 6 <= batch.num_tokens <= 10
+    assert len(source.state_dict()["waiting"]) == MAX_WAITING_SEQUENCES
+    assert source.num_consumed_sequences == batch.num_sequences
+
+
+def test_sequence_as_large_as_the_budget() -> None:
+    lengths = np.array([5, 5, 5], dtype=np.int64)
+    source = sampler(lengths, (SequenceGroup(0, 3, 3),), global_batch_tokens=5)
+    assert [source.next_batch().num_sequences for _ in range(4)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("settings", [{"global_batch_size": 3}, {"global_batch_tokens": 17}])
+@pytest.mark.parametrize("groups", [ONE_GROUP, TWO_GROUPS])
+def test_resume_is_exact(settings: dict[str, Any], groups: tuple[SequenceGroup, ...]) -> None:
+    whole = sampler(groups=groups, **settings)
+    states = []
+    batches = []
+    for _ in range(30):
+        states.append(json.dumps(whole.state_dict()))
+        batches.append(whole.next_batch())
+    for start in (0, 1, 7, 18):
+        resumed = sampler(groups=groups, **settings)
+        resumed.next_batch()
+        resumed.load_state_dict(json.loads(states[start]))
+        assert resumed.num_batches == start
+        assert [resumed.next_batch() for _ in range(30 - start)] == batches[start:]
+
+
+def test_resume_with_another_kind_of_batch_loses_nothing() -> None:
+    order = ids(sampler(global_batch_size=1), 60)
+    by_tokens = sampler(global_batch_tokens=12)
+    seen = ids(by_tokens, 3)
+    state = by_tokens.state_dict()
+    assert state["waiting"]
+    by_size = sampler(global_batch_size=4)
+    by_size.load_state_dict(state)
+    drawn = by_tokens.num_consumed_sequences + len(state["waiting"])
+    first = list(by_size.next_batch().sequence_ids)
+    assert first[: len(state["waiting"])] == state["waiting"][:4]
+    rest = max(0, 4 - len(state["waiting"]))
+    assert sorted(seen + state["waiting"]) == sorted(order[:drawn])
+    assert first[4 - rest :] == order[drawn : drawn + rest]
+
+
+def test_state_is_a_copy() -> None:
+    source = sampler(global_batch_tokens=12)
+    source.next_batch()
+    state = source.state_dict()
+    before = json.dumps(state)
+    ids(source, 5)
+    assert json.dumps(state) == before
+
+
+def test_state_of_another_seed_or_corpus_is_refused() -> None:
+    state = sampler(global_batch_size=3).state_dict()
+    with pytest.raises(ConfigurationError, match="resume with --seed 7"):
+        sampler(global_batch_size=3, seed=8).load_state_dict(state)
+    with pytest.raises(DataError, match=r"datasets of \[10\] sequences but this run has \[4, 6\]"):
+        sampler(groups=TWO_GROUPS, global_batch_size=3).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "--global-batch-size is None and --global-batch-tokens None"),
+        ({"global_batch_size": 2, "global_batch_tokens": 20}, "give one"),
+        ({"global_batch_size": 0}, "--global-batch-size is 0"),
+        ({"global_batch_tokens": 8}, "9 tokens are more than --global-batch-tokens 8"),
+        ({"global_batch_size": 2, "seed": -1}, "a seed is at least 0 but is -1"),
+    ],
+)
+def test_refused_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        sampler(**settings)
+
+
+def test_empty_corpus() -> None:
+    with pytest.raises(DataError, match="at least one sequence but the corpus holds 0"):
+        sampler(np.empty(0, dtype=np.int64), (), global_batch_size=2)
+
+
+def test_evaluation_visits_everything_and_begins_anew_alike() -> None:
+    source = EvaluationSampler(LENGTHS, ONE_GROUP, global_batch_size=5)
+    drawn = ids(source, 4)
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    source.reset()
+    assert source.num_batches == 0
+    assert ids(source, 4) == drawn
+    assert ids(EvaluationSampler(LENGTHS, ONE_GROUP, global_batch_size=4), 5) == drawn
+
+
+def test_evaluation_is_shuffled_by_a_seed_of_its_own_for_good() -> None:
+    # A change of it makes validation losses incomparable with those of earlier runs.
+    source = EvaluationSampler(LENGTHS, ONE_GROUP, global_batch_size=10)
+    assert ids(source, 1) == [0, 8, 9, 3, 7, 5, 1, 2, 6, 4]
+
+
+def test_a_short_evaluation_samples_the_whole_dataset() -> None:
+    lengths = np.ones(10_000, dtype=np.int64)
+    source = EvaluationSampler(lengths, (SequenceGroup(0, 10_000, 1.0),), global_batch_size=100)
+    tenths = {i // 1000 for i in ids(source, 1)}
+    assert tenths == set(range(10))
+
+
+def test_evaluation_of_a_blend_draws_by_weight() -> None:
+    source = EvaluationSampler(LENGTHS, TWO_GROUPS, global_batch_size=8)
+    drawn = ids(source, 1)
+    assert sum(i < 4 for i in drawn) == 6
+
+
+def test_evaluation_within_a_token_budget_resumes() -> None:
+    source = EvaluationSampler(LENGTHS, ONE_GROUP, global_batch_tokens=10)
+    ids(source, 3)
+    state = source.state_dict()
+    expected = ids(source, 4)
+    source.load_state_dict(state)
+    assert ids(source, 4) == expected

@@ -1,0 +1,125 @@
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import DType
+from megatron.training.config import TokenizerConfig
+
+from megatron.hydraulis.data.documents import RawDocument
+from megatron.hydraulis.data.tokenizer import (
+    TEXT_TOKENIZER_TYPES,
+    DocumentEncoder,
+    TokenizerSettings,
+    build_tokenizer,
+)
+from megatron.hydraulis.errors import ConfigurationError, DataError
+
+
+def document(text: str) -> RawDocument:
+    return RawDocument("a.txt", None, text.encode(), None, len(text))
+
+
+def null_encoder(vocab_size: int = 100, *, append_eod: bool = True) -> DocumentEncoder:
+    settings = TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=vocab_size)
+    return DocumentEncoder(build_tokenizer(settings), append_eod=append_eod)
+
+
+def test_settings_are_megatrons_with_its_defaults() -> None:
+    upstream = {field.name: field.default for field in dataclasses.fields(TokenizerConfig)}
+    for field in dataclasses.fields(TokenizerSettings):
+        assert field.name in upstream
+        if field.name not in ("tokenizer_type", "pad_vocab_size"):
+            assert field.default == upstream[field.name], field.name
+    assert set(TEXT_TOKENIZER_TYPES) <= set(
+        get_args(get_type_hints(TokenizerConfig)["tokenizer_type"])
+    )
+
+
+def test_hugging_face_folder(tokenizer_folder: Path) -> None:
+    tokenizer = build_tokenizer(
+        TokenizerSettings(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder)
+        )
+    )
+    encoder = DocumentEncoder(tokenizer)
+    text = "the cat – and the dog,\n  and   the bird"
+    ids = encoder.encode(document(text))
+    assert ids is not None
+    assert ids[-1] == tokenizer.eod == 0
+    assert tokenizer.detokenize(ids[:-1].tolist()) == text
+    assert len(ids) < len(text)
+    assert ids.dtype == np.uint16
+
+
+def test_end_of_document_is_appended_unless_told_not_to() -> None:
+    for append_eod, expected in ((True, [5, 7, 99]), (False, [5, 7])):
+        ids = null_encoder(append_eod=append_eod).encode(document("5 7"))
+        assert ids is not None
+        assert ids.tolist() == expected
+
+
+def test_documents_without_text_are_left_out() -> None:
+    assert null_encoder().encode(document("")) is None
+
+
+@pytest.mark.parametrize("vocab_size", [100, 65_499, 65_500, 200_000])
+def test_ids_are_stored_as_megatron_does(vocab_size: int) -> None:
+    assert null_encoder(vocab_size).token_type is DType.optimal_dtype(vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("5 x", r"a\.txt: the tokenizer refuses the text"),
+        ("5 100", r"a\.txt: token ids must be below the vocabulary of 100 but .* gave 100"),
+        ("5 -1", r"gave -1"),
+    ],
+)
+def test_refused_texts(text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        null_encoder().encode(document(text))
+
+
+def test_tokenizer_without_end_of_document() -> None:
+    tokenizer = SimpleNamespace(eod=None, vocab_size=9)
+    with pytest.raises(
+        DataError, match="it has none; choose another tokenizer or give --no-append-eod"
+    ):
+        DocumentEncoder(tokenizer)
+    assert DocumentEncoder(tokenizer, append_eod=False).vocab_size == 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokenizer_type": "Word"}, "--tokenizer-type is one of .* but is 'Word'"),
+        ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
+        (
+            {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/nowhere/at/all"},
+            "--tokenizer-model: /nowhere/at/all does not exist",
+        ),
+        (
+            {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "none.model"},
+            r"none\.model does not exist",
+        ),
+        (
+            {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v.json"},
+            r"--vocab-file: file v\.json",
+        ),
+    ],
+)
+def test_refused_settings(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        TokenizerSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_damaged_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="tokenizer HuggingFaceTokenizer cannot be built of"):
+        build_tokenizer(
+            TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+        )

@@ -1,0 +1,80 @@
+"""Every error is told, by as few ranks as possible."""
+
+import signal
+import socket
+import time
+
+import pytest
+
+from megatron.hydraulis.errors import (
+    ConfigurationError,
+    DataError,
+    HydraulisError,
+    NonFiniteLossError,
+    PlanError,
+    StrategyError,
+    UpstreamVersionError,
+)
+from megatron.hydraulis.loop.error_report import report, seconds_before_speaking
+
+ALL = (
+    HydraulisError,
+    ConfigurationError,
+    StrategyError,
+    PlanError,
+    DataError,
+    NonFiniteLossError,
+    UpstreamVersionError,
+)
+
+
+def seconds(kind: type[HydraulisError], rank: int, local_rank: int, have_met: bool) -> float:
+    return seconds_before_speaking(
+        kind("wrong"), rank=rank, local_rank=local_rank, ranks_have_met=have_met
+    )
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_before_ranks_meet_the_first_rank_of_every_node_speaks(kind: type[HydraulisError]) -> None:
+    assert seconds(kind, rank=0, local_rank=0, have_met=False) == 0.0
+    assert seconds(kind, rank=8, local_rank=0, have_met=False) == 0.0
+    assert seconds(kind, rank=9, local_rank=1, have_met=False) > 0.0
+
+
+@pytest.mark.parametrize("kind", [HydraulisError, DataError, UpstreamVersionError])
+def test_once_they_met_an_error_of_one_rank_is_told_by_it(kind: type[HydraulisError]) -> None:
+    assert seconds(kind, rank=3, local_rank=3, have_met=True) == 0.0
+
+
+@pytest.mark.parametrize("kind", [ConfigurationError, StrategyError, NonFiniteLossError, PlanError])
+def test_once_they_met_rank_0_tells_what_all_were_told(kind: type[HydraulisError]) -> None:
+    assert seconds(kind, rank=0, local_rank=0, have_met=True) == 0.0
+    later = seconds(kind, rank=8, local_rank=0, have_met=True)
+    assert 0.0 < later < seconds(kind, rank=9, local_rank=1, have_met=True)
+
+
+def test_a_rank_that_nobody_ended_speaks_with_host_and_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    monkeypatch.setenv("RANK", "58")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        report(PlanError("the plan has another digest; start anew"), ranks_have_met=True)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(slept) == 1
+    told = capsys.readouterr().err
+    assert told == "error: node7, rank 58: the plan has another digest; start anew\n"
+
+
+def test_rank_0_needs_no_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    report(DataError("no documents"), ranks_have_met=False)
+    assert capsys.readouterr().err == "error: no documents\n"

@@ -1,0 +1,88 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.observability import EtaEstimator, closing_table, iteration_suffix
+from tests.unit.observability.records_for_tests import make_record
+
+
+def test_suffix_continues_upstreams_line() -> None:
+    assert iteration_suffix(make_record(), 83.0) == (
+        " strategy: tp2+2*tp1 | tokens: 24,310 | padding: 0.4% | imbalance: 1.07"
+        " | plan time (ms): 1.2 | ETA 0:01:23 |"
+    )
+
+
+def test_suffix_without_an_estimate_says_so() -> None:
+    assert iteration_suffix(make_record(), None).endswith(" ETA unknown |")
+
+
+def test_eta_leaves_out_the_first_iteration_and_one_slow_one() -> None:
+    eta = EtaEstimator(10)
+    assert eta.remaining_s(0) is None
+    eta.observe(60.0)
+    assert eta.remaining_s(1) == pytest.approx(9 * 60.0)
+    for time_s in (2.0, 2.0, 30.0):
+        eta.observe(time_s)
+    assert eta.remaining_s(4) == pytest.approx(6 * 2.0)
+
+
+def test_eta_follows_the_recent_iterations() -> None:
+    eta = EtaEstimator(100, window=3)
+    for time_s in (9.0, 1.0, 1.0, 1.0, 4.0, 4.0, 4.0):
+        eta.observe(time_s)
+    assert eta.remaining_s(98) == pytest.approx(8.0)
+
+
+def test_nothing_is_left_at_and_beyond_the_end() -> None:
+    eta = EtaEstimator(10)
+    eta.observe(1.0)
+    assert eta.remaining_s(10) == 0.0
+    assert eta.remaining_s(12) == 0.0
+
+
+def test_eta_needs_a_window() -> None:
+    with pytest.raises(ConfigurationError, match="window of 0"):
+        EtaEstimator(10, window=0)
+
+
+def rows_of(table: str) -> dict[str, str]:
+    rows = re.findall(r"^│ (.+?) +│ +(.+?) │$", table, flags=re.MULTILINE)
+    return dict(rows)
+
+
+def test_closing_table_sums_up_the_run(tmp_path: Path) -> None:
+    records = [
+        # Slow, as it builds the model: not part of the throughput.
+        make_record(1, lm_loss=9.0, num_tokens=900, padding_fraction=0.1, iteration_time_s=50.0),
+        make_record(2, num_tokens=1000, padding_fraction=0.0, iteration_time_s=2.0, imbalance=1.5),
+        make_record(3, lm_loss=5.0, num_tokens=3000, padding_fraction=0.0, iteration_time_s=2.0),
+    ]
+    text = closing_table(records, tmp_path)
+    rows = rows_of(text)
+    assert rows["iterations"] == "1 to 3"
+    assert rows["lm loss, first → last"] == "9.0000 → 5.0000"
+    assert rows["trained tokens"] == "4,900"
+    assert rows["tokens/s"] == "1,000"
+    assert rows["padding"] == "2.0%"
+    assert rows["imbalance, median (worst)"] == "1.07 (1.50)"
+    assert text.endswith(f"run folder: {tmp_path}\n")
+
+
+def test_a_long_path_is_not_broken() -> None:
+    run_dir = "/" + "/".join(["folder"] * 40)
+    assert f"run folder: {run_dir}\n" in closing_table([make_record()], run_dir)
+
+
+def test_a_single_iteration_has_a_throughput() -> None:
+    rows = rows_of(closing_table([make_record(num_tokens=100, iteration_time_s=2.0)], "run"))
+    assert rows["tokens/s"] == "50"
+
+
+def test_a_run_without_an_iteration_and_a_loss() -> None:
+    assert rows_of(closing_table([], "run")) == {"iterations": "0"}
+    rows = rows_of(closing_table([make_record(lm_loss=None, num_tokens=0)], "run"))
+    assert rows["lm loss, first → last"] == "none → none"
+    assert rows["padding"] == "0.0%"

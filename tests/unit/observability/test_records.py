@@ -1,0 +1,90 @@
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.observability import IterationRecord
+from tests.unit.observability.records_for_tests import make_record
+
+# What readers of metrics.jsonl may count on.
+PROMISED_KEYS = {
+    "iteration",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "num_sequences",
+    "num_tokens",
+    "strategy",
+    "iteration_time_s",
+    "predicted_time_s",
+    "padding_fraction",
+    "imbalance",
+    "consumed_samples",
+}
+
+
+def test_json_has_the_promised_keys_and_comes_back_equal() -> None:
+    record = make_record(3)
+    values = json.loads(json.dumps(record.to_json(), allow_nan=False))
+    assert values.keys() >= PROMISED_KEYS
+    assert IterationRecord.from_json(values) == record
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None])
+def test_what_is_not_finite_is_written_as_null(value: float | None) -> None:
+    values = make_record(lm_loss=value, grad_norm=value).to_json()
+    assert values["lm_loss"] is None
+    assert values["grad_norm"] is None
+    assert IterationRecord.from_json(values).lm_loss is None
+
+
+def test_keys_of_a_later_version_are_passed_over() -> None:
+    record = make_record()
+    assert IterationRecord.from_json(record.to_json() | {"wait_time_s": 0.0}) == record
+
+
+def test_missing_keys_are_named() -> None:
+    values = make_record().to_json()
+    del values["imbalance"], values["num_tokens"]
+    with pytest.raises(HydraulisError, match=r"2 of 15 keys are missing \(num_tokens, imbalance\)"):
+        IterationRecord.from_json(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("iteration", 0),
+        ("num_sequences", -1),
+        ("num_tokens", -1),
+        ("consumed_samples", -16),
+        ("iteration_time_s", -0.1),
+        ("iteration_time_s", math.nan),
+        ("predicted_time_s", math.inf),
+        ("plan_time_s", -1.0),
+        ("learning_rate", math.nan),
+        ("padding_fraction", 1.01),
+        ("padding_fraction", -0.01),
+        ("imbalance", 0.9),
+        ("imbalance", math.inf),
+        ("strategy", ""),
+        ("replica_times_s", (1.0, -1.0)),
+        ("replica_times_s", (math.nan,)),
+    ],
+)
+def test_a_value_against_its_rule_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(HydraulisError, match=name):
+        make_record(**{name: value})
+
+
+def test_padding_tokens_follow_from_their_fraction() -> None:
+    record = make_record(num_tokens=900, padding_fraction=0.1)
+    assert record.num_padding == pytest.approx(100)
+    assert make_record(num_tokens=0, padding_fraction=1.0).num_padding == 0
+
+
+def test_a_record_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_record().iteration = 2  # type: ignore[misc]

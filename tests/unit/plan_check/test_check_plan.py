@@ -1,0 +1,262 @@
+"""``check-plan``: valid plans pass, every kind of damage is called by its name."""
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.plan_check.broken_rule import Rule
+from tests.support.index_file import write_idx
+from tests.support.planning_files import LENGTHS, POOL, PROFILE, make_plan, write_files
+
+Content = dict[str, Any]
+
+
+def batches(plan: Content, replica: int) -> list[Content]:
+    """The micro-batches of a replica."""
+    found: list[Content] = plan["replicas"][replica]["micro_batches"]
+    return found
+
+
+def missing_key(plan: Content) -> None:
+    del plan["replicas"][0]["ranks"]
+
+
+def text_for_a_number(plan: Content) -> None:
+    plan["replicas"][1]["predicted_time_s"] = "fast"
+
+
+def time_that_is_no_number(plan: Content) -> None:
+    plan["predicted_time_s"] = float("nan")
+
+
+def other_strategy(plan: Content) -> None:
+    plan["strategy"] = "short"
+
+
+def replica_left_out(plan: Content) -> None:
+    del plan["replicas"][-1]
+
+
+def other_scheme(plan: Content) -> None:
+    plan["replicas"][1]["scheme"] = {"tp": 2, "cp": 1, "pp": 1}
+
+
+def ranks_swapped(plan: Content) -> None:
+    plan["replicas"][0]["ranks"].reverse()
+
+
+def empty_micro_batch(plan: Content) -> None:
+    batches(plan, 0).append({"sequences": [], "lengths": []})
+
+
+def lost_length(plan: Content) -> None:
+    del batches(plan, 0)[0]["lengths"][-1]
+
+
+def unknown_sequence(plan: Content) -> None:
+    batches(plan, 0)[0]["sequences"][0] = len(LENGTHS)
+
+
+def repeated_sequence(plan: Content) -> None:
+    batches(plan, 0).append(copy.deepcopy(batches(plan, 1)[0]))
+
+
+def missing_sequence(plan: Content) -> None:
+    del batches(plan, 1)[0]
+
+
+def other_length(plan: Content) -> None:
+    batches(plan, 0)[0]["lengths"][0] -= 1
+
+
+def too_many_tokens(plan: Content) -> None:
+    first, second = batches(plan, 1)[:2]
+    first["sequences"] += second["sequences"]
+    first["lengths"] += second["lengths"]
+    del batches(plan, 1)[1]
+
+
+def optimistic_replica(plan: Content) -> None:
+    plan["replicas"][2]["predicted_time_s"] *= 0.999
+
+
+def other_order(plan: Content) -> None:
+    # Its work was in falling order, so the largest in the middle takes longer.
+    order = sorted(batches(plan, 1), key=lambda batch: sum(batch["lengths"]))
+    plan["replicas"][1]["micro_batches"] = [order[0], *order[2:], order[1]]
+
+
+def overhead_forgotten(plan: Content) -> None:
+    plan["predicted_time_s"] = max(r["predicted_time_s"] for r in plan["replicas"])
+
+
+def other_objective(plan: Content) -> None:
+    plan["dispatch"]["objective_s"] *= 1.01
+
+
+def bound_above_the_plan(plan: Content) -> None:
+    plan["packing"] |= {"bound_s": plan["packing"]["objective_s"] * 1.01, "gap": 0.0}
+
+
+def flattering_gap(plan: Content) -> None:
+    plan["dispatch"]["gap"] /= 2
+
+
+DAMAGES: list[tuple[Callable[[Content], None], Rule, str]] = [
+    (missing_key, Rule.PLAN_FORMAT, "needs 'ranks'"),
+    (text_for_a_number, Rule.PLAN_FORMAT, "there is 'fast'"),
+    (time_that_is_no_number, Rule.PLAN_FORMAT, "there is nan"),
+    (other_strategy, Rule.UNKNOWN_STRATEGY, "for 'short' but the pool has mixed, long"),
+    (replica_left_out, Rule.REPLICA_COUNT, "2 replicas but strategy 'mixed' has 3"),
+    (
+        other_scheme,
+        Rule.REPLICA_SCHEME,
+        "replica 1 is tp2cp1pp1 but strategy 'mixed' has tp1cp1pp2",
+    ),
+    (ranks_swapped, Rule.REPLICA_RANKS, "on ranks [3, 2, 1, 0]"),
+    (empty_micro_batch, Rule.EMPTY_MICRO_BATCH, "0 sequences and 0 lengths"),
+    (lost_length, Rule.EMPTY_MICRO_BATCH, "of replica 0 has"),
+    (unknown_sequence, Rule.UNKNOWN_SEQUENCE, "sequence 12 but the batch ends at 11"),
+    (repeated_sequence, Rule.REPEATED_SEQUENCE, "once more"),
+    (missing_sequence, Rule.MISSING_SEQUENCE, "of 12 sequences are in no micro-batch"),
+    (other_length, Rule.SEQUENCE_LENGTH, "sequence 0 with 2999 tokens but it has 3000"),
+    (too_many_tokens, Rule.TOKEN_LIMIT, "but the limit is 900"),
+    (optimistic_replica, Rule.REPLICA_TIME, "the predicted time of replica 2"),
+    (other_order, Rule.REPLICA_TIME, "the predicted time of replica 1"),
+    (overhead_forgotten, Rule.ITERATION_TIME, "regrouping and optimizer 0.015000 s"),
+    (other_objective, Rule.STAGE_OBJECTIVE, "the objective of dispatch"),
+    (bound_above_the_plan, Rule.STAGE_BOUND, "the bound of packing"),
+    (flattering_gap, Rule.STAGE_GAP, "the gap of dispatch"),
+]
+
+
+def test_every_rule_has_its_damage() -> None:
+    assert {rule for _, rule, _ in DAMAGES} == set(Rule)
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule", "message"), [pytest.param(*d, id=d[0].__name__) for d in DAMAGES]
+)
+def test_damaged_plans_are_rejected_by_name(
+    damage: Callable[[Content], None],
+    rule: Rule,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = make_plan()
+    assert min(len(batches(plan, replica)) for replica in (1, 2)) >= 3  # so the damages bite
+    damage(plan)
+    flags = write_files(tmp_path, plan=plan)
+    assert main(["check-plan", *flags]) == 1
+    line = capsys.readouterr().out
+    assert line.startswith(f"invalid: {rule.value}: ")
+    assert line.count("\n") == 1
+    assert message in line
+    assert main(["check-plan", *flags, "--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["valid"], printed["rule"]) == (False, rule.value)
+
+
+def test_a_valid_plan_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan()
+    assert main(["check-plan", *write_files(tmp_path, plan=plan)]) == 0
+    line = capsys.readouterr().out
+    assert line.startswith(f"valid: strategy mixed, {plan['predicted_time_s']:.6f} s; dispatch")
+    assert line.count("\n") == 1
+
+
+def test_findings_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan() | {"packing": None, "version": 1}
+    assert main(["check-plan", *write_files(tmp_path, plan=plan), "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["valid"] is True
+    assert findings["predicted_time_s"] == pytest.approx(findings["makespan_s"] + 0.015)
+    assert set(findings["claimed_bound_s"]) == {"dispatch"}
+    assert 0 < findings["proved_bound_s"]["dispatch"] <= findings["makespan_s"]
+    # What the plan claims can be no more than what holds for the plan itself.
+    assert 0 < findings["proved_bound_s"]["packing"] <= findings["makespan_s"]
+    # 500 ms of regrouping are part of what the strategy takes.
+    assert findings["strategy_bounds_s"]["long"] > 0.5
+
+
+def test_a_strategy_that_cannot_hold_the_batch_has_no_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = {"name": "short", "replicas": "4*tp1pp2"}
+    pool = POOL | {"strategies": [*POOL["strategies"], short]}
+    assert main(["check-plan", *write_files(tmp_path, plan=make_plan(), pool=pool), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["strategy_bounds_s"]["short"] is None
+
+
+def test_lengths_from_lines_and_from_an_index(tmp_path: Path) -> None:
+    flags = write_files(tmp_path, plan=make_plan())
+    place = flags.index("--lengths") + 1
+    lines = tmp_path / "lengths.txt"
+    lines.write_text("\n".join(map(str, LENGTHS)) + "\n")
+    index = write_idx(tmp_path / "corpus.idx", [[1], *([n - 10, 11] for n in LENGTHS)])
+    for path in (lines, index):
+        flags[place] = str(path)
+        assert main(["check-plan", *flags]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"plan": "no plan"}, None),
+        ({"lengths": []}, "a batch has at least 1 sequence but this has 0"),
+        ({"lengths": [3, 0]}, "a length is at least 1 but one is 0"),
+        ({"lengths": ["3", "x"]}, "lengths are numbers but"),
+        ({"pool": POOL | {"num_ranks": 9}}, "is for 8 ranks but the job has 9"),
+        ({"pool": {"num_ranks": 8}}, "needs 'strategies' but lacks it"),
+        ({"cost_profile": PROFILE | {"schemes": []}}, "uses tp4cp1pp1, which has no row"),
+        ({"cost_profile": PROFILE | {"version": 9}}, "version 1 can be read but this is 9"),
+    ],
+)
+def test_files_that_cannot_be_used_are_status_2(
+    changes: Content,
+    message: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = write_files(tmp_path, **({"plan": make_plan()} | changes))
+    if "plan" in changes:
+        (tmp_path / "plan.json").write_text("{")
+        message = "JSON is expected but"
+    assert main(["check-plan", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message is not None
+    assert message in error
+
+
+@pytest.mark.parametrize("name", ["plan", "lengths", "cost_profile", "pool"])
+def test_missing_files_are_status_2(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = write_files(tmp_path, plan=make_plan())
+    (tmp_path / f"{name}.json").unlink()
+    assert main(["check-plan", *flags]) == 2
+    assert f"{name}.json: cannot be read" in capsys.readouterr().err
+
+
+def test_the_checker_loads_nothing_of_the_planner(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from megatron.hydraulis.__main__ import main\n"
+        f"status = main({['check-plan', *write_files(tmp_path, plan=make_plan())]!r})\n"
+        "ours = [name for name in sys.modules if name.startswith('megatron.hydraulis.')]\n"
+        "alien = [n for n in ours if n.split('.')[2] not in ('__main__', 'errors', 'plan_check')]\n"
+        "assert not alien, alien\n"
+        "assert not {'torch', 'highspy'} & set(sys.modules)\n"
+        "sys.exit(status)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

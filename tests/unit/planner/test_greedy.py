@@ -1,0 +1,183 @@
+"""The greedy planner: ordinary cases, the hard limit, choices that matter, refusals."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.interface import Planner
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from tests.support.planning import TableCostModel
+
+MODEL = TableCostModel(limits={(1, 1, 1): 1000, (2, 1, 1): 4000, (1, 1, 2): 2000})
+
+
+def planner(*texts: str, num_ranks: int = 4, model: TableCostModel = MODEL) -> Planner:
+    pool = Pool.of(*(Strategy.parse(text, num_ranks) for text in texts))
+    return GreedyPlanner(pool, model)
+
+
+def check(plan: IterationPlan, lengths: list[int], num_ranks: int = 4) -> None:
+    plan.validate(lengths, Strategy.parse(plan.strategy, num_ranks), MODEL.max_tokens)
+
+
+def test_fewer_sequences_than_replicas_leaves_replicas_empty() -> None:
+    plan = planner("tp2+2*tp1").plan([700, 600])
+    check(plan, [700, 600])
+    assert sorted(replica.num_sequences for replica in plan.replicas) == [0, 1, 1]
+    empty = next(replica for replica in plan.replicas if not replica.micro_batches)
+    assert empty.predicted_time_s == 0.0
+
+
+def test_one_sequence() -> None:
+    plan = planner("tp2+2*tp1").plan([5], iteration=3)
+    check(plan, [5])
+    assert plan.iteration == 3
+    # The larger replica is the faster one.
+    assert [replica.num_sequences for replica in plan.replicas] == [1, 0, 0]
+
+
+def test_equal_sequences_spread_evenly_over_equal_replicas() -> None:
+    lengths = [100] * 64
+    plan = planner("4*tp1").plan(lengths)
+    check(plan, lengths)
+    assert [replica.num_tokens for replica in plan.replicas] == [1600] * 4
+    assert plan.imbalance == pytest.approx(1.0)
+
+
+def test_long_sequences_go_where_they_fit() -> None:
+    lengths = [3900] + [200] * 40
+    plan = planner("tp2+2*tp1").plan(lengths)
+    check(plan, lengths)
+    long_replica = plan.replicas[0]
+    assert 0 in {s for batch in long_replica.micro_batches for s in batch.sequences}
+    assert all(replica.num_sequences > 0 for replica in plan.replicas[1:])
+
+
+def test_only_strategies_that_hold_the_longest_sequence_are_taken() -> None:
+    slow_tp = TableCostModel(limits=MODEL.limits, times=lambda scheme: Coefficients(0.0, 0.2, 1.0))
+    pool_planner = planner("4*tp1", "2*tp2", model=slow_tp)
+    assert pool_planner.plan([100] * 8).strategy == "4*tp1"
+    assert pool_planner.plan([1001] + [100] * 8).strategy == "2*tp2"
+
+
+def test_the_best_strategy_of_the_pool_wins_and_ties_go_to_the_first() -> None:
+    lengths = [50] * 40
+    alone = [planner(text).plan(lengths).predicted_time_s for text in ("pp2+tp2", "2*tp2")]
+    both = planner("pp2+tp2", "2*tp2").plan(lengths)
+    assert both.predicted_time_s == min(alone)
+    first, second = "tp2@0,1+tp2@3,2", "tp2@1,0+tp2@2,3"
+    assert planner(first, second).plan(lengths).strategy == "2*tp2@0,1,3,2"
+
+
+def test_a_limit_is_exact() -> None:
+    plan = planner("4*tp1").plan([1000])
+    check(plan, [1000])
+    # 600 + 400 fill a micro-batch to the last token, 601 + 400 do not.
+    single = TableCostModel(default_limit=1000)
+    assert (
+        len(planner("tp1", num_ranks=1, model=single).plan([600, 400]).replicas[0].micro_batches)
+        == 1
+    )
+    assert (
+        len(planner("tp1", num_ranks=1, model=single).plan([601, 400]).replicas[0].micro_batches)
+        == 2
+    )
+
+
+def test_one_stage_pays_for_as_few_micro_batches_as_possible() -> None:
+    lengths = [900, 800, 700, 300, 200, 100]
+    model = TableCostModel(default_limit=1000)
+    plan = planner("tp1", num_ranks=1, model=model).plan(lengths)
+    assert len(plan.replicas[0].micro_batches) == 3
+
+
+def test_a_pipeline_gets_more_micro_batches_than_memory_asks_for() -> None:
+    model = TableCostModel(default_limit=100_000, times=lambda scheme: Coefficients(0.0, 1.0, 1.0))
+    plan = planner("pp4", model=model).plan([100] * 32)
+    (replica,) = plan.replicas
+    assert len(replica.micro_batches) > 8
+    everything_at_once_s = 4 * (3200 + 1) / 1e3
+    assert replica.predicted_time_s < everything_at_once_s / 2
+
+
+def test_predicted_times_are_those_of_the_exact_pipeline_in_the_given_order() -> None:
+    lengths = [random.Random(1).randrange(1, 2000) for _ in range(50)]
+    plan = planner("2*pp2").plan(lengths)
+    for replica in plan.replicas:
+        coefficients = MODEL.coefficients(replica.scheme)
+        times_ms = [coefficients.time_ms(batch.lengths) for batch in replica.micro_batches]
+        assert times_ms == sorted(times_ms, reverse=True)
+        expected_s = pipeline_time_ms(times_ms, replica.scheme.pp) / 1e3
+        assert replica.predicted_time_s == pytest.approx(expected_s, rel=1e-12)
+
+
+def test_heterogeneous_beats_homogeneous_on_a_long_tail() -> None:
+    # The reason for it all: one long sequence must not force tp on every short one.
+    def times(scheme: Scheme) -> Coefficients:
+        # Tensor parallelism loses a fifth of the rate.
+        slowdown = 1.0 if scheme.tp == 1 else 1.25
+        return Coefficients(0.0, slowdown * 0.2 / scheme.tp, 1.0)
+
+    model = TableCostModel(limits={(1, 1, 1): 1000, (4, 1, 1): 8000}, times=times)
+    lengths = [8000] + [300] * 100
+    static = planner("2*tp4", num_ranks=8, model=model).plan(lengths)
+    mixed = planner("tp4+4*tp1", num_ranks=8, model=model).plan(lengths)
+    assert mixed.predicted_time_s < 0.95 * static.predicted_time_s
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    lengths = [random.Random(2).randrange(1, 1000) for _ in range(300)]
+    plans = [planner("tp2+2*tp1", "2*pp2").plan(lengths) for _ in range(2)]
+    assert plans[0].digest == plans[1].digest
+
+
+def test_numpy_lengths_give_the_same_plan_as_lists() -> None:
+    lengths = [500, 20, 300]
+    from_numpy = planner("tp2+2*tp1").plan(np.array(lengths))  # type: ignore[arg-type]
+    assert from_numpy.digest == planner("tp2+2*tp1").plan(lengths).digest
+    assert IterationPlan.from_json(from_numpy.to_json()) == from_numpy
+
+
+def test_thousands_of_sequences_on_hundreds_of_replicas() -> None:
+    lengths = [max(1, int(random.Random(i).expovariate(1 / 300))) for i in range(3000)]
+    lengths = [min(length, 4000) for length in lengths]
+    plan = planner("8*tp2+40*pp2+160*tp1", num_ranks=256).plan(lengths)
+    check(plan, lengths, num_ranks=256)
+    assert plan.imbalance < 1.3
+
+
+def test_reports_bound_the_objective() -> None:
+    plan = planner("tp2+2*tp1").plan([100, 900, 50, 3000])
+    for report in (plan.dispatch, plan.packing):
+        assert report is not None
+        assert report.status == "greedy"
+        assert 0.0 < report.bound_s <= report.objective_s == plan.predicted_time_s
+
+
+def test_a_batch_without_sequences_is_refused() -> None:
+    with pytest.raises(PlanError, match="iteration 4: a batch holds at least 1 sequence but has 0"):
+        planner("4*tp1").plan([], iteration=4)
+
+
+def test_an_empty_sequence_is_refused() -> None:
+    with pytest.raises(PlanError, match="at least 1 token but sequence 1 has 0"):
+        planner("4*tp1").plan([5, 0])
+
+
+def test_a_sequence_too_long_for_every_strategy_is_refused_with_the_best_limit() -> None:
+    with pytest.raises(
+        PlanError, match=r"sequence 1 has 4001 tokens and the largest limit, .*'2\*tp2', is 4000"
+    ):
+        planner("4*tp1", "2*tp2").plan([5, 4001])
+
+
+def test_a_strategy_with_a_replica_without_room_for_the_weights_is_not_taken() -> None:
+    model = TableCostModel(limits={(1, 1, 1): 0}, default_limit=100)
+    assert planner("tp2+2*tp1", "2*tp2", model=model).plan([5]).strategy == "2*tp2"
+    with pytest.raises(PlanError, match=r"room for its weights .* in '4\*tp1' tp1; use larger"):
+        planner("4*tp1", model=model).plan([5])

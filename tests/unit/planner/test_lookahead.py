@@ -1,0 +1,145 @@
+"""Planning ahead in a process of its own, and what becomes of it when the process dies."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.hydraulis.cost_model import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.lookahead import LookAheadPlanner
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.process import PlannerProcess, PlannerProcessDied
+from megatron.hydraulis.planner.replay import RecordedPlans, plan_path, write_plan
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.planning import LLAMA_7B
+
+LENGTHS = (100, 200, 3000, 800)
+
+
+class ClumsyPlanner:
+    """Dies, as a solver's crash would, on batches of the lengths it cannot bear."""
+
+    def __init__(self, planner: GreedyPlanner, deadly: Sequence[int], parent: int) -> None:
+        self.planner = planner
+        self.deadly = tuple(deadly)
+        self.parent = parent
+
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
+        if tuple(lengths) == self.deadly and os.getpid() != self.parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.planner.plan(lengths, iteration=iteration)
+
+
+@pytest.fixture(scope="module")
+def planner() -> GreedyPlanner:
+    device = device_constants("a100-80")
+    pool = Pool.of(Strategy.parse("tp4+4*tp1", 8), Strategy.parse("2*tp4", 8))
+    model = AnalyticCostModel(
+        shape=LLAMA_7B,
+        device=device,
+        cluster=device.cluster(8, 8),
+        max_tokens_per_micro_batch=8192,
+    )
+    return GreedyPlanner(pool, model)
+
+
+@pytest.fixture
+def ahead(planner: GreedyPlanner) -> Iterator[LookAheadPlanner]:
+    look_ahead = LookAheadPlanner(planner)
+    yield look_ahead
+    look_ahead.close()
+
+
+def kill(look_ahead: LookAheadPlanner) -> None:
+    process = look_ahead._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process._process.wait()
+
+
+def test_plans_of_the_process_are_those_of_the_planner(
+    ahead: LookAheadPlanner, planner: GreedyPlanner
+) -> None:
+    batches = [(*LENGTHS, 10 + i) for i in range(4)]
+    for iteration, lengths in enumerate(batches):
+        ahead.submit(iteration, lengths)
+    for iteration, lengths in enumerate(batches):
+        plan, wait_s = ahead.take(iteration)
+        assert plan.digest == planner.plan(lengths, iteration=iteration).digest
+        assert wait_s >= 0
+
+
+def test_a_plan_error_is_raised_where_the_plan_is_taken(ahead: LookAheadPlanner) -> None:
+    ahead.submit(0, [9000])
+    ahead.submit(1, LENGTHS)
+    with pytest.raises(PlanError, match="9000"):
+        ahead.take(0)
+    assert ahead.take(1)[0].iteration == 1
+    assert not ahead.is_in_line
+
+
+def test_a_killed_process_is_started_once_more_and_owes_nothing(ahead: LookAheadPlanner) -> None:
+    ahead.submit(0, LENGTHS)
+    ahead.take(0)
+    kill(ahead)
+    for iteration in (1, 2):
+        ahead.submit(iteration, LENGTHS)
+    assert [ahead.take(iteration)[0].iteration for iteration in (1, 2)] == [1, 2]
+    assert ahead.num_restarts == 1
+    assert not ahead.is_in_line
+    kill(ahead)
+    for iteration in (3, 4):
+        ahead.submit(iteration, LENGTHS)
+    assert [ahead.take(iteration)[0].iteration for iteration in (3, 4)] == [3, 4]
+    assert ahead.is_in_line
+
+
+def test_a_batch_that_kills_every_process_is_planned_in_line(planner: GreedyPlanner) -> None:
+    ahead = LookAheadPlanner(ClumsyPlanner(planner, LENGTHS, os.getpid()))
+    ahead.submit(0, (5, 6))
+    ahead.submit(1, LENGTHS)
+    assert ahead.take(0)[0].num_tokens == 11
+    assert ahead.take(1)[0].num_tokens == sum(LENGTHS)
+    assert ahead.is_in_line
+    assert ahead.num_restarts == 1
+
+
+def test_a_dead_process_is_told_from_one_that_thinks(planner: GreedyPlanner) -> None:
+    process = PlannerProcess(planner)
+    process.close()
+    with pytest.raises(PlannerProcessDied, match="status 0 before it planned iteration 8"):
+        process.result(7)
+
+
+def test_the_process_imports_neither_torch_nor_megatron_core() -> None:
+    code = (
+        "import sys, megatron.hydraulis.planner.process, megatron.hydraulis.planner.lookahead;"
+        "print([m for m in ('torch', 'megatron.core', 'megatron.training') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_recorded_plans_are_replayed(planner: GreedyPlanner, tmp_path: Path) -> None:
+    plans = [planner.plan((*LENGTHS, 5 + i), iteration=i) for i in range(2)]
+    for plan in plans:
+        write_plan(tmp_path / "plans", plan)
+    recorded = RecordedPlans(tmp_path / "plans")
+    for iteration, plan in enumerate(plans):
+        assert recorded.plan((*LENGTHS, 5 + iteration), iteration=iteration).digest == plan.digest
+    with pytest.raises(PlanError, match="plans other sequences than this run draws"):
+        recorded.plan((*LENGTHS, 6), iteration=0)
+    with pytest.raises(PlanError, match=r"iteration 3: .* was not recorded"):
+        recorded.plan(LENGTHS, iteration=2)
+    plan_path(tmp_path / "plans", 0).write_text('{"half')
+    with pytest.raises(PlanError, match=r"iteration 1: .* cannot be read"):
+        recorded.plan((*LENGTHS, 5), iteration=0)
+    with pytest.raises(PlanError, match=r"there is no iteration_\*\.json in it"):
+        RecordedPlans(tmp_path)

@@ -1,0 +1,181 @@
+"""``plan`` end to end: what is printed and written, that it passes check-plan, errors."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.planner.plan import IterationPlan
+from tests.support.index_file import write_idx
+from tests.support.planning_files import LENGTHS, POOL, PROFILE, write_files
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLE_FLAGS = [
+    "--lengths",
+    str(EXAMPLES / "lengths_instance_b.json"),
+    "--cost-profile",
+    str(EXAMPLES / "cost_profile_llama32b_a800.json"),
+    "--pool",
+    str(EXAMPLES / "pool_64_ranks.json"),
+]
+
+
+def test_one_line_and_a_plan_that_keeps_all_rules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    flags = write_files(tmp_path)
+    assert main(["plan", *flags, "--out", str(out)]) == 0
+    line = capsys.readouterr().out
+    assert re.fullmatch(
+        r"strategy mixed: \d\.\d{4} s predicted, dispatch bound \d\.\d{4} s, gap \d+\.\d\d % "
+        r"\(.+\); 12 sequences, 9600 tokens; planned in \d+\.\d{3} s\n",
+        line,
+    )
+    assert IterationPlan.from_json(json.loads(out.read_text())).num_tokens == sum(LENGTHS)
+    assert main(["check-plan", *flags, "--plan", str(out)]) == 0
+
+
+def test_the_examples_of_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", *EXAMPLE_FLAGS, "--out", str(out), "--explain"]) == 0
+    text = capsys.readouterr().out
+    # The published planner takes S2, at 2.56 s (PKU-DAIR/Hetu).
+    predicted = re.match(r"strategy (S\d): (\d\.\d{4}) s predicted", text)
+    assert predicted is not None
+    assert predicted[1] == "S5"
+    assert float(predicted[2]) < 2.25
+    assert "(certified)" in text.splitlines()[0]
+    for name in ("S0", "S1", "S2", "S3", "S4", "S5", "S6"):
+        assert re.search(rf"│ {name} +│ [0-9a-z*+]+ +│ +\d\.\d{{4}} │", text)
+    assert len(re.findall("│ chosen +│", text)) == 1
+    assert main(["check-plan", *EXAMPLE_FLAGS, "--plan", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("valid: strategy S5, ")
+
+
+def test_the_plan_of_the_example_is_proved_to_be_the_best_of_its_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", *EXAMPLE_FLAGS, "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["check-plan", *EXAMPLE_FLAGS, "--plan", str(out), "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["proved_bound_s"]["dispatch"] == pytest.approx(findings["makespan_s"])
+    # What the planner's solver claims holds in the eyes of the checker too.
+    claimed_s, proved_s = (
+        findings[f"{word}_bound_s"]["dispatch"] for word in ("claimed", "proved")
+    )
+    assert claimed_s <= proved_s * (1 + 1e-9)
+
+
+def test_seed_and_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    digests = set()
+    for _ in range(2):
+        assert main(["plan", *EXAMPLE_FLAGS, "--seed", "7", "--json", "--out", str(out)]) == 0
+        digests.add(json.loads(capsys.readouterr().out)["digest"])
+    assert len(digests) == 1
+    limit = ["--plan-time-limit", "1e-9"]
+    assert main(["plan", *EXAMPLE_FLAGS, *limit, "--out", str(out)]) == 0
+    assert "(time limit)" in capsys.readouterr().out
+    assert main(["check-plan", *EXAMPLE_FLAGS, "--plan", str(out)]) == 0
+    assert main(["plan", *EXAMPLE_FLAGS, "--plan-time-limit", "0"]) == 2
+    assert "--plan-time-limit is more than 0 s but is 0.0 s" in capsys.readouterr().err
+
+
+def test_replicas_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = {"name": "short", "replicas": "4*tp1pp2"}
+    pool = POOL | {"strategies": [*POOL["strategies"], short]}
+    assert main(["plan", *write_files(tmp_path, pool=pool), "--explain"]) == 0
+    text = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    replicas = [row for row in rows if len(row) == 7]
+    assert [row[:2] for row in replicas] == [["tp4", "0-3"], ["pp2", "4-5"], ["pp2", "6-7"]]
+    assert sum(int(row[2]) for row in replicas) == len(LENGTHS)
+    assert sum(int(row[3]) for row in replicas) == sum(LENGTHS)
+    idle = [float(row[6]) for row in replicas]
+    # One stage never waits for itself; two fill and drain.
+    slowest = max(replicas, key=lambda row: float(row[5]))
+    assert all(0.0 <= share < 100.0 for share in idle)
+    assert min(idle) == 0.0 if slowest[0] == "tp4" else min(idle) > 0.0
+    strategies = {row[0]: row for row in rows if len(row) == 6}
+    assert strategies["short"][2:5] == ["–", "–", "–"]
+    assert strategies["mixed"][5] == "chosen"
+    assert strategies["long"][5] != "chosen"
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = write_files(tmp_path)
+    printed = []
+    for _ in range(2):
+        assert main(["plan", *flags, "--json"]) == 0
+        printed.append(json.loads(capsys.readouterr().out))
+    assert printed[0]["digest"] == printed[1]["digest"]
+    assert IterationPlan.from_json(printed[0]["plan"]).digest == printed[0]["digest"]
+    outcomes = {outcome["name"]: outcome for outcome in printed[0]["strategies"]}
+    assert outcomes["mixed"]["why_not_chosen"] is None
+    assert outcomes["mixed"]["found_s"] == printed[0]["plan"]["predicted_time_s"]
+    assert outcomes["long"]["bound_s"] > 0.5
+
+
+def test_documents_of_an_index(tmp_path: Path) -> None:
+    flags = write_files(tmp_path)
+    out = tmp_path / "plan.json"
+    flags[flags.index("--lengths") + 1] = str(write_idx(tmp_path / "c.idx", [[301], [1], [51, 50]]))
+    assert main(["plan", *flags, "--out", str(out)]) == 0
+    assert IterationPlan.from_json(json.loads(out.read_text())).num_tokens == 300 + 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": [4001]}, "a sequence must fit one micro-batch but sequence 0 has 4001"),
+        ({"lengths": []}, "at least 1 sequence of 1 token but the file has 0"),
+        ({"pool": POOL | {"num_ranks": 4}}, "3 replicas use 8 ranks but the job has 4"),
+        ({"cost_profile": PROFILE | {"schemes": PROFILE["schemes"][:1]}}, "which has tp4; measure"),
+        ({"cost_profile": []}, "must be an object but is []"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *write_files(tmp_path, **changes)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+def test_a_plan_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *write_files(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "must be a path that can be written but: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "check-plan"])
+def test_help_names_units(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "lengths of the batch in tokens" in text
+    assert "in ms" in text
+    assert "in s" in text
+    assert ("wall-clock guard in s" in text) == (command == "plan")
+
+
+def test_planning_imports_neither_torch_nor_megatron_core() -> None:
+    script = (
+        "import sys\n"
+        "from megatron.hydraulis.__main__ import main\n"
+        f"assert main({['plan', *EXAMPLE_FLAGS]!r}) == 0\n"
+        "assert not {'torch', 'megatron.core', 'megatron.training'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,91 @@
+"""How TP ranks share a parameter's gradient is marked or known, never guessed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.catalogue import MARK, catalogue
+from megatron.hydraulis.transfer.canonical import Contribution
+from tests.support.models import SmallModel
+
+LAYER = "decoder.layers.0."
+
+
+def contribution(
+    name: str,
+    *marks: tuple[str, Any],
+    sequence_parallel: bool = False,
+    tensor_parallel: bool = True,
+) -> Contribution:
+    """Of a model's only parameter, of that name and with these attributes."""
+
+    def provider(**_: Any) -> nn.Module:
+        parameter = nn.Parameter(torch.empty(8).fill_(1.0))
+        for key, value in marks:
+            setattr(parameter, key, value)
+        *path, last = name.split(".")
+        module = model = nn.Module()
+        for part in path:
+            child = nn.Module()
+            module.add_module(part, child)
+            module = child
+        module.register_parameter(last, parameter)
+        return model
+
+    definition = SmallModel(sequence_parallel=sequence_parallel).definition()
+    (entry,) = catalogue(
+        replace(definition, model_provider=provider), tensor_parallel=tensor_parallel
+    )
+    assert entry.spec.name == name
+    return entry.spec.contribution
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("module", ["self_attention", "cross_attention", "mlp"])
+def test_an_unmarked_parameter_among_cut_ones_is_refused(
+    module: str, sequence_parallel: bool
+) -> None:
+    name = f"{LAYER}{module}.query_norm.weight"
+    with pytest.raises(ConfigurationError) as refusal:
+        contribution(name, ("sequence_parallel", False), sequence_parallel=sequence_parallel)
+    assert f"parameter '{name}' is whole on every TP rank" in str(refusal.value)
+    assert f"set parameter.{MARK} to 'partial' or 'replicated'" in str(refusal.value)
+
+
+def test_a_norm_that_does_not_know_of_sequence_parallelism_is_refused() -> None:
+    name = f"{LAYER}input_layernorm.weight"
+    with pytest.raises(ConfigurationError, match="is not marked sequence_parallel"):
+        contribution(name, sequence_parallel=True)
+    marked = contribution(name, ("sequence_parallel", True), sequence_parallel=True)
+    assert marked is Contribution.PARTIAL
+    assert contribution(name) is Contribution.REPLICATED
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_mark_decides(sequence_parallel: bool) -> None:
+    name = f"{LAYER}self_attention.head_scale"
+    for mark, wanted in (
+        ("partial", Contribution.PARTIAL),
+        ("replicated", Contribution.REPLICATED),
+    ):
+        found = contribution(name, (MARK, mark), sequence_parallel=sequence_parallel)
+        assert found is wanted
+    with pytest.raises(ConfigurationError, match="= 'summed'; it can be 'partial' or 'replicated'"):
+        contribution(name, (MARK, "summed"))
+
+
+def test_without_tensor_parallelism_there_is_nothing_to_know() -> None:
+    name = f"{LAYER}mlp.router.weight"
+    assert contribution(name, tensor_parallel=False) is Contribution.REPLICATED
+
+
+def test_upstreams_own_parameters_are_known() -> None:
+    assert contribution(f"{LAYER}self_attention.q_layernorm.weight") is Contribution.PARTIAL
+    assert contribution(f"{LAYER}self_attention.linear_proj.bias") is Contribution.REPLICATED
+    assert contribution(f"{LAYER}mlp.linear_fc2.bias") is Contribution.REPLICATED
+    positions = contribution("embedding.position_embeddings.weight", sequence_parallel=True)
+    assert positions is Contribution.REPLICATED

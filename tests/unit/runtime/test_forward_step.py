@@ -1,0 +1,118 @@
+"""A loss function that would make the update depend on the packing is refused at once."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.forward_step import LossFunction, loss_func, make_forward_step
+
+
+class Losses(nn.Module):
+    """Stands for a model: gives the token losses it was made with."""
+
+    def __init__(self, losses: Tensor) -> None:
+        super().__init__()
+        self.losses = nn.Parameter(losses)
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self.losses * 1.0
+
+
+def run(loss: LossFunction, *models: nn.Module) -> list[Any]:
+    """What the loss function returns for micro-batches of 7 tokens, one after the other."""
+    step = make_forward_step(loss)
+    batch = pack([torch.arange(5).numpy(), torch.arange(4).numpy()])
+    returned = []
+    for model in models:
+        output, finish = step(iter([batch]), model)
+        returned.append(finish(output))
+    return returned
+
+
+def some_losses() -> nn.Module:
+    return Losses(torch.linspace(1.0, 3.0, 7).unsqueeze(0))
+
+
+def mean(mask: Tensor, output: Tensor) -> Any:
+    total, num_tokens, _ = loss_func(mask, output)
+    value = total / num_tokens
+    return value, num_tokens, {"lm loss": torch.stack([value.detach(), num_tokens.float()])}
+
+
+def mean_of_one(mask: Tensor, output: Tensor) -> Any:
+    value = output.mean()
+    return value, torch.tensor(1), {"lm loss": torch.stack([value.detach(), torch.tensor(1.0)])}
+
+
+def mean_but_sum_reported(mask: Tensor, output: Tensor) -> Any:
+    total, num_tokens, report = loss_func(mask, output)
+    return total / num_tokens, num_tokens, report
+
+
+def no_count(mask: Tensor, output: Tensor) -> Any:
+    total, num_tokens, _ = loss_func(mask, output)
+    return total, num_tokens, {"lm loss": total.detach()}
+
+
+def no_report(mask: Tensor, output: Tensor) -> Any:
+    total, num_tokens, _ = loss_func(mask, output)
+    return total, num_tokens, {}
+
+
+def other_count(mask: Tensor, output: Tensor) -> Any:
+    total, num_tokens, report = loss_func(mask, output)
+    return total, num_tokens + 1, report
+
+
+def two_values(mask: Tensor, output: Tensor) -> Any:
+    total, _, report = loss_func(mask, output)
+    return total, report
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (mean, r"gives \(2, 7\) .* but \(2, 14\) for the same tokens twice; return the sum"),
+        (mean_of_one, r"gives \(2, 1\) .* but \(2, 1\) for the same tokens twice"),
+        (mean_but_sum_reported, r"returns \(2, 7\) but reports 'lm loss' as \(14, 7\)"),
+        (no_count, r"report 'lm loss' holds 1 numbers"),
+        (no_report, r"report 'none' holds 0 numbers"),
+        (other_count, r"returns \(14, 8\) but reports 'lm loss' as \(14, 7\)"),
+        (two_values, r"must return three values"),
+    ],
+)
+def test_what_does_not_add_up_is_refused(loss: LossFunction, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        run(loss, some_losses())
+    if loss not in (no_count, no_report, two_values):
+        # Where there is no loss nothing can be seen; the next micro-batch is looked at.
+        for nothing in (0.0, torch.nan):
+            with pytest.raises(ConfigurationError):
+                run(loss, Losses(torch.full((1, 7), nothing)), some_losses())
+
+
+def test_sums_pass_and_are_checked_once() -> None:
+    num_calls = 0
+
+    def weighted(mask: Tensor, output: Tensor) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return loss_func(mask, 0.5 * output)
+
+    nan, *others = run(weighted, Losses(torch.full((1, 7), torch.nan)), *[some_losses()] * 3)
+    assert num_calls == 5, "once for each micro-batch, once more for the check"
+    assert not torch.isfinite(nan[0])
+    assert [float(returned[0]) for returned in others] == [7.0] * 3
+
+
+def test_the_check_leaves_the_gradient_alone() -> None:
+    model = some_losses()
+    ((loss, _, _),) = run(loss_func, model)
+    loss.backward()
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [[1.0] * 7]

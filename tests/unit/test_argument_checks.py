@@ -1,0 +1,184 @@
+"""Bad input gives one clear error with rule, numbers and fix, before any rank waits for another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.datasets.utils import get_blend_from_list
+
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from tests.unit.argument_command import parse
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without CUDA on which no launcher has set a variable."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for variable in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+_TOKENS = ("--global-batch-size",)
+_BAD_INPUT = [
+    ("--strategy 3*tp2", (), ["3 replicas use 6 ranks but the job has 8", "2*idle"]),
+    ("--strategy 5*tp2", (), ["5 replicas use 10 ranks but the job has 8", "start 10 ranks"]),
+    ("--tensor-model-parallel-size 3", (), ["3 ranks do not fill the job's 8", "change the deg"]),
+    ("--strategy tp8", (), ["tp must divide the attention heads", "8", "4", "use a tp that"]),
+    (
+        "--strategy 2*tp4 --group-query-attention --num-query-groups 2",
+        (),
+        ["tp must divide the query groups", "tp 4", "is 2", "use a tp that divides 2"],
+    ),
+    (
+        "--strategy 2*tp4 --ffn-hidden-size 90",
+        (),
+        ["tp must divide the ffn hidden size", "tp 4", "is 90"],
+    ),
+    (
+        "--strategy 2*tp4 --hidden-size 66 --kv-channels 16",
+        (),
+        ["tp must divide the hidden size", "tp 4", "is 66"],
+    ),
+    (
+        "--strategy 2*tp4 --padded-vocab-size 202",
+        (),
+        ["tp must divide the padded vocabulary size", "tp 4", "is 202"],
+    ),
+    ("--strategy pp8", (), ["8 stages but the model has 4 layers", "use at most pp4"]),
+    ("--strategy 4*cp2", (), ["context parallelism comes in a later version", "cp 2", "use tp"]),
+    (
+        "--strategy 4*tp2 --pipeline-model-parallel-size 2",
+        (),
+        ["'4*tp2'", "--pipeline-model-parallel-size 2", "give --strategy or the sizes"],
+    ),
+    ("--strategy 8*tq1", (), ["'8*tq1'", "write for example"]),
+    ("--num-ranks 8", (), ["--num-ranks 8 is for --dry-run only", "add --dry-run"]),
+    ("--dry-run --num-ranks 4", (), ["--num-ranks 4", "8 were started", "start one process"]),
+    ("--ranks-per-node 3", (), ["nodes have 3 ranks", "8 ranks", "start 9 ranks"]),
+    ("", _TOKENS, ["the global batch has no size", "--global-batch-tokens"]),
+    ("--global-batch-tokens 512", (), ["--global-batch-size 8", "512", "give one of them"]),
+    ("--global-batch-tokens 100", _TOKENS, ["128 tokens", "is 100", "128 or more"]),
+    ("--global-batch-size 0", (), ["--global-batch-size must be at least 1 but is 0"]),
+    ("--max-tokens-per-micro-batch 100", (), ["128 tokens", "is 100", "--seq-length 100 or less"]),
+    ("", ("--lr",), ["a flag without a default is missing; give --lr"]),
+    ("", ("--lr", "--train-iters"), ["2 flags", "give --train-iters, --lr"]),
+    ("", ("--tokenizer-type",), ["--tokenizer-type", "NullTokenizer --vocab-size N"]),
+    ("--num-layers 0", (), ["--num-layers must be at least 1 but is 0"]),
+    ("--hidden-size 62", (), ["62 is not a multiple of --num-attention-heads 4", "--kv-channels"]),
+    ("--max-position-embeddings 64", (), ["is 64", "--seq-length 128", "or leave it out"]),
+    ("--min-lr 0.1", (), ["--lr 0.001", "--min-lr 0.1", "change one"]),
+    ("--lr-warmup-init 0.1", (), ["--lr 0.001", "--lr-warmup-init is 0.1", "at most 0.001"]),
+    ("--lr-warmup-iters 10", (), ["after 10 iterations", "shorten the warm-up"]),
+    ("--lr-warmup-fraction 1.0", (), ["after 10 iterations", "shorten the warm-up"]),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 2",
+        (),
+        ["--lr-warmup-fraction 0.1", "--lr-warmup-iters 2", "give one of them"],
+    ),
+    ("--lr-decay-style WSD", (), ["is missing", "give --lr-wsd-decay-iters"]),
+    (
+        "--weight-decay-incr-style linear --start-weight-decay 0.1",
+        (),
+        ["--start-weight-decay 0.1", "--end-weight-decay None", "give both"],
+    ),
+    ("", ("--data-path",), ["there is no training corpus", "give --data-path"]),
+    ("--data-path nowhere", (), ["there is no nowhere.idx", "correct the prefix"]),
+    ("--data-path 1 nowhere 2 nothing", (), ["there is no nowhere.idx", "--data-path nowhere"]),
+    ("--data-path one nowhere 2 nothing", (), ["a weight to every prefix or to none", "write"]),
+    ("--train-data-path x", (), ["both name the training corpus", "give one of them"]),
+    ("--valid-data-path x", (), ["--data-path is cut by --split", "give --train-data-path"]),
+    ("--distributed-backend nccl", (), ["nccl needs CUDA", "use --distributed-backend gloo"]),
+    ("--exit-signal-handler --exit-signal SIGNONE", (), ["--exit-signal", "'SIGNONE'", "SIGTERM"]),
+    ("--exit-signal-handler --exit-signal 15", (), ["--exit-signal takes", "'15'", "SIGUSR1"]),
+    ("--seed 0", (), ["--seed must be at least 1 but is 0"]),
+    ("--seed 4294967296", (), ["--seed must be at most 4294967295 but is 4294967296"]),
+    ("--spec one", (), ["1 values: one", "write --spec package.module name"]),
+    ("--spec no.such name", (), ["cannot be imported", "PYTHONPATH"]),
+    ("--spec math no_such", (), ["the module has no no_such", "name a layer spec"]),
+    ("--padded-vocab-size 100", (), ["200 tokens", "--padded-vocab-size is 100", "200 or more"]),
+    ("", ("--vocab-size",), ["NullTokenizer is made from --vocab-size, which is missing"]),
+    (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file nowhere.json",
+        (),
+        ["no file nowhere.json", "correct the path"],
+    ),
+    ("--tokenizer-type TikTokenizer", (), ["--tokenizer-model, which is missing"]),
+]
+
+
+@pytest.mark.parametrize(("typed", "without", "says"), _BAD_INPUT)
+def test_bad_input_gives_one_line_with_rule_numbers_and_fix(
+    typed: str, without: tuple[str, ...], says: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(tmp_path, *typed.split(), without=without)
+    message = str(caught.value)
+    for part in says:
+        assert part in message
+    assert "\n" not in message
+    assert "; " in message
+
+
+def test_gloo_on_a_machine_with_cuda_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigurationError, match="set CUDA_VISIBLE_DEVICES= to train on the CPU"):
+        parse(tmp_path, "--distributed-backend", "gloo")
+
+
+def test_a_strategy_that_does_not_fit_is_a_strategy_error(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError):
+        parse(tmp_path, "--strategy", "3*tp2")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (AssertionError("too\nmany   layers"), "too many layers"),
+        (ValueError("no such thing"), "no such thing"),
+    ],
+)
+def test_what_upstream_raises_becomes_one_line(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("megatron.hydraulis.arguments.validate_args", refuse)
+    with pytest.raises(ConfigurationError) as caught:
+        parse(tmp_path)
+    assert str(caught.value) == f"Megatron refuses these flags: {reason}; change the flags it names"
+
+
+def test_an_assertion_of_upstreams_without_a_message_shows_its_condition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A function of upstream's that asserts without a message.
+    monkeypatch.setattr(
+        "megatron.hydraulis.arguments.validate_args",
+        lambda args: get_blend_from_list(["one", "x", "2", "y"]),
+    )
+    with pytest.raises(ConfigurationError, match=r"refuses these flags: all\(is_none\); change"):
+        parse(tmp_path)
+
+
+def test_what_upstreams_model_configuration_refuses_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(args: object) -> None:
+        raise ValueError("rotary_interleaved does not go with fused rotation")
+
+    monkeypatch.setattr("megatron.hydraulis.arguments.gpt_model_config", refuse)
+    with pytest.raises(ConfigurationError, match="Megatron refuses these flags: rotary_interleav"):
+        parse(tmp_path, "--position-embedding-type", "rope", "--rotary-interleaved")
+
+
+def test_wandb_is_asked_for_before_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "megatron.hydraulis.argument_checks.importlib.util.find_spec", lambda name: None
+    )
+    with pytest.raises(ConfigurationError, match=r"--wandb-project p needs .* pip install wandb"):
+        parse(tmp_path, "--wandb-project", "p")

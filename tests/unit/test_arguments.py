@@ -1,0 +1,372 @@
+"""Command lines become one checked configuration, equal on every rank."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.training import global_vars
+
+from megatron.hydraulis.arguments import Resolved, install_globals
+from megatron.hydraulis.config import HydraulisConfig, default_run_dir, option_of
+from megatron.hydraulis.errors import ConfigurationError
+from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without CUDA on which no launcher has set a variable."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for variable in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+# The parser
+
+
+def test_our_flags_collide_with_none_of_upstreams() -> None:
+    ours = {field.name for field in dataclasses.fields(HydraulisConfig)}
+    upstream = flag_parser().upstream_options
+    assert len(upstream) > 800
+    assert {option_of(name) for name in ours}.isdisjoint(upstream)
+    dests = [action.dest for action in flag_parser()._parser._actions]
+    assert all(dests.count(name) == 1 for name in ours)
+
+
+def test_help_shows_what_is_honoured_and_hides_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        flag_parser().parse(["--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    for field in dataclasses.fields(HydraulisConfig):
+        assert option_of(field.name) in shown
+    assert "--num-layers" in shown
+    assert "--num-experts" not in shown
+
+
+def test_help_says_what_is_so_here_and_which_values_are_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # no line is broken within words
+    with pytest.raises(SystemExit):
+        flag_parser().parse(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "--transformer-impl {local} ",
+        "Here: layers of megatron-core; only local.",
+        "Here: no context parallelism; only 1.",
+        "Here: on wherever tp > 1, unless --no-sequence-parallel.",
+        "Here: state sharded over all ranks: always so here.",
+        "--exit-signal NAME ",
+    ):
+        assert text in shown
+
+
+def test_help_of_every_number_of_ours_states_its_unit() -> None:
+    texts = {
+        action.dest: action.help or ""
+        for action in flag_parser()._parser._actions
+        if action.option_strings[0] not in flag_parser().upstream_options
+    }
+    numbers = [f.name for f in dataclasses.fields(HydraulisConfig) if f.type == int | None]
+    assert len(numbers) == 4
+    for name in numbers:
+        assert "(tokens)" in texts[name] or "(ranks)" in texts[name]
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["--nonsense", "1"], "unrecognized arguments: --nonsense 1"),
+        (["--num-layer", "1"], "unrecognized arguments: --num-layer 1"),
+        (["--num-layers", "four"], "argument --num-layers: invalid int value: 'four'"),
+        (["--long-sequences", "keep"], "argument --long-sequences: invalid choice: 'keep'"),
+    ],
+)
+def test_what_argparse_cannot_read_ends_with_status_2(
+    typed: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(tmp_path, *typed)
+    assert caught.value.code == 2
+    errors = capsys.readouterr().err
+    assert says in errors
+    assert len(errors.splitlines()) <= 3
+
+
+def test_the_last_of_a_repeated_flag_wins(tmp_path: Path) -> None:
+    resolved = parse(tmp_path, "--strategy", "8*tp1", "--seed", "1", "--seed=2", "--strategy=4*tp2")
+    assert resolved.args.seed == 2
+    assert str(resolved.strategy) == "4*tp2"
+
+
+@pytest.mark.parametrize(
+    ("typed", "wish"),
+    [
+        ((), True),
+        (("--no-sequence-parallel",), False),
+        (("--no-sequence-parallel", "--sequence-parallel"), True),
+        (("--sequence-parallel", "--no-sequence-parallel"), False),
+    ],
+)
+def test_of_the_two_sequence_parallel_flags_the_last_wins(
+    typed: tuple[str, ...], wish: bool, tmp_path: Path
+) -> None:
+    resolved = parse(tmp_path, *typed, "--tensor-model-parallel-size", "2")
+    assert resolved.hydraulis.sequence_parallel is wish
+    assert resolved.args.sequence_parallel is False
+
+
+def test_explicit_holds_the_options_as_typed(tmp_path: Path) -> None:
+    resolved = parse(tmp_path, "--bf16", "--min-lr=0", "--run-dir", "d")
+    typed = {word for word in base_command(tmp_path) if word.startswith("--")}
+    assert resolved.explicit == typed | {"--bf16", "--min-lr", "--run-dir"}
+
+
+# Our flags
+
+
+def test_defaults_of_ours(tmp_path: Path) -> None:
+    hydraulis = parse(tmp_path).hydraulis
+    assert hydraulis == HydraulisConfig()
+    assert hydraulis.long_sequences == "split"
+    assert hydraulis.max_tokens_per_micro_batch is None
+    assert hydraulis.run_dir == Path("runs/latest")
+
+
+def test_ours_as_given_and_not_left_among_upstreams(tmp_path: Path) -> None:
+    resolved = parse(
+        tmp_path,
+        *["--strategy", "4*tp2", "--long-sequences", "drop", "--global-batch-tokens", "4096"],
+        *["--max-tokens-per-micro-batch", "512", "--run-dir", "r", "--plan-dir", "p", "--dry-run"],
+        *["--skip-nan-iterations", "--ranks-per-node", "4", "--num-ranks", "8"],
+        num_ranks=1,
+        without=("--global-batch-size",),
+    )
+    assert resolved.hydraulis == HydraulisConfig(
+        strategy="4*tp2",
+        long_sequences="drop",
+        global_batch_tokens=4096,
+        max_tokens_per_micro_batch=512,
+        run_dir=Path("r"),
+        plan_dir=Path("p"),
+        dry_run=True,
+        skip_nan_iterations=True,
+        ranks_per_node=4,
+        num_ranks=8,
+    )
+    for field in dataclasses.fields(HydraulisConfig):
+        assert not hasattr(resolved.args, field.name)
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({}, "latest"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "latest"),
+        ({"TORCHELASTIC_RUN_ID": "7f3a"}, "7f3a"),
+        ({"TORCHELASTIC_RUN_ID": "7f3a", "SLURM_JOB_ID": "1234"}, "1234"),
+        # What differs between ranks must not enter the name.
+        ({"RANK": "3", "LOCAL_RANK": "1"}, "latest"),
+    ],
+)
+def test_default_run_dir_is_named_by_the_launcher(environment: dict[str, str], name: str) -> None:
+    assert default_run_dir(environment) == Path("runs") / name
+
+
+@pytest.mark.parametrize(
+    "name", ["global_batch_tokens", "max_tokens_per_micro_batch", "ranks_per_node"]
+)
+def test_numbers_of_ours_are_positive(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option_of(name)} must be at least 1 but is 0"):
+        parse(tmp_path, option_of(name), "0", without=("--global-batch-size",))
+
+
+# What upstream sees
+
+
+def test_upstream_sees_one_data_parallel_group(tmp_path: Path) -> None:
+    # 7 sequences could not be shared out over two or more data-parallel ranks.
+    resolved = parse(
+        tmp_path, "--strategy", "tp2pp2+2*tp2", "--global-batch-size", "7", num_ranks=8, rank=3
+    )
+    args = resolved.args
+    assert (args.data_parallel_size, args.micro_batch_size, args.global_batch_size) == (1, 1, 7)
+    sizes = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    assert sizes == (1, 1, 1)
+    assert (args.world_size, args.rank) == (8, 3)
+
+
+def test_upstreams_environment_of_a_launcher_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    args = parse(tmp_path, num_ranks=2, rank=1).args
+    assert (args.world_size, args.rank) == (2, 1)
+
+
+def test_parsing_leaves_the_process_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse(tmp_path, "--run-dir", str(tmp_path / "run"))
+    assert not torch.distributed.is_initialized()
+    assert global_vars._GLOBAL_ARGS is None
+    assert global_vars._GLOBAL_TOKENIZER is None
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_ranks_differ_only_in_their_rank(tmp_path: Path) -> None:
+    first, last = parse(tmp_path, rank=0), parse(tmp_path, rank=7)
+    differing = {key for key in vars(first.args) if vars(first.args)[key] != vars(last.args)[key]}
+    assert differing == {"rank"}
+    assert (first.hydraulis, first.strategy) == (last.hydraulis, last.strategy)
+
+
+def test_install_globals_hands_the_arguments_to_upstream(tmp_path: Path) -> None:
+    # The last rank would open TensorBoard's writer.
+    resolved = parse(tmp_path, "--global-batch-size", "6", num_ranks=2, rank=0)
+    try:
+        install_globals(resolved)
+        assert global_vars.get_args() is resolved.args
+        assert global_vars.get_tokenizer().vocab_size == 200
+        assert get_current_global_batch_size() == 6
+    finally:
+        global_vars.unset_global_variables()
+
+
+def test_defaults_that_we_set(tmp_path: Path) -> None:
+    args = parse(tmp_path, "--run-dir", "somewhere").args
+    assert args.log_interval == 1
+    assert args.log_throughput is True
+    assert (args.hidden_dropout, args.attention_dropout) == (0.0, 0.0)
+    assert args.calculate_per_token_loss is True
+    assert args.max_position_embeddings == 128
+    assert args.tensorboard_dir == "somewhere/tensorboard"
+    assert args.wandb_save_dir == "somewhere/wandb"
+    # Never reached in 10 iterations, and nothing is evaluated after them.
+    assert args.eval_interval == 11
+    assert args.eval_iters == 0
+
+
+def test_evaluation_keeps_upstreams_length_once_an_interval_is_given(tmp_path: Path) -> None:
+    args = parse(tmp_path, "--eval-interval", "5").args
+    assert (args.eval_interval, args.eval_iters) == (5, 100)
+
+
+def test_defaults_without_cuda(tmp_path: Path) -> None:
+    args = parse(tmp_path, "--swiglu", "--position-embedding-type", "rope").args
+    assert args.distributed_backend == "gloo"
+    assert args.transformer_impl == "local"
+    assert args.no_persist_layer_norm is True
+    assert args.disable_jit_fuser is True
+    assert args.num_workers == 0
+    fusions = (
+        args.apply_rope_fusion,
+        args.gradient_accumulation_fusion,
+        args.masked_softmax_fusion,
+        args.bias_swiglu_fusion,
+        args.bias_gelu_fusion,
+        args.bias_dropout_fusion,
+    )
+    assert fusions == (False,) * 6
+
+
+def test_defaults_with_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = parse(tmp_path).args
+    assert args.distributed_backend == "nccl"
+    assert args.bias_gelu_fusion is True
+    assert args.disable_jit_fuser is False
+    assert args.gradient_accumulation_fusion is False
+
+
+# Strategy and batch
+
+
+@pytest.mark.parametrize(
+    ("typed", "num_ranks", "strategy"),
+    [
+        ("", 4, "4*tp1"),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 8, "2*tp2pp2"),
+        ("--pipeline-model-parallel-size 4", 4, "pp4"),
+        ("--strategy tp2+2*tp1", 4, "tp2+2*tp1"),
+        ("--strategy tp2@0,3+pp2:3,1@1,2", 4, "tp2@0,3+pp2:3,1@1,2"),
+        ("--strategy tp2+2*idle", 4, "tp2+2*idle"),
+    ],
+)
+def test_strategy(typed: str, num_ranks: int, strategy: str, tmp_path: Path) -> None:
+    resolved = parse(tmp_path, *typed.split(), num_ranks=num_ranks)
+    assert str(resolved.strategy) == strategy
+    assert resolved.strategy.num_ranks == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("variable", "typed", "num_ranks", "ranks_per_node"),
+    [
+        (None, "", 8, 8),
+        ("4", "", 8, 4),
+        ("4", "--ranks-per-node 2", 8, 2),
+        ("1", "--dry-run --num-ranks 16", 1, 16),
+        ("1", "--dry-run --num-ranks 16 --ranks-per-node 8", 1, 8),
+    ],
+)
+def test_ranks_per_node(
+    variable: str | None,
+    typed: str,
+    num_ranks: int,
+    ranks_per_node: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
+    resolved = parse(tmp_path, *typed.split(), num_ranks=num_ranks)
+    assert resolved.strategy.ranks_per_node == ranks_per_node
+
+
+def test_dry_run_on_one_process_describes_a_job_of_many_ranks(tmp_path: Path) -> None:
+    resolved = parse(
+        tmp_path, *["--dry-run", "--num-ranks", "16", "--strategy", "4*tp2pp2"], num_ranks=1
+    )
+    assert resolved.args.world_size == 16
+    assert len(resolved.strategy.replicas) == 4
+
+
+def test_a_token_budget_counts_as_one_sequence_to_upstream(tmp_path: Path) -> None:
+    resolved = parse(tmp_path, "--global-batch-tokens", "4096", without=("--global-batch-size",))
+    assert resolved.args.global_batch_size == 1
+
+
+def _shape_of(resolved: Resolved) -> tuple[int, ...]:
+    shape = resolved.shape
+    return (shape.num_query_groups, shape.kv_channels, shape.ffn_hidden_size, shape.vocab_size)
+
+
+def test_shape_of_the_model(tmp_path: Path) -> None:
+    plain = parse(tmp_path)
+    assert _shape_of(plain) == (4, 16, 256, 256)
+    assert plain.shape.tied_embeddings
+    assert not plain.shape.gated_mlp
+    other = parse(
+        tmp_path,
+        *["--group-query-attention", "--num-query-groups", "2", "--kv-channels", "8", "--swiglu"],
+        *["--ffn-hidden-size", "96", "--untie-embeddings-and-output-weights"],
+    )
+    assert _shape_of(other) == (2, 8, 96, 256)
+    assert not other.shape.tied_embeddings
+    assert other.shape.gated_mlp
+
+
+def test_blends_with_and_without_weights(tmp_path: Path) -> None:
+    one, two = write_corpus(tmp_path, "one"), write_corpus(tmp_path, "two")
+    for blend in (["0.3", one, "0.7", two], [one, two]):
+        assert parse(tmp_path, "--data-path", *blend).args.data_path == blend

@@ -1,0 +1,313 @@
+"""Every honoured option has one row here: what is typed, and what must change by it."""
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron.hydraulis.arguments import Resolved, gpt_model_config
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.honoured_options import HONOURED
+from tests.unit.argument_command import parse, write_corpus
+
+# A layer spec of a user, for --spec.
+user_layer_spec = ModuleSpec(module=object)
+
+
+@dataclass(frozen=True)
+class Row:
+    typed: str
+    """What follows the option; '{dir}' stands for a folder with corpus 'other' and a file."""
+    where: str
+    """args.*, hydraulis.*, strategy, vocabulary.* or model.* (upstream's model configuration)."""
+    value: Any
+    beside: str = ""
+    """Flags that are given with and without the option."""
+    always: bool = False
+    """Whether the value holds without the option as well."""
+    cuda: bool = False
+    """Whether the default differs from the value only on a machine with CUDA."""
+    without: tuple[str, ...] = ()
+    """Flags of the base command line that do not go with the option."""
+
+
+def _args(typed: str, attribute: str, value: Any, **more: Any) -> Row:
+    return Row(typed, f"args.{attribute}", value, **more)
+
+
+def _model(typed: str, attribute: str, value: Any, **more: Any) -> Row:
+    return Row(typed, f"model.{attribute}", value, **more)
+
+
+_ROPE = "--position-embedding-type rope"
+_CHANGING_DECAY = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.3"
+_SENTENCE_PIECE = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {dir}/file"
+_HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {dir}/file"
+_TIK = "--tokenizer-type TikTokenizer --tokenizer-model {dir}/file"
+_BPE = "--tokenizer-type GPT2BPETokenizer --vocab-file {dir}/file --merge-file {dir}/file"
+
+ROWS: dict[str, Row] = {
+    # model
+    "--num-layers": _model("6", "num_layers", 6),
+    "--hidden-size": _model("32", "hidden_size", 32),
+    "--ffn-hidden-size": _model("96", "ffn_hidden_size", 96),
+    "--num-attention-heads": _model("8", "num_attention_heads", 8),
+    "--kv-channels": _model("24", "kv_channels", 24),
+    "--group-query-attention": _model("", "num_query_groups", 1),
+    "--num-query-groups": _model("2", "num_query_groups", 2, beside="--group-query-attention"),
+    "--max-position-embeddings": _model("256", "seq_length", 256),
+    "--position-embedding-type": _model("none", "position_embedding_type", "none"),
+    "--rotary-base": _model("5000", "rotary_base", 5000, beside=_ROPE),
+    "--rotary-percent": _model("0.5", "rotary_percent", 0.5, beside=_ROPE),
+    "--rotary-interleaved": _model("", "rotary_interleaved", True, beside=_ROPE),
+    "--rotary-seq-len-interpolation-factor": _model(
+        "2", "seq_len_interpolation_factor", 2, beside=_ROPE
+    ),
+    "--use-rope-scaling": _model("", "rope_scaling", True, beside=_ROPE),
+    "--rope-scaling-factor": _model(
+        "4", "rope_scaling_factor", 4.0, beside=f"{_ROPE} --use-rope-scaling"
+    ),
+    "--normalization": _model("RMSNorm", "normalization", "RMSNorm"),
+    "--norm-epsilon": _model("1e-6", "layernorm_epsilon", 1e-6),
+    "--swiglu": _model("", "gated_linear_unit", True),
+    "--disable-bias-linear": _model("", "add_bias_linear", False),
+    "--add-qkv-bias": _model("", "add_qkv_bias", True, beside="--disable-bias-linear"),
+    "--qk-layernorm": _model("", "qk_layernorm", True),
+    "--untie-embeddings-and-output-weights": _model(
+        "", "share_embeddings_and_output_weights", False
+    ),
+    "--init-method-std": _model("0.01", "init_method_std", 0.01),
+    "--make-vocab-size-divisible-by": _model("48", "vocab_size", 240),
+    "--hidden-dropout": _model("0", "hidden_dropout", 0.0, always=True),
+    "--attention-dropout": _model("0", "attention_dropout", 0.0, always=True),
+    "--spec": _model(f"{__name__} user_layer_spec", "transformer_layer_spec", user_layer_spec),
+    "--transformer-impl": _args("local", "transformer_impl", "local", always=True),
+    "--use-mcore-models": _args("", "deprecated_use_mcore_models", True),
+    "--no-masked-softmax-fusion": _model("", "masked_softmax_fusion", False, cuda=True),
+    "--no-bias-gelu-fusion": _model("", "bias_activation_fusion", False, cuda=True),
+    "--no-bias-swiglu-fusion": _model(
+        "", "bias_activation_fusion", False, beside="--swiglu", cuda=True
+    ),
+    "--no-bias-dropout-fusion": _model("", "bias_dropout_fusion", False, cuda=True),
+    "--no-rope-fusion": _args("", "apply_rope_fusion", False, beside=_ROPE, always=True),
+    "--no-persist-layer-norm": _model("", "persist_layer_norm", False, always=True),
+    "--no-gradient-accumulation-fusion": _model(
+        "", "gradient_accumulation_fusion", False, always=True
+    ),
+    "--disable-jit-fuser": _args("", "disable_jit_fuser", True, cuda=True),
+    # batch and loop
+    "--global-batch-size": _args("7", "global_batch_size", 7),
+    "--seq-length": _args("96", "seq_length", 96),
+    "--train-iters": _args("12", "train_iters", 12),
+    "--seed": _args("7", "seed", 7),
+    "--calculate-per-token-loss": _model("", "calculate_per_token_loss", True, always=True),
+    "--reset-position-ids": _args("", "reset_position_ids", True, always=True),
+    "--reset-attention-mask": _args("", "reset_attention_mask", True, always=True),
+    "--exit-interval": _args("5", "exit_interval", 5),
+    "--exit-duration-in-mins": _args("9", "exit_duration_in_mins", 9),
+    "--exit-signal-handler": _args("", "exit_signal_handler", True),
+    "--exit-signal": _args(
+        "SIGUSR1", "exit_signal", signal.SIGUSR1, beside="--exit-signal-handler"
+    ),
+    "--eval-interval": _args("4", "eval_interval", 4),
+    "--eval-iters": _args("3", "eval_iters", 3),
+    "--start-eval-at-iter": _args("8", "start_eval_at_iter", 8, beside="--eval-interval 4"),
+    "--manual-gc": _args("", "manual_gc", True),
+    "--manual-gc-interval": _args("5", "manual_gc_interval", 5, beside="--manual-gc"),
+    "--no-manual-gc-eval": _args("", "manual_gc_eval", False, beside="--manual-gc"),
+    # optimizer and schedules
+    "--optimizer": _args("adam", "optimizer", "adam", always=True),
+    "--lr": _args("0.02", "lr", 0.02),
+    "--min-lr": _args("1e-4", "min_lr", 1e-4),
+    "--lr-decay-style": _args("cosine", "lr_decay_style", "cosine"),
+    "--lr-decay-iters": _args("8", "lr_decay_iters", 8),
+    "--lr-warmup-iters": _args("3", "lr_warmup_iters", 3),
+    "--lr-warmup-fraction": _args("0.1", "lr_warmup_fraction", 0.1),
+    "--lr-warmup-init": _args("1e-5", "lr_warmup_init", 1e-5),
+    "--lr-wsd-decay-style": _args(
+        "linear",
+        "lr_wsd_decay_style",
+        "linear",
+        beside="--lr-decay-style WSD --lr-wsd-decay-iters 2",
+    ),
+    "--lr-wsd-decay-iters": _args(
+        "3", "lr_wsd_decay_iters", 3, beside="--lr-decay-style WSD --lr-wsd-decay-iters 2"
+    ),
+    "--weight-decay": _args("0.2", "end_weight_decay", 0.2),
+    "--start-weight-decay": _args("0.2", "start_weight_decay", 0.2, beside=_CHANGING_DECAY),
+    "--end-weight-decay": _args("0.4", "end_weight_decay", 0.4, beside=_CHANGING_DECAY),
+    "--weight-decay-incr-style": _args(
+        "cosine", "weight_decay_incr_style", "cosine", beside=_CHANGING_DECAY
+    ),
+    "--clip-grad": _args("0.5", "clip_grad", 0.5),
+    "--adam-beta1": _args("0.8", "adam_beta1", 0.8),
+    "--adam-beta2": _args("0.95", "adam_beta2", 0.95),
+    "--adam-eps": _args("1e-5", "adam_eps", 1e-5),
+    "--use-distributed-optimizer": _args("", "use_distributed_optimizer", True, always=True),
+    "--bf16": _model("", "params_dtype", torch.bfloat16),
+    "--accumulate-allreduce-grads-in-fp32": _args(
+        "", "accumulate_allreduce_grads_in_fp32", True, always=True
+    ),
+    # parallelism
+    "--tensor-model-parallel-size": Row("2", "strategy", "4*tp2"),
+    "--pipeline-model-parallel-size": Row("2", "strategy", "4*pp2"),
+    "--context-parallel-size": Row("1", "strategy", "8*tp1", always=True),
+    "--sequence-parallel": Row(
+        "", "hydraulis.sequence_parallel", True, beside="--no-sequence-parallel"
+    ),
+    "--distributed-backend": _args("gloo", "distributed_backend", "gloo", always=True),
+    "--distributed-timeout-minutes": _args("3", "distributed_timeout_minutes", 3),
+    # data
+    "--data-path": _args("{dir}/other", "data_path", ["{dir}/other"]),
+    "--split": _args("8,1,1", "split", "8,1,1"),
+    "--train-data-path": _args(
+        "{dir}/other", "train_data_path", ["{dir}/other"], without=("--data-path",)
+    ),
+    "--valid-data-path": _args(
+        "{dir}/other",
+        "valid_data_path",
+        ["{dir}/other"],
+        beside="--train-data-path {dir}/other",
+        without=("--data-path",),
+    ),
+    "--test-data-path": _args(
+        "{dir}/other",
+        "test_data_path",
+        ["{dir}/other"],
+        beside="--train-data-path {dir}/other",
+        without=("--data-path",),
+    ),
+    "--num-workers": _args("0", "num_workers", 0, always=True),
+    "--tokenizer-type": _args(
+        "HuggingFaceTokenizer",
+        "tokenizer_type",
+        "HuggingFaceTokenizer",
+        beside="--tokenizer-model {dir}/file",
+    ),
+    "--tokenizer-model": _args(
+        "{dir}/file2", "tokenizer_model", "{dir}/file2", beside=_HUGGING_FACE
+    ),
+    "--vocab-file": _args("{dir}/file2", "vocab_file", "{dir}/file2", beside=_BPE),
+    "--merge-file": _args("{dir}/file2", "merge_file", "{dir}/file2", beside=_BPE),
+    "--vocab-size": Row("300", "vocabulary.padded_size", 384),
+    "--padded-vocab-size": Row("264", "vocabulary.padded_size", 264),
+    "--tokenizer-metadata": _args("{dir}/file", "metadata_path", "{dir}/file"),
+    "--tokenizer-special-tokens": _args("<a> <b>", "special_tokens", ["<a>", "<b>"]),
+    "--tiktoken-pattern": _args("v2", "tiktoken_pattern", "v2", beside=_TIK),
+    "--tiktoken-num-special-tokens": _args("50", "tiktoken_num_special_tokens", 50, beside=_TIK),
+    "--tokenizer-sentencepiece-legacy": _args(
+        "", "tokenizer_sentencepiece_legacy", True, beside=_SENTENCE_PIECE
+    ),
+    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": _args(
+        "", "tokenizer_sentencepiece_ignore_extra_whitespaces", False, beside=_SENTENCE_PIECE
+    ),
+    "--tokenizer-hf-no-use-fast": _args("", "tokenizer_hf_no_use_fast", True, beside=_HUGGING_FACE),
+    "--tokenizer-hf-no-include-special-tokens": _args(
+        "", "tokenizer_hf_no_include_special_tokens", True, beside=_HUGGING_FACE
+    ),
+    "--trust-remote-code": _args("", "trust_remote_code", True, beside=_HUGGING_FACE),
+    "--null-tokenizer-eod-id": _args("3", "null_tokenizer_eod_id", 3),
+    "--null-tokenizer-pad-id": _args("4", "null_tokenizer_pad_id", 4),
+    # logging
+    "--log-interval": _args("2", "log_interval", 2),
+    "--log-throughput": _args("", "log_throughput", True, always=True),
+    "--timing-log-level": _args("2", "timing_log_level", 2),
+    "--timing-log-option": _args("max", "timing_log_option", "max"),
+    "--logging-level": _args("30", "logging_level", 30),
+    "--tensorboard-dir": _args("{dir}", "tensorboard_dir", "{dir}"),
+    "--tensorboard-log-interval": _args("3", "tensorboard_log_interval", 3),
+    "--tensorboard-queue-size": _args("5", "tensorboard_queue_size", 5),
+    "--log-timers-to-tensorboard": _args("", "log_timers_to_tensorboard", True),
+    "--no-log-loss-scale-to-tensorboard": _args("", "log_loss_scale_to_tensorboard", False),
+    "--log-validation-ppl-to-tensorboard": _args("", "log_validation_ppl_to_tensorboard", True),
+    "--log-world-size-to-tensorboard": _args("", "log_world_size_to_tensorboard", True),
+    "--wandb-project": _args("p", "wandb_project", "p"),
+    "--wandb-exp-name": _args("n", "wandb_exp_name", "n", beside="--wandb-project p"),
+    "--wandb-save-dir": _args("{dir}", "wandb_save_dir", "{dir}", beside="--wandb-project p"),
+    "--wandb-entity": _args("e", "wandb_entity", "e", beside="--wandb-project p"),
+    "--no-one-logger": _args("", "enable_one_logger", False, always=True),
+}
+
+
+def test_a_row_for_every_honoured_option_and_for_no_other() -> None:
+    assert set(ROWS) == set(HONOURED)
+
+
+def test_every_honoured_option_says_where_it_takes_effect() -> None:
+    assert [option for option, honoured in HONOURED.items() if not honoured.effect] == []
+    restricted = [honoured for honoured in HONOURED.values() if honoured.only is not None]
+    assert restricted
+    assert all("; use " in honoured.otherwise for honoured in restricted)
+
+
+class _Tokenizer:
+    """Stands for any tokenizer: the rows ask what reaches upstream, not what it makes of it."""
+
+    vocab_size = 150
+
+
+def _read(resolved: Resolved, where: str) -> Any:
+    if where == "strategy":
+        return str(resolved.strategy)
+    holder, attribute = where.split(".")
+    if holder == "model":
+        return getattr(gpt_model_config(resolved.args), attribute)
+    return getattr(getattr(resolved, holder), attribute)
+
+
+def _fill(value: Any, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [_fill(item, folder) for item in value]
+    return value.replace("{dir}", str(folder)) if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("option", ROWS)
+def test_honoured(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[option]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: row.cuda)
+    # Which packages are installed is not the question here.
+    monkeypatch.setattr(
+        "megatron.hydraulis.argument_checks.importlib.util.find_spec", lambda name: object()
+    )
+    if row.where.startswith("args."):
+        monkeypatch.setattr(
+            "megatron.hydraulis.vocabulary.build_tokenizer", lambda args: _Tokenizer()
+        )
+    write_corpus(tmp_path, "other")
+    for name in ("file", "file2"):
+        (tmp_path / name).touch()
+    beside = _fill(row.beside, tmp_path).split()
+    typed = [option, *_fill(row.typed, tmp_path).split()]
+    value = _fill(row.value, tmp_path)
+
+    with_option = parse(tmp_path, *beside, *typed, without=row.without)
+    assert option in with_option.explicit
+    assert _read(with_option, row.where) == value
+
+    if option == "--train-data-path":
+        assert with_option.args.data_path is None
+        return
+    without_option = parse(tmp_path, *beside, without=row.without)
+    assert (_read(without_option, row.where) == value) is row.always
+
+
+@pytest.mark.parametrize(
+    "option", [option for option, honoured in HONOURED.items() if honoured.need is not None]
+)
+def test_an_option_that_would_have_no_effect_is_refused(option: str, tmp_path: Path) -> None:
+    need = HONOURED[option].need
+    assert need is not None
+    against = {
+        "--make-vocab-size-divisible-by": "--padded-vocab-size 256",
+        "--null-tokenizer-eod-id": "--tokenizer-type HuggingFaceTokenizer",
+        "--null-tokenizer-pad-id": "--tokenizer-type HuggingFaceTokenizer",
+    }
+    extra = against.get(option, "").split()
+    without = ("--data-path",) if option == "--split" else ()
+    with pytest.raises(ConfigurationError) as caught:
+        parse(tmp_path, option, *ROWS[option].typed.split(), *extra, without=without)
+    assert str(caught.value).startswith(f"{option} has an effect only with {need.flag}; ")

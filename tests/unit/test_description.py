@@ -1,0 +1,133 @@
+"""The resolved configuration as it is written and printed."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.models.gpt import GPTModelBuilder
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.hydraulis.arguments import gpt_model_config
+from megatron.hydraulis.description import describe, format_description, num_parameters_of_rank
+from megatron.hydraulis.honoured_options import HONOURED
+from tests.unit.argument_command import parse
+
+
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def two_fake_ranks() -> Iterator[ProcessGroupCollection]:
+    """Groups of rank 0 of a tensor-parallel pair; nothing is ever sent."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        pair, alone = dist.new_group([0, 1]), dist.new_group([0])
+        names = [
+            "pp",
+            "cp",
+            "embd",
+            "pos_embd",
+            "dp",
+            "dp_cp",
+            "ep",
+            "expt_tp",
+            "tp_ep",
+            "tp_ep_pp",
+            "expt_dp",
+        ]
+        groups = dict.fromkeys(names, alone) | dict.fromkeys(("tp", "mp", "tp_cp"), pair)
+        yield ProcessGroupCollection(**groups)
+    finally:
+        dist.destroy_process_group()
+
+
+_LLAMA = (
+    "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 "
+    "--position-embedding-type rope --disable-bias-linear"
+)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "",
+        _LLAMA,
+        f"{_LLAMA} --qk-layernorm --untie-embeddings-and-output-weights",
+        "--disable-bias-linear --add-qkv-bias --qk-layernorm --kv-channels 24",
+    ],
+)
+def test_parameters_of_a_rank_are_those_of_upstreams_model(
+    typed: str, two_fake_ranks: ProcessGroupCollection, tmp_path: Path
+) -> None:
+    resolved = parse(tmp_path, *typed.split(), "--strategy", "tp2pp2:3,1", num_ranks=4)
+    config = gpt_model_config(resolved.args)
+    config.transformer.tensor_model_parallel_size = 2
+    config.transformer.use_cpu_initialization = True
+    config.transformer.init_model_with_meta_device = True
+    replica = resolved.strategy.replicas[0]
+    for stage, num_layers in enumerate((3, 1)):
+        config.transformer.num_layers = num_layers
+        with torch.device("meta"):
+            model = GPTModelBuilder(config).build_model(
+                two_fake_ranks, pre_process=stage == 0, post_process=stage == 1
+            )
+        expected = sum(parameter.numel() for parameter in model.parameters())
+        for tp in range(2):
+            rank = replica.rank_at(stage, 0, tp)
+            counted = num_parameters_of_rank(resolved.args, resolved.shape, replica, rank)
+            assert counted == expected
+
+
+def test_a_rank_outside_the_replica_has_no_parameters_there(tmp_path: Path) -> None:
+    resolved = parse(tmp_path, "--strategy", "tp2+2*idle", num_ranks=4)
+    with pytest.raises(ValueError, match="rank 3 is not in the replica"):
+        num_parameters_of_rank(resolved.args, resolved.shape, resolved.strategy.replicas[0], 3)
+
+
+def test_description_survives_json_and_is_the_same_on_every_rank(tmp_path: Path) -> None:
+    typed = ["--strategy", "tp2pp2:1,3+2*tp1+2*idle", "--bf16"]
+    description = describe(parse(tmp_path, *typed, rank=0))
+    assert json.loads(json.dumps(description)) == description
+    assert describe(parse(tmp_path, *typed, rank=7)) == description
+
+
+def test_description_holds_strategy_model_and_flags(tmp_path: Path) -> None:
+    description = describe(
+        parse(tmp_path, "--strategy", "tp2pp2:1,3+2*tp1+2*idle", "--plan-dir", "plans")
+    )
+    assert description["strategy"] == "tp2pp2:1,3+2*tp1+2*idle"
+    assert description["num_ranks"] == 8
+    assert description["idle_ranks"] == [6, 7]
+    replica, single, _ = description["replicas"]
+    assert replica["ranks"] == [0, 1, 2, 3]
+    assert replica["layers_per_stage"] == [1, 3]
+    assert len(replica["num_parameters_per_rank"]) == 4
+    model = description["model"]
+    assert (model["vocab_size_unpadded"], model["vocab_size"]) == (200, 256)
+    assert single["num_parameters_per_rank"] == {"4": model["num_parameters"]}
+    assert description["hydraulis"]["plan_dir"] == "plans"
+    assert description["hydraulis"]["sequence_parallel"] is True
+    assert "--plan-dir" in description["explicit_options"]
+    assert description["settings"]["hidden_size"] == 64
+    assert len(description["settings"]) == len(HONOURED)
+    assert "num_experts" in description["upstream_defaults"]
+    assert description["settings"].keys().isdisjoint(description["upstream_defaults"])
+
+
+def test_text_names_every_stage_with_ranks_and_parameters(tmp_path: Path) -> None:
+    description = describe(parse(tmp_path, "--strategy", "tp2pp2:1,3+2*tp1+2*idle"))
+    lines = format_description(description).splitlines()
+    assert lines[0].split() == ["strategy", "tp2pp2:1,3+2*tp1+2*idle"]
+    assert "idle: 6, 7" in lines[1]
+    of_rank = description["replicas"][0]["num_parameters_per_rank"]
+    first, last = f"{of_rank['0']:,}", f"{of_rank['2']:,}"
+    assert f"  stage 0    ranks 0, 1: 1 layers, {first} parameters per rank" in lines
+    assert f"  stage 1    ranks 2, 3: 3 layers, {last} parameters per rank" in lines
+    assert "  sequence_parallel True" in lines
+    assert not any("num_experts" in line for line in lines)

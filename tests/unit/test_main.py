@@ -1,0 +1,119 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.hydraulis.__main__ import COMMANDS, main
+from megatron.hydraulis.data.index import read_index
+
+NULL_TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+
+
+def preprocess(tmp_path: Path, *flags: str, source: str = "in.jsonl") -> int:
+    (tmp_path / "in.jsonl").write_text('{"text": "1 2 3"}\n{"text": "4"}\n{"body": "5"}\n')
+    (tmp_path / "in.txt").write_text("1 2 3 4")
+    return main(
+        [
+            "preprocess",
+            "--input",
+            str(tmp_path / source),
+            "--output-prefix",
+            str(tmp_path / "out"),
+            *NULL_TOKENIZER,
+            *list(flags),
+        ]
+    )
+
+
+def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert all(command.name in text for command in COMMANDS)
+
+
+def test_help_imports_neither_torch_nor_megatron_core() -> None:
+    script = (
+        "import sys\n"
+        "from megatron.hydraulis.__main__ import main\n"
+        "try: main(['preprocess', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'megatron.core'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--output-prefix" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["preprocess"]])
+def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: python -m megatron.hydraulis" in capsys.readouterr().err
+
+
+def test_preprocess_prints_counts_and_histogram(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preprocess(tmp_path, "--workers", "2", source="in.txt") == 0
+    assert read_index(str(tmp_path / "out")).document_lengths.tolist() == [5]
+    printed = capsys.readouterr().out
+    assert "1 files, 1 documents" in printed
+    assert "5 tokens" in printed
+    assert "4 – 7" in printed
+
+
+def test_preprocess_honours_its_flags(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.jsonl").write_text('{"body": "5 6"}\n')
+    (tmp_path / "folder" / "b.py").write_text("not numbers")
+    flags = ["--json-key", "body", "--no-append-eod", "--pattern", "*.jsonl"]
+    assert preprocess(tmp_path, *flags, source="folder") == 0
+    assert read_index(str(tmp_path / "out")).document_lengths.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            [],
+            "in.jsonl, line 3: the text is under key 'text' but the line has body; set --json-key",
+        ),
+        (["--workers", "0"], "--workers is at least 1 but is 0"),
+        (["--output-prefix", "x.bin"], "path without .bin or .idx"),
+        (["--input", "/nowhere"], "input /nowhere does not exist"),
+        (["--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preprocess(tmp_path, *flags) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_program_ends_without_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "megatron.hydraulis",
+            "preprocess",
+            "--input",
+            str(tmp_path),
+            "--output-prefix",
+            str(tmp_path / "out"),
+            *NULL_TOKENIZER,
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: preprocessing needs at least one file")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,175 @@
+"""Patches are applied to the upstream that they were written for, and to no other."""
+
+import importlib
+import inspect
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hydraulis_patches import registry
+from hydraulis_patches.__main__ import main as list_patches
+from hydraulis_patches.cpu_backend import CPU_BACKEND, RNG_TRACKER
+from hydraulis_patches.hashes import CPU_BACKEND_HASHES, TRAINING_LOOP_HASHES
+from hydraulis_patches.registry import (
+    Patch,
+    SetState,
+    check_signature,
+    source_hash,
+    undo_all,
+)
+from hydraulis_patches.training_loop import ALL, MEMORY_BUFFER
+from megatron.hydraulis.errors import UpstreamVersionError
+
+UPSTREAM = """
+def answer(question, *, times=1):
+    return "upstream's"
+
+
+LIMIT = 3
+"""
+
+
+@pytest.fixture
+def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module to patch, written to a file as upstream's are."""
+    (tmp_path / "some_upstream.py").write_text(UPSTREAM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "some_upstream", raising=False)
+    return importlib.import_module("some_upstream")
+
+
+def patch_of(*attributes: str) -> Patch:
+    targets = [f"some_upstream:{attribute}" for attribute in attributes]
+    return Patch(
+        name="test_patch",
+        targets={target: source_hash(target) for target in targets},
+        reason="a test",
+        removable_when="never",
+        versions=(version("megatron-core"),),
+    )
+
+
+def test_the_installed_upstream_is_the_one_that_the_cpu_backend_was_written_for() -> None:
+    CPU_BACKEND.check()
+
+
+@pytest.mark.parametrize("target", TRAINING_LOOP_HASHES)
+def test_hashes_of_the_training_loop_s_names_are_those_installed(target: str) -> None:
+    module, attribute = target.split(":")
+    original = getattr(importlib.import_module(module), attribute)
+    assert inspect.isroutine(original)
+    assert source_hash(target) == TRAINING_LOOP_HASHES[target]
+
+
+def test_an_unknown_version_is_refused_naming_version_and_patch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "version", lambda package: "0.20.0")
+    with pytest.raises(UpstreamVersionError) as refusal:
+        CPU_BACKEND.check()
+    message = str(refusal.value)
+    assert "patch 'cpu_backend'" in message
+    assert "0.20.0 is installed" in message
+    assert "install 'megatron-core==0.19.2' or port the patch" in message
+
+
+def test_an_unknown_version_is_left_alone(
+    upstream: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = upstream.answer
+    patch = patch_of("answer")
+    monkeypatch.setattr(registry, "version", lambda package: "0.20.0")
+    with pytest.raises(UpstreamVersionError):
+        patch.apply(lambda original: lambda question, *, times=1: "ours")
+    assert upstream.answer is original
+
+
+def test_changed_source_is_refused_and_nothing_is_replaced(
+    upstream: ModuleType, tmp_path: Path
+) -> None:
+    patch = patch_of("LIMIT", "answer")
+    text = UPSTREAM.replace("upstream's", "somebody else's")
+    (tmp_path / "some_upstream.py").write_text(text)
+    changed = importlib.reload(upstream)
+    original = changed.answer
+    with pytest.raises(UpstreamVersionError, match="'test_patch': the source of some_upstream:"):
+        patch.apply(lambda original: None)
+    assert changed.answer is original
+    assert changed.LIMIT == 3
+
+
+def test_every_module_of_the_cpu_backend_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(CPU_BACKEND.targets) == {f"{module}:torch" for module in CPU_BACKEND_HASHES}
+    for target in CPU_BACKEND.targets:
+        wrong = dict(CPU_BACKEND.targets) | {target: "0" * 16}
+        patch = Patch("cpu_backend", wrong, CPU_BACKEND.reason, CPU_BACKEND.removable_when)
+        with pytest.raises(UpstreamVersionError, match=f"source of {target} has hash"):
+            patch.check()
+
+
+def test_a_replacement_sees_the_original_and_undo_puts_it_back(upstream: ModuleType) -> None:
+    original = upstream.answer
+    applied = patch_of("answer").apply(
+        lambda upstream_answer: lambda question: upstream_answer(question) + " and ours"
+    )
+    assert upstream.answer("?") == "upstream's and ours"
+    undo_all(applied)
+    assert upstream.answer is original
+
+
+def test_undo_runs_backwards(upstream: ModuleType) -> None:
+    patch = patch_of("LIMIT")
+    first = patch.apply(lambda limit: limit + 1)
+    second = patch.apply(lambda limit: limit * 10)
+    assert upstream.LIMIT == 40
+    undo_all([*first, *second])
+    assert upstream.LIMIT == 3
+
+
+def test_a_replacement_of_the_same_signature_passes(upstream: ModuleType) -> None:
+    def answer(question: str, *, times: int = 2) -> str:
+        return question * times
+
+    check_signature("some_upstream:answer", answer)
+
+
+@pytest.mark.parametrize(
+    "replacement",
+    [
+        lambda question: None,
+        lambda question, times=1: None,
+        lambda query, *, times=1: None,
+        lambda question, *, times=1, more=2: None,
+        lambda *args, **kwargs: None,
+    ],
+    ids=["missing", "other kind", "renamed", "one more", "anything"],
+)
+def test_a_replacement_of_another_signature_is_refused(
+    upstream: ModuleType, replacement: object
+) -> None:
+    with pytest.raises(UpstreamVersionError, match=r"callers pass \(question, times\); port it"):
+        check_signature("some_upstream:answer", replacement)  # type: ignore[arg-type]
+
+
+def test_every_patch_and_every_state_that_is_set_is_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert list_patches() == 0
+    listed = capsys.readouterr().out
+    described = (Path(registry.__file__).parent / "README.md").read_text()
+    for patch in (CPU_BACKEND, *ALL):
+        assert patch.name in listed
+        assert f"`{patch.name}`" in described
+    for state in (RNG_TRACKER, MEMORY_BUFFER):
+        assert state.name in listed
+        assert f"{state.name.split(':')[1]}(" in described
+
+
+def test_a_function_that_sets_state_must_be_there(upstream: ModuleType) -> None:
+    SetState("some_upstream:answer", "a test", "never").check()
+    with pytest.raises(UpstreamVersionError, match="some_upstream:question is not there in mega"):
+        SetState("some_upstream:question", "a test", "never").check()

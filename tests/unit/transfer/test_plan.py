@@ -1,0 +1,122 @@
+"""Transfer plans and roles, worked out by hand; the properties are in tests/property."""
+
+import pytest
+
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.transfer.canonical import (
+    CanonicalLayout,
+    Contribution,
+    ParameterSpec,
+    Unit,
+)
+from megatron.hydraulis.transfer.plan import (
+    Range,
+    Transfer,
+    contributed_ranges,
+    gather_plan,
+    held_ranges,
+    scatter_plan,
+)
+from megatron.hydraulis.transfer.role import Role, role_of
+
+WEIGHT = ParameterSpec("weight", (8, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
+NORM = ParameterSpec("norm", (4,), Unit.layer(0), Contribution.REPLICATED, decays=False)
+LAYOUT = CanonicalLayout.build([WEIGHT, NORM], num_atoms=4, num_ranks=3)
+BUCKET = LAYOUT.buckets[0]
+
+
+def roles_of(text: str, num_ranks: int, *, num_layers: int = 1, tied: bool = False) -> list:
+    strategy = Strategy.parse(text, num_ranks)
+    return [
+        role_of(strategy, rank, num_layers=num_layers, tied_embeddings=tied)
+        for rank in range(num_ranks)
+    ]
+
+
+def test_gather_of_tp2_and_tp1() -> None:
+    """12 elements owned by 4: ranks 0 and 1 hold half of the weight, rank 2 all, each the norm."""
+    assert BUCKET.shard_borders == (0, 4, 8, 12)
+    plan = gather_plan(LAYOUT, BUCKET, roles_of("tp2+tp1", 3))
+    assert plan.transfers == (
+        Transfer(0, 0, (Range(0, 4),)),
+        Transfer(0, 2, (Range(0, 4),)),
+        Transfer(1, 1, (Range(4, 8),)),
+        Transfer(1, 2, (Range(4, 8),)),
+        Transfer(2, 0, (Range(8, 12),)),
+        Transfer(2, 1, (Range(8, 12),)),
+        Transfer(2, 2, (Range(8, 12),)),
+    )
+    assert [plan.num_network_elements(rank) for rank in range(3)] == [4, 4, 8]
+    assert [plan.num_network_elements(rank, received=False) for rank in range(3)] == [4, 4, 8]
+
+
+def test_a_replicated_gradient_comes_once_from_each_replica() -> None:
+    plan = scatter_plan(LAYOUT, BUCKET, roles_of("tp2+tp1", 3))
+    norm = [t.source for t in plan.received_by(2)]
+    assert norm == [0, 2]
+    assert [t.source for t in plan.received_by(1)] == [1, 2]
+
+
+def test_an_idle_rank_gives_parameters_and_takes_gradients_but_not_the_other_way() -> None:
+    roles = roles_of("tp1+2*idle", 3)
+    assert roles[1] is roles[2] is None
+    gather, scatter = gather_plan(LAYOUT, BUCKET, roles), scatter_plan(LAYOUT, BUCKET, roles)
+    assert gather.received_by(1) == ()
+    assert gather.sent_by(1) == (Transfer(1, 0, (Range(4, 8),)),)
+    assert scatter.sent_by(1) == ()
+    assert scatter.received_by(1) == (Transfer(0, 1, (Range(4, 8),)),)
+
+
+def test_ranges_of_a_stage_without_the_unit_are_empty() -> None:
+    other_stage = roles_of("pp2", 2, num_layers=2)[1]
+    assert held_ranges(LAYOUT, BUCKET, other_stage) == ()
+    assert held_ranges(LAYOUT, BUCKET, None) == ()
+
+
+def test_contributed_ranges_are_merged_up_to_what_tp_rank_0_alone_sends() -> None:
+    first, second = roles_of("tp2", 2)
+    assert held_ranges(LAYOUT, BUCKET, second) == (Range(4, 12),)
+    assert contributed_ranges(LAYOUT, BUCKET, second) == (Range(4, 8),)
+    assert contributed_ranges(LAYOUT, BUCKET, first) == (Range(0, 4), Range(8, 12))
+
+
+@pytest.mark.parametrize(("start", "stop"), [(3, 3), (4, 3), (-1, 2)])
+def test_empty_and_negative_ranges_are_refused(start: int, stop: int) -> None:
+    with pytest.raises(PlanError, match=rf"\[{start}, {stop}\)"):
+        Range(start, stop)
+
+
+def test_roles_of_the_wrong_number_of_ranks_are_refused() -> None:
+    with pytest.raises(PlanError, match="2 roles for 3 ranks"):
+        gather_plan(LAYOUT, BUCKET, roles_of("tp2", 2))
+
+
+class TestRole:
+    def test_stages_of_an_uneven_pipeline_on_descending_ranks(self) -> None:
+        roles = roles_of("pp2:1,3@2,1+tp1@0", 3, num_layers=4)
+        assert roles[2] == Role(1, 0, 0, 1, 4, False)
+        assert roles[1] == Role(1, 0, 1, 3, 4, False)
+        assert roles[0] == Role(1, 0, 0, 4, 4, False)
+
+    def test_units_of_the_stages(self) -> None:
+        first, second = roles_of("pp2", 2, num_layers=2)
+        embeds = {Unit.first_stage(), Unit.embedding()}
+        assert first.units == {*embeds, Unit.layer(0)}
+        assert second.units == {Unit.layer(1), Unit.output()}
+
+    def test_the_last_stage_of_a_tied_model_holds_the_word_embedding_alone(self) -> None:
+        _, second, third = roles_of("pp3", 3, num_layers=3, tied=True)
+        assert second.units == {Unit.layer(1)}
+        assert third.units == {Unit.embedding(), Unit.layer(2), Unit.output()}
+
+    def test_who_contributes(self) -> None:
+        first, second = roles_of("tp2", 2)
+        assert all(first.contributes(kind) for kind in Contribution)
+        assert second.contributes(Contribution.SHARDED)
+        assert second.contributes(Contribution.PARTIAL)
+        assert not second.contributes(Contribution.REPLICATED)
+
+    def test_ranks_of_equal_place_in_replicas_of_one_scheme_have_equal_roles(self) -> None:
+        roles = roles_of("2*tp2", 4)
+        assert roles[0] == roles[2] != roles[1] == roles[3]
