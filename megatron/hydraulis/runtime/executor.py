@@ -17,6 +17,8 @@ from torch import Tensor
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.runtime.forward_step import ForwardStep
 from megatron.hydraulis.runtime.pipeline_communicator import PlannedCommunicator
+from megatron.hydraulis.runtime.schedule_spans import schedule_spans
+from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ def run_micro_batches(
     forward_step: ForwardStep,
     *,
     forward_only: bool = False,
+    spans: SpanRecorder = NO_SPANS,
 ) -> list[dict[str, Tensor]]:
     """All micro-batches of this rank's replica, forward and backward, in 1F1B order.
 
@@ -47,6 +50,7 @@ def run_micro_batches(
         batches: the micro-batches in their order; none is an ordinary case.
         forward_step: upstream's signature.
         forward_only: evaluation.
+        spans: is told of every forward, backward and wait for a neighbour.
 
     Returns:
         What the loss function reported for each micro-batch; empty but on the last stage.
@@ -64,13 +68,14 @@ def run_micro_batches(
         "forward_only": forward_only,
         "pg_collection": role.groups,
     }
-    if role.groups.pp.size() == 1:
-        reports: list[dict[str, Tensor]] = forward_backward_no_pipelining(**arguments)
+    with schedule_spans(config, spans, stage=role.groups.pp.rank()):
+        if role.groups.pp.size() == 1:
+            reports: list[dict[str, Tensor]] = forward_backward_no_pipelining(**arguments)
+            return reports
+        divisor = role.groups.tp.size() if config.sequence_parallel else 1
+        rows = [batch.tokens.size(-1) // divisor for batch in batches]
+        communicator = PlannedCommunicator(role.groups.pp, config, rows)
+        reports = forward_backward_pipelining_without_interleaving(
+            p2p_communicator=communicator, **arguments
+        )
         return reports
-    divisor = role.groups.tp.size() if config.sequence_parallel else 1
-    rows = [batch.tokens.size(-1) // divisor for batch in batches]
-    communicator = PlannedCommunicator(role.groups.pp, config, rows)
-    reports = forward_backward_pipelining_without_interleaving(
-        p2p_communicator=communicator, **arguments
-    )
-    return reports

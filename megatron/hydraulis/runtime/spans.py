@@ -27,6 +27,10 @@ of 'regroup' may overlap: an asynchronous collective begins when it is posted an
 known to be complete."""
 
 
+_NOT_KEPT = 0
+"""The handle of a span that nobody keeps."""
+
+
 class SpanRecorder(Protocol):
     """What an engine tells of its work."""
 
@@ -43,7 +47,7 @@ class _NoSpans:
     """Measures nothing."""
 
     def begin(self, name: str, **detail: int | str) -> int:
-        return 0
+        return _NOT_KEPT
 
     def end(self, handle: int) -> None:
         return None
@@ -119,24 +123,25 @@ class MemoryRecorder:
 
     def begin(self, name: str, **detail: int | str) -> int:
         """A span begins, under a name of `TRACK_OF_SPAN`; returns its handle."""
+        clock = self._clock(name)
+        if not self.is_recording:
+            return _NOT_KEPT
         self._num_begun += 1
-        handle = self._num_begun
-        if self.is_recording:
-            clock = self._clock(name)
-            self._open[handle] = _Open(name, self.common_detail | detail, clock.stamp())
-        return handle
+        self._open[self._num_begun] = _Open(name, self.common_detail | detail, clock.stamp())
+        return self._num_begun
 
     def end(self, handle: int) -> None:
         """The span has ended. Raises HydraulisError for a handle that is not open."""
+        if handle == _NOT_KEPT:
+            return
         span = self._open.pop(handle, None)
-        if span is not None:
-            span.end = self._clock(span.name).stamp()
-            self._ended.append(span)
-        elif self.is_recording:
+        if span is None:
             raise HydraulisError(
                 f"a span ends once but handle {handle} of {self._num_begun} is not open; end "
                 "every span with the handle that its begin returned"
             )
+        span.end = self._clock(span.name).stamp()
+        self._ended.append(span)
 
     def take(self) -> list[RecordedSpan]:
         """The spans that have ended since the last call, by their start; open ones stay."""
