@@ -1,6 +1,7 @@
 """Bound and best plan of one strategy for one batch, each made better on demand."""
 
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from megatron.hydraulis.planner.polish import Effort
 from megatron.hydraulis.planner.relaxation import Relaxation
 from megatron.hydraulis.planner.replica_bounds import fewest_micro_batches, replica_bound_ms
 from megatron.hydraulis.planner.replica_packing import Packed, ReplicaPacker
+from megatron.hydraulis.planner.small_batch import MAX_SMALL_BATCH, best_small_plan, is_small
 from megatron.hydraulis.planner.solver import Solver
 from megatron.hydraulis.strategy import Strategy
 
@@ -69,8 +71,12 @@ class StrategySearch:
         solver: Solver,
         *,
         overhead_ms: float,
+        max_small_batch: int = MAX_SMALL_BATCH,
     ) -> None:
-        """costs: shape (num_replicas,); batch: shape (num_sequences,), some replica holds each."""
+        """costs: shape (num_replicas,); batch: shape (num_sequences,), some replica holds each.
+
+        max_small_batch: sequences up to which all plans are looked at.
+        """
         self.strategy = strategy
         self.overhead_ms = overhead_ms
         self._batch = batch
@@ -78,6 +84,8 @@ class StrategySearch:
         self._packers = [packer_of(cost) for cost in costs]
         self._classes = ReplicaClass.of(costs)
         self._has_pipelines = any(cost.num_stages > 1 for cost in costs)
+        self._is_small = len(batch) <= max_small_batch and is_small(len(batch), self._classes)
+        self._is_optimal = False
         self._solver = solver
         self._effort = Effort(_EFFORT)
         self._relaxation: Relaxation | None = None
@@ -133,6 +141,10 @@ class StrategySearch:
         """Improve the best plan and the bound until they meet or nothing more is known to help."""
         begin_s = time.perf_counter()
         assert self.best is not None  # start comes first
+        if self._is_small:
+            self._search_all_plans()
+            self._dispatch_s += time.perf_counter() - begin_s
+            return
         if self._has_pipelines:
             self.raise_bound()
             starts = [self.best, *self._pipeline_starts()]
@@ -153,10 +165,7 @@ class StrategySearch:
         """The best plan with its reports."""
         assert self.best is not None  # start comes first
         begin_s = time.perf_counter()
-        packing_bound_ms = max(
-            replica_bound_ms([self._batch[sequence] for sequence in share], packer.cost)
-            for share, packer in zip(self.best.shares, self._packers, strict=True)
-        )
+        packing_bound_ms = self._packing_bound_ms()
         packings = [
             packer.to_packing(packed)
             for packer, packed in zip(self._packers, self.best.packed, strict=True)
@@ -179,6 +188,29 @@ class StrategySearch:
                 status=self._status(packing_bound_ms),
             ),
         )
+
+    def _packing_bound_ms(self) -> float:
+        """No packing of the best plan's dispatch has a smaller makespan."""
+        assert self.best is not None  # start comes first
+        if self._is_optimal:
+            return self.found_ms
+        return max(
+            replica_bound_ms([self._batch[sequence] for sequence in share], packer.cost)
+            for share, packer in zip(self.best.shares, self._packers, strict=True)
+        )
+
+    def _search_all_plans(self) -> None:
+        """Of a small batch; what is found is the bound as well."""
+        plan = best_small_plan(self._batch, self._classes, self.found_ms)
+        if plan is not None:
+            shares = [list(itertools.chain(*of_replica)) for of_replica in plan.micro_batches]
+            best = Assignment(self._packers, shares, self._effort)
+            for replica, micro_batches in enumerate(plan.micro_batches):
+                if micro_batches:
+                    best.replace_packing(replica, self._packers[replica].packed(micro_batches))
+            self._take(best)
+        self._is_optimal = True
+        self.bound_ms = self.found_ms
 
     def _program(self) -> Relaxation:
         if self._relaxation is None:

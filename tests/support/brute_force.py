@@ -1,0 +1,141 @@
+"""The best plan of a few sequences by looking at all plans.
+
+Every dispatch, every packing under the limits of tokens and every order of micro-batches, each
+timed by an event simulation of 1F1B. Nothing of the planner or of the cost model is used, so that
+the two can be held against each other. Up to 8 sequences take a fraction of a second.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ReplicaFigures", "best_makespan_ms", "best_replica_time_ms", "best_replica_times_ms"]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+_FORWARD, _BACKWARD = 1.0 / 3.0, 2.0 / 3.0
+# Packings in an order that are simulated at once.
+_MAX_ROWS = 20_000
+
+
+@dataclass(frozen=True)
+class ReplicaFigures:
+    """What a replica's time and limit depend on."""
+
+    a_ms_per_token2: float
+    b_ms_per_token: float
+    c_ms: float
+    max_tokens: int
+    num_stages: int = 1
+
+
+def best_makespan_ms(lengths: Sequence[int], replicas: Sequence[ReplicaFigures]) -> float:
+    """Least makespan of all plans, infinite when there is none."""
+    by_figures = {figures: best_replica_times_ms(lengths, figures) for figures in set(replicas)}
+    owners = np.array(list(itertools.product(range(len(replicas)), repeat=len(lengths))))
+    bits = 1 << np.arange(len(lengths))
+    makespans = np.zeros(len(owners))
+    for replica, figures in enumerate(replicas):
+        shares = ((owners == replica) * bits).sum(axis=1)
+        makespans = np.maximum(makespans, by_figures[figures][shares])
+    return float(makespans.min())
+
+
+def best_replica_time_ms(lengths: Sequence[int], figures: ReplicaFigures) -> float:
+    """Least time of one replica with all of these sequences, infinite when they do not fit."""
+    return float(best_replica_times_ms(lengths, figures)[-1])
+
+
+def best_replica_times_ms(lengths: Sequence[int], figures: ReplicaFigures) -> FloatArray:
+    """Least time of one replica for each share: bit i of an index is sequence i."""
+    num_shares = 1 << len(lengths)
+    tokens, works_ms = np.zeros(num_shares), np.zeros(num_shares)
+    for share in range(1, num_shares):
+        members = [length for i, length in enumerate(lengths) if share >> i & 1]
+        tokens[share] = sum(members)
+        works_ms[share] = (
+            figures.a_ms_per_token2 * sum(length * length for length in members)
+            + figures.b_ms_per_token * sum(members)
+            + figures.c_ms
+        )
+    best_ms = np.full(num_shares, np.inf)
+    best_ms[0] = 0.0
+    for packings in _packings(len(lengths)):
+        fitting = packings[(tokens[packings] <= figures.max_tokens).all(axis=1)]
+        orders = np.array(list(itertools.permutations(range(packings.shape[1]))))
+        if figures.num_stages == 1:
+            orders = orders[:1]
+        for part in np.array_split(fitting, 1 + fitting.shape[0] * len(orders) // _MAX_ROWS):
+            rows = works_ms[part][:, orders].reshape(-1, packings.shape[1])
+            times_ms = _simulated_ms(rows, figures.num_stages).reshape(len(part), len(orders))
+            np.minimum.at(best_ms, part.sum(axis=1), times_ms.min(axis=1))
+    return best_ms
+
+
+@functools.cache
+def _packings(num_sequences: int) -> tuple[IntArray, ...]:
+    """All partitions of all shares, as shares, by their number of micro-batches from 1 on."""
+    found: list[list[tuple[int, ...]]] = [[] for _ in range(num_sequences + 1)]
+    for packing in _partitions_of_subsets(num_sequences):
+        found[len(packing)].append(packing)
+    return tuple(np.array(rows, dtype=np.int64) for rows in found[1:])
+
+
+def _partitions_of_subsets(num_sequences: int) -> Iterator[tuple[int, ...]]:
+    if num_sequences == 0:
+        yield ()
+        return
+    new = 1 << (num_sequences - 1)
+    for packing in _partitions_of_subsets(num_sequences - 1):
+        yield packing
+        yield (*packing, new)
+        for k, share in enumerate(packing):
+            yield (*packing[:k], share | new, *packing[k + 1 :])
+
+
+def _simulated_ms(times_ms: FloatArray, num_stages: int) -> FloatArray:
+    """End of 1F1B for many rows of micro-batch times, shape (num_rows, num_micro_batches)."""
+    num_micro_batches = times_ms.shape[1]
+    forward_ms, backward_ms = _FORWARD * times_ms.T, _BACKWARD * times_ms.T
+    free_ms = [np.zeros(len(times_ms)) for _ in range(num_stages)]
+    end_ms: dict[tuple[str, int, int], FloatArray] = {}
+    for kind, stage, k in _schedule(num_stages, num_micro_batches):
+        neighbour = stage - 1 if kind == "forward" else stage + 1
+        start_ms = free_ms[stage]
+        if 0 <= neighbour < num_stages:
+            start_ms = np.maximum(start_ms, end_ms[kind, neighbour, k])
+        work_ms = forward_ms[k] if kind == "forward" else backward_ms[k]
+        free_ms[stage] = end_ms[kind, stage, k] = start_ms + work_ms
+    return free_ms[0]
+
+
+@functools.cache
+def _schedule(num_stages: int, num_micro_batches: int) -> tuple[tuple[str, int, int], ...]:
+    """All operations (kind, stage, micro-batch), each after what it waits for."""
+    queues = []
+    for stage in range(num_stages):
+        num_ahead = min(num_stages - 1 - stage, num_micro_batches)
+        queue = [("forward", k) for k in range(num_ahead)]
+        for k in range(num_micro_batches - num_ahead):
+            queue += [("forward", num_ahead + k), ("backward", k)]
+        queue += [("backward", k) for k in range(num_micro_batches - num_ahead, num_micro_batches)]
+        queues.append(queue)
+    done: list[tuple[str, int, int]] = []
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue:
+                kind, k = queue[0]
+                neighbour = stage - 1 if kind == "forward" else stage + 1
+                is_end = not 0 <= neighbour < num_stages
+                if not is_end and (kind, neighbour, k) not in done:
+                    break
+                done.append((kind, stage, k))
+                queue.pop(0)
+    assert math.prod((2, num_stages, num_micro_batches)) == len(done)
+    return tuple(done)
