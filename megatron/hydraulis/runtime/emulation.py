@@ -1,0 +1,254 @@
+"""An emulated device: every forward and backward takes the time that a cost profile gives it.
+
+Planning, data, process groups, regrouping, Megatron's schedules and the messages between ranks are
+the real ones. Only the tensors are tiny: a micro-batch runs as the beginning of its row, and the
+rank sleeps until the modelled time of the whole micro-batch is over. Many ranks can so share a few
+cores, and what a strategy gains in wall-clock time shows without the devices. What is trained
+means nothing: losses and gradients are those of the few tokens that are left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, Variable
+
+from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.data.packed_batch import PackedBatch
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.forward_step import ForwardStep
+from megatron.hydraulis.scheme import Scheme
+
+__all__ = ["Clock", "EmulatedBatch", "EmulatedDevice", "EmulatedForwardStep", "WallClock"]
+
+MS_PER_S = 1000.0
+
+
+class Clock(Protocol):
+    """What an emulated device takes its time from."""
+
+    def now_s(self) -> float:
+        """Seconds since some fixed moment."""
+        ...
+
+    def sleep(self, duration_s: float) -> None:
+        """Come back when so many seconds, at least 0, have passed."""
+        ...
+
+
+class WallClock:
+    """The machine's own time; a sleeping rank leaves its core to others."""
+
+    def now_s(self) -> float:
+        """Seconds since some fixed moment."""
+        return time.perf_counter()
+
+    def sleep(self, duration_s: float) -> None:
+        """Come back when so many seconds have passed."""
+        time.sleep(duration_s)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EmulatedBatch(PackedBatch):
+    """The beginning of a micro-batch, and how long the whole of it takes on one stage."""
+
+    lengths: tuple[int, ...]
+    """Tokens of the sequences of the whole micro-batch, in their order, without padding."""
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedDevice:
+    """A device known by its cost profile, run faster or slower.
+
+    Raises ConfigurationError for a scale that is not positive and finite.
+    """
+
+    profile: ProfileCostModel
+    scale: float = 1.0
+    """Seconds here for each second of the device: below 1 everything runs faster."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.scale < math.inf:
+            raise ConfigurationError(
+                f"--emulate-scale must be a positive number but is {self.scale}; give 1 for the "
+                f"device's own times or 0.1 for a tenth of them"
+            )
+
+    @classmethod
+    def read(cls, path: str | Path, scale: float = 1.0) -> EmulatedDevice:
+        """A device by the file of its cost profile.
+
+        Raises ConfigurationError for a file that is no cost profile, and an impossible scale.
+        """
+        return cls(ProfileCostModel.read(path), scale)
+
+    @property
+    def cost_model(self) -> ProfileCostModel:
+        """What plans are made with: the profile with every time scaled, token limits as they are.
+
+        Times predicted with it are those that the emulation takes.
+        """
+        return dataclasses.replace(
+            self.profile,
+            schemes=tuple(
+                dataclasses.replace(row, coefficients=self._scaled(row.coefficients))
+                for row in self.profile.schemes
+            ),
+            strategies=tuple(
+                dataclasses.replace(
+                    row,
+                    regroup_ms=row.regroup_ms * self.scale,
+                    optimizer_ms=row.optimizer_ms * self.scale,
+                )
+                for row in self.profile.strategies
+            ),
+        )
+
+    @property
+    def notice(self) -> str:
+        """What whoever reads the log of a run has to know."""
+        return (
+            f"emulated device: forward and backward take the times modelled for "
+            f"{self.profile.device} ({self.profile.source}, {self.profile.date}) times "
+            f"{self.scale:g}; every micro-batch runs as a few tokens of it, so losses, gradient "
+            f"norms and the trained weights mean nothing"
+        )
+
+    def shorten(self, batch: PackedBatch, scheme: Scheme) -> EmulatedBatch:
+        """The micro-batch as a replica of a scheme runs it: the first tp tokens of its row.
+
+        Fewer cannot be shared out over the ranks that tensor parallelism spreads a row over. The
+        row's last segment is taken for padding if it has any.
+
+        Raises StrategyError for a scheme that is not in the profile.
+        """
+        borders = batch.cu_seqlens.tolist()
+        if batch.num_padding:
+            del borders[-1]
+        lengths = tuple(stop - start for start, stop in itertools.pairwise(borders))
+        time_s = self._scaled(self.profile.coefficients(scheme)).time_ms(lengths) / MS_PER_S
+        forward_s = FORWARD_SHARE * time_s
+        num_kept = min(scheme.tp, batch.tokens.size(-1))
+        num_trained = min(num_kept, batch.num_tokens)
+        kept = batch.cu_seqlens.clamp(max=num_kept).unique()
+        return EmulatedBatch(
+            tokens=batch.tokens[:, :num_kept],
+            labels=batch.labels[:, :num_kept],
+            loss_mask=batch.loss_mask[:, :num_kept],
+            position_ids=batch.position_ids[:, :num_kept],
+            cu_seqlens=kept,
+            cu_seqlens_padded=kept,
+            max_seqlen=int(kept.diff().max()),
+            num_tokens=num_trained,
+            num_padding=num_kept - num_trained,
+            lengths=lengths,
+            forward_s=forward_s,
+            backward_s=time_s - forward_s,
+        )
+
+    def _scaled(self, coefficients: Coefficients) -> Coefficients:
+        return Coefficients(
+            a_ms_per_token2=coefficients.a_ms_per_token2 * self.scale,
+            b_ms_per_token=coefficients.b_ms_per_token * self.scale,
+            c_ms=coefficients.c_ms * self.scale,
+        )
+
+
+@dataclass(slots=True)
+class EmulationCount:
+    """How well a rank kept to the modelled times."""
+
+    num_operations: int = 0
+    """Forwards and backwards, each of one micro-batch."""
+    num_overruns: int = 0
+    """Those whose tiny tensors took longer than the modelled time: a larger scale helps."""
+    overrun_s: float = 0.0
+    """By how much, added up."""
+    modelled_s: float = 0.0
+    """The modelled times, added up."""
+
+
+class EmulatedForwardStep:
+    """A forward step, of upstream's signature, that takes the modelled time; so does its backward.
+
+    An operation ends when the modelled time has passed since its beginning, however long the tiny
+    tensors took, unless they took longer: that is counted. Waiting for other stages is not part of
+    an operation.
+
+    Args:
+        forward_step: what really runs.
+        clock: tells the time and sleeps.
+    """
+
+    def __init__(self, forward_step: ForwardStep, *, clock: Clock | None = None) -> None:
+        self._forward_step = forward_step
+        self._clock = WallClock() if clock is None else clock
+        self.count = EmulationCount()
+
+    def __call__(
+        self, data_iterator: Iterator[PackedBatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Any]:
+        """One micro-batch forward.
+
+        Raises ConfigurationError for a micro-batch that does not say how long it takes.
+        """
+        start_s = self._clock.now_s()
+        batch = next(data_iterator)
+        if not isinstance(batch, EmulatedBatch):
+            raise ConfigurationError(
+                f"an emulated device runs micro-batches of known time but was given a "
+                f"{type(batch).__name__} of {batch.num_tokens} tokens; shorten it with "
+                f"EmulatedDevice.shorten first"
+            )
+        output, loss_function = self._forward_step(iter((batch,)), model)
+
+        def begin_backward() -> Callable[[], None]:
+            backward_start_s = self._clock.now_s()
+            return lambda: self._sleep_until_over(backward_start_s, batch.backward_s)
+
+        timed: Tensor = _TimedBackward.apply(output, begin_backward)
+        self._sleep_until_over(start_s, batch.forward_s)
+        return timed, loss_function
+
+    def _sleep_until_over(self, start_s: float, modelled_s: float) -> None:
+        remaining_s = modelled_s - (self._clock.now_s() - start_s)
+        self.count.num_operations += 1
+        self.count.modelled_s += modelled_s
+        if remaining_s < 0.0:
+            self.count.num_overruns += 1
+            self.count.overrun_s -= remaining_s
+        else:
+            self._clock.sleep(remaining_s)
+
+
+class _TimedBackward(Function):
+    """The identity on a stage's output; says when the backward of the stage begins and ends.
+
+    It is the first node of the stage's backward. The end is a callback of the autograd engine,
+    which runs once the whole backward call is through, as in torch's DistributedDataParallel: what
+    the stage really computes is part of the modelled time, not added to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, begin: Callable[[], Callable[[], None]]) -> Tensor:
+        ctx.begin = begin
+        # A view would not do: pipeline schedules may free a stage's output, which owns its data.
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        Variable._execution_engine.queue_callback(ctx.begin())
+        return gradients[0], None
