@@ -1,0 +1,171 @@
+"""An emulated device through the engine: every rank sleeps exactly what the plan's times say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron.hydraulis.cost_model import FORWARD_SHARE
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
+from megatron.hydraulis.runtime.emulation import (
+    EmulatedBatch,
+    EmulatedDevice,
+    EmulatedForwardStep,
+)
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.gloo_pool import pool_of, worker_groups
+from tests.support.models import SmallModel
+
+pytestmark = pytest.mark.distributed
+
+SCALE = 0.5
+NUM_LAYERS = 2
+LENGTHS = ((900, 700, 600, 500, 400, 300, 200, 100, 50, 3), (1500, 20, 10))
+STRATEGIES = ("tp2+pp2", "tp2pp2", "2*tp1+2*idle")
+
+
+def profile() -> dict[str, Any]:
+    """A cost profile with a row for each scheme of the test."""
+
+    def row(tp: int, pp: int, max_tokens: int) -> dict[str, Any]:
+        return {
+            "tp": tp,
+            "cp": 1,
+            "pp": pp,
+            "a_ms_per_token2": 1.1e-5 / (tp * pp),
+            "b_ms_per_token": 0.13 / (tp * pp),
+            "c_ms": 7.0,
+            "max_tokens": max_tokens,
+        }
+
+    return {
+        "device": "imagined",
+        "source": "made for tests",
+        "date": "2026-01-01",
+        "schemes": [row(1, 1, 2000), row(2, 1, 1600), row(1, 2, 1600), row(2, 2, 1600)],
+    }
+
+
+class FrozenClock:
+    """Time stands still, so that what is left to sleep is the modelled time to the last bit."""
+
+    def __init__(self) -> None:
+        self.sleeps_s: list[float] = []
+
+    def now_s(self) -> float:
+        return 0.0
+
+    def sleep(self, duration_s: float) -> None:
+        self.sleeps_s.append(duration_s)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one rank did in one iteration."""
+
+    sleeps_s: tuple[float, ...]
+    lengths: tuple[tuple[int, ...], ...]
+    """Of the micro-batches that it was given."""
+    num_rows: int
+    """Tokens that really went through the model."""
+    num_tokens: int
+    """Trained by all ranks."""
+
+
+def strategies(num_ranks: int) -> Pool:
+    parsed = tuple(Strategy.parse(text, num_ranks, name=text) for text in STRATEGIES)
+    return Pool(num_ranks=num_ranks, ranks_per_node=num_ranks, strategies=parsed)
+
+
+def shortened(device: EmulatedDevice, mine: ReplicaPlan, micro_batch: MicroBatch) -> EmulatedBatch:
+    sequences = [np.zeros(length + 1, dtype=np.int64) for length in micro_batch.lengths]
+    return device.shorten(pack(sequences, mine.scheme.tp), mine.scheme)
+
+
+def run_plans(plans: list[str]) -> list[Iteration]:
+    """On every rank: the plans, one after the other, on an emulated device."""
+    device = EmulatedDevice(ProfileCostModel.from_json(profile(), what="profile"), SCALE)
+    pool = strategies(dist.get_world_size())
+    engine = Engine(
+        SmallModel(num_layers=NUM_LAYERS).definition(),
+        pool,
+        AdamWSettings(lr=1e-3),
+        seed=1,
+        groups=worker_groups(),
+    )
+    clock = FrozenClock()
+    forward_step = EmulatedForwardStep(make_forward_step(), clock=clock)
+    done = []
+    for text in plans:
+        plan = IterationPlan.from_json(json.loads(text))
+        mine = plan.replica_of(engine.rank)
+        batches = [] if mine is None else [shortened(device, mine, m) for m in mine.micro_batches]
+        clock.sleeps_s.clear()
+        outcome = engine.train_step(plan.strategy, batches, forward_step)
+        done.append(
+            Iteration(
+                tuple(clock.sleeps_s),
+                tuple(batch.lengths for batch in batches),
+                sum(batch.tokens.size(-1) for batch in batches),
+                outcome.loss.num_tokens,
+            )
+        )
+    return done
+
+
+def expected_sleeps_s(times_ms: list[float], stage: int, num_stages: int) -> list[float]:
+    """The operations of a stage in 1F1B order."""
+    forwards = [FORWARD_SHARE * (t / 1e3) for t in times_ms]
+    backwards = [t / 1e3 - f for t, f in zip(times_ms, forwards, strict=True)]
+    num_ahead = min(num_stages - 1 - stage, len(times_ms))
+    sleeps = forwards[:num_ahead]
+    for k, forward in enumerate(forwards[num_ahead:]):
+        sleeps += [forward, backwards[k]]
+    return sleeps + backwards[len(backwards) - num_ahead :]
+
+
+def test_ranks_sleep_the_modelled_times_and_plans_keep_the_real_lengths() -> None:
+    num_ranks = 4
+    pool = strategies(num_ranks)
+    device = EmulatedDevice(ProfileCostModel.from_json(profile(), what="profile"), SCALE)
+    cost_model = device.cost_model
+    plans = [
+        CertifiedPlanner(
+            Pool(num_ranks=num_ranks, ranks_per_node=num_ranks, strategies=(strategy,)), cost_model
+        ).plan(lengths)
+        for strategy in pool.strategies
+        for lengths in LENGTHS
+    ]
+    ranks: list[list[Iteration]] = pool_of(num_ranks).run(
+        run_plans, [json.dumps(plan.to_json()) for plan in plans]
+    )
+    for index, plan in enumerate(plans):
+        lengths = LENGTHS[index % len(LENGTHS)]
+        plan.validate(lengths, pool.strategy(plan.strategy), cost_model.max_tokens)
+        num_micro_batches = sum(len(replica.micro_batches) for replica in plan.replicas)
+        for rank in range(num_ranks):
+            found, mine = ranks[rank][index], plan.replica_of(rank)
+            # At least a token of each micro-batch is trained, and nearly none of the real ones.
+            assert num_micro_batches <= found.num_tokens <= 2 * num_micro_batches < sum(lengths)
+            if mine is None:
+                assert found.sleeps_s == ()
+                continue
+            assert found.lengths == tuple(m.lengths for m in mine.micro_batches)
+            assert found.num_rows == mine.scheme.tp * len(mine.micro_batches)
+            coefficients = cost_model.coefficients(mine.scheme)
+            times_ms = [coefficients.time_ms(m.lengths) for m in mine.micro_batches]
+            stage = mine.ranks.index(rank) // mine.scheme.tp
+            wanted = expected_sleeps_s(times_ms, stage, mine.scheme.pp)
+            assert list(found.sleeps_s) == wanted, (plan.strategy, rank)
