@@ -1,7 +1,9 @@
 """One guarded way to run HiGHS.
 
 Everything that can go wrong with a solver ends here as an outcome, never as an exception: the
-caller has a plan in hand and keeps it. Limits count nodes and simplex iterations, which are the
+caller has a plan in hand and keeps it. An answer is believed as far as it can be checked: rows,
+limits, whole numbers and costs are computed anew, the bound of a linear program from its duals, and
+a start shows what can be reached at least. Limits count nodes and simplex iterations, which are the
 same on every machine; the wall clock is a safety net, and a run that it ended is marked OVERRUN,
 so that nobody takes its answer for a reproducible one.
 """
@@ -38,6 +40,14 @@ _NUM_THREADS = 1
 _INTEGRALITY_TOLERANCE = 1e-6
 # A start or an answer that breaks a row by more than this share of its size is no answer.
 _FEASIBILITY_TOLERANCE = 1e-5
+# A start that keeps rows this well is a proof of what can be reached.
+_START_TOLERANCE = 1e-9
+# Objectives and bounds of the same thing, summed up in another order or within HiGHS's tolerances.
+_OBJECTIVE_TOLERANCE = 1e-6
+# HiGHS's own default is 1e-7, on a scaled model.
+_DUAL_TOLERANCE = 1e-6
+# How far a linear program's optimum may be above what its duals prove, as a share of their sum.
+_PROOF_TOLERANCE = 1e-6
 
 
 class SolverError(RuntimeError):
@@ -53,7 +63,7 @@ class Outcome(enum.Enum):
     OVERRUN = "overrun"
     """The wall clock came first: the answer is dropped, being no other machine's."""
     FAILED = "failed"
-    """An exception, a status that these models cannot have, or an answer that breaks a row."""
+    """An exception, a status that these models cannot have, or an answer that is proved wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +197,15 @@ def _run(
         first.col_value = [float(value) for value in start]
         highs.setSolution(first)
     highs.run()
-    return _solution(highs, model)
+    outcome = _outcome(highs)
+    if outcome is Outcome.OVERRUN:
+        return Solution(outcome=outcome)
+    if model.is_integral is None:
+        return _linear_solution(highs, model, outcome)
+    solution = _integer_solution(highs, model, outcome)
+    if start is not None:
+        solution = _not_worse_than(np.asarray(start, dtype=np.float64), solution, model, limits)
+    return solution
 
 
 def _options(
@@ -233,54 +251,138 @@ def _to_highs(model: LinearModel) -> highspy.HighsLp:
     return program
 
 
-def _solution(highs: highspy.Highs, model: LinearModel) -> Solution:
+def _outcome(highs: highspy.Highs) -> Outcome:
     status = highs.getModelStatus()
-    info = highs.getInfo()
     kinds = highspy.HighsModelStatus
     if status == kinds.kTimeLimit:
-        return Solution(outcome=Outcome.OVERRUN)
+        return Outcome.OVERRUN
     if status == kinds.kOptimal:
-        outcome = Outcome.OPTIMAL
-    elif status in (kinds.kIterationLimit, kinds.kSolutionLimit):
-        outcome = Outcome.LIMIT
-    else:
-        # Every model here has an answer and a finite optimum.
-        raise RuntimeError(f"HiGHS ends with the status {highs.modelStatusToString(status)}")
+        return Outcome.OPTIMAL
+    if status in (kinds.kIterationLimit, kinds.kSolutionLimit):
+        return Outcome.LIMIT
+    # Every model here has an answer and a finite optimum.
+    raise RuntimeError(f"HiGHS ends with the status {highs.modelStatusToString(status)}")
+
+
+def _linear_solution(highs: highspy.Highs, model: LinearModel, outcome: Outcome) -> Solution:
+    if outcome is Outcome.LIMIT:
+        return Solution(outcome=outcome)
     answer = highs.getSolution()
-    if model.is_integral is None:
-        if outcome is Outcome.LIMIT:
-            return Solution(outcome=outcome)
-        values = np.array(answer.col_value)
-        _check_answer(model, values)
-        objective = float(info.objective_function_value)
-        return Solution(
-            outcome=outcome,
-            values=values,
-            objective=objective,
-            bound=objective,
-            column_duals=np.array(answer.col_dual),
+    values = np.array(answer.col_value, dtype=np.float64)
+    objective = _checked_objective(model, values, highs.getInfo().objective_function_value)
+    proved, scale = _proved_bound(model, np.array(answer.row_dual, dtype=np.float64))
+    if not objective - proved <= _PROOF_TOLERANCE * scale:
+        raise RuntimeError(
+            f"HiGHS calls {objective:.9g} the optimum but its duals prove {proved:.9g}"
         )
-    bound = float(info.mip_dual_bound)
-    values = np.array(answer.col_value)
-    if len(values) != len(model.cost) or not math.isfinite(info.objective_function_value):
-        return Solution(outcome=outcome, bound=bound)
-    _check_answer(model, values)
     return Solution(
         outcome=outcome,
         values=values,
-        objective=float(info.objective_function_value),
-        bound=bound,
+        objective=objective,
+        bound=min(objective, proved),
+        column_duals=np.array(answer.col_dual, dtype=np.float64),
     )
 
 
-def _check_answer(model: LinearModel, values: FloatArray) -> None:
-    """Raise RuntimeError when an answer breaks what it was asked to keep."""
+def _integer_solution(highs: highspy.Highs, model: LinearModel, outcome: Outcome) -> Solution:
+    info = highs.getInfo()
+    bound = float(info.mip_dual_bound)
+    values = np.array(highs.getSolution().col_value, dtype=np.float64)
+    if math.isnan(bound):
+        raise RuntimeError("HiGHS gives no number for a bound")
+    if len(values) != len(model.cost) or not math.isfinite(info.objective_function_value):
+        if outcome is Outcome.OPTIMAL:
+            raise RuntimeError(f"HiGHS gives {len(values)} values for {len(model.cost)} columns")
+        return Solution(outcome=outcome, bound=bound)
+    objective = _checked_objective(model, values, info.objective_function_value)
+    if bound > _with_slack(objective):
+        raise RuntimeError(f"HiGHS gives {objective:.9g} for what it bounds by {bound:.9g}")
+    return Solution(
+        outcome=outcome, values=values, objective=objective, bound=min(bound, objective)
+    )
+
+
+def _not_worse_than(
+    start: FloatArray, solution: Solution, model: LinearModel, limits: SolverLimits
+) -> Solution:
+    """The solution, or the start where a limit came before HiGHS had anything as good.
+
+    Raises RuntimeError when the start proves that bound or optimum are wrong.
+    """
+    if max(_worst_excess(model, start), _worst_fraction(model, start)) > _START_TOLERANCE:
+        return solution
+    objective = float(model.cost @ start)
+    if solution.bound > _with_slack(objective):
+        raise RuntimeError(
+            f"HiGHS claims the bound {solution.bound:.9g} but the start costs {objective:.9g}"
+        )
+    if solution.objective <= _with_slack(objective):
+        return solution
+    excess = solution.objective - objective
+    if solution.outcome is Outcome.OPTIMAL and excess > limits.relative_gap * abs(
+        solution.objective
+    ):
+        raise RuntimeError(
+            f"HiGHS calls {solution.objective:.9g} the optimum but its start costs {objective:.9g}"
+        )
+    return dataclasses.replace(
+        solution, values=start, objective=objective, bound=min(solution.bound, objective)
+    )
+
+
+def _with_slack(objective: float) -> float:
+    return objective + _OBJECTIVE_TOLERANCE * (1.0 + abs(objective))
+
+
+def _checked_objective(model: LinearModel, values: FloatArray, claimed: float) -> float:
+    """What an answer costs; RuntimeError when it breaks what it was asked to keep."""
+    excess = _worst_excess(model, values)
+    if not excess <= _FEASIBILITY_TOLERANCE:
+        raise RuntimeError(f"HiGHS breaks a row or a limit by {excess:.2g} of its size")
+    if _worst_fraction(model, values) > _INTEGRALITY_TOLERANCE:
+        raise RuntimeError("HiGHS gives a fraction for a whole number")
+    objective = float(model.cost @ values)
+    scale = 1.0 + float(np.abs(model.cost) @ np.abs(values))
+    if not abs(objective - claimed) <= _OBJECTIVE_TOLERANCE * scale:
+        raise RuntimeError(f"HiGHS claims {claimed:.9g} for what costs {objective:.9g}")
+    return objective
+
+
+def _worst_excess(model: LinearModel, values: FloatArray) -> float:
+    """By how much of its size a row or the limit of a column is broken most; NaN stays NaN."""
     rows = model.matrix @ values
     scale = 1.0 + np.abs(model.matrix) @ np.abs(values)
-    excess = np.maximum(model.row_lower - rows, rows - model.row_upper) / scale
-    if excess.size and float(excess.max()) > _FEASIBILITY_TOLERANCE:
-        raise RuntimeError(f"HiGHS breaks a row by {float(excess.max()):.2g} of its size")
-    if model.is_integral is not None:
-        whole = values[model.is_integral]
-        if whole.size and float(np.abs(whole - np.rint(whole)).max()) > _INTEGRALITY_TOLERANCE:
-            raise RuntimeError("HiGHS gives a fraction for a whole number")
+    of_rows = np.maximum(model.row_lower - rows, rows - model.row_upper) / scale
+    of_columns = np.maximum(model.lower - values, values - model.upper) / (1.0 + np.abs(values))
+    return float(np.concatenate(([0.0], of_rows, of_columns)).max())
+
+
+def _worst_fraction(model: LinearModel, values: FloatArray) -> float:
+    """How far a column that takes whole numbers only is from one at most."""
+    if model.is_integral is None:
+        return 0.0
+    whole = values[model.is_integral]
+    return float(np.abs(whole - np.rint(whole)).max(initial=0.0))
+
+
+def _proved_bound(model: LinearModel, row_duals: FloatArray) -> tuple[float, float]:
+    """What prices of the rows prove of a linear program's optimum, and the size of the sum.
+
+    For any prices y and reduced costs ``d = cost - yA`` no x costs less than the sum of the least
+    ``y_i·(A·x)_i`` and ``d_j·x_j`` that the limits allow. A price or reduced cost within HiGHS's
+    tolerance of 0 counts as 0 where the limit is infinite.
+    """
+    tolerance = _DUAL_TOLERANCE * (1.0 + float(np.abs(model.cost).max(initial=0.0)))
+    row_limits = np.where(row_duals > 0.0, model.row_lower, model.row_upper)
+    prices = np.where((np.abs(row_duals) <= tolerance) & np.isinf(row_limits), 0.0, row_duals)
+    reduced = model.cost - prices @ model.matrix
+    limits = np.where(reduced > 0.0, model.lower, model.upper)
+    reduced = np.where((np.abs(reduced) <= tolerance) & np.isinf(limits), 0.0, reduced)
+    terms = np.concatenate(
+        (
+            prices * np.where(prices == 0.0, 0.0, row_limits),
+            reduced * np.where(reduced == 0.0, 0.0, limits),
+        )
+    )
+    scale = 1.0 + float(np.abs(terms[np.isfinite(terms)]).sum())
+    return float(terms.sum()), scale

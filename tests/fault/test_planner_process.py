@@ -1,0 +1,197 @@
+"""A planner process that is killed, stopped or lost in its solver: training gets its plans."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.planner import process as process_module
+from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.lookahead import LookAheadPlanner
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.process import PlannerProcess, PlannerProcessHung
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.planning import TableCostModel
+
+LENGTHS = (100, 200, 3000, 800)
+# For a process that will surely not answer.
+SHORT_S = 0.2
+HOURS_S = 1e4
+
+
+def greedy() -> GreedyPlanner:
+    return GreedyPlanner(Pool.of(Strategy.parse("tp2+2*tp1", 4)), TableCostModel())
+
+
+@dataclass
+class Moody:
+    """Outside of the process that made it, is lost or killed by batches of some lengths."""
+
+    slept_on: tuple[int, ...] = ()
+    killed_by: tuple[int, ...] = ()
+    home: int = field(default_factory=os.getpid)
+
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
+        if os.getpid() != self.home:
+            if tuple(lengths) == self.slept_on:
+                time.sleep(HOURS_S)
+            if tuple(lengths) == self.killed_by:
+                os.kill(os.getpid(), signal.SIGSEGV)
+        return GREEDY.plan(lengths, iteration=iteration)
+
+
+GREEDY = greedy()
+
+
+class Forbidden:
+    """Plans nowhere but in its process: in line it would take training with it."""
+
+    def __init__(self, planner: Moody) -> None:
+        self.planner = planner
+
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
+        assert os.getpid() != self.planner.home
+        return self.planner.plan(lengths, iteration=iteration)
+
+
+@pytest.fixture
+def ahead() -> Iterator[LookAheadPlanner]:
+    look_ahead = LookAheadPlanner(greedy())
+    yield look_ahead
+    look_ahead.close()
+
+
+def process_of(look_ahead: LookAheadPlanner) -> PlannerProcess:
+    process = look_ahead._process
+    assert process is not None
+    return process
+
+
+def stop(look_ahead: LookAheadPlanner) -> subprocess.Popen[bytes]:
+    """Stop the process; its successors are patient, so a slow machine changes nothing."""
+    process = process_of(look_ahead)
+    os.kill(process.pid, signal.SIGSTOP)
+    process._answer_limit_s = SHORT_S
+    return process._process
+
+
+def test_a_stopped_process_is_replaced_and_owes_nothing(
+    ahead: LookAheadPlanner, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead.submit(0, LENGTHS)
+    ahead.take(0)
+    stopped = stop(ahead)
+    for iteration in (1, 2):
+        ahead.submit(iteration, LENGTHS)
+    assert [ahead.take(iteration)[0].iteration for iteration in (1, 2)] == [1, 2]
+    assert (ahead.num_restarts, ahead.is_in_line) == (1, False)
+    assert stopped.returncode == -signal.SIGKILL  # it is not left behind
+    assert "has not answered for 0.2 s and iteration 2 waits for its plan" in caplog.text
+    assert "it is started again" in caplog.text
+    stop(ahead)
+    ahead.submit(3, LENGTHS)
+    assert ahead.take(3)[0].digest == greedy().plan(LENGTHS, iteration=3).digest
+    assert ahead.is_in_line
+    assert ahead.is_lost
+    assert "again: planning goes on in line with training, by GreedyPlanner" in caplog.text
+
+
+def test_a_killed_process_after_a_stopped_one_ends_planning_ahead(ahead: LookAheadPlanner) -> None:
+    stop(ahead)
+    ahead.submit(0, LENGTHS)
+    assert ahead.take(0)[0].iteration == 0
+    os.kill(process_of(ahead).pid, signal.SIGKILL)
+    ahead.submit(1, LENGTHS)
+    assert ahead.take(1)[0].iteration == 1
+    assert ahead.is_lost
+
+
+def test_a_planner_lost_in_its_solver_does_not_plan_in_line() -> None:
+    planner = Forbidden(Moody(slept_on=LENGTHS))
+    ahead = LookAheadPlanner(planner, stand_in=greedy(), grace_s=SHORT_S)
+    for iteration in range(2):
+        ahead.submit(iteration, LENGTHS)
+    plans = [ahead.take(iteration)[0] for iteration in range(2)]
+    assert [plan.iteration for plan in plans] == [0, 1]
+    assert {plan.dispatch.status for plan in plans if plan.dispatch is not None} == {"greedy"}
+    assert ahead.is_lost
+
+
+def test_a_planner_whose_solver_crashes_does_not_plan_in_line() -> None:
+    planner = Forbidden(Moody(killed_by=LENGTHS))
+    ahead = LookAheadPlanner(planner, stand_in=greedy())
+    ahead.submit(0, LENGTHS)
+    assert ahead.take(0)[0].num_sequences == len(LENGTHS)
+    assert ahead.is_lost
+    assert ahead.num_restarts == 1
+
+
+def test_planning_in_line_from_the_start_is_the_planners_own() -> None:
+    with_limit = LookAheadPlanner(greedy(), in_process=False, stand_in=Forbidden(Moody()))
+    with_limit.submit(0, LENGTHS)
+    assert with_limit.take(0)[0].num_sequences == len(LENGTHS)
+    assert not with_limit.is_lost
+
+
+def test_the_wait_follows_from_the_time_limit() -> None:
+    process = process_of(ahead := LookAheadPlanner(greedy(), time_limit_s=2.5, grace_s=40.0))
+    assert process._answer_limit_s == 42.5
+    ahead.close()
+
+
+def test_answers_to_earlier_requests_are_signs_of_life() -> None:
+    process = PlannerProcess(Moody(slept_on=LENGTHS), answer_limit_s=60.0)
+    process.request(0, (5, 6))
+    process.request(1, LENGTHS)
+    assert process.result(0).num_tokens == 11
+    process._answer_limit_s = SHORT_S
+    with pytest.raises(PlannerProcessHung, match="iteration 2 waits for its plan"):
+        process.result(1)
+    process.kill()
+
+
+def test_requests_to_a_stopped_process_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe holds 64 KiB, a few large batches: training must not stop at the next one."""
+    monkeypatch.setattr(process_module, "SECONDS_TO_STOP", SHORT_S)
+    process = PlannerProcess(greedy())
+    os.kill(process.pid, signal.SIGSTOP)
+    for iteration in range(8):
+        process.request(iteration, range(10_000, 20_000))
+    process.close()
+    assert process._process.returncode == -signal.SIGKILL
+
+
+def test_an_error_is_not_planned_again_after_a_restart(ahead: LookAheadPlanner) -> None:
+    ahead.submit(0, [9000])
+    ahead.submit(1, LENGTHS)
+    with pytest.raises(PlanError, match="9000"):
+        ahead.take(0)
+    os.kill(process_of(ahead).pid, signal.SIGKILL)
+    assert ahead.take(1)[0].iteration == 1
+    assert not ahead._owed
+
+
+def test_a_planner_process_does_not_outlive_training() -> None:
+    """Not even lost in a plan: what it holds open, as here standard error, is closed."""
+    script = (
+        "import os, signal\n"
+        "from megatron.hydraulis.planner.process import PlannerProcess\n"
+        "from tests.fault.test_planner_process import LENGTHS, Moody\n"
+        "process = PlannerProcess(Moody(slept_on=LENGTHS))\n"
+        "process.request(0, (5, 6))\n"
+        "process.request(1, LENGTHS)\n"
+        "print(process.result(0).num_tokens, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    training = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    output, errors = training.communicate(timeout=300.0)
+    assert (output, errors) == ("11\n", "")
+    assert training.returncode == -signal.SIGKILL
