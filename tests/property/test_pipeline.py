@@ -6,13 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.hydraulis.cost_model import pipeline_time_ms
+from megatron.hydraulis.cost_model import pipeline_schedule, pipeline_time_ms
 
 TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=9)
 STAGES = st.integers(1, 6)
 
 
-def simulated_time(times: list[int], num_stages: int, forward_share: Fraction) -> Fraction:
+End = dict[tuple[str, int, int], Fraction]
+"""End of each operation: 'forward' or 'backward', stage, micro-batch."""
+
+
+def simulated(times: list[int], num_stages: int, forward_share: Fraction) -> End:
     """Run every stage's list of operations as soon as stage and input are free.
 
     The list is Megatron's: min(p-1-stage, v) forwards, then pairs of one forward and one
@@ -27,7 +31,7 @@ def simulated_time(times: list[int], num_stages: int, forward_share: Fraction) -
             queue += [("forward", num_ahead + k), ("backward", k)]
         queue += [("backward", k) for k in range(num_micro_batches - num_ahead, num_micro_batches)]
         queues.append(queue)
-    end: dict[tuple[str, int, int], Fraction] = {}
+    end: End = {}
     stage_free = [Fraction(0)] * num_stages
     while any(queues):
         progressed = False
@@ -47,16 +51,25 @@ def simulated_time(times: list[int], num_stages: int, forward_share: Fraction) -
             queue.pop(0)
             progressed = True
         assert progressed, "the schedule deadlocks"
-    return max(stage_free)
+    return end
 
 
 @given(
     TIMES, STAGES, st.sampled_from([Fraction(1, 3), Fraction(1, 2), Fraction(0), Fraction(3, 4)])
 )
 def test_equals_the_simulation(times: list[int], num_stages: int, share: Fraction) -> None:
-    expected = simulated_time(times, num_stages, share)
+    end = simulated(times, num_stages, share)
     found = pipeline_time_ms(times, num_stages, forward_share=float(share))
-    assert found == pytest.approx(float(expected), rel=1e-12, abs=1e-9)
+    assert found == pytest.approx(float(max(end.values())), rel=1e-12, abs=1e-9)
+    operations = pipeline_schedule(times, num_stages, forward_share=float(share))
+    assert len(operations) == len(end) == 2 * len(times) * num_stages
+    for operation in operations:
+        kind = "forward" if operation.is_forward else "backward"
+        wanted = end[kind, operation.stage, operation.micro_batch]
+        part = share if operation.is_forward else 1 - share
+        start = wanted - part * times[operation.micro_batch]
+        assert operation.end_ms == pytest.approx(float(wanted), rel=1e-12, abs=1e-9)
+        assert operation.start_ms == pytest.approx(float(start), rel=1e-12, abs=1e-9)
 
 
 @given(TIMES, STAGES)

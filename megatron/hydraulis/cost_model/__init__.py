@@ -4,7 +4,12 @@ from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.cost_model.memory import MemoryModel
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, pipeline_time_ms
+from megatron.hydraulis.cost_model.pipeline import (
+    FORWARD_SHARE,
+    Operation,
+    pipeline_schedule,
+    pipeline_time_ms,
+)
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.model_shape import ModelShape
@@ -17,8 +22,10 @@ __all__ = [
     "DeviceConstants",
     "MemoryModel",
     "ModelShape",
+    "Operation",
     "ProfileCostModel",
     "StrategyCosts",
     "device_constants",
+    "pipeline_schedule",
     "pipeline_time_ms",
 ]

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-__all__ = ["FORWARD_SHARE", "pipeline_time_ms"]
+__all__ = ["FORWARD_SHARE", "Operation", "pipeline_schedule", "pipeline_time_ms"]
 
 FORWARD_SHARE = 1.0 / 3.0
 """Share of the forward in a micro-batch's time: the backward of a matrix product is two products
@@ -33,6 +34,39 @@ def pipeline_time_ms(
     Raises ValueError for a negative or non-finite time, fewer than one stage, or a forward share
     outside [0, 1].
     """
+    _check(times_ms, num_stages, forward_share)
+    if num_stages == 1:
+        return math.fsum(times_ms)
+    return _last_backward_end_ms(times_ms, num_stages, forward_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Forward or backward of one micro-batch on one stage."""
+
+    is_forward: bool
+    stage: int
+    micro_batch: int
+    start_ms: float
+    """After the first forward of the replica has begun."""
+    end_ms: float
+
+
+def pipeline_schedule(
+    times_ms: Sequence[float], num_stages: int, *, forward_share: float = FORWARD_SHARE
+) -> list[Operation]:
+    """When each forward and backward of a replica runs, by the recurrence of `pipeline_time_ms`.
+
+    Operations of a stage come in the order in which it runs them. Arguments and errors are those
+    of `pipeline_time_ms`.
+    """
+    _check(times_ms, num_stages, forward_share)
+    operations: list[Operation] = []
+    _last_backward_end_ms(times_ms, num_stages, forward_share, operations)
+    return operations
+
+
+def _check(times_ms: Sequence[float], num_stages: int, forward_share: float) -> None:
     if num_stages < 1:
         raise ValueError(f"a pipeline has at least 1 stage, not {num_stages}")
     if not 0.0 <= forward_share <= 1.0:
@@ -40,14 +74,15 @@ def pipeline_time_ms(
     for time_ms in times_ms:
         if not 0.0 <= time_ms < math.inf:
             raise ValueError(f"a micro-batch takes a finite time from 0 on, not {time_ms} ms")
-    if num_stages == 1:
-        return math.fsum(times_ms)
-    return _last_backward_end_ms(times_ms, num_stages, forward_share)
 
 
 def _last_backward_end_ms(
-    times_ms: Sequence[float], num_stages: int, forward_share: float
+    times_ms: Sequence[float],
+    num_stages: int,
+    forward_share: float,
+    operations: list[Operation] | None = None,
 ) -> float:
+    """The recurrence; ``operations``, if given, is appended to."""
     num_micro_batches = len(times_ms)
     forward_ms = [time_ms * forward_share for time_ms in times_ms]
     backward_ms = [time_ms - forward for time_ms, forward in zip(times_ms, forward_ms, strict=True)]
@@ -63,10 +98,16 @@ def _last_backward_end_ms(
             done_ms = free_ms[stage]
             finished = round_ - num_stages + stage
             if 0 <= finished < num_micro_batches:
-                done_ms = max(done_ms, backward_end_ms[stage + 1]) + backward_ms[finished]
+                start_ms = max(done_ms, backward_end_ms[stage + 1])
+                done_ms = start_ms + backward_ms[finished]
                 backward_end_ms[stage] = done_ms
+                if operations is not None:
+                    operations.append(Operation(False, stage, finished, start_ms, done_ms))
             if round_ < num_micro_batches:
-                done_ms = max(done_ms, forward_end_ms) + forward_ms[round_]
+                start_ms = max(done_ms, forward_end_ms)
+                done_ms = start_ms + forward_ms[round_]
                 forward_end_ms = done_ms
+                if operations is not None:
+                    operations.append(Operation(True, stage, round_, start_ms, done_ms))
             free_ms[stage] = done_ms
     return backward_end_ms[0]

@@ -1,0 +1,180 @@
+"""``--trace``: measured and planned spans of the traced iterations of one rank, into its file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.observability.trace_clock import (
+    BarrierStamps,
+    ClockOffset,
+    clock_offsets,
+)
+from megatron.hydraulis.observability.trace_events import Span
+from megatron.hydraulis.observability.trace_file import (
+    TraceWriter,
+    merge_trace,
+    rank_file,
+    rank_files,
+)
+from megatron.hydraulis.observability.trace_window import TraceWindow
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planned_spans import planned_spans
+from megatron.hydraulis.runtime.cuda_clock import CudaClock
+from megatron.hydraulis.runtime.spans import MemoryRecorder
+
+__all__ = ["RunTrace"]
+
+NUM_BARRIERS = 8
+"""By which clocks are compared; each can only narrow the bounds."""
+
+MERGE_PATIENCE = timedelta(seconds=30)
+"""How long rank 0 waits at the end for the others' files."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NS_PER_US = 1e3
+
+
+class RunTrace:
+    """The trace of this rank.
+
+    Collective: construction compares the clocks of all ranks.
+
+    Args:
+        folder: of the trace; shared by the ranks, or the merged file holds those of rank 0's node.
+        window: iterations traced; where None, the first ones that are run.
+        cost_model: with which iterations are planned.
+        store: by which ranks tell that their files are complete.
+        has_cuda: whether the job computes on CUDA devices.
+
+    Raises:
+        HydraulisError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        window: TraceWindow | None,
+        cost_model: CostModel,
+        store: dist.Store,
+        *,
+        has_cuda: bool,
+    ) -> None:
+        self._folder = folder
+        self._window = window
+        self._cost_model = cost_model
+        # A restarted job finds the keys of its forerunner in the launcher's store.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = dist.PrefixStore(f"hydraulis_trace/{restart}", store)
+        self._rank = dist.get_rank()
+        self._clock, self._epoch_ns = _compare_clocks()
+        self._writer = TraceWriter(rank_file(folder, self._rank))
+        self._recorder = MemoryRecorder(CudaClock() if has_cuda else None)
+        self._recorder.is_recording = False
+
+    @property
+    def spans(self) -> MemoryRecorder:
+        """What the engine and the data tell of their work; keeps traced iterations only."""
+        return self._recorder
+
+    def expect(self, iteration: int) -> None:
+        """An iteration is about to begin: record from now on, if it is traced."""
+        if self._window is None:
+            self._window = TraceWindow.starting_at(iteration)
+        self._recorder.is_recording = iteration in self._window
+        self._recorder.common_detail = {"iteration": iteration}
+
+    @contextmanager
+    def iteration(self, iteration: int, plan: IterationPlan) -> Iterator[None]:
+        """Around the work of an iteration; at its end the spans are in the file."""
+        if not self._recorder.is_recording:
+            yield
+            return
+        start_ns = time.perf_counter_ns()
+        yield
+        end_ns = time.perf_counter_ns()
+        self._recorder.is_recording = False  # what follows belongs to no iteration
+        self._write(iteration, plan, start_ns, end_ns)
+        assert self._window is not None
+        if iteration == self._window.last:
+            self._writer.close()
+
+    def close(self, *, merges: bool) -> None:
+        """The run has ended; rank 0 merges the files where all ranks come here."""
+        self._writer.close()
+        if not merges:
+            return
+        self._store.set(str(self._rank), "closed")
+        if self._rank != 0:
+            return
+        num_ranks = dist.get_world_size()
+        try:
+            self._store.wait([str(rank) for rank in range(num_ranks)], MERGE_PATIENCE)
+        except dist.DistError:
+            print("trace: not every rank has closed its file; merging what there is", flush=True)
+        merged = merge_trace(self._folder)
+        num_files = len(rank_files(self._folder))
+        missing = "" if num_files == num_ranks else f", of {num_files} of {num_ranks} ranks"
+        print(f"trace: {merged}{missing}; open it at https://ui.perfetto.dev", flush=True)
+
+    def _write(self, iteration: int, plan: IterationPlan, start_ns: int, end_ns: int) -> None:
+        detail: dict[str, int | str] = {"iteration": iteration, "strategy": plan.strategy}
+        if self._clock.error_ns:
+            detail["clock_error_ns"] = self._clock.error_ns
+        start_us = self._on_axis_us(start_ns)
+        whole = Span(
+            rank=self._rank,
+            track="iteration",
+            name="iteration",
+            start_us=start_us,
+            end_us=self._on_axis_us(end_ns),
+            detail=detail,
+        )
+        measured = [
+            Span(
+                rank=self._rank,
+                track=span.track,
+                name=span.name,
+                start_us=self._on_axis_us(span.start_ns),
+                end_us=self._on_axis_us(span.end_ns),
+                detail=span.detail,
+            )
+            for span in self._recorder.take()
+        ]
+        planned = planned_spans(
+            plan, self._cost_model, rank=self._rank, iteration=iteration, start_us=start_us
+        )
+        self._writer.write([whole, *measured, *planned])
+
+    def _on_axis_us(self, time_ns: int) -> float:
+        return (time_ns - self._clock.offset_ns - self._epoch_ns) / _NS_PER_US
+
+
+def _compare_clocks() -> tuple[ClockOffset, int]:
+    """Collective: this rank's clock against rank 0's, and what that read when the trace began."""
+    before_ns, after_ns = [], []
+    for _ in range(NUM_BARRIERS):
+        before_ns.append(time.perf_counter_ns())
+        dist.barrier()
+        after_ns.append(time.perf_counter_ns())
+    own = BarrierStamps(_clock_name(), tuple(before_ns), tuple(after_ns))
+    stamps: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stamps, own)
+    return clock_offsets(stamps)[dist.get_rank()], stamps[0].after_ns[-1]
+
+
+def _clock_name() -> str:
+    """The booted machine: what ``time.perf_counter`` counts from on Linux."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
