@@ -4,7 +4,8 @@ Optimizer state never moves: it is laid out in one *canonical* order that no str
 A parameter with a tensor-parallel dim is cut into ``T`` **atoms** along it, ``T`` being the least
 common multiple of the tp degrees in the pool; any TP rank of any scheme then holds a run of
 atoms. Every **bucket** (a layer, or a part of the embedding or the output) is cut over all ranks
-at row borders of atoms; the cuts are the canonical shards.
+at row borders of atoms; the cuts are the canonical shards. Which rank owns which share of the cut
+is free (`Bucket.owner_order`); unless told otherwise, rank r owns share r.
 
 Inside a bucket the parameters come in the order of their `Contribution`, so that what a rank has
 to send back is a prefix of what it holds.
@@ -13,13 +14,14 @@ to send back is a prefix of what it holds.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, PlanError
 
 DEFAULT_BUCKET_CAP_ELEMENTS = 40_000_000
 """Largest bucket cut out of the embedding or the output, in elements (160 MB in fp32)."""
@@ -154,7 +156,27 @@ class Bucket:
     unit: Unit
     pieces: tuple[Piece, ...]
     shard_borders: tuple[int, ...]
-    """Rank r owns elements [shard_borders[r], shard_borders[r + 1]); num_ranks + 1 entries."""
+    """Share p is elements [shard_borders[p], shard_borders[p + 1]); num_ranks + 1 entries."""
+    owner_order: tuple[int, ...] | None = None
+    """The rank that owns each share; None where rank r owns share r."""
+
+    def __post_init__(self) -> None:
+        order = self.owner_order
+        num_shares = len(self.shard_borders) - 1
+        if order is not None and sorted(order) != list(range(num_shares)):
+            raise PlanError(
+                f"bucket {self.index}: every one of {num_shares} ranks owns one share but the "
+                f"owner order is {order}; give a permutation of 0 to {num_shares - 1}"
+            )
+
+    @cached_property
+    def _share_of(self) -> dict[int, int]:
+        """Rank -> its share, where the order is not that of the ranks."""
+        return {rank: share for share, rank in enumerate(self.owner_order or ())}
+
+    def owner_of(self, share: int) -> int:
+        """The rank that owns share ``share``."""
+        return share if self.owner_order is None else self.owner_order[share]
 
     @cached_property
     def piece_offsets(self) -> tuple[int, ...]:
@@ -168,7 +190,8 @@ class Bucket:
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """The elements [start, stop) that ``rank`` owns."""
-        return self.shard_borders[rank], self.shard_borders[rank + 1]
+        share = rank if self.owner_order is None else self._share_of[rank]
+        return self.shard_borders[share], self.shard_borders[share + 1]
 
 
 @dataclass(frozen=True)
@@ -215,6 +238,25 @@ class CanonicalLayout:
                 borders = _shard_borders(pieces, num_ranks)
                 buckets.append(Bucket(len(buckets), unit, pieces, borders))
         return cls(ordered, num_atoms, num_ranks, tuple(buckets))
+
+    def with_owner_orders(self, orders: Sequence[tuple[int, ...] | None]) -> CanonicalLayout:
+        """The same cut with other owners: an order for every bucket, see `Bucket.owner_order`.
+
+        Every rank of the job has to use the same orders, from the start to the end of a run: with
+        another order an owner would have another rank's optimizer state.
+
+        Raises:
+            PlanError: not one order a bucket, or one that is no permutation of the ranks.
+        """
+        if len(orders) != len(self.buckets):
+            raise PlanError(
+                f"{len(orders)} owner orders for {len(self.buckets)} buckets; give one a bucket"
+            )
+        buckets = tuple(
+            dataclasses.replace(bucket, owner_order=order)
+            for bucket, order in zip(self.buckets, orders, strict=True)
+        )
+        return dataclasses.replace(self, buckets=buckets)
 
     @cached_property
     def index_of(self) -> dict[str, int]:

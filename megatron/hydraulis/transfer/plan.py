@@ -14,24 +14,19 @@ from functools import cached_property
 
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
+from megatron.hydraulis.transfer.ranges import Range, clip
 from megatron.hydraulis.transfer.role import Role
 
-
-@dataclass(frozen=True, order=True)
-class Range:
-    """Elements [start, stop) of a bucket in canonical order."""
-
-    start: int
-    stop: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            raise PlanError(f"range [{self.start}, {self.stop}) is empty or negative")
-
-    @property
-    def num_elements(self) -> int:
-        """Length of the range."""
-        return self.stop - self.start
+__all__ = [
+    "Range",
+    "Transfer",
+    "TransferPlan",
+    "contributed_ranges",
+    "gather_plan",
+    "held_ranges",
+    "regroup_elements",
+    "scatter_plan",
+]
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,7 @@ def _plan(
     transfers = []
     for owner in owners:
         parts_of = {
-            role: _clip(ranges, *bucket.shard_range(owner)) for role, ranges in ranges_of.items()
+            role: clip(ranges, *bucket.shard_range(owner)) for role, ranges in ranges_of.items()
         }
         for receiver, role in enumerate(roles):
             if parts_of[role]:
@@ -177,21 +172,13 @@ def _received(bucket: Bucket, ranges: Sequence[Range], rank: int) -> list[Transf
     for held in ranges:
         start = held.start
         while start < held.stop:
-            owner = bisect.bisect_right(borders, start) - 1
-            stop = min(held.stop, borders[owner + 1])
-            parts.setdefault(owner, []).append(Range(start, stop))
+            share = bisect.bisect_right(borders, start) - 1
+            stop = min(held.stop, borders[share + 1])
+            parts.setdefault(bucket.owner_of(share), []).append(Range(start, stop))
             start = stop
     return [
         Transfer(owner, rank, tuple(of_owner)) for owner, of_owner in parts.items() if owner != rank
     ]
-
-
-def _clip(ranges: Sequence[Range], start: int, stop: int) -> tuple[Range, ...]:
-    return tuple(
-        Range(max(r.start, start), min(r.stop, stop))
-        for r in ranges
-        if max(r.start, start) < min(r.stop, stop)
-    )
 
 
 def regroup_elements(

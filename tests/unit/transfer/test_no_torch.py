@@ -6,6 +6,7 @@ import sys
 PROGRAM = """
 import sys
 import megatron.hydraulis.transfer.canonical
+import megatron.hydraulis.transfer.collective
 import megatron.hydraulis.transfer.plan
 import megatron.hydraulis.transfer.role
 unwanted = ("torch", "megatron.core", "megatron.training")
