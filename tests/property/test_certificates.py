@@ -1,0 +1,326 @@
+"""Bounds and plans against the best of all plans: no bound above it, no plan below it."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.planner.bounds import dispatch_bound_ms
+from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.modes import ReplicaClass
+from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.relaxation import Relaxation
+from megatron.hydraulis.planner.replica_bounds import fewest_micro_batches, replica_bound_ms
+from megatron.hydraulis.planner.replica_packing import ReplicaPacker
+from megatron.hydraulis.planner.solver import Deadline, Solver
+from megatron.hydraulis.planner.strategy_search import StrategySearch
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.brute_force import (
+    ReplicaFigures,
+    best_makespan_ms,
+    best_replica_time_ms,
+    best_replica_times_ms,
+)
+from tests.support.planning import TableCostModel
+
+# Sums of floats taken in different orders.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A batch and replicas, one of which at least holds the longest sequence."""
+
+    lengths: list[int]
+    replicas: list[ReplicaFigures]
+
+    @property
+    def costs(self) -> list[SchemeCost]:
+        return [scheme_cost(figures) for figures in self.replicas]
+
+    @property
+    def optimum_ms(self) -> float:
+        return best_makespan_ms(self.lengths, self.replicas)
+
+    def relaxation(self) -> Relaxation:
+        return Relaxation(
+            ReplicaClass.of(self.costs),
+            sorted(self.lengths),
+            num_buckets=32,
+            solver=Solver(Deadline(None)),
+        )
+
+    def searched(self, *, max_small_batch: int) -> StrategySearch:
+        """The search with its bound raised and its plans improved."""
+        schemes = [
+            Scheme(pp=figures.num_stages, tp=1, cp=1) for figures in self.replicas
+        ]  # Their costs are given apart: only the number of stages has to be true.
+        text = "+".join(map(str, schemes))
+        strategy = Strategy.parse(text, sum(scheme.num_ranks for scheme in schemes))
+        packers = {cost: ReplicaPacker(cost, self.lengths) for cost in self.costs}
+        search = StrategySearch(
+            strategy,
+            self.costs,
+            self.lengths,
+            packers.__getitem__,
+            Solver(Deadline(None)),
+            overhead_ms=0.0,
+            max_small_batch=max_small_batch,
+        )
+        search.start()
+        search.raise_bound()
+        search.search()
+        return search
+
+
+def scheme_cost(figures: ReplicaFigures) -> SchemeCost:
+    return SchemeCost(
+        Coefficients(figures.a_ms_per_token2, figures.b_ms_per_token, figures.c_ms),
+        figures.max_tokens,
+        figures.num_stages,
+    )
+
+
+def lengths_of(max_size: int) -> st.SearchStrategy[list[int]]:
+    """Lengths of all kinds: even, long-tailed, hardly different."""
+    return st.one_of(
+        st.lists(st.integers(1, 60), min_size=1, max_size=max_size),
+        st.lists(st.sampled_from([60, 59, 30, 20, 3]), min_size=1, max_size=max_size),
+        st.lists(st.integers(1, 12), min_size=0, max_size=max_size - 1).map(lambda s: [*s, 60]),
+    )
+
+
+def figures(num_stages: st.SearchStrategy[int]) -> st.SearchStrategy[ReplicaFigures]:
+    """Costs with zeros in every place, limits around one and two of the longest sequences."""
+    return st.builds(
+        ReplicaFigures,
+        a_ms_per_token2=st.sampled_from([0.0, 1e-3, 0.05]),
+        b_ms_per_token=st.sampled_from([0.0, 0.1, 1.0]),
+        c_ms=st.sampled_from([0.0, 2.0, 30.0]),
+        max_tokens=st.sampled_from([40, 60, 75, 119, 120, 500]),
+        num_stages=num_stages,
+    )
+
+
+STAGES = st.sampled_from([1, 1, 2, 3, 4])
+
+
+@st.composite
+def instances(draw: st.DrawFn, max_sequences: int = 6) -> Instance:
+    lengths = draw(lengths_of(max_sequences))
+    replicas = draw(st.lists(figures(STAGES), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        replicas = [replicas[0]] * len(replicas)
+    assume(max(lengths) <= max(replica.max_tokens for replica in replicas))
+    return Instance(lengths, replicas)
+
+
+@given(instances())
+def test_no_bound_is_above_the_best_plan(instance: Instance) -> None:
+    optimum_ms = instance.optimum_ms
+    assert dispatch_bound_ms(instance.lengths, instance.costs) <= optimum_ms * (1 + ROUNDING)
+    assert not instance.relaxation().is_impossible(optimum_ms * (1 + ROUNDING))
+
+
+@given(instances())
+def test_search_ends_between_its_bound_and_a_quarter_above_the_best_plan(
+    instance: Instance,
+) -> None:
+    # Without the look at all plans, as for larger batches.
+    search = instance.searched(max_small_batch=0)
+    optimum_ms = instance.optimum_ms
+    assert search.bound_ms <= optimum_ms * (1 + ROUNDING)
+    assert optimum_ms <= search.found_ms * (1 + ROUNDING)
+    assert search.found_ms <= 1.25 * optimum_ms
+    candidate = search.candidate()
+    assert candidate.makespan_ms == search.found_ms
+    for stage in (candidate.dispatch, candidate.packing):
+        assert stage.bound_ms <= candidate.makespan_ms
+
+
+@given(instances(max_sequences=7))
+def test_few_sequences_get_the_best_plan_and_its_proof(instance: Instance) -> None:
+    search = instance.searched(max_small_batch=8)
+    optimum_ms = instance.optimum_ms
+    assert search.found_ms == pytest.approx(optimum_ms, rel=ROUNDING)
+    candidate = search.candidate()
+    for stage in (candidate.dispatch, candidate.packing):
+        assert stage.bound_ms == candidate.makespan_ms
+        assert stage.status == "certified"
+
+
+@settings(max_examples=8)
+@given(st.lists(st.integers(1, 60), min_size=8, max_size=8), st.lists(figures(STAGES), max_size=2))
+def test_eight_sequences_on_three_replicas(
+    lengths: list[int], others: list[ReplicaFigures]
+) -> None:
+    roomy = ReplicaFigures(1e-3, 0.1, 2.0, 90, num_stages=2)
+    instance = Instance(lengths, [roomy, *others])
+    optimum_ms = instance.optimum_ms
+    assert instance.searched(max_small_batch=8).found_ms == pytest.approx(optimum_ms, rel=ROUNDING)
+    general = instance.searched(max_small_batch=0)
+    assert general.bound_ms <= optimum_ms * (1 + ROUNDING)
+    assert optimum_ms <= general.found_ms * (1 + ROUNDING)
+
+
+@given(lengths_of(6), figures(st.integers(1, 5)))
+def test_no_packing_is_below_the_bound_of_its_replica(
+    lengths: list[int], replica: ReplicaFigures
+) -> None:
+    times_ms = best_replica_times_ms(lengths, replica)
+    # All sequences, then shares that leave some out.
+    for share in {len(times_ms) - 1, len(times_ms) // 2, len(times_ms) * 2 // 3}:
+        members = [length for i, length in enumerate(lengths) if share >> i & 1]
+        if max(members, default=0) <= replica.max_tokens:
+            bound_ms = replica_bound_ms(members, scheme_cost(replica))
+            assert bound_ms <= times_ms[share] * (1 + ROUNDING)
+
+
+@given(lengths_of(6), st.integers(60, 150), st.integers(0, 60))
+def test_fewest_micro_batches(lengths: list[int], max_tokens: int, more_tokens: int) -> None:
+    # A packing that costs 1 ms a micro-batch and nothing else.
+    counting = ReplicaFigures(0.0, 0.0, 1.0, max_tokens)
+    fewest = fewest_micro_batches(lengths, max_tokens)
+    assert -(-sum(lengths) // max_tokens) <= fewest <= best_replica_time_ms(lengths, counting)
+
+
+# A pipeline of four stages that alone holds the three long sequences, two of them in a micro-batch
+# if the limit allows. The fill is most of the time, so that two together beat three apart: a bound
+# that takes every long sequence for a micro-batch of its own is up to a third too high.
+PIPELINE_COEFFICIENTS = [
+    (0.0, 0.351375, 234.25),
+    (0.0, 0.1, 200.0),
+    (0.0, 0.05, 300.0),
+    (5e-4, 0.0, 300.0),
+    (1e-3, 0.1, 190.0),
+    (5e-3, 0.5, 20.0),
+    (0.01, 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize("coefficients", PIPELINE_COEFFICIENTS)
+@pytest.mark.parametrize("max_tokens", [(201, 60), (402, 60), (402, 200), (622, 60), (622, 402)])
+def test_long_sequences_may_share_a_micro_batch(
+    coefficients: tuple[float, float, float], max_tokens: tuple[int, int]
+) -> None:
+    a, b, c = coefficients
+    instance = Instance(
+        [201, 201, 200, 20],
+        [
+            ReplicaFigures(a, b, c, max_tokens[0], num_stages=4),
+            ReplicaFigures(a / 2, b / 2, c, max_tokens[1]),
+        ],
+    )
+    optimum_ms = instance.optimum_ms
+    relaxation = instance.relaxation()
+    assert not relaxation.is_impossible(optimum_ms * (1 + ROUNDING))
+    # Nor is the bound worth nothing.
+    assert relaxation.is_impossible(optimum_ms * 0.8)
+
+
+def test_the_plan_that_a_bound_once_excluded() -> None:
+    a, b, c = PIPELINE_COEFFICIENTS[0]
+    instance = Instance(
+        [201, 201, 200, 20],
+        [ReplicaFigures(a, b, c, 402, num_stages=4), ReplicaFigures(a, b / 2, c, 200)],
+    )
+    assert instance.optimum_ms == pytest.approx(1502.0, abs=0.1)
+    assert not instance.relaxation().is_impossible(1502.1)
+    for max_small_batch in (0, 8):
+        search = instance.searched(max_small_batch=max_small_batch)
+        assert search.bound_ms <= instance.optimum_ms * (1 + ROUNDING)
+        assert search.found_ms == pytest.approx(instance.optimum_ms)
+
+
+LONGER = st.lists(st.integers(1, 60), min_size=9, max_size=24)
+
+
+@settings(max_examples=25)
+@given(instances(), st.sampled_from([1, 10, 60]))
+def test_a_larger_limit_never_makes_few_sequences_slower(instance: Instance, more: int) -> None:
+    larger = Instance(
+        instance.lengths,
+        [
+            ReplicaFigures(
+                r.a_ms_per_token2, r.b_ms_per_token, r.c_ms, r.max_tokens + more, r.num_stages
+            )
+            for r in instance.replicas
+        ],
+    )
+    before, after = instance.searched(max_small_batch=8), larger.searched(max_small_batch=8)
+    assert after.found_ms <= before.found_ms * (1 + ROUNDING)
+    assert after.bound_ms <= before.bound_ms * (1 + ROUNDING)
+
+
+@settings(max_examples=15)
+@given(LONGER, st.lists(figures(STAGES), min_size=1, max_size=3), st.sampled_from([1, 10, 60]))
+def test_the_bound_of_a_larger_limit_is_below_the_plan_of_a_smaller_one(
+    lengths: list[int], replicas: list[ReplicaFigures], more: int
+) -> None:
+    assume(max(lengths) <= max(r.max_tokens for r in replicas))
+    larger = [
+        ReplicaFigures(
+            r.a_ms_per_token2, r.b_ms_per_token, r.c_ms, r.max_tokens + more, r.num_stages
+        )
+        for r in replicas
+    ]
+    found_ms = Instance(lengths, replicas).searched(max_small_batch=8).found_ms
+    # That plan keeps the larger limit as well.
+    assert not Instance(lengths, larger).relaxation().is_impossible(found_ms * (1 + ROUNDING))
+
+
+TEXTS = ("4*tp1", "tp2+2*tp1", "pp2+tp2", "pp4", "tp2+2*idle", "2*pp2")
+
+
+@st.composite
+def cost_models(draw: st.DrawFn) -> TableCostModel:
+    a, b, c = (draw(st.sampled_from(values)) for values in ((0.0, 1e-3), (0.1, 1.0), (0.0, 20.0)))
+    return TableCostModel(
+        limits={
+            degrees: draw(st.sampled_from([60, 75, 130, 500]))
+            for degrees in ((1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 1, 4))
+        },
+        times=lambda scheme: Coefficients(
+            a / scheme.num_ranks, b / scheme.num_ranks * 1.07**scheme.tp, c
+        ),
+    )
+
+
+@settings(max_examples=20)
+@given(
+    st.one_of(lengths_of(7), LONGER),
+    cost_models(),
+    st.lists(st.sampled_from(TEXTS), min_size=2, max_size=4, unique=True),
+)
+def test_a_larger_pool_never_makes_the_plan_slower(
+    lengths: list[int], model: TableCostModel, texts: list[str]
+) -> None:
+    strategies = [Strategy.parse(text, 4) for text in texts]
+    times_s = [
+        CertifiedPlanner(Pool.of(*strategies[:num]), model).plan(lengths).predicted_time_s
+        for num in range(1, len(strategies) + 1)
+    ]
+    for smaller_s, larger_s in itertools.pairwise(times_s):
+        assert larger_s <= smaller_s * (1 + 2 * ROUNDING)
+
+
+@settings(max_examples=15)
+@given(st.one_of(lengths_of(8), LONGER), cost_models(), st.integers(0, 3))
+def test_the_same_input_and_seed_give_the_same_digest(
+    lengths: list[int], model: TableCostModel, seed: int
+) -> None:
+    pool = Pool.of(*(Strategy.parse(text, 4) for text in TEXTS))
+    planner = CertifiedPlanner(pool, model, seed=seed)
+    first = planner.plan(lengths, iteration=3)
+    # A planner keeps nothing of the batches before.
+    planner.plan([7] * 11)
+    assert planner.plan(lengths, iteration=3).digest == first.digest
+    assert (
+        CertifiedPlanner(pool, model, seed=seed).plan(lengths, iteration=3).digest == first.digest
+    )
+    strategy = pool.strategy(first.strategy)
+    first.validate(lengths, strategy, model.max_tokens)
