@@ -9,7 +9,6 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.strategy import Strategy
 
 __all__ = [
     "check_batch",
@@ -20,7 +19,6 @@ __all__ = [
     "check_required",
     "check_spec",
     "check_wandb",
-    "resolve_strategy",
 ]
 
 _REQUIRED = (
@@ -86,38 +84,6 @@ def check_required(args: argparse.Namespace) -> None:
         raise ConfigurationError(
             f"--seed must be at most {_MAX_SEED} but is {args.seed}; give a smaller one"
         )
-
-
-def resolve_strategy(
-    args: argparse.Namespace,
-    hydraulis: HydraulisConfig,
-    *,
-    num_ranks: int,
-    ranks_per_node: int,
-    degrees_given: bool,
-) -> Strategy:
-    """The strategy that the flags describe, placed on the job's ranks.
-
-    Raises ConfigurationError when it is described twice or uses context parallelism, StrategyError
-    when it cannot be read or placed.
-    """
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if hydraulis.strategy is None:
-        return Strategy.homogeneous(num_ranks, tp=tp, pp=pp, ranks_per_node=ranks_per_node)
-    if degrees_given:
-        raise ConfigurationError(
-            f"--strategy {hydraulis.strategy!r} and --tensor-model-parallel-size {tp}, "
-            f"--pipeline-model-parallel-size {pp} both lay out the replicas; give --strategy or "
-            f"the sizes"
-        )
-    strategy = Strategy.parse(hydraulis.strategy, num_ranks, ranks_per_node=ranks_per_node)
-    for scheme in strategy.schemes:
-        if scheme.cp > 1:
-            raise ConfigurationError(
-                f"strategy {strategy.name!r}: context parallelism comes in a later version but "
-                f"{scheme} has cp {scheme.cp}; use tp or pp instead"
-            )
-    return strategy
 
 
 def check_batch(

@@ -29,7 +29,8 @@ from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flag_parser import FlagParser, ParsedFlags
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.pool_arguments import check_vocabulary_parts, resolve_pool
+from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.vocabulary import Vocabulary, resolve_vocabulary
 
 __all__ = ["Resolved", "gpt_model_config", "install_globals", "parse_arguments"]
@@ -43,7 +44,10 @@ class Resolved:
     """Upstream's arguments as its validate_args leaves them, without ours. Parallel sizes are 1 and
     data_parallel_size is 1; world_size and rank are the job's."""
     hydraulis: HydraulisConfig
-    strategy: Strategy
+    pool: Pool
+    """The strategies that the run may use, as far as flags and files tell."""
+    left_out: tuple[str, ...]
+    """One line for every strategy of the pool file that this version cannot run."""
     explicit: frozenset[str]
     """Option strings that were given, as typed."""
     settings: tuple[str, ...]
@@ -75,11 +79,11 @@ def parse_arguments(
     has_cuda = torch.cuda.is_available()
 
     argument_checks.check_required(args)
-    strategy = argument_checks.resolve_strategy(
+    strategies = resolve_pool(
         args,
         hydraulis,
         num_ranks=num_ranks,
-        ranks_per_node=_ranks_per_node(hydraulis, num_ranks),
+        ranks_per_node=_ranks_per_node(hydraulis),
         degrees_given=flags.was_given("tensor_model_parallel_size")
         or flags.was_given("pipeline_model_parallel_size"),
     )
@@ -101,14 +105,16 @@ def parse_arguments(
     vocabulary = resolve_vocabulary(args)
     args.padded_vocab_size = vocabulary.padded_size
     shape = _model_shape(args)
-    strategy.check_model(shape)
+    check_vocabulary_parts(strategies.pool, vocabulary.padded_size)
+    strategies.pool.check_model(shape)
     with _upstream_errors():
         gpt_model_config(args)
     args.world_size = num_ranks
     return Resolved(
         args=args,
         hydraulis=hydraulis,
-        strategy=strategy,
+        pool=strategies.pool,
+        left_out=strategies.left_out,
         explicit=flags.explicit,
         settings=flag_parser.honoured_dests,
         shape=shape,
@@ -164,13 +170,15 @@ def _num_ranks(hydraulis: HydraulisConfig, num_started: int) -> int:
     return hydraulis.num_ranks
 
 
-def _ranks_per_node(hydraulis: HydraulisConfig, num_ranks: int) -> int:
+def _ranks_per_node(hydraulis: HydraulisConfig) -> int | None:
+    """Ranks of a node, None where nobody has said it."""
     if hydraulis.ranks_per_node is not None:
         return hydraulis.ranks_per_node
     if hydraulis.num_ranks is not None:
         # The launcher's variable describes the one process of a dry run, not the job.
-        return num_ranks
-    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        return None
+    value = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if value is None else int(value)
 
 
 def _validate_as_one_group(args: argparse.Namespace, rank: int) -> None:

@@ -4,6 +4,7 @@ Upstream's ArgumentGroupFactory turns every field into a flag: the name gives ``
 docstring below the field gives the help text, which therefore states the unit.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,19 @@ class HydraulisConfig:
     every rank is used or named idle. Default: one replica of one rank on every rank, or what
     --tensor-model-parallel-size and --pipeline-model-parallel-size describe."""
 
+    strategy_pool: Path | None = field(default=None, metadata=_flag("FILE"))
+    """Pool file with the strategies that the run may use, instead of --strategy: every iteration
+    runs the one whose plan is predicted to be fastest. Default: one strategy."""
+
+    strategy_schedule: str | None = field(default=None, metadata=_flag("NAMES"))
+    """Names of strategies of the pool, for example 'short,long,short': training iterations run
+    them in turn, whatever the planner would choose; evaluation is not bound by it. Default: the
+    planner chooses."""
+
+    cost_profile: Path | None = field(default=None, metadata=_flag("FILE"))
+    """Cost profile: measured times and limits of every scheme, instead of the analytic cost model.
+    Default: the analytic cost model."""
+
     no_sequence_parallel: bool = False
     """Switch sequence parallelism off; it is on wherever a replica has tp > 1."""
 
@@ -58,8 +72,8 @@ class HydraulisConfig:
     does not fit waits for the next batch."""
 
     max_tokens_per_micro_batch: int | None = field(default=None, metadata=_flag("N"))
-    """Most tokens in one micro-batch, padding included (tokens). Default: what the memory model
-    allows each scheme."""
+    """Most tokens in one micro-batch, padding included (tokens). Default: what the memory model, or
+    the cost profile, allows each scheme."""
 
     run_dir: Path = field(default_factory=default_run_dir, metadata=_flag("DIR"))
     """Folder of the run: metrics.jsonl, TensorBoard events, summary, resolved configuration.
@@ -76,6 +90,11 @@ class HydraulisConfig:
     """Iterations planned ahead of training, in a process of their own (iterations); 0 plans each
     iteration when it begins. Default: 2."""
 
+    plan_time_limit: float | None = field(default=None, metadata=_flag("SECONDS"))
+    """Wall-clock guard of planning one iteration (s): after it the best plan in hand is taken,
+    marked and counted. Such a plan need not be the same in another run. Default: none; the search
+    ends by itself."""
+
     dry_run: bool = False
     """Print the resolved configuration, the replicas with their ranks and the parameters per rank,
     then exit; needs one process only."""
@@ -91,7 +110,8 @@ class HydraulisConfig:
     """Ranks of the job to describe (ranks), with --dry-run only. Default: WORLD_SIZE."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError for a number below 1 and for --num-ranks in a real job."""
+        """Raise ConfigurationError for a number below 1, for flags of a pool that contradict each
+        other, and for --num-ranks in a real job."""
         for name in (
             "global_batch_tokens",
             "max_tokens_per_micro_batch",
@@ -108,11 +128,48 @@ class HydraulisConfig:
                 f"--plan-ahead must not be negative but is {self.plan_ahead}; give 0 to plan each "
                 f"iteration when it begins"
             )
+        if self.plan_time_limit is not None and not 0.0 < self.plan_time_limit < math.inf:
+            raise ConfigurationError(
+                f"--plan-time-limit must be positive and finite but is {self.plan_time_limit} s; "
+                f"give seconds, or leave it out for no limit"
+            )
+        self._check_pool_flags()
         if self.num_ranks is not None and not self.dry_run:
             raise ConfigurationError(
                 f"--num-ranks {self.num_ranks} is for --dry-run only, a job has as many ranks as "
                 f"torchrun starts; remove --num-ranks or add --dry-run"
             )
+
+    def _check_pool_flags(self) -> None:
+        if self.strategy is not None and self.strategy_pool is not None:
+            raise ConfigurationError(
+                f"--strategy {self.strategy!r} and --strategy-pool {self.strategy_pool} both say "
+                f"which strategies the run uses; give one of them"
+            )
+        if self.strategy_schedule is None:
+            return
+        if self.strategy_pool is None:
+            raise ConfigurationError(
+                f"--strategy-schedule {self.strategy_schedule!r} names strategies of a pool but "
+                f"there is no --strategy-pool; give one, or remove --strategy-schedule"
+            )
+        if self.replay_plans is not None:
+            raise ConfigurationError(
+                f"--strategy-schedule {self.strategy_schedule!r} and --replay-plans "
+                f"{self.replay_plans} both fix the strategy of every iteration; give one of them"
+            )
+        if not all(self.scheduled_strategies):
+            raise ConfigurationError(
+                f"--strategy-schedule is names with a comma between them but is "
+                f"{self.strategy_schedule!r}; write for example 'short,long,short'"
+            )
+
+    @property
+    def scheduled_strategies(self) -> tuple[str, ...]:
+        """The names of --strategy-schedule in their order; none without it."""
+        if self.strategy_schedule is None:
+            return ()
+        return tuple(name.strip() for name in self.strategy_schedule.split(","))
 
     @property
     def sequence_parallel(self) -> bool:

@@ -2,15 +2,16 @@
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.arguments import Resolved
+from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme
 
-__all__ = ["describe", "format_description", "format_limits", "num_parameters_of_rank"]
+__all__ = ["describe", "format_description", "num_parameters_of_rank"]
 
 # Always 1, and said by the strategy.
 _SAID_BY_STRATEGY = (
@@ -66,9 +67,15 @@ def _num_layer_parameters(
     return num
 
 
-def describe(resolved: Resolved) -> dict[str, Any]:
-    """Strategy, replicas with their ranks and parameters, model and all flags, ready for JSON."""
-    strategy, shape = resolved.strategy, resolved.shape
+def describe(
+    resolved: Resolved, costs: Sequence[StrategyCosts], *, cost_model: str, left_out: Sequence[str]
+) -> dict[str, Any]:
+    """Strategies, replicas with their ranks, parameters and limits, model and all flags, for JSON.
+
+    costs: of every strategy that the run uses; cost_model: where they come from, in a few words;
+    left_out: one line for every strategy of the pool file that the run goes without.
+    """
+    pool, shape = resolved.pool, resolved.shape
     arguments = {
         key: _to_json(value)
         for key, value in sorted(vars(resolved.args).items())
@@ -76,11 +83,11 @@ def describe(resolved: Resolved) -> dict[str, Any]:
         if not key.startswith("_") and key != "rank"
     }
     return {
-        "strategy": str(strategy),
-        "num_ranks": strategy.num_ranks,
-        "ranks_per_node": strategy.ranks_per_node,
-        "idle_ranks": list(strategy.idle_ranks),
-        "replicas": [_describe_replica(resolved, replica) for replica in strategy.replicas],
+        "num_ranks": pool.num_ranks,
+        "ranks_per_node": pool.ranks_per_node,
+        "cost_model": cost_model,
+        "strategies": [_describe_strategy(resolved, of_strategy) for of_strategy in costs],
+        "left_out": list(left_out),
         "model": dataclasses.asdict(shape)
         | {
             "num_parameters": _num_parameters(resolved),
@@ -95,6 +102,20 @@ def describe(resolved: Resolved) -> dict[str, Any]:
         "upstream_defaults": {
             key: value for key, value in arguments.items() if key not in resolved.settings
         },
+    }
+
+
+def _describe_strategy(resolved: Resolved, costs: StrategyCosts) -> dict[str, Any]:
+    strategy = costs.strategy
+    return {
+        "name": strategy.name,
+        "strategy": str(strategy),
+        "idle_ranks": list(strategy.idle_ranks),
+        "replicas": [
+            _describe_replica(resolved, replica)
+            | {"max_tokens_per_micro_batch": costs.max_tokens(replica.scheme)}
+            for replica in strategy.replicas
+        ],
     }
 
 
@@ -126,33 +147,22 @@ def _to_json(value: object) -> Any:
 
 
 def format_description(description: dict[str, Any]) -> str:
-    """The description as a page of text: strategy, a line a stage, model, flags that were given."""
+    """The description as a page of text: a table a strategy, model, flags that were given."""
     model, hydraulis = description["model"], description["hydraulis"]
-    lines = [
-        f"strategy     {description['strategy']}",
-        f"ranks        {description['num_ranks']} ({description['ranks_per_node']} a node), "
-        f"idle: {_join(description['idle_ranks']) or 'none'}",
-    ]
-    for index, replica in enumerate(description["replicas"]):
-        lines.append(f"replica {index:<4} {replica['scheme']}")
-        stages = len(replica["layers_per_stage"])
-        width = len(replica["ranks"]) // stages
-        for stage, num_layers in enumerate(replica["layers_per_stage"]):
-            ranks = replica["ranks"][stage * width : (stage + 1) * width]
-            num_parameters = replica["num_parameters_per_rank"][str(ranks[0])]
-            lines.append(
-                f"  stage {stage:<4} ranks {_join(ranks)}: {num_layers} layers, "
-                f"{num_parameters:,} parameters per rank"
-            )
-    lines.append(
+    lines = [f"ranks        {description['num_ranks']} ({description['ranks_per_node']} a node)"]
+    for strategy in description["strategies"]:
+        lines += _strategy_lines(strategy)
+    lines += [f"warning      {line}" for line in description["left_out"]]
+    lines += [
+        f"cost model   {description['cost_model']}",
         f"model        {model['num_layers']} layers, hidden {model['hidden_size']}, "
         f"ffn {model['ffn_hidden_size']}, {model['num_attention_heads']} heads of "
         f"{model['kv_channels']}, {model['num_query_groups']} query groups, vocabulary "
         f"{model['vocab_size_unpadded']} padded to {model['vocab_size']}: "
-        f"{model['num_parameters']:,} parameters"
-    )
-    lines.append(f"run folder   {hydraulis['run_dir']}")
-    lines.append("settings")
+        f"{model['num_parameters']:,} parameters",
+        f"run folder   {hydraulis['run_dir']}",
+        "settings",
+    ]
     settings = {**description["settings"], **hydraulis}
     lines += [
         f"  {key} {_text(settings[key])}"
@@ -162,17 +172,45 @@ def format_description(description: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def format_limits(max_tokens: Mapping[Scheme, int], device: str) -> str:
-    """Most tokens of a micro-batch by scheme, a line each, on the device they were computed for."""
-    lines = [f"micro-batch  most tokens, on '{device}'"]
-    for scheme, limit in max_tokens.items():
-        text = f"{limit:,} tokens" if limit > 0 else "none: the model does not fit"
-        lines.append(f"  {scheme!s:<10} {text}")
-    return "\n".join(lines)
+def _strategy_lines(strategy: dict[str, Any]) -> list[str]:
+    """A line of the strategy, then a table with a row for each stage of its replicas."""
+    name, text = strategy["name"], strategy["strategy"]
+    idle = _ranges(strategy["idle_ranks"]) or "none"
+    rows = [("replica", "scheme", "stage", "ranks", "layers", "parameters a rank", "most tokens")]
+    for index, replica in enumerate(strategy["replicas"]):
+        num_layers_of_stages = replica["layers_per_stage"]
+        width = len(replica["ranks"]) // len(num_layers_of_stages)
+        for stage, num_layers in enumerate(num_layers_of_stages):
+            ranks = replica["ranks"][stage * width : (stage + 1) * width]
+            num_parameters = replica["num_parameters_per_rank"][str(ranks[0])]
+            index_shown, scheme_shown, limit_shown = (
+                (str(index), replica["scheme"], f"{replica['max_tokens_per_micro_batch']:,}")
+                if stage == 0
+                else ("", "", "")
+            )
+            stage_shown = (str(stage), _ranges(ranks), str(num_layers), f"{num_parameters:,}")
+            rows.append((index_shown, scheme_shown, *stage_shown, limit_shown))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    shown = text if name == text else f"{name} = {text}"
+    return [
+        f"strategy     {shown}, idle: {idle}",
+        *(
+            "  "
+            + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ),
+    ]
 
 
-def _join(ranks: list[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
+def _ranges(ranks: list[int]) -> str:
+    """Ranks in their order, neighbours that rise by one drawn together: 0-3, 8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _text(value: object) -> str:

@@ -42,7 +42,7 @@ _BAD_INPUT = [
     (
         "--strategy 2*tp4 --padded-vocab-size 202",
         (),
-        ["tp must divide the padded vocabulary size", "tp 4", "is 202"],
+        ["tp must divide the padded vocabulary size", "tp 4", "is 202", "size 204"],
     ),
     ("--strategy pp8", (), ["8 stages but the model has 4 layers", "use at most pp4"]),
     ("--strategy 4*cp2", (), ["context parallelism comes in a later version", "cp 2", "use tp"]),

@@ -252,7 +252,7 @@ class _Tokenizer:
 
 def _read(resolved: Resolved, where: str) -> Any:
     if where == "strategy":
-        return str(resolved.strategy)
+        return str(resolved.pool.strategies[0])
     holder, attribute = where.split(".")
     if holder == "model":
         return getattr(gpt_model_config(resolved.args), attribute)

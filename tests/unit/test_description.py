@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.gpt import GPTModelBuilder
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.hydraulis.arguments import gpt_model_config
-from megatron.hydraulis.description import describe, format_description, num_parameters_of_rank
+from megatron.hydraulis import description as description_module
+from megatron.hydraulis.arguments import Resolved, gpt_model_config
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.description import format_description, num_parameters_of_rank
 from megatron.hydraulis.honoured_options import HONOURED
+from megatron.hydraulis.loop.planning import Planning
 from tests.unit.argument_command import parse
 
 
@@ -47,6 +51,14 @@ def two_fake_ranks() -> Iterator[ProcessGroupCollection]:
         dist.destroy_process_group()
 
 
+def describe(resolved: Resolved) -> dict[str, Any]:
+    """As the program does on a CPU."""
+    planning = Planning.of(resolved, device_constants("cpu"), None)
+    return description_module.describe(
+        resolved, planning.costs, cost_model=planning.source, left_out=planning.left_out
+    )
+
+
 _LLAMA = (
     "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 "
     "--position-embedding-type rope --disable-bias-linear"
@@ -70,7 +82,7 @@ def test_parameters_of_a_rank_are_those_of_upstreams_model(
     config.transformer.tensor_model_parallel_size = 2
     config.transformer.use_cpu_initialization = True
     config.transformer.init_model_with_meta_device = True
-    replica = resolved.strategy.replicas[0]
+    replica = resolved.pool.strategies[0].replicas[0]
     for stage, num_layers in enumerate((3, 1)):
         config.transformer.num_layers = num_layers
         with torch.device("meta"):
@@ -87,7 +99,9 @@ def test_parameters_of_a_rank_are_those_of_upstreams_model(
 def test_a_rank_outside_the_replica_has_no_parameters_there(tmp_path: Path) -> None:
     resolved = parse(tmp_path, "--strategy", "tp2+2*idle", num_ranks=4)
     with pytest.raises(ValueError, match="rank 3 is not in the replica"):
-        num_parameters_of_rank(resolved.args, resolved.shape, resolved.strategy.replicas[0], 3)
+        num_parameters_of_rank(
+            resolved.args, resolved.shape, resolved.pool.strategies[0].replicas[0], 3
+        )
 
 
 def test_description_survives_json_and_is_the_same_on_every_rank(tmp_path: Path) -> None:
@@ -101,10 +115,11 @@ def test_description_holds_strategy_model_and_flags(tmp_path: Path) -> None:
     description = describe(
         parse(tmp_path, "--strategy", "tp2pp2:1,3+2*tp1+2*idle", "--plan-dir", "plans")
     )
-    assert description["strategy"] == "tp2pp2:1,3+2*tp1+2*idle"
+    (strategy,) = description["strategies"]
+    assert strategy["name"] == strategy["strategy"] == "tp2pp2:1,3+2*tp1+2*idle"
     assert description["num_ranks"] == 8
-    assert description["idle_ranks"] == [6, 7]
-    replica, single, _ = description["replicas"]
+    assert strategy["idle_ranks"] == [6, 7]
+    replica, single, _ = strategy["replicas"]
     assert replica["ranks"] == [0, 1, 2, 3]
     assert replica["layers_per_stage"] == [1, 3]
     assert len(replica["num_parameters_per_rank"]) == 4
@@ -123,11 +138,16 @@ def test_description_holds_strategy_model_and_flags(tmp_path: Path) -> None:
 def test_text_names_every_stage_with_ranks_and_parameters(tmp_path: Path) -> None:
     description = describe(parse(tmp_path, "--strategy", "tp2pp2:1,3+2*tp1+2*idle"))
     lines = format_description(description).splitlines()
-    assert lines[0].split() == ["strategy", "tp2pp2:1,3+2*tp1+2*idle"]
-    assert "idle: 6, 7" in lines[1]
-    of_rank = description["replicas"][0]["num_parameters_per_rank"]
-    first, last = f"{of_rank['0']:,}", f"{of_rank['2']:,}"
-    assert f"  stage 0    ranks 0, 1: 1 layers, {first} parameters per rank" in lines
-    assert f"  stage 1    ranks 2, 3: 3 layers, {last} parameters per rank" in lines
+    assert lines[0].split() == ["ranks", "8", "(8", "a", "node)"]
+    assert lines[1].split() == ["strategy", "tp2pp2:1,3+2*tp1+2*idle,", "idle:", "6-7"]
+    replica, single, _ = description["strategies"][0]["replicas"]
+    of_rank = replica["num_parameters_per_rank"]
+    rows = [line.split() for line in lines[3:7]]
+    limit = f"{replica['max_tokens_per_micro_batch']:,}"
+    assert replica["max_tokens_per_micro_batch"] > 0
+    assert rows[0] == ["0", "tp2pp2:1,3", "0", "0-1", "1", f"{of_rank['0']:,}", limit]
+    assert rows[1] == ["1", "2-3", "3", f"{of_rank['2']:,}"]
+    assert rows[2][:5] == ["1", "tp1", "0", "4", "4"]
+    assert rows[2][6] == f"{single['max_tokens_per_micro_batch']:,}"
     assert "  sequence_parallel True" in lines
     assert not any("num_experts" in line for line in lines)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
@@ -83,17 +83,13 @@ class AnalyticCostModel:
             )
 
     def max_tokens(self, scheme: Scheme) -> int:
-        """Most tokens of a micro-batch; see MemoryModel where no limit was given.
-
-        A given limit includes the padding that the scheme's tp and cp make necessary, so it is
-        rounded down to their multiple.
+        """Most tokens of a micro-batch; see MemoryModel, or given_limit where one was given.
 
         Raises StrategyError when the scheme cannot hold the model's layers.
         """
         limit = self.max_tokens_per_micro_batch
         if limit is not None:
-            divisor = scheme.tp * (2 * scheme.cp if scheme.cp > 1 else 1)
-            return limit - limit % divisor
+            return given_limit(limit, scheme)
         return self.memory.max_tokens(scheme)
 
     def overhead_ms(self, strategy: Strategy) -> float:

@@ -9,7 +9,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Strategy
 
-__all__ = ["Coefficients", "CostModel"]
+__all__ = ["Coefficients", "CostModel", "given_limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +72,13 @@ class CostModel(Protocol):
         Only what does not overlap with the replicas' work; 0.0 where nothing is known of it.
         """
         ...
+
+
+def given_limit(max_tokens: int, scheme: Scheme) -> int:
+    """A limit of tokens per micro-batch that somebody gave, as it holds on a scheme.
+
+    It includes the padding that the scheme's tp and cp make necessary, so it is rounded down to
+    their multiple.
+    """
+    divisor = scheme.tp * (2 * scheme.cp if scheme.cp > 1 else 1)
+    return max_tokens - max_tokens % divisor

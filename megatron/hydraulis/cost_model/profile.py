@@ -16,11 +16,11 @@ strategy that is not listed has no time beside its makespan.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.scheme import Scheme
@@ -117,6 +117,13 @@ class ProfileCostModel:
             if row.name == strategy.name:
                 return row.regroup_ms + row.optimizer_ms
         return 0.0
+
+    def with_limit(self, max_tokens: int) -> "ProfileCostModel":
+        """The same times, with a limit that somebody gave for every scheme; see given_limit."""
+        rows = (
+            replace(row, max_tokens=given_limit(max_tokens, row.scheme)) for row in self.schemes
+        )
+        return replace(self, schemes=tuple(rows))
 
     def _row(self, scheme: Scheme) -> ProfiledScheme:
         # At its full width, cp8~ is cp8.

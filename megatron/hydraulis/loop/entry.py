@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,12 +22,11 @@ from megatron.hydraulis.arguments import (
     install_globals,
     parse_arguments,
 )
-from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
-from megatron.hydraulis.description import describe, format_description, format_limits
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
+from megatron.hydraulis.description import describe, format_description
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.loop import error_report, run_folder
 from megatron.hydraulis.loop.devices import (
     check_devices,
@@ -38,20 +36,16 @@ from megatron.hydraulis.loop.devices import (
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig
 from megatron.hydraulis.loop.plan_exchange import PlanExchange
 from megatron.hydraulis.loop.planned_batches import PlannedBatches
+from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
 from megatron.hydraulis.loop.quiet import quieten_upstream
 from megatron.hydraulis.loop.training_loop import Iterators, TrainingLoop
 from megatron.hydraulis.observability.earlier_run import set_aside_earlier_run
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.lookahead import LookAheadPlanner
-from megatron.hydraulis.planner.replay import RecordedPlans
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import LossFunction, loss_func, make_forward_step
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.process_groups import device_of_job, training_loop_collection
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool
 
 EXIT_STATUS_OF_ERROR = 2
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -144,28 +138,24 @@ class _Job:
         self._resolved = resolved
         self._hooks = hooks
         self._has_cuda = has_cuda
-        strategy = resolved.strategy
-        self._pool = Pool(
-            num_ranks=strategy.num_ranks,
-            ranks_per_node=strategy.ranks_per_node,
-            strategies=(strategy,),
-        )
+        self._profile = read_cost_profile(resolved)
         rank = int(os.environ.get("RANK", "0"))
-        device = constants_of_this_rank(has_cuda=has_cuda, speaks=rank == 0)
-        self._cost_model = AnalyticCostModel(
-            shape=resolved.shape,
-            device=device,
-            cluster=device.cluster(strategy.num_ranks, strategy.ranks_per_node),
-            parameter_bytes=2 if resolved.args.bf16 else 4,
-            sequence_parallel=resolved.hydraulis.sequence_parallel,
-            max_tokens_per_micro_batch=resolved.hydraulis.max_tokens_per_micro_batch,
+        self._device = constants_of_this_rank(
+            has_cuda=has_cuda, speaks=rank == 0 and self._profile is None
         )
+        self._planning = Planning.of(resolved, self._device, self._profile)
 
     def print_description(self) -> None:
         """What --dry-run tells; raises what is wrong with the data as well."""
         corpora = self.load_corpora()
-        print(format_description(describe(self._resolved)))
-        print(format_limits(self._max_tokens(), self._cost_model.device.name))
+        planning = self._planning
+        description = describe(
+            self._resolved,
+            planning.costs,
+            cost_model=planning.source,
+            left_out=planning.left_out,
+        )
+        print(format_description(description))
         for corpus in corpora:
             if corpus is not None:
                 print(f"{corpus.name + ' data':<12} {corpus.report}")
@@ -187,53 +177,30 @@ class _Job:
         return corpora.train, corpora.valid, corpora.test
 
     def check_limits(self, corpora: Corpora) -> None:
-        """Raise an error unless model and every sequence fit, before any rank waits for another.
+        """Raise an error unless every sequence fits, before any rank waits for another.
 
-        Raises StrategyError, ConfigurationError, DataError.
+        The ranks share the check of the vocabulary. Raises ConfigurationError, DataError.
         """
-        self._check_memory(corpora)
+        self._check_longest(corpora)
+        share, num_shares = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         for corpus in corpora:
             if corpus is not None:
-                corpus.check_vocabulary(self._resolved.vocabulary.size)
-
-    def _check_memory(self, corpora: Corpora) -> None:
-        name = self._resolved.strategy.name
-        limits = self._max_tokens()
-        device = self._cost_model.device
-        for scheme, limit in limits.items():
-            if limit < 1:
-                raise StrategyError(
-                    f"strategy '{name}': a micro-batch holds at least 1 token but on {scheme} it "
-                    f"holds {limit} in the {device.memory_bytes / 1e9:.1f} GB of a rank, of which "
-                    f"{device.reserve_bytes / 1e9:.1f} GB are kept free; use more tp or pp ranks, "
-                    "or set --max-tokens-per-micro-batch yourself"
-                )
-        most_tokens = max(limits.values())
-        for corpus in corpora:
-            if corpus is None:
-                continue
-            longest = int(corpus.lengths.max())
-            if longest > most_tokens:
-                raise ConfigurationError(
-                    f"the longest sequence of the {corpus.name} data trains {longest} tokens but "
-                    f"no replica of strategy '{name}' holds more than "
-                    f"{most_tokens} tokens in a micro-batch; lower --seq-length, raise "
-                    "--max-tokens-per-micro-batch or give a replica more ranks"
+                corpus.check_vocabulary(
+                    self._resolved.vocabulary.size, share=share, num_shares=num_shares
                 )
 
-    def _max_tokens(self) -> dict[Scheme, int]:
-        """Most tokens of a micro-batch by scheme."""
-        return {
-            scheme: self._cost_model.max_tokens(scheme)
-            for scheme in self._resolved.strategy.schemes
-        }
+    def _check_longest(self, corpora: Corpora) -> None:
+        self._planning.check_longest(
+            {corpus.name: int(corpus.lengths.max()) for corpus in corpora if corpus is not None}
+        )
 
     def _agree_on_device(self, corpora: Corpora) -> None:
         """Collective: all ranks plan with the same device."""
         devices: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(devices, self._cost_model.device)
-        self._cost_model = dataclasses.replace(self._cost_model, device=common_constants(devices))
-        self._check_memory(corpora)
+        dist.all_gather_object(devices, self._device)
+        self._device = common_constants(devices)
+        self._planning = Planning.of(self._resolved, self._device, self._profile)
+        self._check_longest(corpora)
 
     def train(self, corpora: Corpora, store: dist.Store) -> None:
         """Everything from the process groups on: upstream's pretrain() around our step."""
@@ -251,7 +218,9 @@ class _Job:
             earlier = set_aside_earlier_run(run_dir)
             if earlier is not None:
                 print(f"what an earlier run left in this folder is now in {earlier}", flush=True)
-            run_folder.write_configuration(resolved, corpora)
+            run_folder.write_configuration(resolved, self._planning, corpora)
+            for line in self._planning.left_out:
+                print(f"warning: {line}", file=sys.stderr, flush=True)
             for corpus in corpora:
                 if corpus is not None:
                     print(f"{corpus.name} data: {corpus.report}", flush=True)
@@ -290,13 +259,13 @@ class _Job:
             if metrics is not None:
                 metrics.close()
                 if ends_properly:
-                    run_folder.close_run(run_dir, self._pool.strategies)
+                    run_folder.close_run(run_dir, self._planning.pool.strategies)
 
     def _engine(self, definition: ModelDefinition) -> Engine:
         args = self._resolved.args
         return Engine(
             definition,
-            self._pool,
+            self._planning.pool,
             AdamWSettings(
                 lr=args.lr,
                 min_lr=args.min_lr or 0.0,
@@ -332,10 +301,12 @@ class _Job:
                 PlannedBatches(
                     corpus,
                     sampler,
-                    self._planner(is_training=is_training),
+                    look_ahead_planner(self._planning, hydraulis, is_training=is_training)
+                    if dist.get_rank() == 0
+                    else None,
                     PlanExchange(store, corpus.name, dist.get_rank()),
-                    self._pool,
-                    max_tokens=self._cost_model.max_tokens,
+                    self._planning.pool,
+                    cost_model=self._planning.cost_model,
                     device=device_of_job(),
                     num_ahead=hydraulis.plan_ahead if is_training else 0,
                     plan_dir=hydraulis.plan_dir if is_training else None,
@@ -343,13 +314,3 @@ class _Job:
             )
         train, valid, test = iterators
         return train, valid, test
-
-    def _planner(self, *, is_training: bool) -> LookAheadPlanner | None:
-        """Rank 0 plans, ahead of training; evaluation is planned when it begins."""
-        if dist.get_rank() != 0:
-            return None
-        hydraulis = self._resolved.hydraulis
-        if is_training and hydraulis.replay_plans is not None:
-            return LookAheadPlanner(RecordedPlans(hydraulis.replay_plans), in_process=False)
-        planner = GreedyPlanner(self._pool, self._cost_model)
-        return LookAheadPlanner(planner, in_process=is_training and hydraulis.plan_ahead > 0)

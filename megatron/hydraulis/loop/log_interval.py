@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 
 from megatron.hydraulis.observability.records import IterationRecord
 
@@ -56,8 +57,17 @@ class LogInterval:
         }
         return dataclasses.replace(
             self._records[-1],
+            strategy=self._strategies,
             num_tokens=round(num_tokens / len(self._records)),
             num_sequences=round(statistics.fmean(r.num_sequences for r in self._records)),
             padding_fraction=num_padding / num_all if num_all else 0.0,
             **means,  # type: ignore[arg-type]
         )
+
+    @property
+    def _strategies(self) -> str:
+        """The strategy, or each with the iterations that it ran."""
+        counts = Counter(record.strategy for record in self._records)
+        if len(counts) == 1:
+            return next(iter(counts))
+        return ", ".join(f"{name} ({count})" for name, count in counts.most_common())

@@ -15,10 +15,6 @@ import torch.distributed as dist
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.planner.plan import IterationPlan
 
-NUM_PLANS_KEPT = 2
-"""A published plan is deleted this many plans later: by then every rank has read it, because it
-has since met the others in a collective of the iteration."""
-
 
 class PlanExchange:
     """One stream of plans, published once and read on every rank.
@@ -43,8 +39,10 @@ class PlanExchange:
             else {"digest": plan.digest, "plan": plan.to_json()}
         )
         self._store.set(str(iteration), json.dumps(message))
-        if iteration >= NUM_PLANS_KEPT:
-            self._store.delete_key(str(iteration - NUM_PLANS_KEPT))
+
+    def forget(self, iteration: int) -> None:
+        """Rank 0: delete a plan that every rank has fetched."""
+        self._store.delete_key(str(iteration))
 
     def fetch(self, iteration: int) -> IterationPlan:
         """Wait for a plan and check that it arrived as it was published.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.data.sampler import EvaluationSampler, GlobalBatch, LengthSampler
@@ -19,8 +20,11 @@ from megatron.hydraulis.loop.plan_exchange import PlanExchange
 from megatron.hydraulis.planner.lookahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replay import write_plan
-from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool
+
+NUM_PLANS_KEPT = 2
+"""A plan is forgotten this many iterations later: by then every rank has fetched it, because it has
+since met the others in a collective of the iteration."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class PlannedBatch:
     micro_batch_sequences: tuple[tuple[int, ...], ...]
     """Sequence ids of ``micro_batches``."""
     plan_wait_s: float = 0.0
-    """How long this rank waited for the plan."""
+    """How long this rank waited for the plan, the way through the store included."""
 
     @property
     def padding_fraction(self) -> float:
@@ -49,8 +53,9 @@ class PlannedBatches:
     """An endless iterator of `PlannedBatch`.
 
     Every rank samples the same batches. Rank 0 samples some iterations further, has their plans
-    made while training runs, and publishes each once; every rank checks digest and rules of what
-    arrives, and reads just its own sequences.
+    made while training runs, and publishes each once: what is ready when an iteration begins, also
+    for later ones, so that no rank waits for rank 0 to reach them. Every rank checks digest and
+    rules of what arrives, and reads just its own sequences.
 
     Args:
         corpus: the sequences.
@@ -58,7 +63,7 @@ class PlannedBatches:
         planner: plans on rank 0; None on the others.
         exchange: how plans reach the ranks.
         pool: the strategies that plans may name.
-        max_tokens: hard limit of a micro-batch by scheme, in tokens.
+        cost_model: gives the hard limit of a micro-batch, where the strategy has none of its own.
         device: of the job.
         num_ahead: iterations that rank 0 samples further than it has trained.
         plan_dir: where rank 0 writes each plan, if anywhere.
@@ -72,7 +77,7 @@ class PlannedBatches:
         exchange: PlanExchange,
         pool: Pool,
         *,
-        max_tokens: Callable[[Scheme], int],
+        cost_model: CostModel,
         device: torch.device,
         num_ahead: int = 0,
         plan_dir: Path | None = None,
@@ -82,13 +87,16 @@ class PlannedBatches:
         self._planner = planner
         self._exchange = exchange
         self._pool = pool
-        self._max_tokens = max_tokens
+        self._costs = {
+            strategy.name: StrategyCosts(cost_model, strategy) for strategy in pool.strategies
+        }
         self._device = device
         self._num_ahead = num_ahead if planner is not None else 0
         self._plan_dir = plan_dir
         self._sampled: deque[GlobalBatch] = deque()
         self._num_sampled = 0
         self._iteration = 0
+        self._num_published = 0
         self._rank = dist.get_rank()
 
     def __iter__(self) -> PlannedBatches:
@@ -99,11 +107,14 @@ class PlannedBatches:
             self._sample()
         batch = self._sampled.popleft()
         start_s = time.perf_counter()
-        if self._planner is not None:
-            self._publish(self._planner)
+        if self._planner is not None and self._num_published <= self._iteration:
+            self._publish_next(self._planner)
         plan = self._exchange.fetch(self._iteration)
         plan_wait_s = time.perf_counter() - start_s
-        plan.validate(batch.lengths, self._pool.strategy(plan.strategy), self._max_tokens)
+        if self._planner is not None:
+            self._publish_ready(self._planner)
+        strategy = self._pool.strategy(plan.strategy)
+        plan.validate(batch.lengths, strategy, self._costs[strategy.name].max_tokens)
         if self._plan_dir is not None and self._planner is not None:
             write_plan(self._plan_dir, plan)
         self._iteration += 1
@@ -127,23 +138,32 @@ class PlannedBatches:
             self._planner.submit(self._num_sampled, batch.lengths)
         self._num_sampled += 1
 
-    def _publish(self, planner: LookAheadPlanner) -> None:
+    def _publish_ready(self, planner: LookAheadPlanner) -> None:
+        """Put the plans of later iterations that need no wait where all ranks read them."""
+        while self._num_published < self._num_sampled and planner.is_ready(self._num_published):
+            self._publish_next(planner)
+        if self._iteration >= NUM_PLANS_KEPT:
+            self._exchange.forget(self._iteration - NUM_PLANS_KEPT)
+
+    def _publish_next(self, planner: LookAheadPlanner) -> None:
         """Put the plan where all ranks read it; or why there is none, so that none waits for it."""
+        iteration = self._num_published
+        self._num_published += 1
         try:
-            plan, _ = planner.take(self._iteration)
+            plan, _ = planner.take(iteration)
         except HydraulisError as error:
-            self._exchange.publish(self._iteration, PlanError(str(error)))
+            self._exchange.publish(iteration, PlanError(str(error)))
         except Exception as error:
             self._exchange.publish(
-                self._iteration,
+                iteration,
                 PlanError(
-                    f"iteration {self._iteration + 1}: the planner failed on rank 0 with "
+                    f"iteration {iteration + 1}: the planner failed on rank 0 with "
                     f"{type(error).__name__}: {error}"
                 ),
             )
             raise
         else:
-            self._exchange.publish(self._iteration, plan)
+            self._exchange.publish(iteration, plan)
 
 
 def num_padding_tokens(plan: IterationPlan) -> int:

@@ -12,6 +12,7 @@ from megatron.hydraulis.arguments import Resolved
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.description import describe
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.loop.planning import Planning
 from megatron.hydraulis.observability.console import closing_table
 from megatron.hydraulis.observability.metrics_writer import read_metrics
 from megatron.hydraulis.observability.summary import write_summary
@@ -52,8 +53,10 @@ def make_folders(resolved: Resolved) -> None:
             raise _cannot_write(option, folder, "no permission")
 
 
-def write_configuration(resolved: Resolved, corpora: Sequence[Corpus | None]) -> None:
-    """``config.json``: all settings, and what the corpora hold.
+def write_configuration(
+    resolved: Resolved, planning: Planning, corpora: Sequence[Corpus | None]
+) -> None:
+    """``config.json``: strategies, all settings, and what the corpora hold.
 
     Raises ConfigurationError when it cannot be written.
     """
@@ -65,7 +68,10 @@ def write_configuration(resolved: Resolved, corpora: Sequence[Corpus | None]) ->
     }
     run_dir = Path(resolved.hydraulis.run_dir)
     try:
-        text = json.dumps(describe(resolved) | {"corpus": corpus}, indent=1)
+        description = describe(
+            resolved, planning.costs, cost_model=planning.source, left_out=planning.left_out
+        )
+        text = json.dumps(description | {"corpus": corpus}, indent=1)
         (run_dir / "config.json").write_text(text + "\n")
     except OSError as error:
         raise _cannot_write("--run-dir", run_dir, error.strerror or str(error)) from error

@@ -23,6 +23,7 @@ from megatron.hydraulis.observability.console import EtaEstimator, iteration_suf
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.observability.records import IterationRecord
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
+from megatron.hydraulis.planner.plan_status import is_marked, plan_status
 from megatron.hydraulis.runtime.engine import StepOutcome
 
 LossDict = dict[str, torch.Tensor]
@@ -66,6 +67,7 @@ class TrainingLoop:
         """Of the last global batch."""
         self._num_consumed: int | None = None
         """Sequences after the last step, by the plans."""
+        self._num_marked_plans = 0
         self._is_logging = False
 
     # --- replaced: get_megatron_optimizer ---------------------------------------------------
@@ -249,6 +251,8 @@ class TrainingLoop:
         iteration_time_s: float,
     ) -> None:
         plan = planned.plan
+        status = plan_status(plan)
+        self._num_marked_plans += is_marked(status)
         record = IterationRecord(
             iteration=number,
             lm_loss=outcome.loss.mean if outcome.loss.num_tokens else None,
@@ -266,6 +270,9 @@ class TrainingLoop:
             plan_time_s=plan.plan_time_s,
             plan_wait_s=planned.plan_wait_s,
             replica_times_s=tuple(replica.predicted_time_s for replica in plan.replicas),
+            plan_status=status,
+            plan_gap=None if plan.dispatch is None else plan.dispatch.gap,
+            num_marked_plans=self._num_marked_plans,
         )
         self._num_sequences = record.num_sequences
         self._interval.add(record, planned.batch.lengths)

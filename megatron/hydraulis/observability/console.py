@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import io
+import itertools
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,8 +73,9 @@ def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:
 def closing_table(records: Sequence[IterationRecord], run_dir: str | Path) -> str:
     """The table a run ends with, as plain text, and beneath it the run folder's path.
 
-    Throughput leaves out the first iteration, which also builds models and groups, unless there is
-    no other. The path stands on a line of its own, unbroken, so that it can be copied.
+    Throughput and plan wait leave out the first iteration, which also builds models and groups and
+    starts the planner, unless there is no other. The path stands on a line of its own, unbroken, so
+    that it can be copied.
     """
     table = Table(title="Training finished", title_justify="left", show_header=False)
     table.add_column("figure", style="bold")
@@ -94,6 +96,7 @@ def _closing_rows(records: Sequence[IterationRecord]) -> list[tuple[str, str]]:
     steady_time_s = sum(record.iteration_time_s for record in steady)
     steady_tokens = sum(record.num_tokens for record in steady)
     imbalances = [record.imbalance for record in records]
+    waits_ms = [record.plan_wait_s * 1e3 for record in steady]
     first, last = records[0], records[-1]
     return [
         ("iterations", f"{first.iteration} to {last.iteration}"),
@@ -105,7 +108,40 @@ def _closing_rows(records: Sequence[IterationRecord]) -> list[tuple[str, str]]:
             "imbalance, median (worst)",
             f"{statistics.median(imbalances):.2f} ({max(imbalances):.2f})",
         ),
+        *_strategy_rows(records),
+        (
+            "plan wait, median (worst)",
+            f"{statistics.median(waits_ms):.1f} ms ({max(waits_ms):.1f} ms)",
+        ),
+        *_plan_rows(records),
     ]
+
+
+def _strategy_rows(records: Sequence[IterationRecord]) -> list[tuple[str, str]]:
+    """Iterations by strategy, the most used first, and how often one followed another."""
+    counts = Counter(record.strategy for record in records)
+    if len(counts) == 1:
+        return [("strategy", next(iter(counts)))]
+    switches = sum(one.strategy != other.strategy for one, other in itertools.pairwise(records))
+    return [
+        *((f"iterations of {name}", str(count)) for name, count in counts.most_common()),
+        ("switches of strategy", str(switches)),
+    ]
+
+
+def _plan_rows(records: Sequence[IterationRecord]) -> list[tuple[str, str]]:
+    gaps = [record.plan_gap for record in records if record.plan_gap is not None]
+    rows = []
+    if gaps:
+        text = f"{statistics.median(gaps):.1%} ({max(gaps):.1%})"
+        rows.append(("plan gap, median (worst)", text))
+    num_before = 0
+    marked: Counter[str] = Counter()
+    for record in records:
+        marked[record.plan_status] += record.num_marked_plans > num_before
+        num_before = record.num_marked_plans
+    told = ", ".join(f"{count} {status}" for status, count in marked.most_common() if count)
+    return [*rows, ("plans cut short", told or "none")]
 
 
 def _loss(value: float | None) -> str:

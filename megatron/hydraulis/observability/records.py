@@ -51,10 +51,18 @@ class IterationRecord:
     """Time that training waited for the plan; near 0 where planning runs ahead."""
     replica_times_s: tuple[float, ...]
     """Predicted time of each replica, in the order of the strategy's replicas."""
+    plan_status: str
+    """How planning ended: the worse of the statuses of dispatch and packing."""
+    plan_gap: float | None
+    """What of the makespan a better plan with the same strategy could save at most, from 0 to 1;
+    None for a plan without a bound."""
+    num_marked_plans: int
+    """Plans of this process so far, this one included, that a time limit, a failing solver or a
+    failing search cut short."""
 
     def __post_init__(self) -> None:
         self._require(self.iteration >= 1, "iterations count from 1", iteration=self.iteration)
-        for name in ("num_sequences", "num_tokens", "consumed_samples"):
+        for name in ("num_sequences", "num_tokens", "consumed_samples", "num_marked_plans"):
             self._require(getattr(self, name) >= 0, f"{name} is a count", **{name: self._get(name)})
         for name in (
             "iteration_time_s",
@@ -86,6 +94,15 @@ class IterationRecord:
             replica_times_s=self.replica_times_s,
         )
 
+        self._require(
+            self.plan_gap is None or 0.0 <= self.plan_gap <= 1.0,
+            "plan_gap lies between 0 and 1",
+            plan_gap=self.plan_gap,
+        )
+        self._require(
+            bool(self.plan_status), "plan_status is not empty", plan_status=self.plan_status
+        )
+
     def _get(self, name: str) -> Any:
         return getattr(self, name)
 
@@ -98,6 +115,14 @@ class IterationRecord:
             )
 
     @property
+    def idle_fraction(self) -> tuple[float, ...]:
+        """Share of the predicted makespan that each replica is done before: 1 - time / makespan."""
+        makespan_s = max(self.replica_times_s, default=0.0)
+        if makespan_s == 0.0:
+            return (0.0,) * len(self.replica_times_s)
+        return tuple(1.0 - time_s / makespan_s for time_s in self.replica_times_s)
+
+    @property
     def num_padding(self) -> float:
         """Padding tokens, worked out from `padding_fraction`; 0 where nothing was trained."""
         if self.padding_fraction >= 1.0:
@@ -105,12 +130,16 @@ class IterationRecord:
         return self.num_tokens * self.padding_fraction / (1.0 - self.padding_fraction)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as JSON values; what is not finite becomes None, for JSON has no NaN."""
+        """The record as JSON values, `idle_fraction` among them.
+
+        What is not finite becomes None, for JSON has no NaN.
+        """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("lm_loss", "grad_norm"):
             value = values[name]
             values[name] = value if value is not None and math.isfinite(value) else None
         values["replica_times_s"] = list(self.replica_times_s)
+        values["idle_fraction"] = list(self.idle_fraction)
         return values
 
     @classmethod

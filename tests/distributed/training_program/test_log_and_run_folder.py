@@ -99,8 +99,9 @@ def test_floating_point_operations_count_tokens_and_squares_of_lengths(main_run:
 
 def test_the_run_folder_holds_the_resolved_configuration(main_run: Run, corpus_prefix: str) -> None:
     config = json.loads((main_run.run_dir / "config.json").read_text())
-    assert config["strategy"] == "tp2+2*tp1"
-    assert [replica["ranks"] for replica in config["replicas"]] == [[0, 1], [2], [3]]
+    (strategy,) = config["strategies"]
+    assert strategy["name"] == strategy["strategy"] == "tp2+2*tp1"
+    assert [replica["ranks"] for replica in strategy["replicas"]] == [[0, 1], [2], [3]]
     assert config["settings"]["seed"] == SEED
     assert config["settings"]["data_path"] == [corpus_prefix]
     assert config["model"]["vocab_size"] == PADDED_VOCAB_SIZE

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.certified import CertifiedPlanner
 from tests.support.forked_job import run_job
 from tests.support.training_run import Launch, Run
 
@@ -48,7 +48,7 @@ def test_recorded_plans_are_replayed_without_a_planner(
     def plan(*args: object, **kwargs: object) -> None:
         raise AssertionError("a replayed run asked the planner")
 
-    monkeypatch.setattr(GreedyPlanner, "plan", plan)
+    monkeypatch.setattr(CertifiedPlanner, "plan", plan)
     replayed = launch(STRATEGY, 2, "--replay-plans", str(ahead_run.plan_dir))
     assert replayed.losses == ahead_run.losses
     assert digests(replayed.plan_dir) == digests(ahead_run.plan_dir)
@@ -61,7 +61,7 @@ def test_a_planner_that_crashes_ends_the_job_on_every_rank(
         def plan(self: object, lengths: object, *, iteration: int = 0) -> None:
             raise ZeroDivisionError("no such thing")
 
-        GreedyPlanner.plan = plan  # type: ignore[assignment, method-assign]  # in a forked process
+        CertifiedPlanner.plan = plan  # type: ignore[assignment, method-assign]  # in a forked process
         entry.main(argv)
 
     argv = [

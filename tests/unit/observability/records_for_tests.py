@@ -22,5 +22,8 @@ def make_record(iteration: int = 1, **changes: Any) -> IterationRecord:
         "plan_time_s": 0.0012,
         "plan_wait_s": 0.0001,
         "replica_times_s": (1.0, 0.75, 0.5),
+        "plan_status": "certified",
+        "plan_gap": 0.0005,
+        "num_marked_plans": 0,
     }
     return IterationRecord(**(values | changes))

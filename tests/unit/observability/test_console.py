@@ -1,10 +1,12 @@
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.observability import EtaEstimator, closing_table, iteration_suffix
+from megatron.hydraulis.observability.records import IterationRecord
 from tests.unit.observability.records_for_tests import make_record
 
 
@@ -69,6 +71,44 @@ def test_closing_table_sums_up_the_run(tmp_path: Path) -> None:
     assert rows["padding"] == "2.0%"
     assert rows["imbalance, median (worst)"] == "1.07 (1.50)"
     assert text.endswith(f"run folder: {tmp_path}\n")
+
+
+def test_closing_table_tells_strategies_waits_gaps_and_plans_cut_short() -> None:
+    def record(iteration: int, strategy: str, **changes: Any) -> IterationRecord:
+        return make_record(iteration, strategy=strategy, **changes)
+
+    records = [
+        # The first plan waits for the planner to start.
+        record(1, "short", plan_wait_s=3.0, plan_gap=0.0),
+        record(
+            2,
+            "long",
+            plan_wait_s=0.001,
+            plan_gap=0.02,
+            plan_status="time limit",
+            num_marked_plans=1,
+        ),
+        record(3, "short", plan_wait_s=0.002, plan_gap=None, num_marked_plans=1),
+        record(
+            4,
+            "short",
+            plan_wait_s=0.005,
+            plan_gap=0.01,
+            plan_status="greedy: KeyError",
+            num_marked_plans=2,
+        ),
+        record(5, "short", plan_wait_s=0.002, plan_gap=0.01, num_marked_plans=2),
+    ]
+    rows = rows_of(closing_table(records, "run"))
+    assert rows["iterations of short"] == "4"
+    assert rows["iterations of long"] == "1"
+    assert rows["switches of strategy"] == "2"
+    assert rows["plan wait, median (worst)"] == "2.0 ms (5.0 ms)"
+    assert rows["plan gap, median (worst)"] == "1.0% (2.0%)"
+    assert rows["plans cut short"] == "1 time limit, 1 greedy: KeyError"
+    rows = rows_of(closing_table([make_record()], "run"))
+    assert rows["strategy"] == "tp2+2*tp1"
+    assert rows["plans cut short"] == "none"
 
 
 def test_a_long_path_is_not_broken() -> None:

@@ -23,6 +23,9 @@ PROMISED_KEYS = {
     "padding_fraction",
     "imbalance",
     "consumed_samples",
+    "idle_fraction",
+    "plan_status",
+    "num_marked_plans",
 }
 
 
@@ -49,7 +52,7 @@ def test_keys_of_a_later_version_are_passed_over() -> None:
 def test_missing_keys_are_named() -> None:
     values = make_record().to_json()
     del values["imbalance"], values["num_tokens"]
-    with pytest.raises(HydraulisError, match=r"2 of 15 keys are missing \(num_tokens, imbalance\)"):
+    with pytest.raises(HydraulisError, match=r"2 of 18 keys are missing \(num_tokens, imbalance\)"):
         IterationRecord.from_json(values)
 
 
@@ -72,11 +75,21 @@ def test_missing_keys_are_named() -> None:
         ("strategy", ""),
         ("replica_times_s", (1.0, -1.0)),
         ("replica_times_s", (math.nan,)),
+        ("plan_gap", 1.5),
+        ("plan_gap", math.nan),
+        ("plan_status", ""),
+        ("num_marked_plans", -1),
     ],
 )
 def test_a_value_against_its_rule_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(HydraulisError, match=name):
         make_record(**{name: value})
+
+
+def test_a_replica_idles_from_its_end_to_the_makespan() -> None:
+    assert make_record().idle_fraction == (0.0, 0.25, 0.5)
+    assert make_record().to_json()["idle_fraction"] == [0.0, 0.25, 0.5]
+    assert make_record(replica_times_s=(0.0, 0.0)).idle_fraction == (0.0, 0.0)
 
 
 def test_padding_tokens_follow_from_their_fraction() -> None:

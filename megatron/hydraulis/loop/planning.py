@@ -1,0 +1,202 @@
+"""What a run plans with: its cost model, the strategies that fit the devices, the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megatron.hydraulis.arguments import Resolved
+from megatron.hydraulis.config import HydraulisConfig
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.interface import Planner
+from megatron.hydraulis.planner.lookahead import LookAheadPlanner
+from megatron.hydraulis.planner.replay import RecordedPlans
+from megatron.hydraulis.planner.scheduled import ScheduledPlanner
+from megatron.hydraulis.pool_arguments import check_schedule
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Pool
+
+__all__ = ["Planning", "look_ahead_planner", "read_cost_profile"]
+
+
+def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
+    """The cost profile that the flags name, with every scheme of the pool in it; None without.
+
+    Raises ConfigurationError for a file that cannot be read, and naming the schemes that it lacks.
+    """
+    path = resolved.hydraulis.cost_profile
+    if path is None:
+        return None
+    profile = ProfileCostModel.read(path)
+    missing: dict[Scheme, list[str]] = {}
+    for strategy in resolved.pool.strategies:
+        for scheme in strategy.schemes:
+            try:
+                profile.coefficients(scheme)
+            except StrategyError:
+                missing.setdefault(scheme, []).append(repr(strategy.name))
+    if missing:
+        named = "; ".join(f"{scheme} of {', '.join(names)}" for scheme, names in missing.items())
+        known = ", ".join(str(row.scheme) for row in profile.schemes)
+        raise ConfigurationError(
+            f"--cost-profile {path}: every scheme that a strategy uses is measured but it lacks "
+            f"{named} and has {known}; measure what is missing, or leave these strategies out"
+        )
+    limit = resolved.hydraulis.max_tokens_per_micro_batch
+    return profile if limit is None else profile.with_limit(limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """Cost model and usable strategies of a run on given devices; equal on ranks of one kind."""
+
+    cost_model: CostModel
+    pool: Pool
+    """The strategies that can be run and hold the model."""
+    left_out: tuple[str, ...]
+    """One line for every strategy of the pool file that the run goes without."""
+    source: str
+    """Where times and limits come from, in a few words."""
+
+    @classmethod
+    def of(
+        cls, resolved: Resolved, device: DeviceConstants, profile: ProfileCostModel | None
+    ) -> Planning:
+        """Plan with the profile if there is one, else with what is known of the device.
+
+        Raises ConfigurationError, StrategyError among them, when no strategy holds the model and
+        when --strategy-schedule names one that does not.
+        """
+        cost_model: CostModel
+        if profile is not None:
+            cost_model = profile
+            source = f"cost profile {resolved.hydraulis.cost_profile}, {profile.device}"
+        else:
+            cost_model = _analytic(resolved, device)
+            source = f"analytic, device '{device.name}'"
+        reasons = {
+            strategy: _why_it_does_not_fit(StrategyCosts(cost_model, strategy), source)
+            for strategy in resolved.pool.strategies
+        }
+        kept = [strategy for strategy, why in reasons.items() if why is None]
+        left_out = resolved.left_out + tuple(
+            f"strategy {strategy.name!r} is left out: {why}"
+            for strategy, why in reasons.items()
+            if why is not None
+        )
+        if not kept:
+            name, why = next((strategy.name, why) for strategy, why in reasons.items())
+            others = f" (and in none of {len(reasons) - 1} others)" if len(reasons) > 1 else ""
+            raise StrategyError(
+                f"strategy '{name}'{others}: {why}; use more tp or pp ranks, or set "
+                "--max-tokens-per-micro-batch yourself"
+            )
+        pool = Pool.of(*kept)
+        check_schedule(resolved.hydraulis, pool, left_out)
+        return cls(cost_model=cost_model, pool=pool, left_out=left_out, source=source)
+
+    @property
+    def costs(self) -> tuple[StrategyCosts, ...]:
+        """Of every strategy of the pool, in its order."""
+        return tuple(StrategyCosts(self.cost_model, strategy) for strategy in self.pool.strategies)
+
+    def check_longest(self, lengths: Mapping[str, int]) -> None:
+        """Raise ConfigurationError for a longest sequence that no strategy holds.
+
+        lengths: tokens of the longest sequence by the name of its data.
+        """
+        limit, strategy = max(
+            ((_most_tokens(costs), costs.strategy) for costs in self.costs),
+            key=lambda pair: pair[0],
+        )
+        for name, longest in lengths.items():
+            if longest > limit:
+                what = f"strategy '{strategy.name}'"
+                if len(self.pool.strategies) > 1:
+                    what = f"the {len(self.pool.strategies)} strategies, not even of {what},"
+                raise ConfigurationError(
+                    f"the longest sequence of the {name} data trains {longest} tokens but no "
+                    f"replica of {what} holds more than {limit} tokens in a micro-batch; lower "
+                    "--seq-length, raise --max-tokens-per-micro-batch or give a replica more ranks"
+                )
+
+
+def look_ahead_planner(
+    planning: Planning, hydraulis: HydraulisConfig, *, is_training: bool
+) -> LookAheadPlanner:
+    """What makes the plans of training, ahead of it, or those of evaluation, when it begins.
+
+    --replay-plans and --strategy-schedule are about training. Raises PlanError for a folder that
+    holds no recorded plans.
+    """
+    if is_training and hydraulis.replay_plans is not None:
+        return LookAheadPlanner(RecordedPlans(hydraulis.replay_plans), in_process=False)
+    # The solver is loaded where plans are made: on rank 0.
+    from megatron.hydraulis.planner.certified import CertifiedPlanner
+
+    certified = partial(
+        CertifiedPlanner, cost_model=planning.cost_model, time_limit_s=hydraulis.plan_time_limit
+    )
+    greedy = partial(GreedyPlanner, cost_model=planning.cost_model)
+    names = hydraulis.scheduled_strategies if is_training else ()
+    return LookAheadPlanner(
+        _planner(planning, names, certified),
+        in_process=is_training and hydraulis.plan_ahead > 0,
+        stand_in=_planner(planning, names, greedy),
+        time_limit_s=hydraulis.plan_time_limit,
+    )
+
+
+def _planner(planning: Planning, names: Sequence[str], make: Callable[[Pool], Planner]) -> Planner:
+    """A planner of the whole pool, or of a cycle of its strategies if there are names."""
+    if names:
+        return ScheduledPlanner(planning.pool, planning.cost_model, names, make)
+    return make(planning.pool)
+
+
+def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
+    pool = resolved.pool
+    return AnalyticCostModel(
+        shape=resolved.shape,
+        device=device,
+        cluster=device.cluster(pool.num_ranks, pool.ranks_per_node),
+        parameter_bytes=2 if resolved.args.bf16 else 4,
+        sequence_parallel=resolved.hydraulis.sequence_parallel,
+        max_tokens_per_micro_batch=resolved.hydraulis.max_tokens_per_micro_batch,
+    )
+
+
+def _most_tokens(costs: StrategyCosts) -> int:
+    return max(map(costs.max_tokens, costs.strategy.schemes))
+
+
+def _why_it_does_not_fit(costs: StrategyCosts, source: str) -> str | None:
+    for scheme in costs.strategy.schemes:
+        limit = costs.max_tokens(scheme)
+        if limit < 1:
+            return (
+                f"a micro-batch holds at least 1 token but on {scheme} it holds {limit} "
+                f"{_memory_said(costs, scheme, source)}"
+            )
+    return None
+
+
+def _memory_said(costs: StrategyCosts, scheme: Scheme, source: str) -> str:
+    """The numbers behind a limit."""
+    model = costs.cost_model
+    if not isinstance(model, AnalyticCostModel):
+        return f"by the {source}"
+    device = model.device
+    states = max(model.memory.state_bytes(scheme, stage) for stage in range(scheme.pp))
+    return (
+        f"in the {device.memory_bytes / 1e9:.1f} GB of a rank, of which "
+        f"{device.reserve_bytes / 1e9:.1f} GB are kept free and parameters, gradients and "
+        f"optimizer state take {states / 1e9:.1f} GB"
+    )

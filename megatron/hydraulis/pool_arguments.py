@@ -1,0 +1,151 @@
+"""From flags to the pool of strategies that a run may use: checks that need no other rank."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.hydraulis.config import HydraulisConfig
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.strategy import Pool, Strategy
+
+__all__ = ["ResolvedPool", "check_schedule", "check_vocabulary_parts", "resolve_pool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPool:
+    """What the flags say about strategies."""
+
+    pool: Pool
+    left_out: tuple[str, ...] = ()
+    """One line for every strategy of the file that this version cannot run."""
+
+
+def resolve_pool(
+    args: argparse.Namespace,
+    hydraulis: HydraulisConfig,
+    *,
+    num_ranks: int,
+    ranks_per_node: int | None,
+    degrees_given: bool,
+) -> ResolvedPool:
+    """The strategies that the flags describe, placed on the job's ranks.
+
+    ranks_per_node: None where neither flags nor launcher tell it: then the pool file does, and a
+    single strategy takes the job for one node.
+
+    Raises ConfigurationError when strategies are described twice, when the pool is for another job
+    and when none can be run; StrategyError when one cannot be read or placed.
+    """
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    source = None
+    if hydraulis.strategy is not None:
+        source = f"--strategy {hydraulis.strategy!r}"
+    elif hydraulis.strategy_pool is not None:
+        source = f"--strategy-pool {hydraulis.strategy_pool}"
+    if source is None:
+        strategy = Strategy.homogeneous(num_ranks, tp=tp, pp=pp, ranks_per_node=ranks_per_node)
+        return ResolvedPool(Pool.of(strategy))
+    if degrees_given:
+        raise ConfigurationError(
+            f"{source} and --tensor-model-parallel-size {tp}, --pipeline-model-parallel-size {pp} "
+            f"both lay out the replicas; give {source.split()[0]} or the sizes"
+        )
+    if hydraulis.strategy is not None:
+        strategy = Strategy.parse(hydraulis.strategy, num_ranks, ranks_per_node=ranks_per_node)
+        why = _why_not_runnable(strategy)
+        if why is not None:
+            raise ConfigurationError(f"strategy {strategy.name!r}: {why}; use tp or pp instead")
+        return ResolvedPool(Pool.of(strategy))
+    pool = Pool.read(str(hydraulis.strategy_pool))
+    _check_job(pool, hydraulis, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    resolved = _runnable(pool, hydraulis)
+    check_schedule(hydraulis, resolved.pool, resolved.left_out)
+    _check_limits_given_once(resolved.pool, hydraulis)
+    return resolved
+
+
+def _check_job(
+    pool: Pool, hydraulis: HydraulisConfig, *, num_ranks: int, ranks_per_node: int | None
+) -> None:
+    what = f"--strategy-pool {hydraulis.strategy_pool}"
+    if pool.num_ranks != num_ranks:
+        start = f"--num-ranks {pool.num_ranks}" if hydraulis.dry_run else f"{pool.num_ranks} ranks"
+        raise ConfigurationError(
+            f"{what}: a pool is for the ranks of its job but this one is for {pool.num_ranks} "
+            f"ranks and the job has {num_ranks}; {'give' if hydraulis.dry_run else 'start'} "
+            f"{start} or write a pool for {num_ranks}"
+        )
+    if ranks_per_node is not None and pool.ranks_per_node != min(ranks_per_node, num_ranks):
+        raise ConfigurationError(
+            f"{what}: a pool is for the nodes of its job but this one has {pool.ranks_per_node} "
+            f"ranks a node and the job {ranks_per_node}; correct ranks_per_node in the file or "
+            f"give --ranks-per-node {pool.ranks_per_node}"
+        )
+
+
+def _why_not_runnable(strategy: Strategy) -> str | None:
+    for scheme in strategy.schemes:
+        if scheme.cp > 1:
+            return f"context parallelism comes in a later version but {scheme} has cp {scheme.cp}"
+    return None
+
+
+def _runnable(pool: Pool, hydraulis: HydraulisConfig) -> ResolvedPool:
+    """The pool without what this version cannot run."""
+    reasons = {strategy: _why_not_runnable(strategy) for strategy in pool.strategies}
+    kept = [strategy for strategy, why in reasons.items() if why is None]
+    left_out = tuple(
+        f"strategy {strategy.name!r} is left out: {why}"
+        for strategy, why in reasons.items()
+        if why is not None
+    )
+    if not kept:
+        raise ConfigurationError(
+            f"--strategy-pool {hydraulis.strategy_pool}: a run needs at least 1 strategy but of "
+            f"{len(left_out)} none can be run: {left_out[0]}; add one of tp and pp alone"
+        )
+    return ResolvedPool(Pool.of(*kept), left_out)
+
+
+def check_schedule(hydraulis: HydraulisConfig, pool: Pool, left_out: Sequence[str] = ()) -> None:
+    """Raise ConfigurationError when --strategy-schedule names a strategy that is not in the pool.
+
+    left_out: the lines about strategies of the file that the run goes without.
+    """
+    names = [strategy.name for strategy in pool.strategies]
+    for name in hydraulis.scheduled_strategies:
+        if name not in names:
+            why = "".join(f" ({line})" for line in left_out if f"strategy {name!r} " in line)
+            raise ConfigurationError(
+                f"--strategy-schedule names strategies of the pool but {name!r} is none of its "
+                f"{len(names)}{why}; use {', '.join(map(repr, names))}"
+            )
+
+
+def _check_limits_given_once(pool: Pool, hydraulis: HydraulisConfig) -> None:
+    limit = hydraulis.max_tokens_per_micro_batch
+    for strategy in pool.strategies:
+        if limit is not None and strategy.token_limits:
+            raise ConfigurationError(
+                f"--max-tokens-per-micro-batch {limit} is for all strategies but "
+                f"{strategy.name!r} of --strategy-pool {hydraulis.strategy_pool} has a max_tokens "
+                f"of its own; remove one of them"
+            )
+
+
+def check_vocabulary_parts(pool: Pool, padded_size: int) -> None:
+    """Raise StrategyError unless the vocabulary is cut evenly by every tp of the pool at once.
+
+    The padded vocabulary belongs to the model, so it does not follow the pool.
+    """
+    num_parts = pool.tp_lcm
+    if padded_size % num_parts:
+        degrees = sorted({s.tp for strategy in pool.strategies for s in strategy.schemes})
+        wanted = math.ceil(padded_size / num_parts) * num_parts
+        raise StrategyError(
+            f"every tp must divide the padded vocabulary size but of tp "
+            f"{', '.join(map(str, degrees))} not all do: it is {padded_size}, not a multiple of "
+            f"{num_parts}; give --make-vocab-size-divisible-by a multiple of {num_parts}, or "
+            f"--padded-vocab-size {wanted}"
+        )
