@@ -41,6 +41,11 @@ COMMANDS = (
         "check a plan by code that shares nothing with the planner",
         "megatron.hydraulis.plan_check.command",
     ),
+    Command(
+        "trace",
+        "merge a trace, tell how much each rank worked and waited, and draw an iteration",
+        "megatron.hydraulis.observability.trace_command",
+    ),
 )
 
 

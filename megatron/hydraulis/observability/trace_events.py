@@ -73,7 +73,7 @@ class Span:
     def label(self) -> str:
         """The name with the number that tells it from its neighbours: 'forward 3'."""
         for key in NUMBERED_BY:
-            if key in self.detail:
+            if isinstance(self.detail.get(key), int):
                 return f"{self.name} {self.detail[key]}"
         return self.name
 
@@ -132,7 +132,7 @@ def span_of_event(event: Mapping[str, Any]) -> Span | None:
         is_planned = pid >= PLANNED_PROCESS_OFFSET
         start_us = float(event["ts"])
         label = str(event["name"])
-        numbered = any(key in detail for key in NUMBERED_BY)
+        numbered = any(isinstance(detail.get(key), int) for key in NUMBERED_BY)
         return Span(
             rank=pid - PLANNED_PROCESS_OFFSET if is_planned else pid,
             track=str(event["cat"]),

@@ -38,6 +38,14 @@ class Spans:
             )
         )
 
+    def named(self, *names: str) -> Spans:
+        """Those with one of these names."""
+        return Spans(tuple(span for span in self.spans if span.name in names))
+
+    def __or__(self, other: Spans) -> Spans:
+        """The spans of both."""
+        return Spans.of((*self.spans, *other.spans))
+
     def values(self, key: str) -> list[int | str]:
         """A field or detail of each span, in their order."""
         return [value for span in self.spans if (value := _value(span, key)) is not None]

@@ -1,0 +1,170 @@
+"""A timeline of one iteration: of every rank what was planned, and what became of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.observability.trace_events import Span
+from megatron.hydraulis.observability.trace_query import Spans
+
+__all__ = ["draw_trace"]
+
+# Okabe and Ito's colours, as in the summary of a run; waits recede.
+COLORS = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "optimizer": "#009E73",
+    "gather": "#E69F00",
+    "scatter": "#CC79A7",
+    "overhead": "#8a8a8a",
+    "pipeline wait": "#e4e4e4",
+    "gather wait": "#e4e4e4",
+    "scatter wait": "#e4e4e4",
+    "planning wait": "#e4e4e4",
+}
+WAIT_LABEL = "waiting"
+LIGHT = ("forward", "gather", "scatter")
+"""Names whose bars want dark writing."""
+
+WIDTH_INCHES = 12.0
+MARGIN_INCHES = 1.5
+ROW_INCHES = 0.26
+GAP_ROWS = 0.6
+DOTS_PER_INCH = 120
+MIN_NUMBERED_SHARE = 0.009
+"""Share of the picture's width from which a bar has room for its number."""
+PLANNED_ALPHA = 0.55
+_US_PER_MS = 1e3
+
+
+def draw_trace(spans: Spans, iteration: int, path: Path) -> None:
+    """Draws an iteration as a PNG.
+
+    A rank has up to four rows: planned, compute, regroup and host waits. Bars of forward and
+    backward bear the number of their micro-batch. The axis ends with what was measured: a plan
+    that expected more is cut off there.
+
+    Raises HydraulisError where the iteration has no measured span or the file cannot be written.
+    """
+    own = spans.where(iteration=iteration)
+    measured = own.where(is_planned=False)
+    if not measured:
+        raise HydraulisError(
+            f"iteration {iteration} is not in the trace, which has "
+            f"{sorted({str(value) for value in spans.values('iteration')})}; choose one of these"
+        )
+    whole = measured.where(name="iteration") or measured
+    start_us, end_us = whole.first_start_us, measured.last_end_us
+    drawn = Spans(tuple(span for span in own if span.name in COLORS))
+    rows = _rows(drawn)
+    ranks = sorted({rank for rank, _ in rows})
+    height = sum(len([r for r, _ in rows if r == rank]) + GAP_ROWS for rank in ranks)
+    figure = Figure(
+        figsize=(WIDTH_INCHES, MARGIN_INCHES + ROW_INCHES * height),
+        dpi=DOTS_PER_INCH,
+        layout="constrained",
+    )
+    axes = figure.subplots()
+    span_ms = (end_us - start_us) / _US_PER_MS
+    axes.set_xlim(-0.01 * span_ms, 1.01 * span_ms)
+    at = 0.0
+    ticks: list[tuple[float, str]] = []
+    for rank in ranks:
+        own_rows = [row for row_rank, row in rows if row_rank == rank]
+        for row in own_rows:
+            name = f"rank {rank}  {row}" if row == own_rows[0] else row
+            ticks.append((at, name))
+            for span in drawn.where(rank=rank):
+                if _row_of(span) == row:
+                    _draw_bar(axes, span, at, start_us, span_ms)
+            at += 1.0
+        at += GAP_ROWS
+    axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks], fontsize=8)
+    axes.set_ylim(at - GAP_ROWS, -1.0)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("ms since the iteration's start")
+    axes.grid(axis="x", color="#e8e8e8", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(_title(whole, iteration, own, start_us), fontsize=10, loc="left")
+    figure.legend(
+        handles=_legend(drawn), loc="outside lower center", ncols=8, fontsize=8, frameon=False
+    )
+    try:
+        FigureCanvasAgg(figure)
+        figure.savefig(path)
+    except OSError as error:
+        raise HydraulisError(
+            f"the picture needs a file that can be written: {path}: {error.strerror}; make room "
+            "or name another with --picture"
+        ) from error
+
+
+def _row_of(span: Span) -> str:
+    return "planned" if span.is_planned else span.track
+
+
+def _rows(spans: Spans) -> list[tuple[int, str]]:
+    order = ("planned", "compute", "regroup", "host")
+    found = {(span.rank, _row_of(span)) for span in spans}
+    return sorted(
+        (row for row in found if row[1] in order), key=lambda row: (row[0], order.index(row[1]))
+    )
+
+
+def _draw_bar(axes: Axes, span: Span, at: float, start_us: float, span_ms: float) -> None:
+    left_ms = (span.start_us - start_us) / _US_PER_MS
+    width_ms = span.duration_us / _US_PER_MS
+    axes.barh(
+        at,
+        width_ms,
+        left=left_ms,
+        height=0.86,
+        color=COLORS[span.name],
+        alpha=PLANNED_ALPHA if span.is_planned else 1.0,
+        edgecolor="white",
+        linewidth=0.4,
+    )
+    number = span.detail.get("micro_batch")
+    visible_ms = min(left_ms + width_ms, span_ms) - max(left_ms, 0.0)
+    if number is not None and visible_ms >= MIN_NUMBERED_SHARE * span_ms:
+        axes.text(
+            max(left_ms, 0.0) + visible_ms / 2,
+            at,
+            str(number),
+            ha="center",
+            va="center",
+            fontsize=6.5,
+            color="black" if span.name in LIGHT or span.is_planned else "white",
+            clip_on=True,
+        )
+
+
+def _title(whole: Spans, iteration: int, own: Spans, start_us: float) -> str:
+    strategies = sorted({str(value) for value in whole.values("strategy")})
+    measured_ms = (own.where(is_planned=False).last_end_us - start_us) / _US_PER_MS
+    title = f"iteration {iteration}   ·   {', '.join(strategies)}   ·   {measured_ms:,.1f} ms"
+    planned = own.where(is_planned=True)
+    if planned:
+        planned_ms = (planned.last_end_us - planned.first_start_us) / _US_PER_MS
+        title += f", planned {planned_ms:,.1f} ms"
+    return title
+
+
+def _legend(spans: Spans) -> list[Patch]:
+    names = {span.name for span in spans}
+    handles = [
+        Patch(color=color, label=name)
+        for name, color in COLORS.items()
+        if name in names and not name.endswith("wait")
+    ]
+    if any(name.endswith("wait") for name in names):
+        handles.append(Patch(color=COLORS["pipeline wait"], label=WAIT_LABEL))
+    return handles

@@ -1,0 +1,126 @@
+"""The recorder in memory, and what a schedule's timers tell it."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.runtime.schedule_spans import schedule_spans
+from megatron.hydraulis.runtime.spans import NO_SPANS, MemoryRecorder
+
+
+class LazyClock:
+    """As CUDA events: a stamp is a ticket, its time is known only when it is asked for."""
+
+    def __init__(self) -> None:
+        self.num_stamps = 0
+        self.asked: list[int] = []
+
+    def stamp(self) -> int:
+        self.num_stamps += 1
+        return self.num_stamps
+
+    def times_ns(self, stamps: Sequence[int]) -> list[int]:
+        self.asked += stamps
+        return [1000 * stamp for stamp in stamps]
+
+
+def test_spans_are_kept_until_taken() -> None:
+    recorder = MemoryRecorder()
+    recorder.common_detail = {"iteration": 3}
+    gather = recorder.begin("gather", bucket=0)
+    forward = recorder.begin("forward", micro_batch=1, iteration=4)
+    recorder.end(forward)
+    (first,) = recorder.take()
+    assert (first.name, first.track) == ("forward", "compute")
+    assert first.detail == {"iteration": 4, "micro_batch": 1}
+    assert 0 < first.start_ns <= first.end_ns
+    recorder.end(gather)
+    (second,) = recorder.take()
+    assert (second.name, second.track) == ("gather", "regroup")
+    assert second.detail == {"iteration": 3, "bucket": 0}
+    assert second.start_ns <= first.start_ns
+    assert recorder.take() == []
+
+
+def test_a_device_is_asked_for_times_only_when_spans_are_taken() -> None:
+    clock = LazyClock()
+    recorder = MemoryRecorder(clock)
+    still_open = recorder.begin("gather", bucket=1)
+    for _ in range(2):
+        recorder.end(recorder.begin("forward"))
+    recorder.end(recorder.begin("planning wait"))
+    assert (clock.num_stamps, clock.asked) == (5, [])
+    taken = recorder.take()
+    assert sorted(clock.asked) == [2, 3, 4, 5], "neither what is open nor what the host measures"
+    device = [(s.name, s.start_ns, s.end_ns) for s in taken if s.track == "compute"]
+    assert device == [("forward", 2000, 3000), ("forward", 4000, 5000)]
+    recorder.end(still_open)
+    assert [(s.start_ns, s.end_ns) for s in recorder.take()] == [(1000, 6000)]
+
+
+def test_nothing_is_kept_while_switched_off() -> None:
+    recorder = MemoryRecorder()
+    early = recorder.begin("gather")
+    recorder.is_recording = False
+    unkept = recorder.begin("forward")
+    recorder.end(early)
+    recorder.is_recording = True
+    recorder.end(unkept)
+    assert [span.name for span in recorder.take()] == ["gather"]
+
+
+def test_misuse_is_named() -> None:
+    recorder = MemoryRecorder()
+    with pytest.raises(HydraulisError, match="there is no span 'lunch'"):
+        recorder.begin("lunch")
+    handle = recorder.begin("forward")
+    recorder.end(handle)
+    with pytest.raises(HydraulisError, match="is not open"):
+        recorder.end(handle)
+
+
+def run_schedule(config: Any) -> None:
+    """As upstream's schedules use their timers."""
+    config.timers("forward-backward", log_level=1).start(barrier=False)
+    for _ in range(2):
+        config.timers("forward-recv", log_level=2).start()
+        config.timers("forward-recv").stop()
+        config.timers("forward-compute", log_level=2).start()
+        config.timers("forward-compute").stop()
+    for _ in range(2):
+        config.timers("backward-compute", log_level=2).start()
+        config.timers("backward-compute").stop()
+    config.timers("forward-backward").stop()
+
+
+def test_timers_of_a_schedule_become_spans() -> None:
+    recorder = MemoryRecorder()
+    config: Any = SimpleNamespace(timers=None)
+    with schedule_spans(config, recorder, stage=1):
+        run_schedule(config)
+    assert config.timers is None
+    told = [(span.name, *span.detail.values()) for span in recorder.take()]
+    assert told == [
+        ("pipeline wait", "forward-recv", 1),
+        ("forward", 0, 1),
+        ("pipeline wait", "forward-recv", 1),
+        ("forward", 1, 1),
+        ("backward", 0, 1),
+        ("backward", 1, 1),
+    ]
+
+
+def test_upstreams_timers_stay_where_nothing_is_measured() -> None:
+    timers = object()
+    config: Any = SimpleNamespace(timers=timers)
+    with schedule_spans(config, NO_SPANS, stage=0):
+        assert config.timers is timers
+    with (
+        pytest.raises(RuntimeError, match="broken"),
+        schedule_spans(config, MemoryRecorder(), stage=0),
+    ):
+        raise RuntimeError("broken")
+    assert config.timers is timers
