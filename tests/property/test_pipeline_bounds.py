@@ -1,0 +1,249 @@
+"""What is said of a pipeline's shape, lumps and modes, against the exact time of any works."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
+from megatron.hydraulis.planner.lumps import choose_lumps, lump_lines, lump_orders
+from megatron.hydraulis.planner.modes import (
+    ReplicaClass,
+    Tier,
+    class_modes,
+    largest_micro_batch_ms,
+)
+from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.pipeline_program import PipelineColumns
+from megatron.hydraulis.planner.pipeline_shape import (
+    MAX_SHAPED_MICRO_BATCHES,
+    best_works_ms,
+    fill_bound_ms,
+    most_work_ms,
+    shapes,
+)
+from megatron.hydraulis.planner.polish import Effort
+from megatron.hydraulis.planner.replica_packing import ReplicaPacker
+
+ROUNDING = 1e-9
+WORKS = st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any)
+STAGES = st.integers(1, 5)
+
+
+@given(WORKS, STAGES)
+def test_no_order_of_any_works_is_below_the_fill_bound(works: list[int], num_stages: int) -> None:
+    time_ms, total_ms, num = pipeline_time_ms(works, num_stages), sum(works), len(works)
+    bound_ms = fill_bound_ms(num_stages, num, total_ms, max(works))
+    assert total_ms * (1 - ROUNDING) <= bound_ms <= time_ms * (1 + ROUNDING)
+    # The same lines, asked for the work.
+    assert total_ms <= most_work_ms(num_stages, num, time_ms, max(works)) * (1 + ROUNDING)
+    again_ms = most_work_ms(num_stages, num, bound_ms, max(works))
+    assert again_ms == pytest.approx(total_ms, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num", [1, 2, 5, 13])
+def test_the_best_shapes_meet_their_bound(num_stages: int, num: int) -> None:
+    for shape in shapes(num_stages, num)[: -1 if num > 1 else None]:
+        assert math.fsum(shape.shares) == pytest.approx(1.0)
+        time_ms = pipeline_time_ms(shape.shares, num_stages)
+        largest = max(shape.shares)
+        assert shape.bound_ms(1.0, largest) == pytest.approx(time_ms, abs=1e-5)
+        # Better than equal ones, which is why they are looked for.
+        assert time_ms <= (1.0 + (num_stages - 1) / num) * (1 + 1e-6)
+
+
+def test_beyond_many_micro_batches_there_are_equal_ones_only() -> None:
+    (shape,) = shapes(4, MAX_SHAPED_MICRO_BATCHES + 1)
+    assert (shape.slope, shape.relief) == (1.0, 0.0)
+    assert len(set(shape.shares)) == 1
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(2, 4), st.integers(1, 90))
+def test_best_works_keep_their_limits_and_beat_others(
+    least: list[int], num_stages: int, more: int
+) -> None:
+    total_ms, largest_ms = float(sum(least) + more), float(max(least) + more)
+    works_ms = best_works_ms(num_stages, least, total_ms, largest_ms)
+    assert works_ms is not None
+    assert math.fsum(works_ms) == pytest.approx(total_ms)
+    for work_ms, least_ms in zip(works_ms, least, strict=True):
+        assert least_ms - 1e-5 <= work_ms <= largest_ms + 1e-5
+    best_ms = pipeline_time_ms([max(0.0, work_ms) for work_ms in works_ms], num_stages)
+    # All of what is left to one of them, or a part to each.
+    others = [[s + more * (i == k) for i, s in enumerate(least)] for k in range(len(least))]
+    others.append([s + more / len(least) for s in least])
+    for other in others:
+        assert best_ms <= pipeline_time_ms(other, num_stages) * (1 + 1e-5)
+
+
+@given(WORKS, STAGES)
+def test_the_program_of_a_pipeline_is_its_recurrence(works: list[int], num_stages: int) -> None:
+    columns = PipelineColumns(num_stages, len(works))
+    values = columns.ends_ms([float(work) for work in works])
+    last = columns.backward(0, len(works) - 1)
+    time_ms = pipeline_time_ms(works, num_stages)
+    assert values[last] == pytest.approx(time_ms)
+    assert columns.total_work() @ values == pytest.approx(sum(works))
+    rows = np.array(columns.rows())
+    assert (rows @ values >= -1e-9).all()
+    # Nothing may end earlier: some row forbids it.
+    for column in range(len(works), columns.num):
+        earlier = values.copy()
+        earlier[column] -= 1.0
+        assert (rows @ earlier < -1e-3).any()
+
+
+COSTS = st.builds(
+    SchemeCost,
+    st.builds(
+        Coefficients,
+        st.sampled_from([0.0, 1e-3, 0.05]),
+        st.sampled_from([0.1, 1.0]),
+        st.sampled_from([0.0, 2.0, 30.0]),
+    ),
+    st.sampled_from([60, 75, 119, 120, 500]),
+    st.integers(2, 5),
+)
+
+
+@st.composite
+def packings(draw: st.DrawFn, cost: SchemeCost) -> list[list[int]]:
+    """Any micro-batches within the limit, in any order."""
+    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=9))
+    micro_batches: list[list[int]] = [[]]
+    for length in lengths:
+        last = micro_batches[-1]
+        is_full = sum(last) + length > cost.max_tokens
+        if last and (is_full or draw(st.booleans())):
+            micro_batches.append([length])
+        else:
+            last.append(length)
+    order: list[list[int]] = draw(st.permutations(micro_batches))
+    return order
+
+
+@given(COSTS, st.data())
+def test_no_packing_is_below_the_bound_of_its_lumps(cost: SchemeCost, data: st.DataObject) -> None:
+    micro_batches = data.draw(packings(cost))
+    times_ms = [cost.coefficients.time_ms(share) for share in micro_batches]
+    time_ms, total_ms = pipeline_time_ms(times_ms, cost.num_stages), math.fsum(times_ms)
+    falling = sorted(itertools.chain(*micro_batches), reverse=True)
+    lumps = choose_lumps(falling, cost.max_tokens)
+    assert lumps == tuple(falling[: len(lumps)])
+    # Any of the longest sequences may be taken for the lumps.
+    for num in range(1, len(lumps) + 1):
+        orders = lump_orders(lumps[:num], cost)
+        bound_ms = orders.least_time_ms(len(times_ms), total_ms)
+        assert bound_ms <= time_ms * (1 + ROUNDING)
+        assert total_ms <= orders.most_work_ms(len(times_ms), time_ms) * (1 + ROUNDING)
+    lump_ms = cost.coefficients.time_ms((falling[0],))
+    for by_total, by_lump in lump_lines(cost.num_stages):
+        assert by_total * total_ms + by_lump * lump_ms <= time_ms * (1 + ROUNDING)
+
+
+@given(COSTS, st.integers(1, 12), st.integers(1, 3), st.floats(0.1, 4.0))
+def test_least_time_and_most_work_are_inverse(
+    cost: SchemeCost, num_micro_batches: int, num_lumps: int, work_over_lumps: float
+) -> None:
+    orders = lump_orders((60, 45, 31)[:num_lumps], cost)
+    total_ms = work_over_lumps * cost.coefficients.time_ms((60,))
+    time_ms = orders.least_time_ms(num_micro_batches, total_ms)
+    if math.isinf(time_ms):
+        assert orders.most_work_ms(num_micro_batches, 1e9) == -math.inf
+    else:
+        # Of the orders that take this time, some do this work, and in less time none does.
+        assert orders.most_work_ms(num_micro_batches, time_ms) == pytest.approx(total_ms)
+        assert orders.most_work_ms(num_micro_batches, 0.999 * time_ms) < total_ms
+
+
+@given(COSTS, st.integers(1, 3), st.data())
+def test_some_mode_holds_whatever_a_replica_does_in_time(
+    cost: SchemeCost, num_stages: int, data: st.DataObject
+) -> None:
+    cost = SchemeCost(cost.coefficients, cost.max_tokens, num_stages)
+    micro_batches = data.draw(packings(cost))
+    elsewhere = data.draw(st.lists(st.integers(1, 60), max_size=4))
+    here = list(itertools.chain(*micro_batches))
+    times_ms = [cost.coefficients.time_ms(share) for share in micro_batches]
+    # With rounding on its side, as the caller's time has.
+    time_ms = pipeline_time_ms(times_ms, num_stages) * (1 + ROUNDING)
+    work_ms = math.fsum(cost.sequence_time_ms(length) for length in here)
+    lumps = choose_lumps(sorted(here, reverse=True), cost.max_tokens)
+    has_lumps = num_stages > 1 and data.draw(st.booleans())
+    batch = sorted([*here, *elsewhere])
+    modes = class_modes(
+        0,
+        cost,
+        Tier(max(here), lumps if has_lumps else ()),
+        time_ms,
+        lengths=batch,
+        num_tokens=sum(batch),
+    )
+    assert any(
+        mode.work_ms >= work_ms * (1 - ROUNDING)
+        and mode.num_tokens >= sum(here)
+        and (mode.packs_all or mode.num_micro_batches >= len(micro_batches))
+        for mode in modes
+    )
+
+
+def test_no_micro_batch_takes_more_than_the_largest() -> None:
+    cost = SchemeCost(Coefficients(0.01, 1.0, 2.0), 100, 2)
+    assert largest_micro_batch_ms(cost, 60) >= cost.coefficients.time_ms((60, 40))
+    assert largest_micro_batch_ms(cost, 50) == cost.coefficients.time_ms((50, 50))
+    assert largest_micro_batch_ms(cost, 300) == cost.coefficients.time_ms((100,))
+
+
+def test_replicas_of_equal_cost_are_a_class() -> None:
+    one = SchemeCost(Coefficients(0.0, 1.0, 2.0), 100, 1)
+    other = SchemeCost(Coefficients(0.0, 1.0, 2.0), 101, 1)
+    classes = ReplicaClass.of([one, other, one])
+    assert [c.replicas for c in classes] == [(0, 2), (1,)]
+    assert [c.num_replicas for c in classes] == [2, 1]
+
+
+@given(COSTS, st.integers(1, 4), st.lists(st.integers(1, 60), min_size=1, max_size=14))
+def test_packers_pack_every_sequence_within_the_limit(
+    cost: SchemeCost, num_stages: int, lengths: list[int]
+) -> None:
+    cost = SchemeCost(cost.coefficients, cost.max_tokens, num_stages)
+    packer = ReplicaPacker(cost, lengths)
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    plain = packer.pack(order, Effort(1e9))
+    thorough = packer.pack_thoroughly(order, 20, Effort(1e9))
+    for packed in (plain, thorough):
+        assert sorted(itertools.chain(*packed.micro_batches)) == sorted(order)
+        shares = [[lengths[i] for i in share] for share in packed.micro_batches]
+        assert max(map(sum, shares)) <= cost.max_tokens
+        times_ms = [cost.coefficients.time_ms(share) for share in shares]
+        assert packed.time_ms == pytest.approx(pipeline_time_ms(times_ms, num_stages))
+    assert thorough.time_ms <= plain.time_ms
+    # The estimates that moves are chosen by are bounds below MAX_SHAPED_MICRO_BATCHES.
+    estimate_ms = packer.estimates_ms(
+        np.array([math.fsum(packer.works_ms)]),
+        np.array([sum(lengths)]),
+        np.array([max(packer.works_ms)]),
+    )
+    assert float(estimate_ms[0]) <= thorough.time_ms * (1 + ROUNDING)
+
+
+@given(COSTS, st.lists(st.integers(1, 60), min_size=3, max_size=10), st.data())
+def test_an_exchange_changes_one_sequence(
+    cost: SchemeCost, lengths: list[int], data: st.DataObject
+) -> None:
+    packer = ReplicaPacker(cost, lengths)
+    held = sorted(range(1, len(lengths)), key=lambda i: (-lengths[i], i))
+    packed = packer.pack(held, Effort(1e9))
+    gone = data.draw(st.sampled_from([None, *held]))
+    come = data.draw(st.sampled_from([None, 0]))
+    changed = packer.exchanged(packed, gone, come)
+    assume(changed.micro_batches)
+    wanted = [*(i for i in held if i != gone), *([] if come is None else [come])]
+    assert sorted(itertools.chain(*changed.micro_batches)) == sorted(wanted)
+    for share in changed.micro_batches:
+        assert 0 < sum(lengths[i] for i in share) <= cost.max_tokens
