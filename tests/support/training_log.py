@@ -23,7 +23,7 @@ _LINE = re.compile(
     r"( grad norm: (?P<grad_norm>\S+) \|)?"
     r" number of skipped iterations: +(?P<num_skipped>\d+) \|"
     r" number of nan iterations: +(?P<num_nan>\d+) \|"
-    r" strategy: (?P<strategy>\S+) \|"
+    r" strategy: (?P<strategy>[^|]+) \|"
     r" tokens: (?P<num_tokens>[\d,]+) \|"
     r" padding: (?P<padding_percent>[\d.]+)% \|"
     r" imbalance: (?P<imbalance>[\d.]+) \|"

@@ -196,7 +196,7 @@ def _memory_said(costs: StrategyCosts, scheme: Scheme, source: str) -> str:
     device = model.device
     states = max(model.memory.state_bytes(scheme, stage) for stage in range(scheme.pp))
     return (
-        f"in the {device.memory_bytes / 1e9:.1f} GB of a rank, of which "
-        f"{device.reserve_bytes / 1e9:.1f} GB are kept free and parameters, gradients and "
-        f"optimizer state take {states / 1e9:.1f} GB"
+        f"in the {device.memory_bytes / 1e9:.3g} GB of a rank, of which "
+        f"{device.reserve_bytes / 1e9:.3g} GB are kept free and parameters, gradients and "
+        f"optimizer state take {states / 1e9:.3g} GB"
     )

@@ -39,10 +39,10 @@ def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="package")
 def launch(corpus_prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Runs a job that must succeed."""
+    """Runs a job that must succeed; without a strategy the flags have to name a pool."""
 
     def launch(
-        strategy: str,
+        strategy: str | None,
         num_ranks: int,
         *extra: str,
         program: Callable[[Sequence[str]], None] = entry.main,
@@ -54,7 +54,8 @@ def launch(corpus_prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Laun
         argv = tiny_command(
             corpus_prefix,
             run_dir,
-            *("--strategy", strategy, "--seed", str(SEED), "--split", SPLIT),
+            *(() if strategy is None else ("--strategy", strategy)),
+            *("--seed", str(SEED), "--split", SPLIT),
             *("--train-iters", str(TRAIN_ITERS), "--plan-dir", str(plan_dir)),
             *(() if "--global-batch-size" in without else ("--global-batch-size", str(BATCH_SIZE))),
             *extra,

@@ -1,0 +1,227 @@
+"""--strategy-pool and the flags beside it: what fits the job, what is left out, what is refused."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.loop.planning import Planning, read_cost_profile
+from megatron.hydraulis.strategy import Scheme
+from tests.unit.argument_command import parse
+
+POOL = {"short": "8*tp1", "long": "2*tp4", "mixed": "tp4+pp2+2*idle"}
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without CUDA on which no launcher has set a variable."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for variable in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def write_pool(
+    folder: Path,
+    strategies: Mapping[str, str] = POOL,
+    *,
+    num_ranks: int = 8,
+    ranks_per_node: int = 8,
+    max_tokens: Mapping[str, Any] | None = None,
+) -> str:
+    entries: list[dict[str, Any]] = [
+        {"name": name, "replicas": text} for name, text in strategies.items()
+    ]
+    if max_tokens is not None:
+        entries[0]["max_tokens"] = max_tokens
+    path = folder / "pool.json"
+    content = {"num_ranks": num_ranks, "ranks_per_node": ranks_per_node, "strategies": entries}
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def write_profile(folder: Path, **max_tokens: int) -> str:
+    """A profile of schemes of tp alone: limits by degree."""
+    times = {"cp": 1, "pp": 1, "a_ms_per_token2": 1e-6, "b_ms_per_token": 1e-3, "c_ms": 1.0}
+    rows = [{"tp": int(tp[2:]), "max_tokens": most, **times} for tp, most in max_tokens.items()]
+    path = folder / "profile.json"
+    head = {"device": "d", "source": "s", "date": "2026-01-01", "schemes": rows}
+    path.write_text(json.dumps(head))
+    return str(path)
+
+
+def names(planning_or_resolved: Any) -> list[str]:
+    return [strategy.name for strategy in planning_or_resolved.pool.strategies]
+
+
+def test_a_pool_is_placed_on_the_ranks_of_the_job(tmp_path: Path) -> None:
+    resolved = parse(tmp_path, "--strategy-pool", write_pool(tmp_path))
+    assert names(resolved) == list(POOL)
+    assert resolved.left_out == ()
+    assert resolved.pool.tp_lcm == 4
+
+
+@pytest.mark.parametrize("typed", [(), ("--ranks-per-node", "4")])
+def test_without_a_launcher_the_pool_tells_the_nodes(
+    typed: tuple[str, ...], tmp_path: Path
+) -> None:
+    pool = write_pool(tmp_path, ranks_per_node=4)
+    resolved = parse(tmp_path, "--strategy-pool", pool, *typed)
+    assert resolved.pool.ranks_per_node == 4
+
+
+def test_context_parallelism_is_left_out_by_name(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path, POOL | {"ring": "2*tp2cp2"})
+    resolved = parse(tmp_path, "--strategy-pool", pool)
+    assert names(resolved) == list(POOL)
+    (line,) = resolved.left_out
+    assert "strategy 'ring' is left out" in line
+    assert "tp2cp2 has cp 2" in line
+
+
+_REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("--strategy 8*tp1", {}, ["--strategy '8*tp1'", "pool.json", "give one of them"]),
+    ("--tensor-model-parallel-size 2", {}, ["pool.json", "size 2", "--strategy-pool or the sizes"]),
+    ("", {"num_ranks": 16, "strategies": {"a": "4*tp4"}}, ["for 16 ranks", "has 8", "start 16"]),
+    ("--ranks-per-node 4", {}, ["8 ranks a node", "the job 4", "--ranks-per-node 8"]),
+    ("", {"strategies": {"a": "9*tp1"}}, ["pool.json", "9 ranks but the job has 8"]),
+    ("", {"strategies": {"a": "4*cp2"}}, ["at least 1 strategy", "of 1 none", "cp2 has cp 2"]),
+    (
+        "--padded-vocab-size 202",
+        {"strategies": {"a": "8*tp1", "b": "2*tp4"}},
+        ["padded vocabulary size", "tp 1, 4", "is 202", "multiple of 4", "--padded-vocab-size 204"],
+    ),
+    ("", {"strategies": {"a": "8*tp1", "b": "tp8"}}, ["'b'", "attention heads", "tp 8"]),
+    (
+        "--max-tokens-per-micro-batch 256",
+        {"max_tokens": {"tp1": 512}},
+        ["--max-tokens-per-micro-batch 256", "'short'", "max_tokens of its own", "remove one"],
+    ),
+    ("--strategy-schedule short,wide", {}, ["'wide'", "its 3", "'short', 'long', 'mixed'"]),
+    ("--strategy-schedule short,,long", {}, ["comma between", "'short,,long'", "for example"]),
+    (
+        "--strategy-schedule ring",
+        {"strategies": POOL | {"ring": "4*cp2"}},
+        ["'ring' is none", "is left out: context parallelism", "'short'"],
+    ),
+    (
+        "--strategy-schedule short --replay-plans plans",
+        {},
+        ["--strategy-schedule 'short'", "--replay-plans plans", "give one of them"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("typed", "pool", "says"), _REFUSED)
+def test_what_contradicts_the_pool_is_refused(
+    typed: str, pool: dict[str, Any], says: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(tmp_path, "--strategy-pool", write_pool(tmp_path, **pool), *typed.split())
+    message = str(caught.value)
+    for part in says:
+        assert part in message
+    assert "\n" not in message
+    assert "; " in message
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--strategy-schedule short", "there is no --strategy-pool"),
+        ("--plan-time-limit 0", "must be positive and finite but is 0.0 s"),
+        ("--plan-time-limit nan", "must be positive and finite but is nan s"),
+        ("--strategy-pool nowhere.json", "pool file nowhere.json"),
+    ],
+)
+def test_flags_of_the_pool_alone(typed: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        parse(tmp_path, *typed.split())
+
+
+def test_a_dry_run_asks_for_the_ranks_of_the_pool(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path)
+    with pytest.raises(ConfigurationError, match="give --num-ranks 8 or write a pool for 1"):
+        parse(tmp_path, "--strategy-pool", pool, "--dry-run", num_ranks=1)
+    typed = ("--strategy-pool", pool, "--dry-run", "--num-ranks", "8")
+    assert names(parse(tmp_path, *typed, num_ranks=1)) == list(POOL)
+
+
+# Cost profile and memory
+
+
+def planning(
+    folder: Path, *typed: str, pool: str | None = None, device: DeviceConstants | None = None
+) -> Planning:
+    resolved = parse(folder, "--strategy-pool", pool or write_pool(folder), *typed)
+    return Planning.of(resolved, device or device_constants("cpu"), read_cost_profile(resolved))
+
+
+def test_a_profile_has_to_have_every_scheme(tmp_path: Path) -> None:
+    profile = write_profile(tmp_path, tp1=512)
+    with pytest.raises(ConfigurationError) as caught:
+        planning(tmp_path, "--cost-profile", profile)
+    for part in (profile, "tp4 of 'long', 'mixed'", "pp2 of 'mixed'", "has tp1", "; measure"):
+        assert part in str(caught.value)
+
+
+def test_a_profile_gives_times_and_limits(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path, {"short": "8*tp1", "long": "2*tp4"}, max_tokens={"tp1": 99})
+    profile = write_profile(tmp_path, tp1=512, tp4=2048)
+    plan_with = planning(tmp_path, "--cost-profile", profile, pool=pool)
+    assert plan_with.source == f"cost profile {profile}, d"
+    limits = [costs.max_tokens(costs.strategy.schemes[0]) for costs in plan_with.costs]
+    assert limits == [99, 2048]
+
+
+def test_a_given_limit_goes_before_that_of_the_profile(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path, {"short": "8*tp1", "long": "2*tp4"})
+    profile = write_profile(tmp_path, tp1=512, tp4=0)
+    typed = ("--cost-profile", profile, "--max-tokens-per-micro-batch", "255")
+    plan_with = planning(tmp_path, *typed, pool=pool)
+    limits = [costs.max_tokens(costs.strategy.schemes[0]) for costs in plan_with.costs]
+    assert limits == [255, 252]
+
+
+def small_device(memory_bytes: float) -> DeviceConstants:
+    cpu = device_constants("cpu")
+    return DeviceConstants(
+        **{name: getattr(cpu, name) for name in cpu.__slots__}
+        | {"memory_bytes": memory_bytes, "reserve_bytes": 0.0}
+    )
+
+
+def test_a_strategy_that_does_not_hold_the_model_is_left_out_with_numbers(tmp_path: Path) -> None:
+    model = planning(tmp_path).cost_model
+    assert isinstance(model, AnalyticCostModel)
+    device = small_device(model.memory.state_bytes(Scheme(), 0))
+    plan_with = planning(tmp_path, device=device)
+    assert names(plan_with) == ["long", "mixed"]
+    (line,) = plan_with.left_out
+    assert "'short' is left out" in line
+    gigabytes = f"{device.memory_bytes / 1e9:.3g} GB"
+    assert f"on tp1 it holds 0 in the {gigabytes} of a rank, of which 0 GB are kept free" in line
+    assert f"take {gigabytes}" in line
+    with pytest.raises(ConfigurationError, match=r"'short' is none of its 2 \(.*is left out"):
+        planning(tmp_path, "--strategy-schedule", "long,short", device=device)
+
+
+def test_a_pool_without_a_strategy_that_holds_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'short' \(and in none of 2 others\): a micro"):
+        planning(tmp_path, device=small_device(1e4))
+
+
+def test_the_longest_sequence_needs_one_strategy_that_holds_it(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path, {"short": "8*tp1", "long": "2*tp4"})
+    profile = write_profile(tmp_path, tp1=50, tp4=100)
+    plan_with = planning(tmp_path, "--cost-profile", profile, pool=pool)
+    plan_with.check_longest({"train": 100, "valid": 60})
+    with pytest.raises(ConfigurationError) as caught:
+        plan_with.check_longest({"train": 100, "valid": 101})
+    for part in ("valid data trains 101", "the 2 strategies", "'long'", "more than 100"):
+        assert part in str(caught.value)
