@@ -1,0 +1,210 @@
+"""The certified planner on ordinary odd batches, its marks, and the same plan everywhere."""
+
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.planner import strategy_search
+from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.interface import Planner
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.planning import TableCostModel
+
+MODEL = TableCostModel(
+    limits={(1, 1, 1): 1000, (2, 1, 1): 4000, (1, 1, 2): 2000, (1, 1, 4): 3000},
+    times=lambda scheme: Coefficients(2e-5 / scheme.num_ranks, 0.2 / scheme.num_ranks, 3.0),
+)
+
+
+def pool_of(*texts: str, num_ranks: int = 4) -> Pool:
+    return Pool.of(*(Strategy.parse(text, num_ranks) for text in texts))
+
+
+def planned(lengths: list[int], *texts: str, model: TableCostModel = MODEL) -> IterationPlan:
+    """A plan that has been checked against what it was made for."""
+    pool = pool_of(*texts)
+    plan = CertifiedPlanner(pool, model).plan(lengths)
+    plan.validate(lengths, pool.strategy(plan.strategy), model.max_tokens)
+    for report in (plan.dispatch, plan.packing):
+        assert report is not None
+        assert report.bound_s <= report.objective_s == plan.makespan_s
+    return plan
+
+
+def test_it_is_a_planner() -> None:
+    planner: Planner = CertifiedPlanner(pool_of("4*tp1"), MODEL)
+    assert planner.plan([5], iteration=3).iteration == 3
+
+
+def test_one_sequence_goes_to_the_replica_that_is_fastest_with_it() -> None:
+    plan = planned([900], "4*tp1", "tp2+2*tp1", "pp4")
+    assert plan.strategy == "tp2+2*tp1"
+    assert [replica.num_sequences for replica in plan.replicas] == [1, 0, 0]
+    assert plan.dispatch is not None
+    assert (plan.dispatch.gap, plan.dispatch.status) == (0.0, "certified")
+
+
+@pytest.mark.parametrize("num", [8, 64])
+def test_equal_sequences_spread_evenly(num: int) -> None:
+    plan = planned([100] * num, "4*tp1")
+    assert [replica.num_sequences for replica in plan.replicas] == [num // 4] * 4
+    assert plan.dispatch is not None
+    assert plan.dispatch.status == "certified"
+
+
+@pytest.mark.parametrize("text", ["4*tp1", "tp2+2*tp1", "2*pp2"])
+def test_fewer_sequences_than_replicas(text: str) -> None:
+    plan = planned([700], text)
+    assert sorted(replica.num_sequences for replica in plan.replicas)[-2:] == [0, 1]
+    assert min(plan.replica_times_s) == 0.0
+
+
+def test_one_long_sequence_among_thousands() -> None:
+    generator = random.Random(0)
+    lengths = [generator.randint(5, 60) for _ in range(2000)]
+    lengths.insert(700, 3900)
+    plan = planned(lengths, "tp2+2*tp1", "4*tp1")
+    # Only tp2 holds it, and 4*tp1 no plan at all.
+    assert plan.strategy == "tp2+2*tp1"
+    assert 700 in {s for batch in plan.replicas[0].micro_batches for s in batch.sequences}
+    assert plan.dispatch is not None
+    assert plan.dispatch.gap <= 0.02
+
+
+def test_a_class_that_is_of_no_use_gets_nothing() -> None:
+    slow = TableCostModel(
+        times=lambda scheme: Coefficients(0.0, 100.0 if scheme.pp > 1 else 0.1, 1.0)
+    )
+    for lengths in ([50, 60, 70], [50 + i for i in range(20)]):
+        plan = planned(lengths, "pp2+2*tp1", model=slow)
+        (pipeline,) = (replica for replica in plan.replicas if replica.scheme.pp == 2)
+        assert pipeline.num_sequences == 0
+
+
+def test_a_class_that_holds_no_sequence_gets_nothing() -> None:
+    small = TableCostModel(limits={(1, 1, 1): 10})
+    plan = planned([50, 60, 70, 11, 12, 13, 14, 15, 16, 17], "tp2+2*tp1", model=small)
+    assert [replica.num_sequences for replica in plan.replicas] == [10, 0, 0]
+
+
+def test_idle_ranks_get_nothing() -> None:
+    plan = planned([500, 400, 300], "tp2+2*idle")
+    assert [replica.ranks for replica in plan.replicas] == [(0, 1)]
+    assert plan.replica_of(3) is None
+
+
+def test_lengths_may_be_of_numpy() -> None:
+    plan = CertifiedPlanner(pool_of("4*tp1"), MODEL).plan(np.array([7, 900, 30]))  # type: ignore[arg-type]
+    assert IterationPlan.from_json(json.loads(json.dumps(plan.to_json()))).digest == plan.digest
+
+
+def test_overhead_decides_between_strategies() -> None:
+    lengths = [100, 200, 300, 400]
+    assert planned(lengths, "4*tp1", "2*pp2").strategy == "4*tp1"
+    dear = TableCostModel(limits=MODEL.limits, times=MODEL.times, overheads={"4*tp1": 1e4})
+    plan = planned(lengths, "4*tp1", "2*pp2", model=dear)
+    assert plan.strategy == "2*pp2"
+
+
+def test_every_strategy_is_accounted_for() -> None:
+    lengths = [3500, *([50] * 20)]
+    explanation = CertifiedPlanner(pool_of("tp2+2*tp1", "4*tp1", "pp4"), MODEL).explain(lengths)
+    outcomes = {outcome.name: outcome for outcome in explanation.strategies}
+    assert list(outcomes) == ["tp2+2*tp1", "4*tp1", "pp4"]
+    assert explanation.plan.strategy == "tp2+2*tp1"
+    assert outcomes["tp2+2*tp1"].is_chosen
+    # The longest sequence is above the limits of both: 1,000 and 3,000 tokens.
+    for name in ("4*tp1", "pp4"):
+        assert outcomes[name].bound_s is None
+        assert "can hold the longest sequence" in outcomes[name].why_not_chosen
+
+
+def test_a_strategy_that_cannot_win_is_proved_so() -> None:
+    explanation = CertifiedPlanner(pool_of("4*tp1", "pp4"), MODEL).explain([100] * 40)
+    beaten = next(outcome for outcome in explanation.strategies if not outcome.is_chosen)
+    assert beaten.why_not_chosen == "proved to be no faster than the plan for '4*tp1'"
+    assert beaten.bound_s is not None
+    assert beaten.bound_s >= explanation.plan.predicted_time_s * (1 - 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "a batch holds at least 1 sequence"),
+        ([5, 0], "sequence 1 has 0"),
+        ([5, 4001], "sequence 1 has 4001 tokens and the largest limit.*is 4000"),
+    ],
+)
+def test_what_no_plan_can_hold_is_refused(lengths: list[int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        CertifiedPlanner(pool_of("tp2+2*tp1", "4*tp1"), MODEL).plan(lengths)
+
+
+def test_without_time_the_plan_in_hand_is_taken_and_marked() -> None:
+    generator = random.Random(1)
+    lengths = [generator.randint(5, 900) for _ in range(60)]
+    plan = CertifiedPlanner(pool_of("pp2+2*tp1", "4*tp1"), MODEL, time_limit_s=0.0).plan(lengths)
+    assert plan.dispatch is not None
+    assert plan.packing is not None
+    assert plan.dispatch.status == plan.packing.status == "time limit"
+    plan.validate(lengths, Strategy.parse(plan.strategy, 4), MODEL.max_tokens)
+
+
+def test_a_search_that_fails_leaves_the_greedy_plan(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("as if")
+
+    monkeypatch.setattr(strategy_search, "dispatch", fail)
+    lengths = [300, 200, 100] * 5
+    pool = pool_of("4*tp1", "2*pp2")
+    with caplog.at_level(logging.WARNING):
+        planner = CertifiedPlanner(pool, MODEL)
+        plan = planner.plan(lengths, iteration=7)
+    greedy = GreedyPlanner(pool, MODEL).plan(lengths, iteration=7)
+    assert plan.replicas == greedy.replicas
+    assert plan.dispatch is not None
+    assert plan.dispatch.status == "greedy: ZeroDivisionError"
+    assert "plan of iteration 7" in caplog.text
+    assert planner.explain(lengths).plan.replicas == greedy.replicas
+
+
+PROGRAM = """
+import random
+from megatron.hydraulis.planner.certified import CertifiedPlanner
+from tests.unit.planner.test_certified import MODEL, pool_of
+
+generator = random.Random(5)
+planner = CertifiedPlanner(pool_of("pp2+2*tp1", "tp2+2*tp1", "4*tp1"), MODEL, seed=2)
+for num in (6, 30):
+    print(planner.plan([generator.randint(5, 900) for _ in range(num)]).digest)
+"""
+
+
+def test_another_process_with_other_hashes_makes_the_same_plans() -> None:
+    answers = {
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=120,
+        ).stdout
+        for hash_seed in ("0", "1")
+    }
+    generator = random.Random(5)
+    planner = CertifiedPlanner(pool_of("pp2+2*tp1", "tp2+2*tp1", "4*tp1"), MODEL, seed=2)
+    here = [planner.plan([generator.randint(5, 900) for _ in range(num)]).digest for num in (6, 30)]
+    assert answers == {"".join(f"{digest}\n" for digest in here)}
