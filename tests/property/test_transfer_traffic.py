@@ -1,0 +1,192 @@
+"""What regrouping carries: plans, simulation and formula agree; owners can be chosen well."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.hydraulis.transfer.canonical import CanonicalLayout
+from megatron.hydraulis.transfer.collective import (
+    Collective,
+    bucket_gather,
+    bucket_scatter,
+)
+from megatron.hydraulis.transfer.owner_order import best_owner_orders
+from megatron.hydraulis.transfer.plan import contributed_ranges, held_ranges
+from megatron.hydraulis.transfer.role import Role
+from megatron.hydraulis.transfer.traffic import (
+    LinkElements,
+    link_elements,
+    regroup_volumes,
+)
+from megatron.hydraulis.transfer.two_step import elements_across
+from tests.property.test_transfer_kinds import simulations
+from tests.support.layouts import Case, cases
+from tests.support.transfer_simulation import Simulation
+
+
+def totals(simulation: Simulation, *, gathers: bool, rank: int) -> LinkElements:
+    """Of all buckets, by plans of this rank alone."""
+    make = bucket_gather if gathers else bucket_scatter
+    per_node = simulation.ranks_per_node
+    plans = [
+        make(
+            simulation.collective,
+            simulation.layout,
+            bucket,
+            simulation.roles,
+            ranks_per_node=per_node,
+            rank=rank,
+        )
+        for bucket in simulation.layout.buckets
+    ]
+    each = [link_elements(plan, rank, ranks_per_node=per_node) for plan in plans]
+    return sum(each, LinkElements())
+
+
+@given(simulations())
+def test_one_step_plans_carry_what_the_formula_says(drawn: tuple[Case, Simulation]) -> None:
+    case, simulation = drawn
+    simulation.collective = Collective.ALL_TO_ALL
+    volumes = regroup_volumes(case.layout, case.roles)
+    for rank, volume in enumerate(volumes):
+        gather = totals(simulation, gathers=True, rank=rank)
+        scatter = totals(simulation, gathers=False, rank=rank)
+        assert (gather.received, gather.sent) == (volume.gather_received, volume.gather_sent)
+        assert (scatter.received, scatter.sent) == (volume.scatter_received, volume.scatter_sent)
+
+
+@given(simulations())
+def test_the_formula_s_terms_are_sizes_of_sets(drawn: tuple[Case, Simulation]) -> None:
+    case, _ = drawn
+    for rank, (role, volume) in enumerate(
+        zip(case.roles, regroup_volumes(case.layout, case.roles), strict=True)
+    ):
+        for find, part, both in (
+            (held_ranges, volume.num_held, volume.num_held_and_owned),
+            (contributed_ranges, volume.num_contributed, volume.num_contributed_and_owned),
+        ):
+            elements, owned = set(), set()
+            for bucket in case.layout.buckets:
+                for r in find(case.layout, bucket, role):
+                    elements |= {(bucket.index, at) for at in range(r.start, r.stop)}
+                owned |= {(bucket.index, at) for at in range(*bucket.shard_range(rank))}
+            assert (part, both) == (len(elements), len(elements & owned))
+
+
+@given(simulations())
+def test_what_is_sent_is_received_by_link_and_is_what_travels(
+    drawn: tuple[Case, Simulation],
+) -> None:
+    case, simulation = drawn
+    everyone = range(case.layout.num_ranks)
+    by_rank = [totals(simulation, gathers=True, rank=rank) for rank in everyone]
+    whole = sum(by_rank, LinkElements())
+    assert whole.sent_inside == whole.received_inside
+    assert whole.sent_across == whole.received_across
+    if simulation.collective is Collective.ALL_GATHER:
+        return  # the library chooses the way: nothing of it is in the plan
+    one_step, two_steps = elements_across(
+        case.layout, case.roles, ranks_per_node=simulation.ranks_per_node
+    )
+    is_two_step = simulation.collective is Collective.TWO_STEP
+    assert whole.received_across == (two_steps if is_two_step else one_step)
+    for bucket in case.layout.buckets:
+        simulation.gather(bucket, np.zeros(bucket.num_elements))
+    assert simulation.network.received == {
+        r: t.received for r, t in enumerate(by_rank) if t.received
+    }
+    assert simulation.network.sent == {r: t.sent for r, t in enumerate(by_rank) if t.sent}
+
+
+@settings(max_examples=25)
+@given(simulations(), st.integers(0, 8))
+def test_a_strategy_carries_the_same_after_any_other(
+    drawn: tuple[Case, Simulation], turn: int
+) -> None:
+    """Shards are the only state that lives on: run another strategy before, or the same one."""
+    case, simulation = drawn
+    strategy = case.strategy
+    turned = replace(
+        strategy,
+        replicas=tuple(
+            replace(
+                replica, ranks=tuple((rank + turn) % strategy.num_ranks for rank in replica.ranks)
+            )
+            for replica in strategy.replicas
+        ),
+    )
+    other = replace(simulation, roles=replace(case, strategy=turned).roles)
+    counted = []
+    for before in (simulation, other):
+        after = replace(simulation)
+        for bucket in case.layout.buckets:
+            values = np.arange(bucket.num_elements, dtype=np.float64)
+            # What an iteration leaves behind: shards, here those plus the scattered gradients.
+            before.gather(bucket, values)
+            contributions = [
+                np.zeros(
+                    sum(
+                        r.num_elements
+                        for r in contributed_ranges(case.layout, bucket, before.roles[rank])
+                    )
+                )
+                for rank in range(case.layout.num_ranks)
+            ]
+            shards = before.scatter(bucket, contributions)
+            for rank, shard in enumerate(shards):
+                values[slice(*bucket.shard_range(rank))] += shard
+            for held, role in zip(after.gather(bucket, values), case.roles, strict=True):
+                runs = [np.arange(r.start, r.stop) for r in held_ranges(case.layout, bucket, role)]
+                np.testing.assert_array_equal(held, np.concatenate([np.zeros(0), *runs]))
+        counted.append((after.network.received, after.network.sent, after.network.crossings))
+    assert counted[0] == counted[1]
+
+
+@given(cases())
+def test_chosen_owners_hold_at_least_as_much_and_own_as_much_of_every_bucket(case: Case) -> None:
+    orders = best_owner_orders(case.layout, case.roles)
+    permuted = case.layout.with_owner_orders(orders)
+    assert best_owner_orders(permuted, case.roles) == orders
+    before = regroup_volumes(case.layout, case.roles)
+    after = regroup_volumes(permuted, case.roles)
+    assert sum(v.num_held_and_owned for v in after) >= sum(v.num_held_and_owned for v in before)
+    assert [v.num_held for v in after] == [v.num_held for v in before]
+    for old, new in zip(case.layout.buckets, permuted.buckets, strict=True):
+        sizes = [
+            sorted(stop - start for start, stop in map(b.shard_range, range(permuted.num_ranks)))
+            for b in (old, new)
+        ]
+        assert sizes[0] == sizes[1]
+
+
+@settings(max_examples=25)
+@given(cases().filter(lambda case: case.layout.num_ranks <= 5))
+def test_no_other_order_is_better(case: Case) -> None:
+    """Against all permutations; of the best ones, none leaves more ranks with their own share."""
+    orders = best_owner_orders(case.layout, case.roles)
+    identity = tuple(range(case.layout.num_ranks))
+    for bucket, order in zip(case.layout.buckets, orders, strict=True):
+        chosen = identity if order is None else order
+        assert (order is None) == (chosen == identity)
+        best = max(
+            _worth(case.layout, bucket.index, case.roles, candidate)
+            for candidate in itertools.permutations(identity)
+        )
+        assert _worth(case.layout, bucket.index, case.roles, chosen) == best
+
+
+def _worth(
+    layout: CanonicalLayout, index: int, roles: Sequence[Role | None], order: tuple[int, ...]
+) -> tuple[int, int]:
+    """(elements both owned and held, ranks that keep their share)."""
+    bucket = layout.buckets[index]
+    both = 0
+    for share, owner in enumerate(order):
+        start, stop = bucket.shard_borders[share], bucket.shard_borders[share + 1]
+        for r in held_ranges(layout, bucket, roles[owner]):
+            both += max(0, min(stop, r.stop) - max(start, r.start))
+    return both, sum(share == owner for share, owner in enumerate(order))
