@@ -69,7 +69,7 @@ class CertifiedPlanner:
         """Plan as plan does, and say what became of every strategy; the same errors."""
         plan, searches = self._plan(lengths, iteration)
         if searches is None:
-            return self._greedy.explain(lengths, iteration=iteration)
+            return replace(self._greedy.explain(lengths, iteration=iteration), plan=plan)
         by_name = {search.strategy.name: search for search in searches}
         return PlanExplanation(
             plan=plan,

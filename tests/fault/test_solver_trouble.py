@@ -1,0 +1,455 @@
+"""Whatever HiGHS does, there is a plan: valid, no worse than the greedy one, and marked."""
+
+import dataclasses
+import functools
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import highspy
+import numpy as np
+import pytest
+
+from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.planner import pipeline_shape, strategy_search
+from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.solver import LinearModel, Outcome, SolverLimits, solve
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.planning import TableCostModel
+
+RealHighs = highspy.Highs
+Kinds = highspy.HighsModelStatus
+
+
+class FaultyHighs:
+    """HiGHS with a fault: methods that are not overridden are HiGHS's own."""
+
+    num_met = 0
+    """How often a fault of the kind was met; of the subclass."""
+    only_integer = False
+    """Whether the fault spares linear programs."""
+
+    def __init__(self) -> None:
+        self.highs = RealHighs()
+        self.program = highspy.HighsLp()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.highs, name)
+
+    def passModel(self, program: highspy.HighsLp) -> Any:
+        self.program = program
+        return self.highs.passModel(program)
+
+    @property
+    def is_faulty(self) -> bool:
+        is_met = bool(len(self.program.integrality_)) or not self.only_integer
+        type(self).num_met += is_met
+        return is_met
+
+
+class Raises(FaultyHighs):
+    def run(self) -> Any:
+        if self.is_faulty:
+            raise RuntimeError("out of luck")
+        return self.highs.run()
+
+
+class OutOfMemory(FaultyHighs):
+    def run(self) -> Any:
+        if self.is_faulty:
+            raise MemoryError
+        return self.highs.run()
+
+
+class RefusesOptions(FaultyHighs):
+    def setOptionValue(self, name: str, value: object) -> Any:
+        return highspy.HighsStatus.kError if self.is_faulty else self.highs.setOptionValue(name, 0)
+
+
+class RefusesModels(FaultyHighs):
+    def passModel(self, program: highspy.HighsLp) -> Any:
+        self.program = program
+        return highspy.HighsStatus.kError if self.is_faulty else self.highs.passModel(program)
+
+
+class SaysInfeasible(FaultyHighs):
+    status = Kinds.kInfeasible
+
+    def getModelStatus(self) -> Any:
+        return self.status if self.is_faulty else self.highs.getModelStatus()
+
+
+class SaysUnbounded(SaysInfeasible):
+    status = Kinds.kUnbounded
+
+
+class SaysNothing(SaysInfeasible):
+    status = Kinds.kNotset
+
+
+class Overruns(SaysInfeasible):
+    status = Kinds.kTimeLimit
+
+
+class Answers(FaultyHighs):
+    """Gives an answer of its own for optimal, and costs, bound and duals that go with it."""
+
+    def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.array(self.highs.getSolution().col_value)
+
+    def getModelStatus(self) -> Any:
+        return Kinds.kOptimal if self.is_faulty else self.highs.getModelStatus()
+
+    def getSolution(self) -> Any:
+        honest = self.highs.getSolution()
+        if not self.is_faulty:
+            return honest
+        return SimpleNamespace(
+            col_value=self.answer(), row_dual=honest.row_dual, col_dual=honest.col_dual
+        )
+
+    def getInfo(self) -> Any:
+        if not self.is_faulty:
+            return self.highs.getInfo()
+        values, cost = self.answer(), np.array(self.program.col_cost_)
+        costs = float(cost @ values) if len(values) == len(cost) else 0.0
+        return SimpleNamespace(objective_function_value=costs, mip_dual_bound=costs)
+
+
+class AnswersNothing(Answers):
+    """Everything 0: breaks the rows that want every sequence somewhere."""
+
+    def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.zeros(self.program.num_col_)
+
+
+class AnswersInPart(Answers):
+    def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return super().answer()[:-1]
+
+
+class AnswersNan(Answers):
+    def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return super().answer() * math.nan
+
+
+class AnswersBelowTheLimits(Answers):
+    """Some columns larger, others negative: rows may hold."""
+
+    def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return super().answer() - 1.0
+
+
+class AnswersInFractions(Answers):
+    """The linear relaxation's answer for an integer program."""
+
+    only_integer = True
+
+    def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        relaxed = RealHighs()
+        relaxed.setOptionValue("output_flag", False)
+        program = self.program
+        kinds, program.integrality_ = program.integrality_, []
+        relaxed.passModel(program)
+        program.integrality_ = kinds
+        relaxed.run()
+        return np.array(relaxed.getSolution().col_value)
+
+
+class AnswersTheWorst(Answers):
+    """A feasible answer that costs most, with a bound that says nothing is better."""
+
+    def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        worst = RealHighs()
+        worst.setOptionValue("output_flag", False)
+        program = self.program
+        cost = np.array(program.col_cost_)
+        upper = np.array(program.col_upper_)
+        program.col_cost_ = -cost
+        program.col_upper_ = np.minimum(upper, 1e5)
+        worst.passModel(program)
+        program.col_cost_, program.col_upper_ = cost, upper
+        worst.run()
+        return np.array(worst.getSolution().col_value)
+
+
+class ClaimsABoundTooHigh(Answers):
+    only_integer = True
+
+    def getInfo(self) -> Any:
+        honest = super().getInfo()
+        honest.mip_dual_bound += 1e4
+        return honest
+
+
+class ClaimsABoundThatIsNoNumber(Answers):
+    only_integer = True
+
+    def getInfo(self) -> Any:
+        honest = super().getInfo()
+        honest.mip_dual_bound = math.nan
+        return honest
+
+
+class ClaimsACheaperAnswer(Answers):
+    def getInfo(self) -> Any:
+        honest = super().getInfo()
+        honest.objective_function_value -= 100.0
+        return honest
+
+
+FAULTS = [
+    Raises,
+    OutOfMemory,
+    RefusesOptions,
+    RefusesModels,
+    SaysInfeasible,
+    SaysUnbounded,
+    SaysNothing,
+    Overruns,
+    AnswersNothing,
+    AnswersInPart,
+    AnswersNan,
+    AnswersBelowTheLimits,
+    AnswersInFractions,
+    AnswersTheWorst,
+    ClaimsABoundTooHigh,
+    ClaimsABoundThatIsNoNumber,
+    ClaimsACheaperAnswer,
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch on a pool whose search runs linear and integer programs."""
+
+    pool: Pool
+    lengths: tuple[int, ...]
+
+    @property
+    def model(self) -> TableCostModel:
+        return TableCostModel(
+            default_limit=1000,
+            times=lambda scheme: Coefficients(1e-4 / scheme.num_ranks, 0.2 / scheme.num_ranks, 8.0),
+        )
+
+    def plan(self, **options: Any) -> IterationPlan:
+        return CertifiedPlanner(self.pool, self.model, **options).plan(self.lengths)
+
+    def check(self, plan: IterationPlan) -> None:
+        """Valid by the checker that shares no code, and no worse than the greedy plan."""
+        plan.validate(self.lengths, self.pool.strategy(plan.strategy), self.model.max_tokens)
+        greedy = GreedyPlanner(self.pool, self.model).plan(self.lengths)
+        assert plan.predicted_time_s <= greedy.predicted_time_s * (1 + 1e-9)
+
+
+# Whose pipeline an integer program packs.
+LONG_TAIL = (144, 121, 58, 21, 291, 183, 46, 303, 778, 362, 381, 63, 206, 900)
+
+
+def batch(seed: int, num: int) -> tuple[int, ...]:
+    """So few sequences for each replica that bounds stay away from plans."""
+    draws = random.Random(seed)
+    return tuple(draws.randint(300, 600) for _ in range(num))
+
+
+CASES = {
+    "one class": Case(Pool.of(Strategy.parse("12*tp1", 12)), batch(0, 26)),
+    "classes": Case(Pool.of(Strategy.parse("2*tp2+8*tp1", 12)), batch(1, 26)),
+    "pipelines": Case(Pool.of(Strategy.parse("2*pp2", 4)), LONG_TAIL),
+}
+
+
+@pytest.fixture(params=["classes", "pipelines"])
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def break_highs(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FaultyHighs]], None]:
+    """Puts a faulty HiGHS in; shapes of pipelines that it does not spare are forgotten."""
+
+    def install(fault: type[FaultyHighs]) -> None:
+        fault.num_met = 0
+        if not fault.only_integer:
+            pipeline_shape.shapes.cache_clear()
+        monkeypatch.setattr(highspy, "Highs", fault)
+
+    return install
+
+
+def statuses(plan: IterationPlan) -> set[str]:
+    assert plan.dispatch is not None
+    assert plan.packing is not None
+    return {plan.dispatch.status, plan.packing.status}
+
+
+@functools.cache
+def honest_plan(name: str) -> IterationPlan:
+    return CASES[name].plan()
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *(("classes", fault) for fault in FAULTS),
+        *(("pipelines", fault) for fault in (Raises, AnswersNan, AnswersTheWorst)),
+        *(("pipelines", fault) for fault in (AnswersInFractions, ClaimsABoundTooHigh)),
+        ("one class", AnswersTheWorst),
+    ],
+)
+def test_a_valid_marked_plan_comes_out(
+    name: str, fault: type[FaultyHighs], break_highs: Callable[[type[FaultyHighs]], None]
+) -> None:
+    case, honest = CASES[name], honest_plan(name)
+    assert not any(status.startswith(("solver", "greedy")) for status in statuses(honest))
+    break_highs(fault)
+    plan = case.plan()
+    case.check(plan)
+    assert fault.num_met
+    assert all(status.startswith(("solver ", "greedy: ")) for status in statuses(plan))
+    # A lie about bounds must not get into the plan: no plan, nor the honest one, is below one.
+    assert plan.dispatch is not None
+    assert honest.dispatch is not None
+    assert plan.dispatch.bound_s <= honest.dispatch.objective_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("fault", [Overruns, AnswersInFractions])
+def test_the_same_trouble_gives_the_same_plan(
+    fault: type[FaultyHighs], break_highs: Callable[[type[FaultyHighs]], None]
+) -> None:
+    break_highs(fault)
+    digests = {CASES["classes"].plan().digest for _ in range(2)}
+    assert len(digests) == 1
+
+
+def test_a_slow_solver_is_ended_by_the_guard(
+    case: Case, break_highs: Callable[[type[FaultyHighs]], None]
+) -> None:
+    class Slow(FaultyHighs):
+        def run(self) -> Any:
+            type(self).num_met += 1
+            time.sleep(0.03)  # whatever its own time limit says
+            return self.highs.run()
+
+    break_highs(Slow)
+    plan = case.plan(time_limit_s=0.02)
+    case.check(plan)
+    assert statuses(plan) in ({"time limit"}, {"greedy: SolverError"})
+    # Nothing is solved once the time is over. Shapes of pipelines, which are made once and kept,
+    # have a guard of their own.
+    assert case is CASES["pipelines"] or Slow.num_met <= 1
+
+
+@pytest.mark.parametrize("limit_s", [1e-9, 1e-3])
+def test_without_time_the_greedy_plan_is_marked(case: Case, limit_s: float) -> None:
+    plan = case.plan(time_limit_s=limit_s)
+    case.check(plan)
+    assert statuses(plan) == {"time limit"}
+    assert plan.dispatch is not None
+    assert 0.0 < plan.dispatch.bound_s <= plan.dispatch.objective_s
+
+
+def test_an_answer_that_comes_late_is_no_answer() -> None:
+    """But an optimum is one on any machine."""
+    clock = iter([0.0, 7.0, 0.0, 7.0]).__next__
+    model = market_split()
+    whole = SolverLimits(guard_s=5.0, num_nodes=0)
+    late = solve(model, whole, clock=clock)
+    assert (late.outcome, late.values, late.is_usable) == (Outcome.OVERRUN, None, False)
+    linear = dataclasses.replace(model, is_integral=None)
+    assert solve(linear, whole, clock=clock).outcome is Outcome.OPTIMAL
+
+
+def test_no_time_at_all_is_an_overrun() -> None:
+    assert solve(market_split(), SolverLimits(guard_s=0.0)).outcome is Outcome.OVERRUN
+
+
+def test_a_start_is_an_answer_when_the_limit_leaves_none_better() -> None:
+    model = market_split()
+    start = np.zeros(len(model.cost))
+    start[:30:2] = 1.0
+    missing = model.row_lower - model.matrix @ start
+    start[30:33], start[33:] = np.maximum(missing, 0.0), np.maximum(-missing, 0.0)
+    solution = solve(model, SolverLimits(num_nodes=0), start=start)
+    assert solution.outcome is Outcome.LIMIT
+    assert solution.bound <= solution.objective <= float(model.cost @ start)
+
+
+def market_split() -> LinearModel:
+    """Half of 30 weights in three ways at once, which takes more than the root node."""
+    draws = np.random.default_rng(0)
+    weights = draws.integers(10, 99, size=(3, 30)).astype(np.float64)
+    num = weights.shape[1]
+    slack = np.eye(3)
+    half = np.floor(weights.sum(axis=1) / 2)
+    return LinearModel(
+        cost=np.concatenate((np.zeros(num), np.ones(6))),
+        lower=np.zeros(num + 6),
+        upper=np.concatenate((np.ones(num), np.full(6, np.inf))),
+        matrix=np.hstack((weights, slack, -slack)),
+        row_lower=half,
+        row_upper=half,
+        is_integral=np.concatenate((np.ones(num, dtype=bool), np.zeros(6, dtype=bool))),
+    )
+
+
+@pytest.mark.parametrize("place", ["start", "raise_bound", "search", "candidate"])
+def test_an_error_in_the_search_itself_leaves_the_greedy_plan(
+    place: str, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError(place)
+
+    monkeypatch.setattr(strategy_search.StrategySearch, place, broken)
+    plan = case.plan()
+    case.check(plan)
+    assert statuses(plan) == {"greedy: ZeroDivisionError"}
+
+
+def test_a_search_that_loses_a_sequence_leaves_the_greedy_plan(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is checked after solving, by rules that no search can talk its way around."""
+    honest = strategy_search.StrategySearch.candidate
+
+    def lossy(search: strategy_search.StrategySearch) -> Any:
+        candidate = honest(search)
+        packings = list(candidate.packings)
+        fullest = max(range(len(packings)), key=lambda k: len(packings[k].micro_batches))
+        packings[fullest] = type(packings[fullest])(
+            packings[fullest].micro_batches[1:], packings[fullest].time_ms
+        )
+        return type(candidate)(
+            strategy=candidate.strategy,
+            packings=packings,
+            overhead_ms=candidate.overhead_ms,
+            dispatch=candidate.dispatch,
+            packing=candidate.packing,
+        )
+
+    monkeypatch.setattr(strategy_search.StrategySearch, "candidate", lossy)
+    plan = case.plan()
+    case.check(plan)
+    assert statuses(plan) == {"greedy: PlanError"}
+
+
+def test_the_explanation_of_a_failed_search_is_the_greedy_planners(
+    case: Case, break_highs: Callable[[type[FaultyHighs]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_highs(Raises)
+    explained = CertifiedPlanner(case.pool, case.model).explain(case.lengths)
+    assert explained.plan.digest == case.plan().digest
+    monkeypatch.setattr(strategy_search.StrategySearch, "start", functools.partial(math.sqrt, -1.0))
+    explained = CertifiedPlanner(case.pool, case.model).explain(case.lengths)
+    assert [outcome.name for outcome in explained.strategies if outcome.is_chosen] == [
+        explained.plan.strategy
+    ]
+    assert json.dumps(explained.plan.to_json())
