@@ -1,0 +1,127 @@
+"""What users of one static strategy do: rows of one length, equally many on every replica.
+
+Users of Megatron pack sequences into rows of the context window and give every data-parallel rank
+the same number of rows. Here this is done as well as it can be done:
+
+- There are as few rows as first-fit decreasing needs for the batch at the context window, rounded
+  up to a multiple of the number of replicas.
+- The rows are then made as equal in tokens as they can be: their common length is the least at
+  which first-fit decreasing still needs no more rows (MULTIFIT: Coffman, Garey and Johnson, An
+  application of bin-packing to multiprocessor scheduling, 1978).
+- Padding costs nothing; `padded_time_s` is the time with rows padded to the context window, which
+  is what fixed shapes really cost.
+
+What it does not know is attention: rows of equal tokens differ in Σ s².
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.planner.plan import IterationPlan, MicroBatch, ReplicaPlan
+from megatron.hydraulis.strategy import Strategy
+
+MS_PER_S = 1000.0
+
+
+def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Indices of the sequences of each row; longest sequences first, each in the first row with
+    room.
+
+    Raises ValueError when a sequence is longer than a row.
+    """
+    if max(lengths, default=0) > row_tokens:
+        raise ValueError(f"a row of {row_tokens} tokens cannot hold one of {max(lengths)}")
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = next((i for i, free in enumerate(room) if free >= lengths[index]), len(rows))
+        if place == len(rows):
+            rows.append([])
+            room.append(row_tokens)
+        rows[place].append(index)
+        room[place] -= lengths[index]
+    return rows
+
+
+def equal_rows(lengths: Sequence[int], window_tokens: int, num_replicas: int) -> list[list[int]]:
+    """Indices of the sequences of each row: a multiple of num_replicas rows of about equal tokens.
+
+    A row may be empty, where there are fewer sequences than rows.
+    """
+    needed = len(first_fit_decreasing(lengths, window_tokens))
+    num_rows = num_replicas * math.ceil(needed / num_replicas)
+    # First-fit decreasing is not monotonous: the search finds a length that works, and the window
+    # always does.
+    low, best = max(max(lengths), math.ceil(sum(lengths) / num_rows)), window_tokens
+    high = window_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(first_fit_decreasing(lengths, middle)) <= num_rows:
+            best = high = middle
+        else:
+            low = middle + 1
+    rows = first_fit_decreasing(lengths, best)
+    return rows + [[] for _ in range(num_rows - len(rows))]
+
+
+def fixed_length_plan(
+    lengths: Sequence[int],
+    strategy: Strategy,
+    cost_model: CostModel,
+    *,
+    window_tokens: int,
+    iteration: int = 0,
+) -> IterationPlan:
+    """The plan for a strategy of equal replicas; row i goes to replica i modulo their number.
+
+    Raises ValueError when replicas differ or do not hold a row.
+    """
+    schemes = {replica.scheme for replica in strategy.replicas}
+    if len(schemes) != 1 or strategy.idle_ranks:
+        raise ValueError(f"rows are shared out evenly over equal replicas but there are {strategy}")
+    scheme = schemes.pop()
+    if cost_model.max_tokens(scheme) < window_tokens:
+        raise ValueError(
+            f"{scheme} holds {cost_model.max_tokens(scheme)} tokens but a row has {window_tokens}"
+        )
+    coefficients = cost_model.coefficients(scheme)
+    num_replicas = len(strategy.replicas)
+    rows = equal_rows(lengths, window_tokens, num_replicas)
+    replicas = []
+    for place, replica in enumerate(strategy.replicas):
+        micro_batches = tuple(
+            MicroBatch(tuple(row), tuple(lengths[i] for i in row))
+            for row in rows[place::num_replicas]
+            if row
+        )
+        times_ms = [coefficients.time_ms(m.lengths) for m in micro_batches]
+        time_s = pipeline_time_ms(times_ms, scheme.pp) / MS_PER_S
+        replicas.append(ReplicaPlan(scheme, replica.ranks, micro_batches, time_s))
+    makespan_s = max(replica.predicted_time_s for replica in replicas)
+    return IterationPlan(
+        iteration=iteration,
+        strategy=strategy.name,
+        replicas=tuple(replicas),
+        predicted_time_s=makespan_s + cost_model.overhead_ms(strategy) / MS_PER_S,
+    )
+
+
+def padded_time_s(plan: IterationPlan, cost_model: CostModel, *, window_tokens: int) -> float:
+    """Predicted makespan of such a plan when every row is computed up to the context window.
+
+    Padding costs what tokens cost outside attention.
+    """
+    slowest_ms = 0.0
+    for replica in plan.replicas:
+        coefficients = cost_model.coefficients(replica.scheme)
+        times_ms = [
+            coefficients.time_ms(m.lengths)
+            + coefficients.b_ms_per_token * (window_tokens - m.num_tokens)
+            for m in replica.micro_batches
+        ]
+        slowest_ms = max(slowest_ms, pipeline_time_ms(times_ms, replica.scheme.pp))
+    return slowest_ms / MS_PER_S
