@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.hydraulis.data.long_sequences import LongSequences
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.observability.trace_window import TraceWindow
 
 __all__ = ["HydraulisConfig", "default_run_dir", "option_of"]
 
@@ -95,6 +96,14 @@ class HydraulisConfig:
     marked and counted. Such a plan need not be the same in another run. Default: none; the search
     ends by itself."""
 
+    trace: Path | None = field(default=None, metadata=_flag("DIR"))
+    """Folder for a trace to look at in Perfetto or Chrome: planned and measured spans of every
+    rank. Default: not written."""
+
+    trace_iterations: str | None = field(default=None, metadata=_flag("FIRST..LAST"))
+    """Iterations that --trace records, for example 101..105. Default: the first 20 that this start
+    of the run trains."""
+
     dry_run: bool = False
     """Print the resolved configuration, the replicas with their ranks and the parameters per rank,
     then exit; needs one process only."""
@@ -134,6 +143,12 @@ class HydraulisConfig:
                 f"give seconds, or leave it out for no limit"
             )
         self._check_pool_flags()
+        if self.trace_iterations is not None and self.trace is None:
+            raise ConfigurationError(
+                f"--trace-iterations {self.trace_iterations} says what --trace records but there "
+                f"is no --trace; add --trace DIR"
+            )
+        _ = self.trace_window
         if self.num_ranks is not None and not self.dry_run:
             raise ConfigurationError(
                 f"--num-ranks {self.num_ranks} is for --dry-run only, a job has as many ranks as "
@@ -170,6 +185,13 @@ class HydraulisConfig:
         if self.strategy_schedule is None:
             return ()
         return tuple(name.strip() for name in self.strategy_schedule.split(","))
+
+    @property
+    def trace_window(self) -> TraceWindow | None:
+        """What --trace-iterations says; None without it. Raises ConfigurationError."""
+        if self.trace_iterations is None:
+            return None
+        return TraceWindow.parse(self.trace_iterations)
 
     @property
     def sequence_parallel(self) -> bool:

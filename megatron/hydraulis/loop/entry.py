@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,19 @@ from megatron.hydraulis.loop.plan_exchange import PlanExchange
 from megatron.hydraulis.loop.planned_batches import PlannedBatches
 from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
 from megatron.hydraulis.loop.quiet import quieten_upstream
+from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.loop.training_loop import Iterators, TrainingLoop
-from megatron.hydraulis.observability.earlier_run import set_aside_earlier_run
+from megatron.hydraulis.observability.earlier_run import (
+    set_aside_earlier_run,
+    set_aside_earlier_trace,
+)
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import LossFunction, loss_func, make_forward_step
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.process_groups import device_of_job, training_loop_collection
+from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 
 EXIT_STATUS_OF_ERROR = 2
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -218,6 +224,8 @@ class _Job:
             earlier = set_aside_earlier_run(run_dir)
             if earlier is not None:
                 print(f"what an earlier run left in this folder is now in {earlier}", flush=True)
+            if hydraulis.trace is not None:
+                set_aside_earlier_trace(hydraulis.trace)
             run_folder.write_configuration(resolved, self._planning, corpora)
             for line in self._planning.left_out:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
@@ -227,10 +235,13 @@ class _Job:
         dist.barrier()
         is_last_rank = rank == dist.get_world_size() - 1
         metrics = MetricsWriter(run_dir) if is_last_rank else None
-        loop = TrainingLoop(hydraulis, lambda: self._iterators(corpora, store), metrics)
+        trace = self._run_trace(store)
+        loop = TrainingLoop(hydraulis, lambda: self._iterators(corpora, store), metrics, trace)
         install_globals(resolved)
         model_config = gpt_model_config(args, HydraulisModelConfig)
-        model_config.engine_factory = self._engine
+        model_config.engine_factory = partial(
+            self._engine, spans=NO_SPANS if trace is None else trace.spans
+        )
         model_config.num_tokens_in_vocabulary = resolved.vocabulary.size
         model_config.uses_sequence_parallel = hydraulis.sequence_parallel
         model_config.model_provider = self._hooks.model_provider
@@ -256,12 +267,27 @@ class _Job:
             ends_properly = True  # an exit condition of upstream
             raise
         finally:
+            if trace is not None:
+                trace.close(merges=ends_properly)
             if metrics is not None:
                 metrics.close()
                 if ends_properly:
                     run_folder.close_run(run_dir, self._planning.pool.strategies)
 
-    def _engine(self, definition: ModelDefinition) -> Engine:
+    def _run_trace(self, store: dist.Store) -> RunTrace | None:
+        """Collective where a trace is asked for."""
+        hydraulis = self._resolved.hydraulis
+        if hydraulis.trace is None:
+            return None
+        return RunTrace(
+            Path(hydraulis.trace),
+            hydraulis.trace_window,
+            self._planning.cost_model,
+            store,
+            has_cuda=self._has_cuda,
+        )
+
+    def _engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> Engine:
         args = self._resolved.args
         return Engine(
             definition,
@@ -277,6 +303,7 @@ class _Job:
             ),
             seed=args.seed,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            spans=spans,
         )
 
     def _iterators(self, corpora: Corpora, store: dist.Store) -> Iterators:

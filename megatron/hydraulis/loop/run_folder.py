@@ -33,6 +33,7 @@ def make_folders(resolved: Resolved) -> None:
     folders = {
         "--run-dir": hydraulis.run_dir,
         "--plan-dir": hydraulis.plan_dir,
+        "--trace": hydraulis.trace,
         "--tensorboard-dir": resolved.args.tensorboard_dir,
     }
     if hydraulis.plan_dir is not None:

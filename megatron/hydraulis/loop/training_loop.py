@@ -7,7 +7,7 @@ import re
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError
 from megatron.hydraulis.loop.log_interval import LogInterval
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
+from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.observability.records import IterationRecord
@@ -50,6 +51,7 @@ class TrainingLoop:
         hydraulis: our flags.
         make_iterators: builds training, validation and test data once the loop asks for them.
         metrics: where records go; None on ranks that do not log.
+        trace: of this rank; None where nothing is traced.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class TrainingLoop:
         hydraulis: HydraulisConfig,
         make_iterators: Callable[[], Iterators],
         metrics: MetricsWriter | None,
+        trace: RunTrace | None = None,
     ) -> None:
+        self._trace = trace
         self._hydraulis = hydraulis
         self._make_iterators = make_iterators
         self._metrics = metrics
@@ -118,11 +122,15 @@ class TrainingLoop:
         engine = model[0].engine
         self._check_consumed(args)
         start_s = time.perf_counter()
-        planned = next(data_iterator)
-        outcome = engine.train_step(
-            planned.plan.strategy, planned.micro_batches, forward_step_func, phase=_upstreams_timer
-        )
         number = (iteration or 0) + 1
+        planned = self._next(number, data_iterator)
+        with self._traced(number, planned):
+            outcome = engine.train_step(
+                planned.plan.strategy,
+                planned.micro_batches,
+                forward_step_func,
+                phase=_upstreams_timer,
+            )
         failed = not outcome.updated and outcome.loss.num_tokens > 0
         stops = args.check_for_nan_in_loss_and_grad and not self._hydraulis.skip_nan_iterations
         if failed and stops:
@@ -241,6 +249,18 @@ class TrainingLoop:
                 "off: report this together with the flags of the run"
             )
 
+    def _next(self, number: int, batches: PlannedBatches) -> PlannedBatch:
+        if self._trace is None:
+            return next(batches)
+        self._trace.expect(number)
+        handle = self._trace.spans.begin("planning wait")
+        planned = next(batches)
+        self._trace.spans.end(handle)
+        return planned
+
+    def _traced(self, number: int, planned: PlannedBatch) -> AbstractContextManager[None]:
+        return nullcontext() if self._trace is None else self._trace.iteration(number, planned.plan)
+
     def _note(
         self,
         args: Namespace,
@@ -269,6 +289,7 @@ class TrainingLoop:
             consumed_samples=args.consumed_train_samples + args.global_batch_size,
             plan_time_s=plan.plan_time_s,
             plan_wait_s=planned.plan_wait_s,
+            plan_fetch_s=planned.plan_fetch_s,
             replica_times_s=tuple(replica.predicted_time_s for replica in plan.replicas),
             plan_status=status,
             plan_gap=None if plan.dispatch is None else plan.dispatch.gap,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.metrics_writer import METRICS_FILE_NAME
 from megatron.hydraulis.observability.summary import SUMMARY_FILE_NAME
+from megatron.hydraulis.observability.trace_file import MERGED_FILE_NAME, rank_files
 
-__all__ = ["set_aside_earlier_run"]
+__all__ = ["set_aside_earlier_run", "set_aside_earlier_trace"]
 
 _LEFT_BY_A_RUN = (METRICS_FILE_NAME, SUMMARY_FILE_NAME, "config.json", "tensorboard")
 
@@ -27,10 +29,24 @@ def set_aside_earlier_run(run_dir: str | Path) -> Path | None:
     """
     run_dir = Path(run_dir)
     found = [path for name in _LEFT_BY_A_RUN if _holds_something(path := run_dir / name)]
+    return _set_aside(run_dir, found, "--run-dir")
+
+
+def set_aside_earlier_trace(folder: str | Path) -> Path | None:
+    """Move the files of an earlier trace, whose ranks may have been others, into a folder.
+
+    Returns and raises as `set_aside_earlier_run` does.
+    """
+    folder = Path(folder)
+    found = [*rank_files(folder), folder / MERGED_FILE_NAME]
+    return _set_aside(folder, [path for path in found if path.exists()], "--trace")
+
+
+def _set_aside(folder: Path, found: Sequence[Path], option: str) -> Path | None:
     if not found:
         return None
     number = 1
-    while (aside := run_dir / f"earlier.{number}").exists():
+    while (aside := folder / f"earlier.{number}").exists():
         number += 1
     try:
         aside.mkdir()
@@ -38,8 +54,8 @@ def set_aside_earlier_run(run_dir: str | Path) -> Path | None:
             path.rename(aside / path.name)
     except OSError as error:
         raise HydraulisError(
-            f"what an earlier run left in {run_dir} must be set aside, in {aside}: "
-            f"{error.strerror}; choose another --run-dir"
+            f"what an earlier run left in {folder} must be set aside, in {aside}: "
+            f"{error.strerror}; choose another {option}"
         ) from error
     return aside
 

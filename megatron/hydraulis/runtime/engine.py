@@ -27,6 +27,7 @@ from megatron.hydraulis.runtime.process_groups import (
 )
 from megatron.hydraulis.runtime.regroup import Regrouper
 from megatron.hydraulis.runtime.shards import CanonicalShards
+from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.runtime.staging import Staging
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
@@ -100,6 +101,7 @@ class Engine:
             take it at creation: that of the world group does not reach them.
         num_atoms: T, the atoms of a parameter; the least common multiple of the pool's tp degrees
             by default, a multiple of it where the shards must fit other pools too.
+        spans: is told of the work as it is done.
 
     Raises:
         ConfigurationError: ``num_atoms`` is no multiple of the pool's own, or the model does not
@@ -116,10 +118,12 @@ class Engine:
         groups: GroupRegistry | None = None,
         timeout: timedelta | None = None,
         num_atoms: int | None = None,
+        spans: SpanRecorder = NO_SPANS,
     ) -> None:
         self.definition = definition
         self.pool = pool
         self.rank = dist.get_rank()
+        self._spans = spans
         self.device = device_of_job()
         self.dtype: torch.dtype = definition.transformer.params_dtype
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -256,7 +260,9 @@ class Engine:
                     f"{len(batches)} micro-batches; a plan gives work to replicas only"
                 )
             return []
-        return run_micro_batches(setting.model, batches, forward_step, forward_only=forward_only)
+        return run_micro_batches(
+            setting.model, batches, forward_step, forward_only=forward_only, spans=self._spans
+        )
 
     def _total(
         self, setting: _Setting, reports: Sequence[dict[str, Tensor]]
