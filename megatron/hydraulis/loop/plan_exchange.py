@@ -31,12 +31,17 @@ class PlanExchange:
         self._store = dist.PrefixStore(f"hydraulis_plans/{restart}/{name}", store)
         self._rank = rank
 
-    def publish(self, iteration: int, plan: IterationPlan | PlanError) -> None:
-        """Rank 0: put a plan, or the reason why there is none, where all can read it."""
+    def publish(
+        self, iteration: int, plan: IterationPlan | PlanError, *, waited_s: float = 0.0
+    ) -> None:
+        """Rank 0: put a plan, or the reason why there is none, where all can read it.
+
+        waited_s: how long training stood still until the planner had it.
+        """
         message: dict[str, object] = (
             {"error": str(plan)}
             if isinstance(plan, PlanError)
-            else {"digest": plan.digest, "plan": plan.to_json()}
+            else {"digest": plan.digest, "plan": plan.to_json(), "waited_s": waited_s}
         )
         self._store.set(str(iteration), json.dumps(message))
 
@@ -44,8 +49,8 @@ class PlanExchange:
         """Rank 0: delete a plan that every rank has fetched."""
         self._store.delete_key(str(iteration))
 
-    def fetch(self, iteration: int) -> IterationPlan:
-        """Wait for a plan and check that it arrived as it was published.
+    def fetch(self, iteration: int) -> tuple[IterationPlan, float]:
+        """Wait for a plan, check that it arrived as it was published, and tell its waited_s.
 
         Raises:
             PlanError: rank 0 found no plan, or this rank reads another one than it published.
@@ -60,4 +65,4 @@ class PlanExchange:
                 f"{plan.digest[:12]} but rank 0 published {message['digest'][:12]}; all ranks must "
                 "run the same version"
             )
-        return plan
+        return plan, float(message["waited_s"])

@@ -40,7 +40,10 @@ class PlannedBatch:
     micro_batch_sequences: tuple[tuple[int, ...], ...]
     """Sequence ids of ``micro_batches``."""
     plan_wait_s: float = 0.0
-    """How long this rank waited for the plan, the way through the store included."""
+    """How long training stood still because the planner had no plan yet; equal on every rank."""
+    plan_fetch_s: float = 0.0
+    """How long this rank took to read the plan in the job's store, with the wait for the planner
+    and for rank 0 to come there."""
 
     @property
     def padding_fraction(self) -> float:
@@ -67,6 +70,8 @@ class PlannedBatches:
         device: of the job.
         num_ahead: iterations that rank 0 samples further than it has trained.
         plan_dir: where rank 0 writes each plan, if anywhere.
+        run_as: what a replica of a scheme runs for a micro-batch; the micro-batch itself where
+            None.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class PlannedBatches:
         device: torch.device,
         num_ahead: int = 0,
         plan_dir: Path | None = None,
+        run_as: Callable[[PackedBatch, Scheme], PackedBatch] | None = None,
     ) -> None:
         self.corpus = corpus
         self.sampler = sampler
@@ -93,6 +99,7 @@ class PlannedBatches:
         self._device = device
         self._num_ahead = num_ahead if planner is not None else 0
         self._plan_dir = plan_dir
+        self._run_as = run_as
         self._sampled: deque[GlobalBatch] = deque()
         self._num_sampled = 0
         self._iteration = 0
@@ -109,8 +116,8 @@ class PlannedBatches:
         start_s = time.perf_counter()
         if self._planner is not None and self._num_published <= self._iteration:
             self._publish_next(self._planner)
-        plan = self._exchange.fetch(self._iteration)
-        plan_wait_s = time.perf_counter() - start_s
+        plan, plan_wait_s = self._exchange.fetch(self._iteration)
+        plan_fetch_s = time.perf_counter() - start_s
         if self._planner is not None:
             self._publish_ready(self._planner)
         strategy = self._pool.strategy(plan.strategy)
@@ -125,10 +132,19 @@ class PlannedBatches:
             for micro_batch in mine.micro_batches:
                 members = tuple(batch.sequence_ids[i] for i in micro_batch.sequences)
                 sequences = [self.corpus.tokens(sequence_id) for sequence_id in members]
-                packs.append(pack(sequences, mine.scheme.tp).to(self._device))
+                packed = pack(sequences, mine.scheme.tp).to(self._device)
+                packs.append(
+                    packed if self._run_as is None else self._run_as(packed, mine.scheme)
+                )
                 ids.append(members)
         return PlannedBatch(
-            batch, plan, tuple(packs), num_padding_tokens(plan), tuple(ids), plan_wait_s
+            batch,
+            plan,
+            tuple(packs),
+            num_padding_tokens(plan),
+            tuple(ids),
+            plan_wait_s=plan_wait_s,
+            plan_fetch_s=plan_fetch_s,
         )
 
     def _sample(self) -> None:
@@ -139,7 +155,10 @@ class PlannedBatches:
         self._num_sampled += 1
 
     def _publish_ready(self, planner: LookAheadPlanner) -> None:
-        """Put the plans of later iterations that need no wait where all ranks read them."""
+        """Put the plans of later iterations that need no wait where all ranks read them.
+
+        Those that every rank has fetched go.
+        """
         while self._num_published < self._num_sampled and planner.is_ready(self._num_published):
             self._publish_next(planner)
         if self._iteration >= NUM_PLANS_KEPT:
@@ -150,7 +169,7 @@ class PlannedBatches:
         iteration = self._num_published
         self._num_published += 1
         try:
-            plan, _ = planner.take(iteration)
+            plan, waited_s = planner.take(iteration)
         except HydraulisError as error:
             self._exchange.publish(iteration, PlanError(str(error)))
         except Exception as error:
@@ -163,7 +182,7 @@ class PlannedBatches:
             )
             raise
         else:
-            self._exchange.publish(iteration, plan)
+            self._exchange.publish(iteration, plan, waited_s=waited_s)
 
 
 def num_padding_tokens(plan: IterationPlan) -> int:

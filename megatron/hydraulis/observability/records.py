@@ -48,7 +48,10 @@ class IterationRecord:
     plan_time_s: float
     """Time spent on planning this iteration."""
     plan_wait_s: float
-    """Time that training waited for the plan; near 0 where planning runs ahead."""
+    """Time that training stood still because the planner had no plan yet; 0 where planning runs
+    ahead of training."""
+    plan_fetch_s: float
+    """Time that the rank which logs took to read the plan in the job's store."""
     replica_times_s: tuple[float, ...]
     """Predicted time of each replica, in the order of the strategy's replicas."""
     plan_status: str
@@ -69,6 +72,7 @@ class IterationRecord:
             "predicted_time_s",
             "plan_time_s",
             "plan_wait_s",
+            "plan_fetch_s",
             "learning_rate",
         ):
             value = getattr(self, name)

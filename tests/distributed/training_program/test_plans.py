@@ -82,3 +82,4 @@ def test_the_wait_for_a_plan_is_recorded(ahead_run: Run) -> None:
     # The first plan waits for the process to start; those after it are there already.
     first, *others = (record.plan_wait_s for record in ahead_run.records)
     assert min(others) < first
+    assert all(record.plan_fetch_s > 0.0 for record in ahead_run.records)

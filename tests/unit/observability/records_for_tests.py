@@ -21,6 +21,7 @@ def make_record(iteration: int = 1, **changes: Any) -> IterationRecord:
         "consumed_samples": 16 * iteration,
         "plan_time_s": 0.0012,
         "plan_wait_s": 0.0001,
+        "plan_fetch_s": 0.0004,
         "replica_times_s": (1.0, 0.75, 0.5),
         "plan_status": "certified",
         "plan_gap": 0.0005,

@@ -52,7 +52,7 @@ def test_keys_of_a_later_version_are_passed_over() -> None:
 def test_missing_keys_are_named() -> None:
     values = make_record().to_json()
     del values["imbalance"], values["num_tokens"]
-    with pytest.raises(HydraulisError, match=r"2 of 18 keys are missing \(num_tokens, imbalance\)"):
+    with pytest.raises(HydraulisError, match=r"2 of 19 keys are missing \(num_tokens, imbalance\)"):
         IterationRecord.from_json(values)
 
 
