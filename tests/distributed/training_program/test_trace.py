@@ -1,0 +1,162 @@
+"""``--trace``: what a run of four ranks writes, read back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron.hydraulis.loop import entry
+from megatron.hydraulis.observability.trace_file import rank_file, read_trace
+from megatron.hydraulis.observability.trace_query import Spans
+from megatron.hydraulis.planner.plan import IterationPlan
+from tests.support.forked_job import Kill, run_job
+from tests.support.tiny_corpus import tiny_command
+from tests.support.training_run import Launch, Run
+
+pytestmark = pytest.mark.distributed
+
+STRATEGY, NUM_RANKS = "pp2+tp2", 4
+TRACED = (2, 3)
+NUM_MICRO_BATCHES_AT_LEAST = 3
+"""Of the pipeline in a traced iteration: fewer would show no 1F1B."""
+FLAGS = (
+    *("--max-tokens-per-micro-batch", "96", "--trace-iterations", f"{TRACED[0]}..{TRACED[1]}"),
+    *("--eval-interval", "2", "--eval-iters", "1"),
+)
+
+
+@dataclass(frozen=True)
+class Traced:
+    run: Run
+    folder: Path
+    spans: Spans
+    plans: dict[int, IterationPlan]
+
+
+@pytest.fixture(scope="module")
+def traced(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    folder = tmp_path_factory.mktemp("trace")
+    run = launch(STRATEGY, NUM_RANKS, "--trace", str(folder), *FLAGS)
+    plans = {number: run.plans[number - 1] for number in TRACED}
+    return Traced(run, folder, Spans.of(read_trace(folder / "trace.json")), plans)
+
+
+def one_f_one_b(num_micro_batches: int, num_stages: int, stage: int) -> list[tuple[str, int]]:
+    """What a stage runs, in its order."""
+    num_ahead = min(num_stages - 1 - stage, num_micro_batches)
+    order = [("forward", k) for k in range(num_ahead)]
+    for k in range(num_micro_batches - num_ahead):
+        order += [("forward", num_ahead + k), ("backward", k)]
+    return order + [
+        ("backward", k) for k in range(num_micro_batches - num_ahead, num_micro_batches)
+    ]
+
+
+def operations(spans: Spans) -> list[tuple[str, int]]:
+    return [
+        (span.name, int(span.detail["micro_batch"])) for span in spans.named("forward", "backward")
+    ]
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_each_stage_runs_each_micro_batch_once_in_the_order_of_1f1b(
+    traced: Traced, is_planned: bool
+) -> None:
+    most = 0
+    for number, plan in traced.plans.items():
+        for replica in plan.replicas:
+            for rank in replica.ranks:
+                position = replica.replica.position_of(rank)
+                assert position is not None
+                own = traced.spans.where(iteration=number, rank=rank, is_planned=is_planned)
+                wanted = one_f_one_b(len(replica.micro_batches), replica.scheme.pp, position.stage)
+                assert operations(own) == wanted
+                assert set(own.named("forward", "backward").values("stage")) <= {position.stage}
+        most = max(most, len(plan.replicas[0].micro_batches), len(plan.replicas[1].micro_batches))
+    assert most >= NUM_MICRO_BATCHES_AT_LEAST
+
+
+def test_a_pipeline_passes_micro_batches_on(traced: Traced) -> None:
+    """What every rank's own order cannot show: the clocks of two ranks fit."""
+    for number, plan in traced.plans.items():
+        ((first, last),) = [r.ranks for r in plan.replicas if r.scheme.pp == 2]
+        own = traced.spans.where(iteration=number, is_planned=False)
+        for forward in own.where(rank=last, name="forward"):
+            key = {"micro_batch": forward.detail["micro_batch"], "rank": first}
+            assert own.where(name="forward", **key).last_end_us <= forward.end_us
+            backward = own.where(rank=last, name="backward", micro_batch=key["micro_batch"])
+            assert own.where(name="backward", **key).first_end_us >= backward.first_start_us
+
+
+def test_spans_of_one_thread_follow_one_another(traced: Traced) -> None:
+    for rank in range(NUM_RANKS):
+        own = traced.spans.where(rank=rank, is_planned=False)
+        assert own.where(track="compute")
+        for track in ("compute", "host", "iteration"):
+            assert own.where(track=track).overlaps() == []
+    events = json.loads((traced.folder / "trace.json").read_text())
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            times = (event["ts"], event["ts"] + event["dur"])
+            threads.setdefault((event["pid"], event["tid"]), []).append(times)
+    for times_us in threads.values():
+        times_us.sort()
+        for (_, end_us), (start_us, _) in pairwise(times_us):
+            assert start_us >= end_us - 2e-3, "rounded to 1 ns each"
+
+
+def test_spans_lie_in_their_iteration_and_only_there(traced: Traced) -> None:
+    measured = traced.spans.where(is_planned=False)
+    assert sorted(set(measured.values("iteration"))) == list(TRACED)
+    assert set(measured.values("rank")) == set(range(NUM_RANKS))
+    for rank in range(NUM_RANKS):
+        for number in TRACED:
+            own = measured.where(rank=rank, iteration=number)
+            (whole,) = own.where(name="iteration")
+            work = own.named("forward", "backward", "pipeline wait", "optimizer")
+            assert whole.start_us <= work.first_start_us
+            assert work.last_end_us <= whole.end_us
+            assert whole.detail["strategy"] == traced.plans[number].strategy
+            assert own.where(name="planning wait").last_end_us <= whole.start_us
+
+
+def test_planned_spans_end_when_the_plan_says(traced: Traced) -> None:
+    for number, plan in traced.plans.items():
+        starts = []
+        for replica in plan.replicas:
+            first_stage = traced.spans.where(
+                iteration=number, is_planned=True, rank=replica.ranks[0]
+            ).named("forward", "backward")
+            starts.append(first_stage.first_start_us)
+            length_s = (first_stage.last_end_us - first_stage.first_start_us) * 1e-6
+            assert length_s == pytest.approx(replica.predicted_time_s, abs=1e-8)
+        wholes = traced.spans.where(iteration=number, name="iteration")
+        assert starts == [wholes.first_start_us] * len(starts)
+
+
+def test_ranks_files_are_whole_and_the_run_tells_where(traced: Traced) -> None:
+    for rank in range(NUM_RANKS):
+        assert json.loads(rank_file(traced.folder, rank).read_text())
+    assert f"trace: {traced.folder / 'trace.json'};" in traced.run.outcome.stdout
+
+
+def test_a_killed_run_leaves_what_it_did(corpus_prefix: str, tmp_path: Path) -> None:
+    argv = tiny_command(
+        corpus_prefix,
+        tmp_path / "run",
+        *("--strategy", "2*tp1", "--train-iters", "100000", "--trace", str(tmp_path / "trace")),
+        *("--trace-iterations", "1..100000"),
+    )
+    kill = Kill(rank=1, after=" iteration        3/")
+    outcome = run_job(argv, 2, tmp_path / "output", program=entry.main, kill=kill)
+    assert outcome.statuses[1] == -9
+    spans = Spans.of(read_trace(tmp_path / "trace"))
+    for rank in range(2):
+        own = spans.where(rank=rank, is_planned=False)
+        for number in (1, 2):
+            assert own.where(iteration=number, name="backward")
