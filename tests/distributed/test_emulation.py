@@ -58,6 +58,11 @@ def profile() -> dict[str, Any]:
     }
 
 
+def emulated_device() -> EmulatedDevice:
+    whole = ProfileCostModel.from_json(profile(), what="profile")
+    return EmulatedDevice(whole.scaled(SCALE), SCALE)
+
+
 class FrozenClock:
     """Time stands still, so that what is left to sleep is the modelled time to the last bit."""
 
@@ -96,7 +101,7 @@ def shortened(device: EmulatedDevice, mine: ReplicaPlan, micro_batch: MicroBatch
 
 def run_plans(plans: list[str]) -> list[Iteration]:
     """On every rank: the plans, one after the other, on an emulated device."""
-    device = EmulatedDevice(ProfileCostModel.from_json(profile(), what="profile"), SCALE)
+    device = emulated_device()
     pool = strategies(dist.get_world_size())
     engine = Engine(
         SmallModel(num_layers=NUM_LAYERS).definition(),
@@ -139,7 +144,7 @@ def expected_sleeps_s(times_ms: list[float], stage: int, num_stages: int) -> lis
 def test_ranks_sleep_the_modelled_times_and_plans_keep_the_real_lengths() -> None:
     num_ranks = 4
     pool = strategies(num_ranks)
-    device = EmulatedDevice(ProfileCostModel.from_json(profile(), what="profile"), SCALE)
+    device = emulated_device()
     cost_model = device.cost_model
     plans = [
         CertifiedPlanner(

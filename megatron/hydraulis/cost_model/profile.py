@@ -125,6 +125,33 @@ class ProfileCostModel:
         )
         return replace(self, schemes=tuple(rows))
 
+    def scaled(self, factor: float) -> "ProfileCostModel":
+        """The same limits, with every time multiplied by a factor.
+
+        Raises ConfigurationError for a factor that is not positive and finite.
+        """
+        if not 0.0 < factor < math.inf:
+            raise ConfigurationError(
+                f"cost profile: times are scaled by a positive number but the factor is {factor}; "
+                f"give 1 for the times as they were measured"
+            )
+        rows = (
+            replace(
+                row,
+                coefficients=Coefficients(
+                    a_ms_per_token2=row.coefficients.a_ms_per_token2 * factor,
+                    b_ms_per_token=row.coefficients.b_ms_per_token * factor,
+                    c_ms=row.coefficients.c_ms * factor,
+                ),
+            )
+            for row in self.schemes
+        )
+        strategies = (
+            replace(row, regroup_ms=row.regroup_ms * factor, optimizer_ms=row.optimizer_ms * factor)
+            for row in self.strategies
+        )
+        return replace(self, schemes=tuple(rows), strategies=tuple(strategies))
+
     def _row(self, scheme: Scheme) -> ProfiledScheme:
         # At its full width, cp8~ is cp8.
         measured = Scheme(scheme.tp, scheme.cp, scheme.pp, scheme.layers)

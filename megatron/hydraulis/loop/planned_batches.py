@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron.hydraulis.loop.plan_exchange import PlanExchange
 from megatron.hydraulis.planner.lookahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replay import write_plan
+from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool
 
 NUM_PLANS_KEPT = 2
@@ -133,9 +135,7 @@ class PlannedBatches:
                 members = tuple(batch.sequence_ids[i] for i in micro_batch.sequences)
                 sequences = [self.corpus.tokens(sequence_id) for sequence_id in members]
                 packed = pack(sequences, mine.scheme.tp).to(self._device)
-                packs.append(
-                    packed if self._run_as is None else self._run_as(packed, mine.scheme)
-                )
+                packs.append(packed if self._run_as is None else self._run_as(packed, mine.scheme))
                 ids.append(members)
         return PlannedBatch(
             batch,

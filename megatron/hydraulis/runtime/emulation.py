@@ -9,9 +9,7 @@ means nothing: losses and gradients are those of the few tokens that are left.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, Variable
 
-from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import PackedBatch
@@ -30,7 +27,14 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.forward_step import ForwardStep
 from megatron.hydraulis.scheme import Scheme
 
-__all__ = ["Clock", "EmulatedBatch", "EmulatedDevice", "EmulatedForwardStep", "WallClock"]
+__all__ = [
+    "Clock",
+    "EmulatedBatch",
+    "EmulatedDevice",
+    "EmulatedForwardStep",
+    "EmulationCount",
+    "WallClock",
+]
 
 MS_PER_S = 1000.0
 
@@ -71,58 +75,28 @@ class EmulatedBatch(PackedBatch):
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDevice:
-    """A device known by its cost profile, run faster or slower.
+    """A device known by its cost profile, run faster or slower."""
 
-    Raises ConfigurationError for a scale that is not positive and finite.
-    """
-
-    profile: ProfileCostModel
+    cost_model: ProfileCostModel
+    """Times of schemes as they are emulated, so what plans are to be made with."""
     scale: float = 1.0
-    """Seconds here for each second of the device: below 1 everything runs faster."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.scale < math.inf:
-            raise ConfigurationError(
-                f"--emulate-scale must be a positive number but is {self.scale}; give 1 for the "
-                f"device's own times or 0.1 for a tenth of them"
-            )
+    """Seconds here for each second of the device, in ``cost_model`` already."""
 
     @classmethod
     def read(cls, path: str | Path, scale: float = 1.0) -> EmulatedDevice:
-        """A device by the file of its cost profile.
+        """A device by the file of its cost profile, whose times are multiplied by ``scale``.
 
-        Raises ConfigurationError for a file that is no cost profile, and an impossible scale.
+        Raises ConfigurationError for a file that is no cost profile, and for a scale that is not
+        positive and finite.
         """
-        return cls(ProfileCostModel.read(path), scale)
-
-    @property
-    def cost_model(self) -> ProfileCostModel:
-        """What plans are made with: the profile with every time scaled, token limits as they are.
-
-        Times predicted with it are those that the emulation takes.
-        """
-        return dataclasses.replace(
-            self.profile,
-            schemes=tuple(
-                dataclasses.replace(row, coefficients=self._scaled(row.coefficients))
-                for row in self.profile.schemes
-            ),
-            strategies=tuple(
-                dataclasses.replace(
-                    row,
-                    regroup_ms=row.regroup_ms * self.scale,
-                    optimizer_ms=row.optimizer_ms * self.scale,
-                )
-                for row in self.profile.strategies
-            ),
-        )
+        return cls(ProfileCostModel.read(path).scaled(scale), scale)
 
     @property
     def notice(self) -> str:
         """What whoever reads the log of a run has to know."""
         return (
             f"emulated device: forward and backward take the times modelled for "
-            f"{self.profile.device} ({self.profile.source}, {self.profile.date}) times "
+            f"{self.cost_model.device} ({self.cost_model.source}, {self.cost_model.date}) times "
             f"{self.scale:g}; every micro-batch runs as a few tokens of it, so losses, gradient "
             f"norms and the trained weights mean nothing"
         )
@@ -139,7 +113,7 @@ class EmulatedDevice:
         if batch.num_padding:
             del borders[-1]
         lengths = tuple(stop - start for start, stop in itertools.pairwise(borders))
-        time_s = self._scaled(self.profile.coefficients(scheme)).time_ms(lengths) / MS_PER_S
+        time_s = self.cost_model.coefficients(scheme).time_ms(lengths) / MS_PER_S
         forward_s = FORWARD_SHARE * time_s
         num_kept = min(scheme.tp, batch.tokens.size(-1))
         num_trained = min(num_kept, batch.num_tokens)
@@ -157,13 +131,6 @@ class EmulatedDevice:
             lengths=lengths,
             forward_s=forward_s,
             backward_s=time_s - forward_s,
-        )
-
-    def _scaled(self, coefficients: Coefficients) -> Coefficients:
-        return Coefficients(
-            a_ms_per_token2=coefficients.a_ms_per_token2 * self.scale,
-            b_ms_per_token=coefficients.b_ms_per_token * self.scale,
-            c_ms=coefficients.c_ms * self.scale,
         )
 
 

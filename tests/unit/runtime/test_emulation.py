@@ -120,7 +120,7 @@ def test_the_time_beside_the_makespan_is_scaled_too() -> None:
     }
     profile = ProfileCostModel.from_json(content, what="profile")
     strategy = Strategy.parse("tp4", 4, name="S")
-    assert EmulatedDevice(profile, 0.5).cost_model.overhead_ms(strategy) == 20.0
+    assert profile.scaled(0.5).overhead_ms(strategy) == 20.0
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (1, 2, 9), (1, 1), (2,)])
@@ -149,7 +149,7 @@ def test_a_scheme_that_was_not_measured_is_refused() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_without_sense_is_refused(scale: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"--emulate-scale must be a positive number"):
+    with pytest.raises(ConfigurationError, match=r"scaled by a positive number but the factor is"):
         EmulatedDevice.read(A800, scale)
 
 
