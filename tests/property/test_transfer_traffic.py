@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
@@ -102,7 +102,6 @@ def test_what_is_sent_is_received_by_link_and_is_what_travels(
     assert simulation.network.sent == {r: t.sent for r, t in enumerate(by_rank) if t.sent}
 
 
-@settings(max_examples=25)
 @given(simulations(), st.integers(0, 8))
 def test_a_strategy_carries_the_same_after_any_other(
     drawn: tuple[Case, Simulation], turn: int
@@ -163,7 +162,6 @@ def test_chosen_owners_hold_at_least_as_much_and_own_as_much_of_every_bucket(cas
         assert sizes[0] == sizes[1]
 
 
-@settings(max_examples=25)
 @given(cases().filter(lambda case: case.layout.num_ranks <= 5))
 def test_no_other_order_is_better(case: Case) -> None:
     """Against all permutations; of the best ones, none leaves more ranks with their own share."""

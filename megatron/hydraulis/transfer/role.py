@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.canonical import Contribution, Unit
@@ -29,7 +30,7 @@ class Role:
         """Whether this is the last stage."""
         return self.first_layer + self.num_layers == self.num_layers_of_model
 
-    @property
+    @cached_property
     def units(self) -> frozenset[Unit]:
         """The units held; the last stage of a tied model holds the embedding as well."""
         units = {Unit.layer(self.first_layer + i) for i in range(self.num_layers)}

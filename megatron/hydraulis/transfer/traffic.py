@@ -16,7 +16,7 @@ from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.collective import BucketPlan
 from megatron.hydraulis.transfer.equal_shares import EqualShares
-from megatron.hydraulis.transfer.plan import TransferPlan, contributed_ranges, held_ranges
+from megatron.hydraulis.transfer.plan import contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.ranges import num_elements
 from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.shares import elements_in_shards
@@ -50,6 +50,14 @@ class LinkElements:
             self.received_across + other.received_across,
             self.sent_inside + other.sent_inside,
             self.sent_across + other.sent_across,
+        )
+
+    def __mul__(self, num_times: int) -> LinkElements:
+        return LinkElements(
+            self.received_inside * num_times,
+            self.received_across * num_times,
+            self.sent_inside * num_times,
+            self.sent_across * num_times,
         )
 
     def in_bytes(self, itemsize: int) -> LinkBytes:
@@ -112,16 +120,15 @@ def link_elements(plan: BucketPlan, rank: int, *, ranks_per_node: int | None) ->
         rank: whose elements are counted.
         ranks_per_node: None where nothing is known of nodes: everything is inside.
     """
-    if isinstance(plan, EqualShares):
-        num_nodes = 1 if ranks_per_node is None else max(1, plan.num_ranks // ranks_per_node)
-        across = (num_nodes - 1) * plan.share_elements
-        inside = (plan.num_ranks - num_nodes) * plan.share_elements
-        return LinkElements(inside, across, inside, across)
-    if isinstance(plan, TwoStepPlan):
-        return sum(
-            (_transferred(step, rank, ranks_per_node) for step in plan.steps), LinkElements()
-        )
-    return _transferred(plan, rank, ranks_per_node)
+    return _link_elements(plan, [rank], ranks_per_node)[rank]
+
+
+def link_elements_by_rank(
+    plan: BucketPlan, num_ranks: int, *, ranks_per_node: int | None
+) -> tuple[LinkElements, ...]:
+    """`link_elements` of every rank, from the whole plan of a bucket."""
+    found = _link_elements(plan, range(num_ranks), ranks_per_node)
+    return tuple(found[rank] for rank in range(num_ranks))
 
 
 def regroup_bytes(
@@ -244,24 +251,33 @@ def _sum_over(plans: Iterable[BucketPlan], rank: int, ranks_per_node: int | None
     return sum(each, LinkElements())
 
 
-def _transferred(plan: TransferPlan, rank: int, ranks_per_node: int | None) -> LinkElements:
-    def is_neighbour(other: int) -> bool:
-        return ranks_per_node is None or other // ranks_per_node == rank // ranks_per_node
-
-    amounts = {(kind, near): 0 for kind in ("received", "sent") for near in (True, False)}
-    for transfer in plan.transfers:
-        if transfer.source == transfer.destination:
-            continue
-        if transfer.destination == rank:
-            amounts["received", is_neighbour(transfer.source)] += transfer.num_elements
-        elif transfer.source == rank:
-            amounts["sent", is_neighbour(transfer.destination)] += transfer.num_elements
-    return LinkElements(
-        received_inside=amounts["received", True],
-        received_across=amounts["received", False],
-        sent_inside=amounts["sent", True],
-        sent_across=amounts["sent", False],
-    )
+def _link_elements(
+    plan: BucketPlan, ranks: Iterable[int], ranks_per_node: int | None
+) -> dict[int, LinkElements]:
+    if isinstance(plan, EqualShares):
+        num_nodes = 1 if ranks_per_node is None else max(1, plan.num_ranks // ranks_per_node)
+        across = (num_nodes - 1) * plan.share_elements
+        inside = (plan.num_ranks - num_nodes) * plan.share_elements
+        return {rank: LinkElements(inside, across, inside, across) for rank in ranks}
+    steps = plan.steps if isinstance(plan, TwoStepPlan) else (plan,)
+    amounts: Counter[tuple[int, str, bool]] = Counter()
+    for transfer in (transfer for step in steps for transfer in step.transfers):
+        source, destination = transfer.source, transfer.destination
+        if source != destination:
+            is_inside = (
+                ranks_per_node is None or source // ranks_per_node == destination // ranks_per_node
+            )
+            amounts[destination, "received", is_inside] += transfer.num_elements
+            amounts[source, "sent", is_inside] += transfer.num_elements
+    return {
+        rank: LinkElements(
+            received_inside=amounts[rank, "received", True],
+            received_across=amounts[rank, "received", False],
+            sent_inside=amounts[rank, "sent", True],
+            sent_across=amounts[rank, "sent", False],
+        )
+        for rank in ranks
+    }
 
 
 def _volume(

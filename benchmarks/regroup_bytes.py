@@ -1,0 +1,354 @@
+"""Bytes of regrouping for the strategies of a pool: by formula, by plan, against ZeRO-1.
+
+Counted from the transfer plans; nothing is run. `docs/regrouping.md` explains the terms.
+
+    python -m benchmarks.regroup_bytes
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.hydraulis.errors import HydraulisError, PlanError
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.transfer.canonical import (
+    Bucket,
+    CanonicalLayout,
+    Contribution,
+    ParameterSpec,
+    Unit,
+)
+from megatron.hydraulis.transfer.collective import Collective, bucket_gather, collective_of
+from megatron.hydraulis.transfer.owner_order import best_owner_orders
+from megatron.hydraulis.transfer.plan import held_ranges
+from megatron.hydraulis.transfer.role import Role, role_of
+from megatron.hydraulis.transfer.traffic import (
+    LinkElements,
+    link_elements_by_rank,
+    regroup_volumes,
+    zero1_degree,
+)
+
+DEFAULT_POOL = Path("examples/pool_64_ranks.json")
+LLAMA_32B = ModelShape(
+    num_layers=60,
+    hidden_size=6656,
+    ffn_hidden_size=17920,
+    num_attention_heads=64,
+    num_query_groups=64,
+    kv_channels=104,
+    vocab_size=30592,
+    gated_mlp=True,
+    tied_embeddings=False,
+)
+PARAMETER_BYTES = 2
+"""bf16 on the wire."""
+GRADIENT_BYTES = 4
+"""fp32 on the wire."""
+BYTES_PER_GB = 1e9
+EXIT_BAD_INPUT = 2
+
+
+def model_parameters(shape: ModelShape) -> list[ParameterSpec]:
+    """Every parameter of a Llama-like model, sequence parallel, without biases."""
+    hidden, sharded, partial = shape.hidden_size, Contribution.SHARDED, Contribution.PARTIAL
+    key_value_size = 2 * shape.num_query_groups * shape.kv_channels
+    num_halves = 2 if shape.gated_mlp else 1
+    ends = (shape.vocab_size, hidden)
+    parameters = [ParameterSpec("embedding", ends, Unit.embedding(), sharded, tp_dim=0)]
+    for layer in range(shape.num_layers):
+        unit, prefix = Unit.layer(layer), f"layers.{layer}."
+        qkv = (shape.query_size + key_value_size, hidden)
+        fc1 = (num_halves * shape.ffn_hidden_size, hidden)
+        parameters += [
+            ParameterSpec(prefix + "norm1", (hidden,), unit, partial, decays=False),
+            ParameterSpec(prefix + "qkv", qkv, unit, sharded, tp_dim=0),
+            ParameterSpec(prefix + "proj", (hidden, shape.query_size), unit, sharded, tp_dim=1),
+            ParameterSpec(prefix + "norm2", (hidden,), unit, partial, decays=False),
+            ParameterSpec(prefix + "fc1", fc1, unit, sharded, tp_dim=0, stride=num_halves),
+            ParameterSpec(prefix + "fc2", (hidden, shape.ffn_hidden_size), unit, sharded, tp_dim=1),
+        ]
+    parameters.append(ParameterSpec("norm", (hidden,), Unit.output(), partial, decays=False))
+    if not shape.tied_embeddings:
+        parameters.append(ParameterSpec("output", ends, Unit.output(), sharded, tp_dim=0))
+    return parameters
+
+
+@dataclass(frozen=True)
+class StrategyTraffic:
+    """What one strategy's regrouping carries."""
+
+    strategy: Strategy
+    layout: CanonicalLayout
+    """With the owners as they are to be."""
+    num_layers: int
+    tied_embeddings: bool
+
+    @cached_property
+    def roles(self) -> list[Role | None]:
+        """Of every rank."""
+        return roles_of(self.strategy, self.num_layers, self.tied_embeddings)
+
+    @cached_property
+    def _volumes(self) -> tuple[tuple[int, int, int, float], ...]:
+        return tuple(
+            (v.num_held, v.gather_received, v.scatter_sent, v.estimate)
+            for v in regroup_volumes(self.layout, self.roles)
+        )
+
+    @property
+    def held_bytes(self) -> list[int]:
+        """By rank: parameters."""
+        return [held * PARAMETER_BYTES for held, *_ in self._volumes]
+
+    @property
+    def gather_bytes(self) -> list[int]:
+        """By rank, received in one step."""
+        return [received * PARAMETER_BYTES for _, received, *_ in self._volumes]
+
+    @property
+    def scatter_bytes(self) -> list[int]:
+        """By rank, sent in one step."""
+        return [sent * GRADIENT_BYTES for _, _, sent, _ in self._volumes]
+
+    @property
+    def estimate_bytes(self) -> list[float]:
+        """By rank: P_local·(1 - 1/N)."""
+        return [estimate * PARAMETER_BYTES for *_, estimate in self._volumes]
+
+    @cached_property
+    def zero1_bytes(self) -> float | None:
+        """Mean over ranks, received by ZeRO-1's all-gather; None where ZeRO-1 has no such
+        strategy."""
+        try:
+            degree = zero1_degree(self.roles)
+        except PlanError:
+            return None
+        return mean(self.held_bytes) * (1 - 1 / degree)
+
+    def kind(self, ranks_per_node: int) -> Collective:
+        """What the runtime would use."""
+        return collective_of(self.layout, self.roles, ranks_per_node=ranks_per_node)
+
+    def links(self, collective: Collective, ranks_per_node: int) -> list[LinkElements]:
+        """By rank, what a gather of this kind exchanges."""
+        totals = [LinkElements()] * self.layout.num_ranks
+        # Layers of a stage are cut and held alike: one of them is planned, the rest are counted.
+        alike: dict[object, list[Bucket]] = {}
+        for bucket in self.layout.buckets:
+            ranges = tuple(held_ranges(self.layout, bucket, role) for role in set(self.roles))
+            key = (bucket.shard_borders, bucket.owner_order, ranges)
+            alike.setdefault(key, []).append(bucket)
+        for buckets in alike.values():
+            plan = bucket_gather(
+                collective, self.layout, buckets[0], self.roles, ranks_per_node=ranks_per_node
+            )
+            of_one = link_elements_by_rank(
+                plan, self.layout.num_ranks, ranks_per_node=ranks_per_node
+            )
+            totals = [
+                total + part * len(buckets) for total, part in zip(totals, of_one, strict=True)
+            ]
+        return totals
+
+
+def roles_of(strategy: Strategy, num_layers: int, tied_embeddings: bool) -> list[Role | None]:
+    """The role of every rank."""
+    return [
+        role_of(strategy, rank, num_layers=num_layers, tied_embeddings=tied_embeddings)
+        for rank in range(strategy.num_ranks)
+    ]
+
+
+@dataclass(frozen=True)
+class PoolTraffic:
+    """A pool's strategies, each by owners in the order of the ranks and by chosen ones."""
+
+    pool: Pool
+    shape: ModelShape
+    commonest: str
+    """The strategy for which a run would choose its owners."""
+
+    @cached_property
+    def layout(self) -> CanonicalLayout:
+        """Rank r owns share r."""
+        return CanonicalLayout.build(
+            model_parameters(self.shape),
+            num_atoms=self.pool.tp_lcm,
+            num_ranks=self.pool.num_ranks,
+        )
+
+    def by_number(self, strategy: Strategy) -> StrategyTraffic:
+        """With owners in the order of the ranks."""
+        return self._traffic(strategy, self.layout)
+
+    def chosen_for_itself(self, strategy: Strategy) -> StrategyTraffic:
+        """With the owners best for this very strategy."""
+        return self._traffic(strategy, self._chosen(strategy))
+
+    def chosen_for_commonest(self, strategy: Strategy) -> StrategyTraffic:
+        """With the owners best for the pool's commonest strategy."""
+        return self._traffic(strategy, self._layout_for_commonest)
+
+    @cached_property
+    def _layout_for_commonest(self) -> CanonicalLayout:
+        return self._chosen(self.pool.strategy(self.commonest))
+
+    def _chosen(self, strategy: Strategy) -> CanonicalLayout:
+        roles = roles_of(strategy, self.shape.num_layers, self.shape.tied_embeddings)
+        return self.layout.with_owner_orders(best_owner_orders(self.layout, roles))
+
+    def _traffic(self, strategy: Strategy, layout: CanonicalLayout) -> StrategyTraffic:
+        return StrategyTraffic(strategy, layout, self.shape.num_layers, self.shape.tied_embeddings)
+
+
+def volume_table(traffic: PoolTraffic) -> Table:
+    """What a rank receives in a gather, by formula and plan, and how it compares with ZeRO-1."""
+    table = Table(title="Gather: GB that a rank receives in an iteration (mean / max), bf16")
+    for column in ("", "strategy"):
+        table.add_column(column)
+    for column in (
+        "P_local",
+        "P_local\n·(1-1/N)",
+        "owners by\nnumber",
+        "chosen for\nthis strategy",
+        f"chosen for\n{traffic.commonest}",
+        "ZeRO-1",
+        "by number\n/ ZeRO-1",
+        "chosen\n/ ZeRO-1",
+        "scatter, sent\n(fp32)",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for strategy in traffic.pool.strategies:
+        by_number = traffic.by_number(strategy)
+        chosen = traffic.chosen_for_itself(strategy)
+        commonest = traffic.chosen_for_commonest(strategy)
+        zero1 = by_number.zero1_bytes
+        table.add_row(
+            strategy.name,
+            str(strategy),
+            _mean_and_max(by_number.held_bytes),
+            _mean_and_max(by_number.estimate_bytes),
+            *(_mean_and_max(each.gather_bytes) for each in (by_number, chosen, commonest)),
+            "-" if zero1 is None else f"{zero1 / BYTES_PER_GB:.3f}",
+            *(
+                "-" if zero1 is None else f"{mean(each.gather_bytes) / zero1:.3f}"
+                for each in (by_number, chosen)
+            ),
+            _mean_and_max(by_number.scatter_bytes),
+        )
+    table.caption = (
+        "ZeRO-1 (means): P_local·(1 - 1/dp), for strategies of equal replicas. Which strategy ran "
+        "before plays no part."
+    )
+    return table
+
+
+def link_table(traffic: PoolTraffic) -> Table:
+    """What crosses nodes in one step and in two."""
+    per_node = traffic.pool.ranks_per_node
+    table = Table(
+        title=f"Gather by link: GB that a rank receives inside its node and across (mean / max), "
+        f"nodes of {per_node}"
+    )
+    for column in ("", "strategy", "owners"):
+        table.add_column(column)
+    for column in (
+        "one step\ninside",
+        "one step\nacross",
+        "two steps\ninside",
+        "two steps\nacross",
+        "saved\nacross",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("used")
+    owners: dict[str, Callable[[Strategy], StrategyTraffic]] = {
+        "by number": traffic.by_number,
+        "chosen": traffic.chosen_for_itself,
+    }
+    for strategy in traffic.pool.strategies:
+        for name, of_strategy in owners.items():
+            found = of_strategy(strategy)
+            kinds = (Collective.ALL_TO_ALL, Collective.TWO_STEP)
+            one_step, two_steps = (found.links(kind, per_node) for kind in kinds)
+            across = [sum(each.received_across for each in kind) for kind in (one_step, two_steps)]
+            saved = 1 - across[1] / across[0] if across[0] else 0.0
+            is_first = name == next(iter(owners))
+            table.add_row(
+                strategy.name if is_first else "",
+                str(strategy) if is_first else "",
+                name,
+                *_received(one_step),
+                *_received(two_steps),
+                f"{saved:.1%}",
+                found.kind(per_node).value,
+            )
+    table.caption = "Owners chosen for the very strategy. In two steps relays receive for others."
+    return table
+
+
+def _received(links: Sequence[LinkElements]) -> Iterator[str]:
+    yield _mean_and_max([each.received_inside * PARAMETER_BYTES for each in links])
+    yield _mean_and_max([each.received_across * PARAMETER_BYTES for each in links])
+
+
+def _mean_and_max(num_bytes: Sequence[float]) -> str:
+    return f"{mean(num_bytes) / BYTES_PER_GB:.3f} / {max(num_bytes) / BYTES_PER_GB:.3f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print both tables; exit status 2 for a pool that cannot be read or does not fit."""
+    options = _parser().parse_args(arguments)
+    console = Console() if sys.stdout.isatty() else Console(width=options.width)
+    try:
+        pool = Pool.read(options.pool)
+        pool.check_model(LLAMA_32B)
+        commonest = options.commonest or pool.strategies[0].name
+        pool.strategy(commonest)
+    except HydraulisError as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        return EXIT_BAD_INPUT
+    traffic = PoolTraffic(pool, LLAMA_32B, commonest)
+    console.print(
+        f"{LLAMA_32B.num_parameters / 1e9:.1f} G parameters in {len(traffic.layout.buckets)} "
+        f"buckets, {pool.num_ranks} ranks, T = {pool.tp_lcm} atoms"
+    )
+    console.print(volume_table(traffic))
+    console.print(link_table(traffic))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.regroup_bytes",
+        description="Bytes of regrouping a Llama of 32B parameters, counted from transfer plans.",
+    )
+    parser.add_argument(
+        "--pool", type=Path, default=DEFAULT_POOL, help="pool file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--commonest",
+        metavar="NAME",
+        help="the pool's strategy for which owners are chosen (default: the first)",
+    )
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=170,
+        help="columns of the tables where the output is no terminal (default: %(default)s)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
