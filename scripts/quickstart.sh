@@ -7,6 +7,7 @@
 # Flags given here come after those below, and the last of a flag wins, for example
 #
 #     bash scripts/quickstart.sh --train-iters 8 --run-dir runs/short --strategy pp2+tp2
+#     bash scripts/quickstart.sh --strategy-pool examples/pool_4_ranks.json
 #     HYDRAULIS_NUM_RANKS=2 bash scripts/quickstart.sh
 #
 # It trains on the CPU, also on a machine with GPUs; HYDRAULIS_DEVICE=cuda gives every rank a GPU.
@@ -38,11 +39,15 @@ corpus="$PWD/runs/quickstart/corpus"
 # More threads than cores only make the ranks wait for each other.
 export OMP_NUM_THREADS=1
 
-# The size of a batch is given in sequences or in tokens, never both.
+# The size of a batch is given in sequences or in tokens, and strategies alone or by a pool file,
+# never both.
 batch_size=(--global-batch-size 12)
+strategies=(--strategy "$strategy")
 for argument in "$@"; do
     if [[ $argument == --global-batch-tokens* ]]; then
         batch_size=()
+    elif [[ $argument == --strategy-pool* ]]; then
+        strategies=()
     fi
 done
 
@@ -82,9 +87,8 @@ flags=(
     --eval-iters 1
     --log-interval 1
     # What this package adds.
-    --strategy "$strategy"
     --run-dir "runs/quickstart/$(date +%Y%m%d-%H%M%S)"
 )
 
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$num_ranks" \
-    pretrain_gpt.py "${flags[@]}" "${batch_size[@]}" "$@"
+    pretrain_gpt.py "${flags[@]}" "${batch_size[@]}" "${strategies[@]}" "$@"
