@@ -30,7 +30,7 @@ from megatron.hydraulis.observability.trace_window import TraceWindow
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planned_spans import planned_spans
 from megatron.hydraulis.runtime.cuda_clock import CudaClock
-from megatron.hydraulis.runtime.spans import MemoryRecorder
+from megatron.hydraulis.runtime.spans import ALL_TRACKS, REGROUP, MemoryRecorder
 
 __all__ = ["RunTrace"]
 
@@ -42,6 +42,7 @@ MERGE_PATIENCE = timedelta(seconds=30)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NS_PER_US = 1e3
+_NO_TRACKS: frozenset[str] = frozenset()
 
 
 class RunTrace:
@@ -77,9 +78,10 @@ class RunTrace:
         self._store = dist.PrefixStore(f"hydraulis_trace/{restart}", store)
         self._rank = dist.get_rank()
         self._clock, self._epoch_ns = _compare_clocks()
+        self._is_traced = False
         self._writer = TraceWriter(rank_file(folder, self._rank))
         self._recorder = MemoryRecorder(CudaClock() if has_cuda else None)
-        self._recorder.is_recording = False
+        self._recorder.tracks = _NO_TRACKS
 
     @property
     def spans(self) -> MemoryRecorder:
@@ -90,22 +92,32 @@ class RunTrace:
         """An iteration is about to begin: record from now on, if it is traced."""
         if self._window is None:
             self._window = TraceWindow.starting_at(iteration)
-        self._recorder.is_recording = iteration in self._window
+        self._is_traced = iteration in self._window
+        self._recorder.tracks = ALL_TRACKS if self._is_traced else _NO_TRACKS
         self._recorder.common_detail = {"iteration": iteration}
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around an evaluation, whose micro-batches belong to no iteration."""
+        before = self._recorder.tracks
+        self._recorder.tracks = before & {REGROUP}
+        yield
+        self._recorder.tracks = before
 
     @contextmanager
     def iteration(self, iteration: int, plan: IterationPlan) -> Iterator[None]:
         """Around the work of an iteration; at its end the spans are in the file."""
-        if not self._recorder.is_recording:
+        if not self._is_traced:
             yield
             return
         start_ns = time.perf_counter_ns()
         yield
         end_ns = time.perf_counter_ns()
-        self._recorder.is_recording = False  # what follows belongs to no iteration
         self._write(iteration, plan, start_ns, end_ns)
         assert self._window is not None
+        # Until then gathers for the next iteration may begin between the two.
         if iteration == self._window.last:
+            self._recorder.tracks = _NO_TRACKS
             self._writer.close()
 
     def close(self, *, merges: bool) -> None:

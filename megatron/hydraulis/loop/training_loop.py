@@ -176,12 +176,15 @@ class TrainingLoop:
         model[0].eval()
         data_iterator.sampler.reset()  # type: ignore[union-attr]
         loss_sum, num_tokens = 0.0, 0
-        for _ in range(args.eval_iters if eval_iters is None else eval_iters):
-            planned = next(data_iterator)
-            loss = engine.evaluate(planned.plan.strategy, planned.micro_batches, forward_step_func)
-            loss_sum += loss.loss_sum
-            num_tokens += loss.num_tokens
-            args.consumed_valid_samples += planned.batch.num_sequences
+        with nullcontext() if self._trace is None else self._trace.evaluation():
+            for _ in range(args.eval_iters if eval_iters is None else eval_iters):
+                planned = next(data_iterator)
+                loss = engine.evaluate(
+                    planned.plan.strategy, planned.micro_batches, forward_step_func
+                )
+                loss_sum += loss.loss_sum
+                num_tokens += loss.num_tokens
+                args.consumed_valid_samples += planned.batch.num_sequences
         model[0].train()
         timers("evaluate").stop()
         timers.log(["evaluate"])

@@ -36,6 +36,8 @@ WIDTH_INCHES = 12.0
 MARGIN_INCHES = 1.5
 ROW_INCHES = 0.26
 GAP_ROWS = 0.6
+BAR_HEIGHT = 0.86
+"""Of a row of height 1; spans that overlap share it."""
 DOTS_PER_INCH = 120
 MIN_NUMBERED_SHARE = 0.009
 """Share of the picture's width from which a bar has room for its number."""
@@ -46,7 +48,7 @@ _US_PER_MS = 1e3
 def draw_trace(spans: Spans, iteration: int, path: Path) -> None:
     """Draws an iteration as a PNG.
 
-    A rank has up to four rows: planned, compute, regroup and host waits. Bars of forward and
+    A rank has up to four rows: planned, compute, regroup, waits of the host. Bars of forward and
     backward bear the number of their micro-batch. The axis ends with what was measured: a plan
     that expected more is cut off there.
 
@@ -80,15 +82,19 @@ def draw_trace(spans: Spans, iteration: int, path: Path) -> None:
         for row in own_rows:
             name = f"rank {rank}  {row}" if row == own_rows[0] else row
             ticks.append((at, name))
-            for span in drawn.where(rank=rank):
-                if _row_of(span) == row:
-                    _draw_bar(axes, span, at, start_us, span_ms)
+            lanes = _lanes([span for span in drawn.where(rank=rank) if _row_of(span) == row])
+            for number, lane in enumerate(lanes):
+                height = BAR_HEIGHT / len(lanes)
+                middle = at - BAR_HEIGHT / 2 + (number + 0.5) * height
+                for span in lane:
+                    _draw_bar(axes, span, middle, height, start_us, span_ms)
             at += 1.0
         at += GAP_ROWS
     axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks], fontsize=8)
     axes.set_ylim(at - GAP_ROWS, -1.0)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("ms since the iteration's start")
+    axes.set_xlabel("ms since the iteration's start", fontsize=9)
+    axes.tick_params(axis="x", labelsize=9)
     axes.grid(axis="x", color="#e8e8e8", linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
@@ -108,25 +114,42 @@ def draw_trace(spans: Spans, iteration: int, path: Path) -> None:
 
 
 def _row_of(span: Span) -> str:
-    return "planned" if span.is_planned else span.track
+    if span.is_planned:
+        return "planned"
+    return "waits" if span.track == "host" else span.track
 
 
 def _rows(spans: Spans) -> list[tuple[int, str]]:
-    order = ("planned", "compute", "regroup", "host")
+    order = ("planned", "compute", "regroup", "waits")
     found = {(span.rank, _row_of(span)) for span in spans}
     return sorted(
         (row for row in found if row[1] in order), key=lambda row: (row[0], order.index(row[1]))
     )
 
 
-def _draw_bar(axes: Axes, span: Span, at: float, start_us: float, span_ms: float) -> None:
+def _lanes(spans: list[Span]) -> list[list[Span]]:
+    """Spans that overlap go below one another."""
+    lanes: list[list[Span]] = []
+    for span in spans:
+        for lane in lanes:
+            if lane[-1].end_us <= span.start_us:
+                lane.append(span)
+                break
+        else:
+            lanes.append([span])
+    return lanes
+
+
+def _draw_bar(
+    axes: Axes, span: Span, at: float, height: float, start_us: float, span_ms: float
+) -> None:
     left_ms = (span.start_us - start_us) / _US_PER_MS
     width_ms = span.duration_us / _US_PER_MS
     axes.barh(
         at,
         width_ms,
         left=left_ms,
-        height=0.86,
+        height=height,
         color=COLORS[span.name],
         alpha=PLANNED_ALPHA if span.is_planned else 1.0,
         edgecolor="white",

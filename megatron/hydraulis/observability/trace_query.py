@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -45,6 +46,18 @@ class Spans:
     def __or__(self, other: Spans) -> Spans:
         """The spans of both."""
         return Spans.of((*self.spans, *other.spans))
+
+    def between(self, start_us: float, end_us: float) -> Spans:
+        """What of the spans lies in a window."""
+        return Spans(
+            tuple(
+                dataclasses.replace(
+                    span, start_us=max(span.start_us, start_us), end_us=min(span.end_us, end_us)
+                )
+                for span in self.spans
+                if span.start_us < end_us and span.end_us > start_us
+            )
+        )
 
     def values(self, key: str) -> list[int | str]:
         """A field or detail of each span, in their order."""

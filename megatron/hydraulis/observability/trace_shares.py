@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from megatron.hydraulis.observability.trace_events import Span
 from megatron.hydraulis.observability.trace_query import Spans
 
 __all__ = ["RankShares", "rank_shares", "shares_table"]
@@ -22,7 +23,7 @@ _US_PER_MS = 1e3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShares:
-    """Times of one rank between its first and its last measured span, all in us.
+    """Times of one rank in its traced iterations, all in us; evaluation between them is left out.
 
     ``busy_us + wait_us + idle_us`` is ``window_us``.
     """
@@ -80,21 +81,38 @@ def shares_table(shares: list[RankShares], num_iterations: int) -> str:
 
 
 def _of_rank(rank: int, measured: Spans, planned: Spans) -> RankShares:
-    work, waits, transfers = (measured.named(*names) for names in (WORK, WAITS, TRANSFERS))
-    wait_us = waits.total_us
-    busy_us = (work | waits).total_us - wait_us
-    # Of the transfers' time: what lies outside work and waits, and what lies within waits.
-    alone_us = (work | waits | transfers).total_us - (work | waits).total_us
-    waited_for_us = wait_us + transfers.total_us - (waits | transfers).total_us
-    hidden_us = transfers.total_us - alone_us - waited_for_us
+    windows = [_window(measured, whole) for whole in measured.where(name="iteration")]
+    parts = [
+        (end_us - start_us, measured.between(start_us, end_us)) for start_us, end_us in windows
+    ]
     return RankShares(
         rank=rank,
-        window_us=measured.last_end_us - measured.first_start_us,
-        forward_us=measured.where(name="forward").total_us,
-        backward_us=measured.where(name="backward").total_us,
-        busy_us=busy_us,
-        wait_us=wait_us,
-        transfer_us=transfers.total_us,
-        hidden_us=max(0.0, hidden_us),
-        planned_us=planned.named("forward", "backward").total_us,
+        window_us=sum(window_us for window_us, _ in parts),
+        forward_us=sum(part.where(name="forward").total_us for _, part in parts),
+        backward_us=sum(part.where(name="backward").total_us for _, part in parts),
+        busy_us=sum(_busy_us(part) for _, part in parts),
+        wait_us=sum(part.named(*WAITS).total_us for _, part in parts),
+        transfer_us=sum(part.named(*TRANSFERS).total_us for _, part in parts),
+        hidden_us=sum(_hidden_us(part) for _, part in parts),
+        planned_us=sum(span.duration_us for span in planned.named("forward", "backward")),
     )
+
+
+def _window(measured: Spans, whole: Span) -> tuple[float, float]:
+    """Start and end of an iteration, the wait for its plan included."""
+    number = int(whole.detail["iteration"])
+    waits = measured.where(name="planning wait", iteration=number)
+    return min([whole.start_us, *(wait.start_us for wait in waits)]), whole.end_us
+
+
+def _busy_us(spans: Spans) -> float:
+    work, waits = spans.named(*WORK), spans.named(*WAITS)
+    return (work | waits).total_us - waits.total_us
+
+
+def _hidden_us(spans: Spans) -> float:
+    """Of the transfers' time: not what lies outside work and waits, nor what lies in waits."""
+    work, waits, transfers = (spans.named(*names) for names in (WORK, WAITS, TRANSFERS))
+    alone_us = (work | waits | transfers).total_us - (work | waits).total_us
+    waited_for_us = waits.total_us + transfers.total_us - (waits | transfers).total_us
+    return max(0.0, transfers.total_us - alone_us - waited_for_us)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from megatron.hydraulis.errors import HydraulisError
 
 COMPUTE, REGROUP, HOST = "compute", "regroup", "host"
+ALL_TRACKS = frozenset((COMPUTE, REGROUP, HOST))
 
 TRACK_OF_SPAN = {
     "forward": COMPUTE,
@@ -102,7 +104,7 @@ class _Open:
 
 
 class MemoryRecorder:
-    """Keeps spans until they are taken.
+    """Keeps spans until they are taken. Threads may share it.
 
     Args:
         device_clock: for spans of the tracks 'compute' and 'regroup', whose work a device may do
@@ -116,36 +118,42 @@ class MemoryRecorder:
         self._open: dict[int, _Open] = {}
         self._ended: list[_Open] = []
         self._num_begun = 0
-        self.is_recording = True
-        """Whether spans that begin now are kept."""
+        self._lock = threading.Lock()
+        self.tracks: frozenset[str] = ALL_TRACKS
+        """The tracks whose spans are kept, of those that begin from now on."""
         self.common_detail: dict[str, int | str] = {}
         """Goes with every span that begins, unless its own detail says otherwise."""
 
     def begin(self, name: str, **detail: int | str) -> int:
         """A span begins, under a name of `TRACK_OF_SPAN`; returns its handle."""
         clock = self._clock(name)
-        if not self.is_recording:
+        if TRACK_OF_SPAN[name] not in self.tracks:
             return _NOT_KEPT
-        self._num_begun += 1
-        self._open[self._num_begun] = _Open(name, self.common_detail | detail, clock.stamp())
-        return self._num_begun
+        span = _Open(name, self.common_detail | detail, clock.stamp())
+        with self._lock:
+            self._num_begun += 1
+            self._open[self._num_begun] = span
+            return self._num_begun
 
     def end(self, handle: int) -> None:
         """The span has ended. Raises HydraulisError for a handle that is not open."""
         if handle == _NOT_KEPT:
             return
-        span = self._open.pop(handle, None)
+        with self._lock:
+            span = self._open.pop(handle, None)
         if span is None:
             raise HydraulisError(
                 f"a span ends once but handle {handle} of {self._num_begun} is not open; end "
                 "every span with the handle that its begin returned"
             )
         span.end = self._clock(span.name).stamp()
-        self._ended.append(span)
+        with self._lock:
+            self._ended.append(span)
 
     def take(self) -> list[RecordedSpan]:
         """The spans that have ended since the last call, by their start; open ones stay."""
-        ended, self._ended = self._ended, []
+        with self._lock:
+            ended, self._ended = self._ended, []
         taken: list[RecordedSpan] = []
         for clock in {id(clock): clock for clock in self._clock_of_track.values()}.values():
             own = [span for span in ended if self._clock(span.name) is clock]

@@ -1,5 +1,6 @@
 """The recorder in memory, and what a schedule's timers tell it."""
 
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.runtime.schedule_spans import schedule_spans
-from megatron.hydraulis.runtime.spans import NO_SPANS, MemoryRecorder
+from megatron.hydraulis.runtime.spans import ALL_TRACKS, NO_SPANS, MemoryRecorder
 
 
 class LazyClock:
@@ -61,15 +62,33 @@ def test_a_device_is_asked_for_times_only_when_spans_are_taken() -> None:
     assert [(s.start_ns, s.end_ns) for s in recorder.take()] == [(1000, 6000)]
 
 
-def test_nothing_is_kept_while_switched_off() -> None:
+def test_nothing_is_kept_of_a_track_that_is_switched_off() -> None:
     recorder = MemoryRecorder()
-    early = recorder.begin("gather")
-    recorder.is_recording = False
-    unkept = recorder.begin("forward")
+    early = recorder.begin("forward")
+    recorder.tracks = ALL_TRACKS - {"compute"}
+    unkept, other = recorder.begin("optimizer"), recorder.begin("gather")
     recorder.end(early)
-    recorder.is_recording = True
+    recorder.tracks = ALL_TRACKS
     recorder.end(unkept)
-    assert [span.name for span in recorder.take()] == ["gather"]
+    recorder.end(other)
+    assert [span.name for span in recorder.take()] == ["forward", "gather"]
+
+
+def test_threads_may_share_a_recorder() -> None:
+    recorder = MemoryRecorder()
+
+    def record(track: int) -> None:
+        for number in range(2000):
+            recorder.end(recorder.begin("gather", bucket=number, unit=track))
+
+    threads = [threading.Thread(target=record, args=(track,)) for track in range(4)]
+    for thread in threads:
+        thread.start()
+    taken = []
+    while any(thread.is_alive() for thread in threads):
+        taken += recorder.take()
+    taken += recorder.take()
+    assert len({(s.detail["bucket"], s.detail["unit"]) for s in taken}) == len(taken) == 8000
 
 
 def test_misuse_is_named() -> None:
