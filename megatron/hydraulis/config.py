@@ -96,6 +96,15 @@ class HydraulisConfig:
     marked and counted. Such a plan need not be the same in another run. Default: none; the search
     ends by itself."""
 
+    emulate_device: Path | None = field(default=None, metadata=_flag("COST_PROFILE"))
+    """Emulate the device of this cost profile on ranks without one: forward and backward of every
+    micro-batch take its modelled time (the rank sleeps), while only a few tokens of it are run, so
+    that losses and weights mean nothing. Plans are made with the same times. Default: off."""
+
+    emulate_scale: float = field(default=1.0, metadata=_flag("X"))
+    """Seconds that the emulation takes for each second of the emulated device (ratio): 0.1 runs ten
+    times as fast. Default: 1."""
+
     trace: Path | None = field(default=None, metadata=_flag("DIR"))
     """Folder for a trace to look at in Perfetto or Chrome: planned and measured spans of every
     rank. Default: not written."""
@@ -143,6 +152,7 @@ class HydraulisConfig:
                 f"give seconds, or leave it out for no limit"
             )
         self._check_pool_flags()
+        self._check_emulation_flags()
         if self.trace_iterations is not None and self.trace is None:
             raise ConfigurationError(
                 f"--trace-iterations {self.trace_iterations} says what --trace records but there "
@@ -153,6 +163,23 @@ class HydraulisConfig:
             raise ConfigurationError(
                 f"--num-ranks {self.num_ranks} is for --dry-run only, a job has as many ranks as "
                 f"torchrun starts; remove --num-ranks or add --dry-run"
+            )
+
+    def _check_emulation_flags(self) -> None:
+        if not 0.0 < self.emulate_scale < math.inf:
+            raise ConfigurationError(
+                f"--emulate-scale must be positive and finite but is {self.emulate_scale}; give 1 "
+                f"for the device's own times or 0.1 for a tenth of them"
+            )
+        if self.emulate_device is None and self.emulate_scale != 1.0:
+            raise ConfigurationError(
+                f"--emulate-scale {self.emulate_scale} scales the times of an emulated device but "
+                f"there is no --emulate-device; give one, or remove --emulate-scale"
+            )
+        if self.emulate_device is not None and self.cost_profile is not None:
+            raise ConfigurationError(
+                f"--emulate-device {self.emulate_device} and --cost-profile {self.cost_profile} "
+                f"both say how long micro-batches take; give one of them"
             )
 
     def _check_pool_flags(self) -> None:

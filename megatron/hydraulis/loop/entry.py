@@ -34,6 +34,7 @@ from megatron.hydraulis.loop.devices import (
     common_constants,
     constants_of_this_rank,
 )
+from megatron.hydraulis.loop.emulated_run import Emulation
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig
 from megatron.hydraulis.loop.plan_exchange import PlanExchange
 from megatron.hydraulis.loop.planned_batches import PlannedBatches
@@ -145,6 +146,7 @@ class _Job:
         self._hooks = hooks
         self._has_cuda = has_cuda
         self._profile = read_cost_profile(resolved)
+        self._emulation = Emulation.of(resolved.hydraulis, self._profile, has_cuda=has_cuda)
         rank = int(os.environ.get("RANK", "0"))
         self._device = constants_of_this_rank(
             has_cuda=has_cuda, speaks=rank == 0 and self._profile is None
@@ -227,6 +229,8 @@ class _Job:
             if hydraulis.trace is not None:
                 set_aside_earlier_trace(hydraulis.trace)
             run_folder.write_configuration(resolved, self._planning, corpora)
+            if self._emulation is not None:
+                print(f"warning: {self._emulation.notice}", file=sys.stderr, flush=True)
             for line in self._planning.left_out:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
             for corpus in corpora:
@@ -251,6 +255,9 @@ class _Job:
             use_local_synchronization=True,
             group_desc="hydraulis_loop",
         )
+        forward_step = make_forward_step(self._hooks.loss_func)
+        if self._emulation is not None:
+            forward_step = self._emulation.around(forward_step)
         apply_training_loop(loop, has_cuda=self._has_cuda)
         ends_properly = False
         try:
@@ -258,7 +265,7 @@ class _Job:
                 pretrain_cfg_container_from_args(args, model_config),
                 None,
                 ModelType.encoder_or_decoder,
-                make_forward_step(self._hooks.loss_func),
+                forward_step,
                 pg_collection=training_loop_collection(of_self),
                 skip_model_parallel_init=True,
             )
@@ -269,6 +276,8 @@ class _Job:
         finally:
             if trace is not None:
                 trace.close(merges=ends_properly)
+            if self._emulation is not None and ends_properly:
+                self._emulation.report_overruns()
             if metrics is not None:
                 metrics.close()
                 if ends_properly:
@@ -337,6 +346,7 @@ class _Job:
                     device=device_of_job(),
                     num_ahead=hydraulis.plan_ahead if is_training else 0,
                     plan_dir=hydraulis.plan_dir if is_training else None,
+                    run_as=None if self._emulation is None else self._emulation.shorten,
                 )
             )
         train, valid, test = iterators

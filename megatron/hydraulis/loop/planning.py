@@ -29,12 +29,17 @@ __all__ = ["Planning", "look_ahead_planner", "read_cost_profile"]
 def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
     """The cost profile that the flags name, with every scheme of the pool in it; None without.
 
+    That of an emulated device comes with its times scaled as they are emulated.
+
     Raises ConfigurationError for a file that cannot be read, and naming the schemes that it lacks.
     """
-    path = resolved.hydraulis.cost_profile
+    hydraulis = resolved.hydraulis
+    option, path = "--cost-profile", hydraulis.cost_profile
+    if hydraulis.emulate_device is not None:
+        option, path = "--emulate-device", hydraulis.emulate_device
     if path is None:
         return None
-    profile = ProfileCostModel.read(path)
+    profile = ProfileCostModel.read(path).scaled(hydraulis.emulate_scale)
     missing: dict[Scheme, list[str]] = {}
     for strategy in resolved.pool.strategies:
         for scheme in strategy.schemes:
@@ -46,7 +51,7 @@ def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
         named = "; ".join(f"{scheme} of {', '.join(names)}" for scheme, names in missing.items())
         known = ", ".join(str(row.scheme) for row in profile.schemes)
         raise ConfigurationError(
-            f"--cost-profile {path}: every scheme that a strategy uses is measured but it lacks "
+            f"{option} {path}: every scheme that a strategy uses is measured but it lacks "
             f"{named} and has {known}; measure what is missing, or leave these strategies out"
         )
     limit = resolved.hydraulis.max_tokens_per_micro_batch
@@ -77,7 +82,7 @@ class Planning:
         cost_model: CostModel
         if profile is not None:
             cost_model = profile
-            source = f"cost profile {resolved.hydraulis.cost_profile}, {profile.device}"
+            source = _source(resolved.hydraulis, profile)
         else:
             cost_model = _analytic(resolved, device)
             source = f"analytic, device '{device.name}'"
@@ -170,6 +175,15 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
         parameter_bytes=2 if resolved.args.bf16 else 4,
         sequence_parallel=resolved.hydraulis.sequence_parallel,
         max_tokens_per_micro_batch=resolved.hydraulis.max_tokens_per_micro_batch,
+    )
+
+
+def _source(hydraulis: HydraulisConfig, profile: ProfileCostModel) -> str:
+    if hydraulis.emulate_device is None:
+        return f"cost profile {hydraulis.cost_profile}, {profile.device}"
+    return (
+        f"cost profile {hydraulis.emulate_device}, {profile.device}, emulated with times "
+        f"{hydraulis.emulate_scale:g} times as long"
     )
 
 
