@@ -223,7 +223,7 @@ def zero1_degree(roles: Sequence[Role | None]) -> int:
 
     Context-parallel ranks count, as in Megatron. A ZeRO-1 rank then receives P_local·(1 - 1/dp)
     in an iteration's parameter all-gather and sends as much in its gradients' reduce-scatter
-    (Rajbhandari et al., arXiv 1910.02054, §7.1).
+    (Rajbhandari et al., arXiv 1910.02054, §7).
 
     Raises:
         PlanError: replicas of different schemes, or idle ranks: ZeRO-1 has no such strategy.

@@ -1,0 +1,48 @@
+"""The benchmark of regrouping's bytes as a program, on a pool of four ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.regroup_bytes import LLAMA_32B, main
+
+POOL = Path(__file__).resolve().parents[2] / "examples" / "pool_64_ranks.json"
+
+
+def test_both_tables_name_every_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = {
+        "num_ranks": 4,
+        "ranks_per_node": 2,
+        "strategies": [
+            {"name": "even", "replicas": "4*tp1"},
+            {"name": "mixed", "replicas": "tp2+2*tp1"},
+        ],
+    }
+    path = tmp_path / "pool.json"
+    path.write_text(json.dumps(pool))
+    assert main(["--pool", str(path), "--commonest", "mixed"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("4*tp1") == printed.count("tp2+2*tp1") == 2
+    # All four want all, in bf16; three quarters of it are other ranks'.
+    held_gb = LLAMA_32B.num_parameters * 2 / 1e9
+    assert f"{held_gb:.3f} / {held_gb:.3f}" in printed
+    assert f"{held_gb * 3 / 4:.3f}" in printed
+    assert "all_gather" in printed
+    assert "two_step" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pool", "nowhere.json"], "nowhere.json"),
+        (["--pool", str(POOL), "--commonest", "S9"], "strategy 'S9'"),
+    ],
+)
+def test_bad_input_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().out

@@ -1,0 +1,79 @@
+"""docs/regrouping.md: its code prints what it says, its table holds what the benchmark counts."""
+
+import re
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from benchmarks.regroup_bytes import (
+    BYTES_PER_GB,
+    LLAMA_32B,
+    PARAMETER_BYTES,
+    PoolTraffic,
+    StrategyTraffic,
+    model_parameters,
+)
+from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.transfer.collective import Collective
+from tests.support.documented_output import documented_outputs
+
+ROOT = Path(__file__).resolve().parents[3]
+DOC = ROOT / "docs" / "regrouping.md"
+
+
+def test_the_code_prints_what_the_text_says() -> None:
+    outputs = documented_outputs(DOC)
+    assert len(outputs) == DOC.read_text(encoding="utf-8").count("```python")
+    for output in outputs:
+        assert output.printed == output.documented, output.code
+
+
+@pytest.fixture(scope="module")
+def traffic() -> PoolTraffic:
+    pool = Pool.read(ROOT / "examples" / "pool_64_ranks.json")
+    return PoolTraffic(pool, LLAMA_32B, commonest="S0")
+
+
+@pytest.mark.parametrize("name", ["S0", "S3", "S6"])
+def test_the_table_is_the_benchmark_s(traffic: PoolTraffic, name: str) -> None:
+    (row,) = re.findall(rf"^\| {name} \|.*$", DOC.read_text(encoding="utf-8"), re.MULTILINE)
+    strategy = traffic.pool.strategy(name)
+    by_number, chosen = traffic.by_number(strategy), traffic.chosen_for_itself(strategy)
+    zero1 = by_number.zero1_bytes
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        name,
+        f"`{strategy}`",
+        _in_gb(by_number.held_bytes),
+        _in_gb(by_number.gather_bytes),
+        _in_gb(chosen.gather_bytes),
+        "" if zero1 is None else _in_gb([zero1]),
+        *(_across(by_number, kind) for kind in (Collective.ALL_TO_ALL, Collective.TWO_STEP)),
+    ]
+
+
+def test_the_benchmark_s_model_has_the_shape_s_parameters(traffic: PoolTraffic) -> None:
+    assert sum(p.num_elements for p in model_parameters(LLAMA_32B)) == LLAMA_32B.num_parameters
+    assert traffic.layout.num_elements == LLAMA_32B.num_parameters
+
+
+def test_chosen_owners_bring_equal_replicas_nearer_to_zero1(traffic: PoolTraffic) -> None:
+    for name in ("S0", "S6"):
+        strategy = traffic.pool.strategy(name)
+        zero1 = traffic.by_number(strategy).zero1_bytes
+        assert zero1 is not None
+        by_number, chosen = (
+            mean(each.gather_bytes) / zero1
+            for each in (traffic.by_number(strategy), traffic.chosen_for_itself(strategy))
+        )
+        # No owner can hold more than all that it owns, as under ZeRO-1 with pp 1.
+        assert 1.0 <= chosen < by_number <= 1.0 / (1.0 - 1.0 / 4)
+
+
+def _across(traffic: StrategyTraffic, kind: Collective) -> str:
+    links = traffic.links(kind, traffic.strategy.ranks_per_node)
+    return _in_gb([each.received_across * PARAMETER_BYTES for each in links])
+
+
+def _in_gb(num_bytes: list[int] | list[float]) -> str:
+    return f"{mean(num_bytes) / BYTES_PER_GB:.2f}"
