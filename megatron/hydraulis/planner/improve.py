@@ -93,6 +93,8 @@ class Assignment:
         """Make the slowest replica faster by one move or swap; False when none is found."""
         times_ms = self.times_ms
         slowest = max(range(len(times_ms)), key=lambda replica: (times_ms[replica], -replica))
+        if times_ms[slowest] == 0.0:
+            return False
         limit_ms = times_ms[slowest] * (1.0 - _LEAST_IMPROVEMENT)
         candidates: list[tuple[float, float, int, int, int]] = []
         for partner in self._partners(slowest, times_ms):
@@ -147,7 +149,7 @@ class Assignment:
         times_ms = self.times_ms
         slowest = max(range(len(times_ms)), key=lambda replica: (times_ms[replica], -replica))
         share = self._shares[slowest]
-        if share.is_polished:
+        if share.is_polished or times_ms[slowest] == 0.0:
             return False
         polished = self._packers[slowest].pack_thoroughly(
             share.sequences, _NUM_THOROUGH_POLISH_STEPS, self.effort

@@ -1,0 +1,329 @@
+"""Moves, swaps and polishing: never worse, nothing lost, the same every time."""
+
+import gc
+import importlib
+import itertools
+import os
+import pkgutil
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron.hydraulis.planner as planner_package
+from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
+from megatron.hydraulis.plan_check.schedule import simulated_time_ms
+from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.class_dispatch import dispatch_by_program, put_back
+from megatron.hydraulis.planner.dispatch import dispatch
+from megatron.hydraulis.planner.improve import Assignment, improve
+from megatron.hydraulis.planner.modes import ReplicaClass
+from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.polish import Effort, pipeline_times_ms, polish
+from megatron.hydraulis.planner.relaxation import Relaxation
+from megatron.hydraulis.planner.replica_packing import ReplicaPacker
+from megatron.hydraulis.planner.solver import Deadline, Solver
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.planning import TableCostModel
+
+LONGEST = 60
+PLENTY = 1e8
+
+
+def costs() -> st.SearchStrategy[list[SchemeCost]]:
+    """Up to five replicas of up to three classes; the first holds every sequence."""
+    coefficients = st.builds(
+        Coefficients,
+        st.sampled_from([0.0, 1e-3, 0.02]),
+        st.sampled_from([0.0, 0.1, 0.4]),
+        st.sampled_from([0.0, 3.0, 15.0]),
+    )
+    stages = st.integers(1, 3)
+    first = st.builds(SchemeCost, coefficients, st.integers(LONGEST, 150), stages)
+    other = st.builds(SchemeCost, coefficients, st.integers(20, 150), stages)
+    return st.builds(
+        lambda one, more, twice: [one, *more, *([one, *more] if twice else [])][:5],
+        first,
+        st.lists(other, max_size=2),
+        st.booleans(),
+    )
+
+
+LENGTHS = st.lists(st.integers(1, LONGEST), min_size=1, max_size=16)
+
+
+def assigned(
+    lengths: list[int], replicas: list[SchemeCost], *, effort: float = PLENTY
+) -> Assignment:
+    """The greedy dispatch, packed."""
+    packers = {cost: ReplicaPacker(cost, lengths) for cost in replicas}
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    shares = dispatch(order, lengths, replicas)
+    return Assignment([packers[cost] for cost in replicas], shares, Effort(effort))
+
+
+def check(assignment: Assignment, lengths: list[int], replicas: list[SchemeCost]) -> None:
+    """Every sequence once, within the limits, with the time that 1F1B takes."""
+    seen: list[int] = []
+    for share, packed, cost in zip(assignment.shares, assignment.packed, replicas, strict=True):
+        assert share == sorted(share, key=lambda i: (-lengths[i], i))
+        assert sorted(itertools.chain(*packed.micro_batches)) == sorted(share)
+        held = [[lengths[i] for i in micro_batch] for micro_batch in packed.micro_batches]
+        assert all(0 < sum(one) <= cost.max_tokens for one in held)
+        times_ms = [cost.coefficients.time_ms(one) for one in held]
+        assert packed.time_ms == pytest.approx(simulated_time_ms(times_ms, cost.num_stages))
+        seen += share
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+@given(LENGTHS, costs())
+def test_every_step_is_faster_or_none(lengths: list[int], replicas: list[SchemeCost]) -> None:
+    assignment = assigned(lengths, replicas)
+    check(assignment, lengths, replicas)
+    before = assignment.times_ms
+    for step in (assignment.step, assignment.polish_slowest) * 6:
+        is_better = step()
+        after = assignment.times_ms
+        # The slowest replica gets faster; another one with its time may be the slowest now.
+        assert max(after) <= max(before)
+        assert is_better or after == before
+        if is_better:
+            assert after[before.index(max(before))] < max(before)
+        check(assignment, lengths, replicas)
+        before = after
+
+
+def test_nothing_is_to_be_gained_where_nothing_takes_time() -> None:
+    for num_stages in (1, 2):
+        free = SchemeCost(Coefficients(0.0, 0.0, 0.0), 60, num_stages)
+        assignment = assigned([5, 5, 3], [free, free])
+        assert not assignment.step()
+        assert not assignment.polish_slowest()
+        check(assignment, [5, 5, 3], [free, free])
+
+
+@given(LENGTHS, costs(), st.integers(0, 8), st.sampled_from([0.0, 1e5, PLENTY]))
+def test_improving_again_gives_the_same_plan(
+    lengths: list[int], replicas: list[SchemeCost], num_steps: int, effort: float
+) -> None:
+    start_ms = assigned(lengths, replicas).makespan_ms
+    found = []
+    for _ in range(2):
+        assignment = assigned(lengths, replicas, effort=effort)
+        assert improve(assignment, 0.0, num_steps) <= num_steps
+        check(assignment, lengths, replicas)
+        assert assignment.makespan_ms <= start_ms
+        found.append(assignment.packed)
+    assert found[0] == found[1]
+
+
+def test_improvement_ends_at_its_target_and_when_it_is_told() -> None:
+    lengths = [40, 30, 30, 20, 20, 10, 10, 10]
+    slow = SchemeCost(Coefficients(0.0, 1.0, 0.0), 100, 1)
+    packer = ReplicaPacker(slow, lengths)
+
+    def piled_up() -> Assignment:
+        return Assignment([packer, packer], [list(range(8)), []], Effort(PLENTY))
+
+    assert improve(piled_up(), 170.0, 10) == 0
+    one_pile = piled_up()
+    assert improve(one_pile, 90.0, 100) > 0
+    assert one_pile.makespan_ms == 90.0
+    stopped = piled_up()
+    assert improve(stopped, 90.0, 100, is_over=lambda: True) == 0
+    assert stopped.makespan_ms == 170.0
+    spent = Assignment([packer, packer], [list(range(8)), []], Effort(0.0))
+    assert improve(spent, 90.0, 100) == 0
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[list[list[int]], list[int], SchemeCost]:
+    """Micro-batches of a part of a batch, in any order, and a limit that they keep."""
+    num = draw(st.integers(1, 5))
+    lengths = draw(st.lists(st.integers(1, LONGEST), min_size=num, max_size=12))
+    places = list(range(num)) + [draw(st.integers(-1, num - 1)) for _ in lengths[num:]]
+    micro_batches = [[i for i, k in enumerate(places) if k == one] for one in range(num)]
+    fullest = max(sum(lengths[i] for i in share) for share in micro_batches)
+    coefficients = Coefficients(draw(st.sampled_from([0.0, 0.02])), 0.3, draw(st.floats(0.0, 9.0)))
+    cost = SchemeCost(coefficients, fullest + draw(st.integers(0, 20)), draw(st.integers(2, 4)))
+    return micro_batches, lengths, cost
+
+
+@given(pipelines(), st.integers(0, 12))
+def test_polishing_never_makes_a_pipeline_slower(
+    case: tuple[list[list[int]], list[int], SchemeCost], num_steps: int
+) -> None:
+    micro_batches, lengths, cost = case
+
+    def time_ms(shares: list[list[int]]) -> float:
+        times_ms = [cost.coefficients.time_ms(lengths[i] for i in share) for share in shares]
+        return simulated_time_ms(times_ms, cost.num_stages)
+
+    works_ms = np.array([cost.sequence_time_ms(length) for length in lengths])
+    polished = [
+        polish(
+            micro_batches,
+            works_ms,
+            np.array(lengths),
+            cost,
+            num_steps,
+            effort=Effort(PLENTY),
+        )
+        for _ in range(2)
+    ]
+    assert polished[0] == polished[1]
+    after = polished[0]
+    assert sorted(itertools.chain(*after)) == sorted(itertools.chain(*micro_batches))
+    assert len(after) == len(micro_batches)
+    assert all(0 < sum(lengths[i] for i in share) <= cost.max_tokens for share in after)
+    assert time_ms(after) <= time_ms(micro_batches) * (1 + 1e-12)
+    if num_steps == 0:
+        assert [sorted(share) for share in after] == [sorted(share) for share in micro_batches]
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_many_pipelines_at_once_take_what_each_takes(
+    num: int, num_stages: int, num_replicas: int, draws: object
+) -> None:
+    works = np.array(
+        [[draws.uniform(0.0, 9.0) for _ in range(num)] for _ in range(num_replicas)]  # type: ignore[attr-defined]
+    )
+    at_once = pipeline_times_ms(works, num_stages)
+    for row, time_ms in zip(works, at_once, strict=True):
+        assert time_ms == pytest.approx(pipeline_time_ms(list(row), num_stages))
+
+
+@given(LENGTHS, costs(), st.integers(1, 8), st.floats(0.9, 1.5))
+def test_sequences_are_put_back_once_where_they_fit(
+    lengths: list[int], replicas: list[SchemeCost], num_buckets: int, share: float
+) -> None:
+    """Whatever a program owes to whom, also nonsense."""
+    packers = {cost: ReplicaPacker(cost, lengths) for cost in replicas}
+    of_replica = [packers[cost] for cost in replicas]
+    relaxation = Relaxation(
+        ReplicaClass.of(replicas),
+        sorted(lengths),
+        num_buckets=num_buckets,
+        solver=Solver(Deadline(None)),
+    )
+    time_ms = share * assigned(lengths, replicas).makespan_ms + 1e-6
+    dispatches = [dispatch_by_program(relaxation, time_ms, lengths, of_replica)]
+    program = relaxation.program(time_ms)
+    if program is not None:
+        shape = (program.num_buckets, len(program.modes))
+        nonsense = np.random.default_rng(0).uniform(-1e3, 1e3, shape)
+        dispatches.append(put_back(relaxation, program, nonsense, lengths, of_replica))
+    for shares in dispatches:
+        if shares is None:  # the time is too short for some sequence
+            continue
+        check(Assignment(of_replica, shares, Effort(PLENTY)), lengths, replicas)
+
+
+# ---------------------------------------------------------------- whole plans
+
+
+@st.composite
+def planned_pools(draw: st.DrawFn) -> tuple[list[int], Pool, int]:
+    texts = draw(
+        st.sampled_from([("4*tp1",), ("tp2+2*tp1", "2*tp2"), ("pp2+2*tp1",), ("pp4", "2*pp2")])
+    )
+    lengths = draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=14))
+    return lengths, Pool.of(*(Strategy.parse(text, 4) for text in texts)), draw(st.integers(60, 99))
+
+
+def planner(pool: Pool, limit: int, **options: float) -> CertifiedPlanner:
+    model = TableCostModel(
+        default_limit=limit,
+        times=lambda s: Coefficients(2e-3 / s.num_ranks, 0.2 / s.num_ranks, 4.0),
+    )
+    return CertifiedPlanner(pool, model, **options)  # type: ignore[arg-type]
+
+
+@settings(max_examples=15)
+@given(planned_pools(), st.integers(1, 60))
+def test_room_for_more_tokens_cannot_make_a_strategy_slower(
+    case: tuple[list[int], Pool, int], more: int
+) -> None:
+    """Searches may be unlucky, so it is the bound with more room that the smaller plan keeps."""
+    lengths, pool, limit = case
+    narrow = planner(pool, limit).explain(lengths)
+    roomy = planner(pool, limit + more).explain(lengths)
+    for small, large in zip(narrow.strategies, roomy.strategies, strict=True):
+        assert small.found_s is not None
+        assert large.bound_s is not None
+        assert large.bound_s <= small.found_s * (1 + 1e-9)
+    for plan in (narrow.plan, roomy.plan):
+        for report in (plan.dispatch, plan.packing):
+            assert report is not None
+            assert report.bound_s <= report.objective_s * (1 + 1e-9)
+
+
+@settings(max_examples=8)
+@given(planned_pools(), st.integers(0, 3))
+def test_same_batch_and_seed_same_plan(case: tuple[list[int], Pool, int], seed: int) -> None:
+    lengths, pool, limit = case
+    first = planner(pool, limit, seed=seed)
+    digest = first.plan(lengths).digest
+    # By the same planner, which has planned other things since, and by another one.
+    first.plan([limit] * 5)
+    assert first.plan(lengths).digest == digest
+    assert planner(pool, limit, seed=seed).plan(lengths).digest == digest
+
+
+def test_planning_keeps_nothing_of_the_batches_before() -> None:
+    """Planning the same batches again and again takes no memory that stays."""
+    certified = planner(Pool.of(Strategy.parse("pp2+2*tp1", 4)), 90)
+    draws = np.random.default_rng(0)
+    batches = [draws.integers(1, LONGEST, 9).tolist() for _ in range(4)]
+
+    def plan_all(num_times: int) -> int:
+        for lengths in batches * num_times:
+            certified.plan(lengths)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    plan_all(1)  # what is kept of pipelines and long sequences fills up
+    tracemalloc.start()
+    try:
+        base_bytes = plan_all(1)
+        kept_bytes = plan_all(4) - base_bytes
+    finally:
+        tracemalloc.stop()
+    # A plan takes several kilobytes, its search a hundred times that; numpy keeps small arrays.
+    assert kept_bytes < 2000 * 4 * len(batches)
+
+
+def test_the_solver_keeps_nothing_either() -> None:
+    """What is not Python's: a HiGHS left behind by every program would take 100 MB."""
+    certified = planner(Pool.of(Strategy.parse("tp2+2*tp1", 4)), 90)
+    draws = np.random.default_rng(0)
+
+    def resident_bytes() -> int:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE")
+
+    def plan_some(num: int) -> None:
+        for _ in range(num):
+            certified.plan(draws.integers(1, LONGEST, 9).tolist())
+
+    plan_some(10)
+    base_bytes = resident_bytes()
+    plan_some(40)
+    assert resident_bytes() - base_bytes < 30e6
+
+
+def test_what_is_kept_between_plans_is_bounded() -> None:
+    names = [name for _, name, _ in pkgutil.iter_modules(planner_package.__path__)]
+    kept = {
+        f"{name}.{attribute}": value.cache_info()
+        for name in names
+        for attribute, value in vars(
+            importlib.import_module(f"{planner_package.__name__}.{name}")
+        ).items()
+        if hasattr(value, "cache_info")
+    }
+    assert "pipeline_shape.shapes" in kept
+    assert all(info.maxsize is not None and info.maxsize <= 4096 for info in kept.values()), kept
