@@ -26,7 +26,7 @@ TRAINING_LOOP_HASHES = {
     "megatron.training.training:training_log": "5e34a182d566e325",
     "megatron.training.training:print_rank_last": "a408eeba0100cc6c",
     "megatron.training.training:report_theoretical_memory": "8f498c2b52a6fb61",
-    "megatron.core.datasets.utils:compile_helpers": "84029a50ae8cfac1",
+    "megatron.training.initialize:_compile_dependencies": "6d4b2069952d6210",
     "megatron.training.training:get_forward_backward_func": "9d8e0a75be40fcce",
     "megatron.training.training:set_jit_fusion_options": "fe3ec3dcf2af9e1b",
     "megatron.training.training:report_memory": "ba08bcff29266712",

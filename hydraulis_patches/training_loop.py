@@ -103,10 +103,10 @@ REPORT_THEORETICAL_MEMORY = _patch(
     "prints a figure for one scheme on all ranks, wrong for a heterogeneous strategy",
     "upstream leaves it to the model",
 )
-COMPILE_HELPERS = _patch(
-    "megatron.core.datasets.utils:compile_helpers",
-    "runs make in the installed package, which ships the compiled helpers but no Makefile, and "
-    "exits the process",
+COMPILE_DEPENDENCIES = _patch(
+    "megatron.training.initialize:_compile_dependencies",
+    "tells of a compilation and runs make in the installed package, which ships the compiled "
+    "helpers but no Makefile, so that the process exits",
     "the wheel holds a Makefile, or upstream skips what is compiled",
 )
 SET_JIT_FUSION_OPTIONS = _patch(
@@ -127,7 +127,7 @@ ALL = (
     *WRAPPED,
     GET_FORWARD_BACKWARD_FUNC,
     REPORT_THEORETICAL_MEMORY,
-    COMPILE_HELPERS,
+    COMPILE_DEPENDENCIES,
     SET_JIT_FUSION_OPTIONS,
     REPORT_MEMORY,
 )
@@ -156,7 +156,7 @@ def apply_training_loop(loop: LoopReplacements, *, has_cuda: bool) -> list[Appli
     for patch in WRAPPED:
         applied += patch.apply(getattr(loop, f"around_{patch.name}"))
     applied += GET_FORWARD_BACKWARD_FUNC.apply(_replace_by(_never_called))
-    silenced = [REPORT_THEORETICAL_MEMORY, COMPILE_HELPERS]
+    silenced = [REPORT_THEORETICAL_MEMORY, COMPILE_DEPENDENCIES]
     if not has_cuda:
         silenced += [SET_JIT_FUSION_OPTIONS, REPORT_MEMORY]
     for patch in silenced:

@@ -140,9 +140,11 @@ def test_a_dry_run_tells_what_ranks_will_hold(
     assert f"strategy     {run.records[0].strategy}" in outcome.stdout
     assert "idle: none" in outcome.stdout
     told: dict[int, int] = {}
-    stage = re.compile(r"stage \d+ +ranks ([\d, ]+): \d+ layers, ([\d,]+) parameters per rank")
-    for ranks, count in stage.findall(outcome.stdout):
-        told |= {int(rank): int(count.replace(",", "")) for rank in ranks.split(",")}
+    # Replica and scheme are named once, then each stage, its ranks, layers and parameters a rank.
+    stage = re.compile(r"^  .{1,40}?  \d +(\d)(?:-(\d))? +\d +([\d,]{5,})", re.MULTILINE)
+    for first, last, count in stage.findall(outcome.stdout):
+        ranks = range(int(first), int(last or first) + 1)
+        told |= dict.fromkeys(ranks, int(count.replace(",", "")))
     held = {rank: run.probed(rank)["num_parameters_held"] for rank in range(4)}
     assert told == held
     assert not (tmp_path / "run").exists(), "a dry run leaves nothing behind"
