@@ -1,0 +1,83 @@
+"""The batches and pools of the planner's benchmark, from files of the repository."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.planner.lengths_file import read_lengths
+from megatron.hydraulis.strategy import Pool, Strategy
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(__file__).resolve().parent / "data"
+CONTEXT_TOKENS = 32_768
+"""Longer documents are cut."""
+BATCH_TOKENS = 200_000
+LARGE_STRATEGY = "tp16+3*tp8+238*tp4+2*tp4pp4"
+LARGE_NUM_RANKS = 1024
+LARGE_BATCH_TOKENS = 1_600_000
+LARGE_CUTS_TOKENS = (32_768, 21_888, 14_592)
+"""The context, and the token limits of tp8 and of tp4pp4: each leaves one scheme more that holds
+every sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedResult:
+    """What the published planner makes of instance B."""
+
+    plan_ms: dict[str, float]
+    """By strategy, time of the plan that it finds."""
+    chosen: str
+
+
+class LengthDistribution:
+    """Lengths of documents with the number of documents that have them."""
+
+    def __init__(self, path: Path = DATA / "wikipedia_lengths_32768.csv") -> None:
+        table = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64)
+        self._lengths = table[:, 0]
+        self._shares = table[:, 1] / table[:, 1].sum()
+
+    def batch(self, seed: int, num_tokens: int, cut_tokens: int = CONTEXT_TOKENS) -> list[int]:
+        """Documents drawn with replacement until they have num_tokens; the last one is cut."""
+        generator = np.random.default_rng(seed)
+        batch: list[int] = []
+        missing = num_tokens
+        while missing > 0:
+            # As many as are probably enough; another draw follows if they are not.
+            for length in generator.choice(self._lengths, size=4096, p=self._shares):
+                batch.append(min(int(length), cut_tokens, missing))
+                missing -= batch[-1]
+                if missing == 0:
+                    break
+        return batch
+
+
+def cost_model() -> ProfileCostModel:
+    """Llama of 32B parameters on A800."""
+    return ProfileCostModel.read(ROOT / "examples/cost_profile_llama32b_a800.json")
+
+
+def pool() -> Pool:
+    """S0 to S6 on 64 ranks."""
+    return Pool.read(ROOT / "examples/pool_64_ranks.json")
+
+
+def large_pool() -> Pool:
+    """One strategy on 1,024 ranks."""
+    return Pool.of(Strategy.parse(LARGE_STRATEGY, LARGE_NUM_RANKS, ranks_per_node=8))
+
+
+def instance_b() -> list[int]:
+    """80 sequences with a long tail."""
+    return list(read_lengths(ROOT / "examples/lengths_instance_b.json"))
+
+
+def published_result() -> PublishedResult:
+    """Of the published planner on instance B."""
+    content = json.loads((DATA / "published_planner_instance_b.json").read_text("utf-8"))
+    return PublishedResult(content["plan_ms"], content["chosen"])
