@@ -75,7 +75,9 @@ def test_best_works_keep_their_limits_and_beat_others(
         assert least_ms - 1e-5 <= work_ms <= largest_ms + 1e-5
     best_ms = pipeline_time_ms([max(0.0, work_ms) for work_ms in works_ms], num_stages)
     # All of what is left to one of them, or a part to each.
-    others = [[s + more * (i == k) for i, s in enumerate(least)] for k in range(len(least))]
+    others: list[list[float]] = [
+        [s + more * (i == k) for i, s in enumerate(least)] for k in range(len(least))
+    ]
     others.append([s + more / len(least) for s in least])
     for other in others:
         assert best_ms <= pipeline_time_ms(other, num_stages) * (1 + 1e-5)
@@ -144,6 +146,25 @@ def test_no_packing_is_below_the_bound_of_its_lumps(cost: SchemeCost, data: st.D
     lump_ms = cost.coefficients.time_ms((falling[0],))
     for by_total, by_lump in lump_lines(cost.num_stages):
         assert by_total * total_ms + by_lump * lump_ms <= time_ms * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_before", [0, 1, 3, 7])
+@pytest.mark.parametrize("num_after", [0, 2, 12])
+def test_nor_are_the_best_works_around_a_lump(
+    num_stages: int, num_before: int, num_after: int
+) -> None:
+    # They may be cut at will here: what is shortest by a linear program.
+    cost = SchemeCost(Coefficients(0.0, 1.0, 0.0), 60, num_stages)
+    least_ms = [0.0] * num_before + [60.0] + [0.0] * num_after
+    orders = lump_orders((60,), cost)
+    for total_ms in (60.0, 100.0, 300.0, 900.0):
+        if total_ms > 60.0 * len(least_ms):
+            continue
+        works_ms = best_works_ms(num_stages, least_ms, total_ms, 60.0)
+        assert works_ms is not None
+        time_ms = pipeline_time_ms([max(0.0, work) for work in works_ms], num_stages)
+        assert orders.least_time_ms(len(least_ms), total_ms) <= time_ms * (1 + 1e-6)
 
 
 @given(COSTS, st.integers(1, 12), st.integers(1, 3), st.floats(0.1, 4.0))
