@@ -49,21 +49,22 @@ def draw_trace(spans: Spans, iteration: int, path: Path) -> None:
     """Draws an iteration as a PNG.
 
     A rank has up to four rows: planned, compute, regroup, waits of the host. Bars of forward and
-    backward bear the number of their micro-batch. The axis ends with what was measured: a plan
-    that expected more is cut off there.
+    backward bear the number of their micro-batch, those of regroup that of their bucket. The axis
+    ends with what was measured: a plan that expected more is cut off there.
 
     Raises HydraulisError where the iteration has no measured span or the file cannot be written.
     """
-    own = spans.where(iteration=iteration)
-    measured = own.where(is_planned=False)
-    if not measured:
+    wholes = spans.where(name="iteration", iteration=iteration)
+    if not wholes:
         raise HydraulisError(
             f"iteration {iteration} is not in the trace, which has "
-            f"{sorted({str(value) for value in spans.values('iteration')})}; choose one of these"
+            f"{sorted(set(spans.where(name='iteration').values('iteration')))}; choose one of these"
         )
-    whole = measured.where(name="iteration") or measured
-    start_us, end_us = whole.first_start_us, measured.last_end_us
-    drawn = Spans(tuple(span for span in own if span.name in COLORS))
+    start_us, end_us = wholes.first_start_us, wholes.last_end_us
+    # By time, not by number: what is gathered for an iteration may have begun in the one before.
+    measured = spans.where(is_planned=False).between(start_us, end_us)
+    planned = spans.where(is_planned=True, iteration=iteration)
+    drawn = (measured | planned).named(*COLORS)
     rows = _rows(drawn)
     ranks = sorted({rank for rank, _ in rows})
     height = sum(len([r for r, _ in rows if r == rank]) + GAP_ROWS for rank in ranks)
@@ -99,7 +100,7 @@ def draw_trace(spans: Spans, iteration: int, path: Path) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.set_title(_title(whole, iteration, own, start_us), fontsize=10, loc="left")
+    axes.set_title(_title(wholes, planned, iteration), fontsize=10, loc="left")
     figure.legend(
         handles=_legend(drawn), loc="outside lower center", ncols=8, fontsize=8, frameon=False
     )
@@ -155,26 +156,25 @@ def _draw_bar(
         edgecolor="white",
         linewidth=0.4,
     )
-    number = span.detail.get("micro_batch")
+    number = span.detail.get("micro_batch", span.detail.get("bucket"))
     visible_ms = min(left_ms + width_ms, span_ms) - max(left_ms, 0.0)
-    if number is not None and visible_ms >= MIN_NUMBERED_SHARE * span_ms:
+    if number is not None and span.track != "host" and visible_ms >= MIN_NUMBERED_SHARE * span_ms:
         axes.text(
             max(left_ms, 0.0) + visible_ms / 2,
             at,
             str(number),
             ha="center",
             va="center",
-            fontsize=6.5,
+            fontsize=6.5 if height > BAR_HEIGHT / 2 else 5.5,
             color="black" if span.name in LIGHT or span.is_planned else "white",
             clip_on=True,
         )
 
 
-def _title(whole: Spans, iteration: int, own: Spans, start_us: float) -> str:
-    strategies = sorted({str(value) for value in whole.values("strategy")})
-    measured_ms = (own.where(is_planned=False).last_end_us - start_us) / _US_PER_MS
+def _title(wholes: Spans, planned: Spans, iteration: int) -> str:
+    strategies = sorted({str(value) for value in wholes.values("strategy")})
+    measured_ms = (wholes.last_end_us - wholes.first_start_us) / _US_PER_MS
     title = f"iteration {iteration}   ·   {', '.join(strategies)}   ·   {measured_ms:,.1f} ms"
-    planned = own.where(is_planned=True)
     if planned:
         planned_ms = (planned.last_end_us - planned.first_start_us) / _US_PER_MS
         title += f", planned {planned_ms:,.1f} ms"
