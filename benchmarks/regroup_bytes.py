@@ -21,8 +21,8 @@ from rich.table import Table
 from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.transfer.alike import alike_buckets
 from megatron.hydraulis.transfer.canonical import (
-    Bucket,
     CanonicalLayout,
     Contribution,
     ParameterSpec,
@@ -30,7 +30,6 @@ from megatron.hydraulis.transfer.canonical import (
 )
 from megatron.hydraulis.transfer.collective import Collective, bucket_gather, collective_of
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
-from megatron.hydraulis.transfer.plan import held_ranges
 from megatron.hydraulis.transfer.role import Role, role_of
 from megatron.hydraulis.transfer.traffic import (
     LinkElements,
@@ -143,13 +142,7 @@ class StrategyTraffic:
     def links(self, collective: Collective, ranks_per_node: int) -> list[LinkElements]:
         """By rank, what a gather of this kind exchanges."""
         totals = [LinkElements()] * self.layout.num_ranks
-        # Layers of a stage are cut and held alike: one of them is planned, the rest are counted.
-        alike: dict[object, list[Bucket]] = {}
-        for bucket in self.layout.buckets:
-            ranges = tuple(held_ranges(self.layout, bucket, role) for role in set(self.roles))
-            key = (bucket.shard_borders, bucket.owner_order, ranges)
-            alike.setdefault(key, []).append(bucket)
-        for buckets in alike.values():
+        for buckets in alike_buckets(self.layout, self.roles):
             plan = bucket_gather(
                 collective, self.layout, buckets[0], self.roles, ranks_per_node=ranks_per_node
             )

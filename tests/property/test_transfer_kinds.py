@@ -17,6 +17,7 @@ from megatron.hydraulis.transfer.collective import (
     bucket_gather,
     bucket_scatter,
     collective_of,
+    strategy_plans,
 )
 from megatron.hydraulis.transfer.equal_shares import EqualShares
 from megatron.hydraulis.transfer.plan import (
@@ -195,6 +196,24 @@ def test_a_rank_s_own_plan_is_its_part_of_the_whole(drawn: tuple[Case, Simulatio
                     )
                 if isinstance(whole, EqualShares):
                     assert own == whole
+
+
+@given(simulations())
+def test_buckets_that_travel_alike_get_the_plans_that_each_would_get(
+    drawn: tuple[Case, Simulation],
+) -> None:
+    case, simulation = drawn
+    kind, per_node = simulation.collective, simulation.ranks_per_node
+    for rank in (None, *range(case.layout.num_ranks)):
+        assert strategy_plans(
+            kind, case.layout, case.roles, ranks_per_node=per_node, rank=rank
+        ) == tuple(
+            tuple(
+                make(kind, case.layout, bucket, case.roles, ranks_per_node=per_node, rank=rank)
+                for make in (bucket_gather, bucket_scatter)
+            )
+            for bucket in case.layout.buckets
+        )
 
 
 @given(cases())

@@ -1,7 +1,7 @@
 """Which of three kinds of transfer a strategy's regrouping uses, and its plans.
 
 What a runtime does, for all three: every rank builds the plans of its own part once a strategy, by
-`bucket_gather` and `bucket_scatter`, and runs them bucket by bucket. All ranks of the job post the
+`strategy_plans`, and runs them bucket by bucket. All ranks of the job post the
 same collectives in the same order, idle ones too: one a bucket, two for a `TwoStepPlan`.
 
 - ``ALL_TO_ALL``: an uneven all_to_all_single both ways; see below, `plan` and `segments`.
@@ -21,6 +21,7 @@ import enum
 from collections.abc import Sequence
 
 from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.transfer.alike import alike_buckets
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.equal_shares import EqualShares, equal_shares, wants_everything
 from megatron.hydraulis.transfer.plan import TransferPlan, gather_plan, scatter_plan
@@ -131,6 +132,33 @@ def bucket_scatter(
         nodes = _known(ranks_per_node)
         return two_step_scatter(layout, bucket, roles, ranks_per_node=nodes, rank=rank)
     return scatter_plan(layout, bucket, roles, rank=rank)
+
+
+def strategy_plans(
+    collective: Collective,
+    layout: CanonicalLayout,
+    roles: Sequence[Role | None],
+    *,
+    ranks_per_node: int | None = None,
+    rank: int | None = None,
+) -> tuple[tuple[BucketPlan, BucketPlan], ...]:
+    """(gather, scatter) of every bucket: what `bucket_gather` and `bucket_scatter` give for each.
+
+    Buckets that travel alike are planned once: seconds less a strategy at 1,024 ranks. Arguments
+    and errors as `bucket_gather`.
+    """
+    plans: dict[int, tuple[BucketPlan, BucketPlan]] = {}
+    for buckets in alike_buckets(layout, roles):
+        gather, scatter = (
+            make(collective, layout, buckets[0], roles, ranks_per_node=ranks_per_node, rank=rank)
+            for make in (bucket_gather, bucket_scatter)
+        )
+        for bucket in buckets:
+            plans[bucket.index] = (
+                gather.for_bucket(bucket.index),
+                scatter.for_bucket(bucket.index),
+            )
+    return tuple(plans[bucket.index] for bucket in layout.buckets)
 
 
 def _known(ranks_per_node: int | None) -> int:

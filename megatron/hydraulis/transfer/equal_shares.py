@@ -65,6 +65,10 @@ class EqualShares:
         """Whether the flat buffer is the bucket in canonical order, without padding."""
         return len(self.segments) == 1 and self.num_elements == self.num_buffer_elements
 
+    def for_bucket(self, index: int) -> EqualShares:
+        """The same shares of another bucket, see `alike.alike_buckets`."""
+        return dataclasses.replace(self, bucket=index)
+
     def inverse(self) -> EqualShares:
         """The reduce-scatter of an all-gather, and back; twice is the identity."""
         return dataclasses.replace(self, adds_up=not self.adds_up)

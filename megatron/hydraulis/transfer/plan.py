@@ -8,6 +8,7 @@ direction of every transfer turns one kind into the other.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,6 +60,10 @@ class TransferPlan:
         turned = [Transfer(t.destination, t.source, t.ranges) for t in self.transfers]
         turned.sort(key=lambda t: (t.source, t.destination))
         return TransferPlan(self.bucket, self.num_ranks, tuple(turned))
+
+    def for_bucket(self, index: int) -> TransferPlan:
+        """The same ranges of another bucket, see `alike.alike_buckets`."""
+        return dataclasses.replace(self, bucket=index)
 
     def sent_by(self, rank: int) -> tuple[Transfer, ...]:
         """Transfers out of ``rank``, by destination."""

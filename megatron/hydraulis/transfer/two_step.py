@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.transfer.alike import alike_buckets
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.plan import (
     Transfer,
@@ -59,6 +60,8 @@ class TwoStepPlan:
        ``inside_start`` of what arrived to ``across_start``, in the gradients' wide dtype.
     3. across: relays send that buffer; the owner adds up what arrives in ``across.received_by``.
 
+    A relay's buffer of the step across has at most about one ``ranks_per_node``-th of the bucket,
+    that of the step inside at most about the bucket: so much where the whole node needs all of it.
     A step in which a rank has nothing to send or receive is still a collective it takes part in.
     """
 
@@ -87,6 +90,11 @@ class TwoStepPlan:
     def steps(self) -> tuple[TransferPlan, TransferPlan]:
         """Both steps in the order in which they run."""
         return (self.across, self.inside) if self.across_first else (self.inside, self.across)
+
+    def for_bucket(self, index: int) -> TwoStepPlan:
+        """The same ranges of another bucket, see `alike.alike_buckets`."""
+        steps = (self.across.for_bucket(index), self.inside.for_bucket(index))
+        return TwoStepPlan(*steps, self.ranks_per_node, self.across_first)
 
     def inverse(self) -> TwoStepPlan:
         """The same ranges back over the same relays; twice is the identity."""
@@ -163,16 +171,16 @@ def elements_across(
 ) -> tuple[int, int]:
     """(in one step, in two): elements that all nodes together receive from others in a gather."""
     one_step = two_steps = 0
-    for bucket in layout.buckets:
-        needs = _Needs(layout, bucket, roles, ranks_per_node, contributed=False)
+    for buckets in alike_buckets(layout, roles):
+        needs = _Needs(layout, buckets[0], roles, ranks_per_node, contributed=False)
         for node in range(needs.num_nodes):
             own = union([needs.shard(rank) for rank in needs.ranks_of(node)])
             outside: dict[Role | None, int] = {}
             for role in needs.roles_of(node):
                 if role not in outside:
                     outside[role] = _num_outside(needs.of_role(role), own)
-                one_step += outside[role]
-            two_steps += _num_outside(needs.of_node(node), own)
+                one_step += outside[role] * len(buckets)
+            two_steps += _num_outside(needs.of_node(node), own) * len(buckets)
     return one_step, two_steps
 
 

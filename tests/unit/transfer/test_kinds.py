@@ -1,10 +1,15 @@
 """The three kinds of transfer, worked out by hand; the properties are in tests/property."""
 
+from typing import Any
+
 import pytest
 
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.transfer import collective as collective_module
+from megatron.hydraulis.transfer.alike import alike_buckets
 from megatron.hydraulis.transfer.canonical import (
+    Bucket,
     CanonicalLayout,
     Contribution,
     ParameterSpec,
@@ -15,6 +20,7 @@ from megatron.hydraulis.transfer.collective import (
     bucket_gather,
     bucket_scatter,
     collective_of,
+    strategy_plans,
 )
 from megatron.hydraulis.transfer.equal_shares import EqualShares, equal_shares
 from megatron.hydraulis.transfer.plan import Range, Transfer, gather_plan, scatter_plan
@@ -234,3 +240,34 @@ class TestPermutedOwners:
     def test_one_order_a_bucket(self) -> None:
         with pytest.raises(PlanError, match="0 owner orders for 1 buckets"):
             LAYOUT.with_owner_orders([])
+
+
+class TestBucketsAlike:
+    def test_layers_of_a_stage_are_alike_unless_an_end_or_an_owner_sets_them_apart(self) -> None:
+        layers = [
+            ParameterSpec(f"{i}", (8, 1), Unit.layer(i), Contribution.SHARDED, tp_dim=0)
+            for i in range(5)
+        ]
+        layout = CanonicalLayout.build(layers, num_atoms=2, num_ranks=4)
+        roles = roles_of("2*pp2:2,3", num_layers=5)
+        orders = [None, None, None, (1, 0, 2, 3), None]
+        grouped = alike_buckets(layout.with_owner_orders(orders), roles)
+        assert [[bucket.index for bucket in group] for group in grouped] == [[0, 1], [2, 4], [3]]
+
+    def test_sixty_layers_are_planned_as_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        layers = [
+            ParameterSpec(f"{i}", (16, 1), Unit.layer(i), Contribution.SHARDED, tp_dim=0)
+            for i in range(60)
+        ]
+        layout = CanonicalLayout.build(layers, num_atoms=2, num_ranks=4)
+        roles = roles_of("tp2pp2", num_layers=60)
+        planned: list[Bucket] = []
+
+        def counted(layout: CanonicalLayout, bucket: Bucket, *args: Any, **named: Any) -> Any:
+            planned.append(bucket)
+            return gather_plan(layout, bucket, *args, **named)
+
+        monkeypatch.setattr(collective_module, "gather_plan", counted)
+        plans = strategy_plans(Collective.ALL_TO_ALL, layout, roles, rank=1)
+        assert len(planned) == 2
+        assert [gather.bucket for gather, _ in plans] == list(range(60))
