@@ -94,6 +94,10 @@ class SaysNothing(SaysInfeasible):
     status = Kinds.kNotset
 
 
+class SaysSolveError(SaysInfeasible):
+    status = Kinds.kSolveError
+
+
 class Overruns(SaysInfeasible):
     status = Kinds.kTimeLimit
 
@@ -213,6 +217,7 @@ FAULTS = [
     SaysInfeasible,
     SaysUnbounded,
     SaysNothing,
+    SaysSolveError,
     Overruns,
     AnswersNothing,
     AnswersInPart,

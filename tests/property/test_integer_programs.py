@@ -245,6 +245,17 @@ def test_the_shortest_pipeline_is_scipys(
         assert time_ms >= best_ms * (1 - CLOSE)
 
 
+def test_a_row_that_presolve_breaks_is_no_trouble() -> None:
+    """HiGHS 1.15.1 ends this one with a solve error, unless it goes without its presolve."""
+    solver = new_solver()
+    answer = shortest_pipeline(
+        [17, 9], cost_of(0.0, 0.3, 0.0, max_tokens=17, num_stages=2), [[0], [1]], solver
+    )
+    assert solver.trouble is None
+    assert answer.micro_batches is not None
+    assert answer.bound == pytest.approx(12.0)
+
+
 # ---------------------------------------------------------------- dispatch
 
 

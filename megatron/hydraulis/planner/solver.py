@@ -186,17 +186,12 @@ class Solver:
 def _run(
     model: LinearModel, limits: SolverLimits, start: Sequence[float] | FloatArray | None
 ) -> Solution:
-    highs = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in _options(model, limits):
-        if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
-            raise RuntimeError(f"HiGHS refuses the option {name} = {value}")
-    if highs.passModel(_to_highs(model)) == highspy.HighsStatus.kError:
-        raise RuntimeError("HiGHS refuses the model")
-    if start is not None:
-        first = highspy.HighsSolution()
-        first.col_value = [float(value) for value in start]
-        highs.setSolution(first)
-    highs.run()
+    # Linear programs are small here: presolving costs more than it saves.
+    for presolve in ("choose", "off") if model.is_integral is not None else ("off",):
+        highs = _ended_highs(model, limits, start, presolve)
+        # Undoing its own presolve, HiGHS may leave a row broken by just more than its tolerance.
+        if highs.getModelStatus() != highspy.HighsModelStatus.kSolveError:
+            break
     outcome = _outcome(highs)
     if outcome is Outcome.OVERRUN:
         return Solution(outcome=outcome)
@@ -208,18 +203,39 @@ def _run(
     return solution
 
 
+def _ended_highs(
+    model: LinearModel,
+    limits: SolverLimits,
+    start: Sequence[float] | FloatArray | None,
+    presolve: str,
+) -> highspy.Highs:
+    """HiGHS after its run."""
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, value in _options(model, limits, presolve):
+        if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
+            raise RuntimeError(f"HiGHS refuses the option {name} = {value}")
+    if highs.passModel(_to_highs(model)) == highspy.HighsStatus.kError:
+        raise RuntimeError("HiGHS refuses the model")
+    if start is not None:
+        first = highspy.HighsSolution()
+        first.col_value = [float(value) for value in start]
+        highs.setSolution(first)
+    highs.run()
+    return highs
+
+
 def _options(
-    model: LinearModel, limits: SolverLimits
+    model: LinearModel, limits: SolverLimits, presolve: str
 ) -> list[tuple[str, bool | int | float | str]]:
     options: list[tuple[str, bool | int | float | str]] = [
         ("output_flag", False),
         ("threads", _NUM_THREADS),
         ("random_seed", limits.seed),
         ("time_limit", limits.guard_s),
+        ("presolve", presolve),
     ]
     if model.is_integral is None:
-        # The programs are small: presolving costs more than it saves.
-        options += [("presolve", "off"), ("simplex_iteration_limit", limits.num_iterations)]
+        options.append(("simplex_iteration_limit", limits.num_iterations))
     else:
         options += [
             ("mip_max_nodes", limits.num_nodes),
