@@ -17,6 +17,12 @@ from numpy.typing import NDArray
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.metrics_writer import METRICS_FILE_NAME, read_metrics
 from megatron.hydraulis.observability.records import IterationRecord
+from megatron.hydraulis.observability.strategy_panels import (
+    CATEGORY_COLORS,
+    IDLE_COLOR,
+    draw_makespans,
+    draw_shares_of_strategies,
+)
 
 SUMMARY_FILE_NAME = "summary.png"
 
@@ -35,9 +41,6 @@ FIGURE_SIZE_INCHES = (8.0, 9.0)
 DOTS_PER_INCH = 120
 LOSS_COLOR = "#1f5fa8"
 MUTED_COLOR = "#8a8a8a"
-IDLE_COLOR = "#e4e4e4"
-# Okabe and Ito's colours, told apart by colour-blind readers too.
-REPLICA_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 
 
 def write_summary(run_dir: str | Path, *, replica_labels: Sequence[str] | None = None) -> Path:
@@ -45,9 +48,10 @@ def write_summary(run_dir: str | Path, *, replica_labels: Sequence[str] | None =
 
     Three panels: loss per iteration; predicted time of each replica per iteration (as a share of
     that iteration's makespan when there are too many for lines); share of the run's makespans
-    during which each replica has work. `replica_labels` name the replicas in the
-    order of `IterationRecord.replica_times_s`, e.g. by their schemes; they are used only if every
-    iteration has that many replicas.
+    during which each replica has work. Replicas of different strategies are not compared: a run
+    with several shows makespans and shares by strategy instead. `replica_labels` name the replicas
+    in the order of `IterationRecord.replica_times_s`, e.g. by their schemes; they are used only if
+    every iteration has that many replicas.
 
     Raises `HydraulisError` if there are no metrics, or the picture cannot be written.
     """
@@ -60,10 +64,14 @@ def write_summary(run_dir: str | Path, *, replica_labels: Sequence[str] | None =
         )
     figure = Figure(figsize=FIGURE_SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     loss_axes, time_axes, share_axes = figure.subplots(3, 1, height_ratios=(1.15, 1.15, 0.8))
-    labels = _labels(records, replica_labels)
     _draw_loss(loss_axes, records)
-    _draw_replica_times(figure, time_axes, records, labels)
-    _draw_busy_shares(share_axes, records, labels)
+    if len(_strategies(records)) == 1:
+        labels = _labels(records, replica_labels)
+        _draw_replica_times(figure, time_axes, records, labels)
+        _draw_busy_shares(share_axes, records, labels)
+    else:
+        draw_makespans(time_axes, records, finish=_finish_iteration_axes)
+        draw_shares_of_strategies(share_axes, records)
     figure.suptitle(_title(records), fontsize=11)
     path = run_dir / SUMMARY_FILE_NAME
     try:
@@ -108,13 +116,18 @@ def busy_shares(records: Sequence[IterationRecord]) -> NDArray[np.float64]:
 
 
 def _title(records: Sequence[IterationRecord]) -> str:
-    strategies = list(dict.fromkeys(record.strategy for record in records))
+    strategies = _strategies(records)
     shown = strategies[0] if len(strategies) == 1 else f"{len(strategies)} strategies"
     if len(shown) > MAX_STRATEGY_CHARS:
         shown = shown[: MAX_STRATEGY_CHARS - 1] + "…"
     num_tokens = sum(record.num_tokens for record in records)
     iterations = "1 iteration" if len(records) == 1 else f"{len(records):,} iterations"
     return f"{shown}   ·   {iterations}   ·   {num_tokens:,} trained tokens"
+
+
+def _strategies(records: Sequence[IterationRecord]) -> list[str]:
+    """Their names, in the order of their first iteration."""
+    return list(dict.fromkeys(record.strategy for record in records))
 
 
 def _labels(records: Sequence[IterationRecord], given: Sequence[str] | None) -> list[str]:
@@ -186,7 +199,7 @@ def _draw_replica_times(
             axes.plot(
                 iterations,
                 times_ms[row],
-                color=REPLICA_COLORS[row],
+                color=CATEGORY_COLORS[row],
                 linewidth=1.2,
                 marker=_marker(iterations),
                 markersize=4,
@@ -238,7 +251,7 @@ def _draw_busy_shares(
     few = len(labels) <= MAX_REPLICA_LINES
     if few:
         axes.bar(positions, np.full(len(labels), 100.0), color=IDLE_COLOR)
-        bars = axes.bar(positions, shares_percent, color=REPLICA_COLORS[: len(labels)])
+        bars = axes.bar(positions, shares_percent, color=CATEGORY_COLORS[: len(labels)])
         axes.set_xlim(-0.6, max(len(labels), MIN_BAR_SLOTS) - 0.4)
         axes.bar_label(bars, fmt="%.1f%%", label_type="center", color="white", fontsize=9)
         axes.set_xticks(positions, labels)

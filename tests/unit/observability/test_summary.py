@@ -7,6 +7,7 @@ from PIL import Image
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability import METRICS_FILE_NAME, MetricsWriter, write_summary
 from megatron.hydraulis.observability.records import IterationRecord
+from megatron.hydraulis.observability.strategy_panels import busy_shares_of_strategies
 from megatron.hydraulis.observability.summary import busy_shares, replica_times_ms
 from tests.unit.observability.records_for_tests import make_record
 
@@ -57,6 +58,34 @@ def test_a_picture_for_any_number_of_replicas(
         assert image.format == "PNG"
     assert colors is not None
     assert len(colors) > 100
+
+
+def test_shares_of_strategies_weigh_their_iterations_by_makespan() -> None:
+    records = [
+        make_record(1, strategy="a", replica_times_s=(1.0, 0.5)),
+        make_record(2, strategy="b", replica_times_s=(2.0,)),
+        make_record(3, strategy="a", replica_times_s=(1.0, 4.0)),
+        make_record(4, strategy="c", replica_times_s=(0.0, 0.0)),
+    ]
+    # Of a: 6.5 of 2 + 8.
+    shares = busy_shares_of_strategies(records)
+    assert list(shares) == ["a", "b", "c"]
+    assert shares == pytest.approx({"a": 0.65, "b": 1.0, "c": 0.0})
+
+
+@pytest.mark.parametrize("num_strategies", [2, 6, 9])
+def test_a_picture_of_any_number_of_strategies(tmp_path: Path, num_strategies: int) -> None:
+    names = [f"{'a long name of ' * (i % 2)}strategy {i}" for i in range(num_strategies)]
+    write_run(
+        tmp_path,
+        [
+            make_record(i + 1, strategy=names[i % len(names)], replica_times_s=(1.0,) * (1 + i % 3))
+            for i in range(20)
+        ],
+    )
+    several = write_summary(tmp_path).read_bytes()
+    # Labels are of replicas, which are not drawn here.
+    assert write_summary(tmp_path, replica_labels=["tp2"]).read_bytes() == several
 
 
 def test_losses_that_are_missing_leave_a_gap(tmp_path: Path) -> None:
