@@ -6,10 +6,9 @@ at the optimum, no plan finishes within T. As a linear program over tokens it ta
 over whole sequences and whole replicas it is an integer program that says no more often, and
 whose answer is a dispatch to classes.
 
-Fractions would make large sequences too easy. Dual feasible functions bring back what they cost:
-with x the share of a replica's work (or of a micro-batch's tokens) that a sequence takes and
-``u_m(x) = x`` where ``(m+1)·x`` is whole, else ``⌊(m+1)·x⌋ / m``, sequences that fit together have
-``Σ u_m(x) <= 1`` (Fekete and Schepers, Mathematical Programming 91, 2001).
+Fractions would make large sequences too easy. Dual feasible functions of the share of a replica's
+work (or of a micro-batch's tokens) that a sequence takes bring back what they cost: see
+dual_feasible.py.
 
 All lengths round down. The linear program takes the tokens of a bucket as they are, ``s²`` as
 ``low·s``, and as few sequences as if all were the longest of the bucket. The integer program takes
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.hydraulis.planner.buckets import make_buckets
+from megatron.hydraulis.planner.dual_feasible import dual_feasible
 from megatron.hydraulis.planner.lumps import choose_lumps, lump_orders
 from megatron.hydraulis.planner.modes import Mode, ReplicaClass, Tier, class_modes
 from megatron.hydraulis.planner.packing import SchemeCost
@@ -45,8 +45,6 @@ _SPOILED = 0.9
 _MAX_TIERS = 10
 # Long sequences that a pipeline may hold within the time are counted up to this number.
 _MAX_COUNTED_LUMPS = 4
-# A rounding error must not make a sequence larger than the fraction that it is.
-_SHARE_SAFETY = 1e-9
 # Instead of no work at all, so that shares of it are finite.
 _LEAST_WORK_MS = 1e-9
 
@@ -292,7 +290,7 @@ class Relaxation:
             if not mode.packs_all:
                 shares.append((token_share, num_micro_batches))
             for share, room in shares:
-                counted = _dual_feasible(share, m) / longest
+                counted = dual_feasible(share, m) / longest
                 if counted.any():
                     uses.append((counted, room))
         return uses
@@ -310,11 +308,3 @@ def _tier_with_lump(cost: SchemeCost, shortest: int, longest: int, time_ms: floa
                 most_lumps = max(num - 1, 1)
                 break
     return Tier(longest, (shortest,), shortest if most_lumps else 0, most_lumps)
-
-
-def _dual_feasible(share: FloatArray, m: int) -> FloatArray:
-    """u_m of shares in [0, 1]; a share within rounding of a whole fraction counts as it."""
-    scaled = (m + 1) * share
-    whole = np.rint(scaled)
-    is_whole = np.abs(scaled - whole) <= _SHARE_SAFETY * (m + 1)
-    return np.where(is_whole, whole / (m + 1), np.floor(scaled) / m)
