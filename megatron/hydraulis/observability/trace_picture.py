@@ -41,6 +41,7 @@ BAR_HEIGHT = 0.86
 DOTS_PER_INCH = 120
 MIN_NUMBERED_SHARE = 0.009
 """Share of the picture's width from which a bar has room for its number."""
+MIN_BORDERED_SHARE = 0.003
 PLANNED_ALPHA = 0.55
 _US_PER_MS = 1e3
 
@@ -153,7 +154,8 @@ def _draw_bar(
         height=height,
         color=COLORS[span.name],
         alpha=PLANNED_ALPHA if span.is_planned else 1.0,
-        edgecolor="white",
+        # A border would hide what is thinner than it.
+        edgecolor="white" if width_ms >= MIN_BORDERED_SHARE * span_ms else COLORS[span.name],
         linewidth=0.4,
     )
     number = span.detail.get("micro_batch", span.detail.get("bucket"))
