@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron.hydraulis.loop.entry import EXIT_STATUS_OF_ERROR
+from tests.support.forked_job import run_job
+from tests.support.tiny_corpus import tiny_command
 from tests.support.training_log import validation_losses
 from tests.support.training_run import MAIN_FLAGS, ROUNDING, TRAIN_ITERS, Launch, Run
 
@@ -63,6 +66,30 @@ def test_plans_log_and_records_name_the_scheduled_strategies(scheduled_run: Run)
         *("4*tp1", "tp2+pp2", "tp2@3,1+2*idle"),
     ]
     assert config["strategies"][2]["idle_ranks"] == [0, 2]
+
+
+def test_a_batch_that_the_forced_strategy_cannot_hold_ends_the_job(
+    corpus_prefix: str, tmp_path: Path
+) -> None:
+    entries = [
+        {"name": "narrow", "replicas": "2*tp1", "max_tokens": {"tp1": 60}},
+        {"name": "wide", "replicas": "tp2"},
+    ]
+    content = {"num_ranks": 2, "ranks_per_node": 2, "strategies": entries}
+    pool = _write(tmp_path / "pool.json", content)
+    argv = tiny_command(
+        corpus_prefix,
+        tmp_path / "run",
+        *("--strategy-pool", pool, "--strategy-schedule", "wide,narrow", "--train-iters", "2"),
+        *("--global-batch-size", "64"),
+        without=["--max-tokens-per-micro-batch"],
+    )
+    outcome = run_job(argv, 2, tmp_path / "output", ends_others=False)
+    assert not outcome.timed_out
+    assert outcome.statuses == (EXIT_STATUS_OF_ERROR,) * 2
+    (error,) = (line for line in outcome.ranks[0].stderr.splitlines() if line.startswith("error: "))
+    for words in ("iteration 2", "'narrow'", "at most 60 tokens", "has 96"):
+        assert words in error
 
 
 def test_what_cannot_be_run_is_left_out_and_plans_cut_short_are_counted(
