@@ -32,7 +32,7 @@ def timeouts_of_registry(seconds: float) -> list[timedelta]:
     groups = GroupRegistry([strategy], timeout=timedelta(seconds=seconds))
     collection = groups.collection(strategy)
     assert collection is not None
-    of_rank = [groups.of_self, collection.tp, collection.pp]
+    of_rank = [groups.of_self, groups.regroup, collection.tp, collection.pp]
     found = [timeout_of(group) for group in of_rank]
     for group in of_rank:
         dist.destroy_process_group(group)
@@ -41,7 +41,7 @@ def timeouts_of_registry(seconds: float) -> list[timedelta]:
 
 def test_a_registry_gives_its_timeout_to_every_group() -> None:
     for found in pool_of(4).run(timeouts_of_registry, 23.0):
-        assert found == [timedelta(seconds=23)] * 3
+        assert found == [timedelta(seconds=23)] * 4
 
 
 def test_the_option_reaches_every_group_that_a_run_creates(tmp_path: Path) -> None:
@@ -68,4 +68,5 @@ def test_the_option_reaches_every_group_that_a_run_creates(tmp_path: Path) -> No
     for rank in outcome.ranks.values():
         groups = [line.split() for line in rank.stdout.splitlines() if line.startswith("GROUP")]
         ours = {name: float(seconds) for _, name, seconds in groups if "hydraulis" in name}
-        assert ours == {"hydraulis_loop": 420, "hydraulis_self": 420, "hydraulis": 420}
+        names = ("hydraulis_loop", "hydraulis_self", "hydraulis_regroup", "hydraulis")
+        assert ours == dict.fromkeys(names, 420)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from megatron.hydraulis.runtime import catalogue as catalogue_module
 from megatron.hydraulis.runtime import forward_step
+from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import loss_func, make_forward_step
-from megatron.hydraulis.runtime.regroup import Regrouper
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
 from tests.support import models
 from tests.support.models import Job, RankRun, run_job
@@ -54,17 +55,22 @@ def _halves_not_cut_apart() -> Any:
 
 @contextmanager
 def _tied_output_end_forgotten() -> Iterator[None]:
-    right = Regrouper.scatter
+    right = Engine._run
 
-    def scatter(self: Regrouper) -> None:
-        role, arena = self._role, self._arena
-        if role is not None and arena is not None and not role.has_embedding and role.has_output:
+    def run(self: Engine, setting: Any, *others: Any) -> Any:
+        reports = right(self, setting, *others)
+        role, arena = setting.role, setting.arena
+        if role is not None and not role.has_embedding and role.has_output:
             for bound in arena.bound.values():
                 if bound.name.startswith("embedding."):
                     bound.gradient.zero_()
-        right(self)
+        return reports
 
-    with patch.object(Regrouper, "scatter", scatter):
+    # Without overlap, or the gradients would be gone before they are forgotten.
+    with (
+        patch.object(Engine, "_run", run),
+        patch.object(models, "Engine", partial(Engine, overlap=False)),
+    ):
         yield
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.shards import CanonicalShards
+
+Run = tuple[int, int]
+"""Elements [start, stop) of the flat shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,8 @@ class ShardedAdamW:
     """torch's fused AdamW over runs of the flat shards, with what upstream's loop asks for.
 
     No weight decay on biases and norms. Gradients arrive as sums over tokens and are divided by
-    the number of trained tokens of the global batch here, once.
+    the number of trained tokens of the global batch here, once. The moments lie as the shards do,
+    so that what says where a parameter lies says where its state lies.
     """
 
     is_stub_optimizer = False
@@ -50,28 +56,19 @@ class ShardedAdamW:
     def __init__(self, shards: CanonicalShards, settings: AdamWSettings) -> None:
         self._shards = shards
         self.settings = settings
-        decayed, others = self._runs()
-        groups = [
-            {"params": decayed, "wd_mult": 1.0, "weight_decay": settings.weight_decay},
-            {"params": others, "wd_mult": 0.0, "weight_decay": 0.0},
+        self.exp_avg = torch.zeros_like(shards.parameters)
+        """First moments, flat as the shards."""
+        self.exp_avg_sq = torch.zeros_like(shards.parameters)
+        """Second moments, flat as the shards."""
+        self.num_steps = torch.zeros((), dtype=torch.float32, device=shards.parameters.device)
+        """Updates made; fp32 as in torch's own AdamW."""
+        self._runs = _runs_of_buckets(shards)
+        self.param_groups: list[dict[str, Any]] = [
+            self._group(True, settings.weight_decay),
+            self._group(False, 0.0),
         ]
-        for group in groups:
-            group.update(
-                lr_mult=1.0, max_lr=settings.lr, min_lr=settings.min_lr, default_config=True
-            )
-        self._adamw = torch.optim.AdamW(
-            groups,
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
-        self._loss_scale = torch.ones(1, device=shards.parameters.device)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
         """Upstream's scheduler writes ``lr`` and ``weight_decay`` here."""
-        return self._adamw.param_groups
+        self._loss_scale = torch.ones(1, device=shards.parameters.device)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """bf16 and fp32 need no loss scale."""
@@ -82,7 +79,7 @@ class ShardedAdamW:
         return self._loss_scale
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing to do: `Regrouper.scatter` overwrites the shards' gradients."""
+        """Nothing to do: the scatter overwrites the shards' gradients."""
 
     def divide_gradients(self, num_tokens: int) -> None:
         """Turn sums over tokens into means over the global batch."""
@@ -102,35 +99,100 @@ class ShardedAdamW:
         Args:
             gradient_norm: from `gradient_norm`, after `divide_gradients`; finite.
         """
+        for _ in self.step_by_bucket(gradient_norm):
+            pass
+
+    def step_by_bucket(self, gradient_norm: float) -> Iterator[int]:
+        """As `step`, giving the index of every bucket as soon as it is updated, in their order.
+
+        Once begun it must be gone through to the end.
+        """
         limit = self.settings.clip_grad
         if limit and gradient_norm > limit:
             # The small term is torch's and upstream's: it keeps the quotient away from 1 / 0.
             self._shards.gradients.mul_(limit / (gradient_norm + 1.0e-6))
-        self._adamw.step()
-
-    def _runs(self) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-        """Neighbouring owned rectangles of equal decay, each as one parameter over the shards."""
-        parameters = self._shards.layout.parameters
-        runs: list[tuple[int, int, bool]] = []
-        for part in self._shards.rectangles():
-            decays = parameters[part.parameter].decays
-            stop = part.shard_offset + part.num_elements
-            if runs and runs[-1][1] == part.shard_offset and runs[-1][2] == decays:
-                runs[-1] = (runs[-1][0], stop, decays)
-            else:
-                runs.append((part.shard_offset, stop, decays))
-        groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
-        for start, stop, decays in runs:
-            parameter = torch.nn.Parameter(self._shards.parameters[start:stop])
-            parameter.grad = self._shards.gradients[start:stop]
-            groups[decays].append(parameter)
-        return groups[True], groups[False]
+        self.num_steps += 1
+        for bucket, runs in enumerate(self._runs):
+            for group in self.param_groups:
+                self._update(runs[group["decays"]], group)
+            yield bucket
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state of this rank's runs."""
-        state: dict[str, Any] = self._adamw.state_dict()
-        return state
+        """The state of this rank's shards, laid out as torch lays out that of one parameter."""
+        state = {"step": self.num_steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
+        return {"state": {0: state}, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, on the same rank of an equal layout."""
-        self._adamw.load_state_dict(state)
+        of_shards = state["state"][0]
+        self.num_steps.copy_(of_shards["step"])
+        self.exp_avg.copy_(of_shards["exp_avg"])
+        self.exp_avg_sq.copy_(of_shards["exp_avg_sq"])
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            group.update(saved)
+
+    def _group(self, decays: bool, weight_decay: float) -> dict[str, Any]:
+        """One of upstream's parameter groups; hyper-parameters as torch's AdamW names them."""
+        settings = self.settings
+        return {
+            "params": [
+                self._shards.parameters[start:stop]
+                for runs in self._runs
+                for start, stop in runs[decays]
+            ],
+            "decays": decays,
+            "wd_mult": 1.0 if decays else 0.0,
+            "weight_decay": weight_decay,
+            "lr_mult": 1.0,
+            "lr": settings.lr,
+            "max_lr": settings.lr,
+            "min_lr": settings.min_lr,
+            "betas": (settings.beta1, settings.beta2),
+            "eps": settings.eps,
+            "default_config": True,
+        }
+
+    def _update(self, runs: Sequence[Run], group: dict[str, Any]) -> None:
+        if not runs:
+            return
+        shards = self._shards
+        beta1, beta2 = group["betas"]
+        # The kernel adds 1 to the steps of every tensor it is given.
+        steps = [self.num_steps - 1 for _ in runs]
+        adamw(
+            [shards.parameters[start:stop] for start, stop in runs],
+            [shards.gradients[start:stop] for start, stop in runs],
+            [self.exp_avg[start:stop] for start, stop in runs],
+            [self.exp_avg_sq[start:stop] for start, stop in runs],
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _runs_of_buckets(shards: CanonicalShards) -> list[dict[bool, list[Run]]]:
+    """Of each bucket, neighbouring owned rectangles of equal decay, by whether they decay."""
+    parameters = shards.layout.parameters
+    found: list[dict[bool, list[Run]]] = []
+    for bucket in shards.layout.buckets:
+        runs: dict[bool, list[Run]] = {True: [], False: []}
+        for part in shards.rectangles_of(bucket):
+            of_kind = runs[parameters[part.parameter].decays]
+            stop = part.shard_offset + part.num_elements
+            if of_kind and of_kind[-1][1] == part.shard_offset:
+                of_kind[-1] = (of_kind[-1][0], stop)
+            else:
+                of_kind.append((part.shard_offset, stop))
+        found.append(runs)
+    return found

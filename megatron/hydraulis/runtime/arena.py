@@ -1,7 +1,9 @@
-"""Two flat arenas, parameters and gradients, that a role's model is bound to."""
+"""Two flat storages a rank, parameters and gradients, that the models of all its roles share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,79 @@ ALIGNMENT_ELEMENTS = 64
 """Every parameter starts at a multiple of this: 256 bytes in fp32, what CUDA kernels like."""
 
 
+class ArenaMemory:
+    """The memory of all arenas of a rank: the size of what the strategy at hand needs.
+
+    Storages are resized, not remade: the views of every role stay valid, though only those of the
+    role that the memory was sized for last may be used.
+
+    Args:
+        dtype: of parameters.
+        grad_dtype: of gradients.
+        device: where both live.
+    """
+
+    def __init__(
+        self, *, dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._parameters = torch.empty(0, dtype=dtype, device=device)
+        self._gradients = torch.empty(0, dtype=grad_dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both storages now."""
+        return sum(flat.untyped_storage().nbytes() for flat in (self._parameters, self._gradients))
+
+    def size_parameters(self, num_elements: int) -> None:
+        """Room for so many parameters; where the size changes, contents are undefined."""
+        _resize(self._parameters, num_elements)
+
+    def size_gradients(self, num_elements: int) -> None:
+        """Room for so many gradients; where the size changes, contents are undefined."""
+        _resize(self._gradients, num_elements)
+
+    def release_gradients_unless(self, num_elements: int) -> None:
+        """Give the gradients' memory back where it is not of this size already."""
+        if self._gradients.untyped_storage().nbytes() != (
+            num_elements * self._gradients.element_size()
+        ):
+            _resize(self._gradients, 0)
+
+    def views(self, num_elements: int) -> tuple[Tensor, Tensor]:
+        """Flat parameters and gradients from the storages' beginning; within `reaching` only."""
+        return tuple(
+            torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
+                flat.untyped_storage(), 0, (num_elements,), (1,)
+            )
+            for flat in (self._parameters, self._gradients)
+        )  # type: ignore[return-value]
+
+    @contextmanager
+    def reaching(self, num_elements: int) -> Iterator[None]:
+        """Keeps both storages at least so large, with their contents, while views are made.
+
+        torch refuses a view beyond its storage, though it does not mind the storage shrinking.
+        """
+        before = []
+        for flat in (self._parameters, self._gradients):
+            storage = flat.untyped_storage()
+            before.append(storage.nbytes())
+            storage.resize_(max(storage.nbytes(), num_elements * flat.element_size()))
+        try:
+            yield
+        finally:
+            for flat, num_bytes in zip((self._parameters, self._gradients), before, strict=True):
+                if flat.untyped_storage().nbytes() != num_bytes:
+                    flat.untyped_storage().resize_(num_bytes)
+
+
+def _resize(flat: Tensor, num_elements: int) -> None:
+    storage, num_bytes = flat.untyped_storage(), num_elements * flat.element_size()
+    if storage.nbytes() != num_bytes:
+        storage.resize_(0)  # what was there is not worth copying, nor holding beside the new
+        storage.resize_(num_bytes)
+
+
 @dataclass(frozen=True)
 class BoundParameter:
     """A parameter of the role and its places in the arenas, both flat."""
@@ -26,23 +101,12 @@ class BoundParameter:
 
 
 class Arena:
-    """Memory for one role's parameters (in ``dtype``) and gradients (in ``grad_dtype``).
+    """One role's places in the shared memory: parameters and gradients at its own offsets."""
 
-    The storage is resized, not remade: views stay valid while `release` and `allocate` follow what
-    each iteration's strategy needs.
-    """
-
-    def __init__(
-        self,
-        layout: CanonicalLayout,
-        role: Role,
-        *,
-        dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layout: CanonicalLayout, role: Role, memory: ArenaMemory) -> None:
         self._layout = layout
         self._role = role
+        self._memory = memory
         self._offsets: dict[int, int] = {}
         units = role.units
         end = 0
@@ -51,61 +115,71 @@ class Arena:
                 self._offsets[index] = end
                 size = spec.num_elements // (role.tp if spec.tp_dim is not None else 1)
                 end += -(-size // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        self.parameters = torch.empty(end, dtype=dtype, device=device)
-        self.gradients = torch.zeros(end, dtype=grad_dtype, device=device)
+        self.num_elements = end
+        """Elements that the role needs of each storage."""
+        with self.in_memory():
+            self.parameters, self.gradients = memory.views(end)
         self.bound: dict[int, BoundParameter] = {}
+        """By index into ``layout.parameters``."""
 
-    def bind(self, model: torch.nn.Module) -> None:
+    def bind(self, model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
         """Give every parameter of a model on `meta` its place here, gradients included.
 
         Args:
             model: the role's model; its parameters are replaced by views into the arena that carry
                 the attributes Megatron wrote on the originals.
 
+        Returns:
+            The new parameters, by index into ``layout.parameters``.
+
         Raises:
             ConfigurationError: the model's parameters are not those of the catalogue.
         """
-        for local_name, original in list(model.named_parameters()):
-            name = global_name(local_name, self._role)
-            index = self._layout.index_of.get(name)
-            if index is None or index not in self._offsets:
-                raise ConfigurationError(
-                    f"parameter '{name}' of the stage is not in the whole model; every stage must "
-                    "be a part of the model that one rank would build"
-                )
-            spec = self._layout.parameters[index]
-            shape = spec.local_shape(self._role.tp)
-            if tuple(original.shape) != shape:
-                raise ConfigurationError(
-                    f"parameter '{name}' has shape {tuple(original.shape)} on this stage, but "
-                    f"{spec.shape} cut over tp={self._role.tp} gives {shape}"
-                )
-            bound = self._views(index, name)
-            # `Parameter(view)` would share the arena's version counter, and autograd would raise
-            # as soon as another parameter's gather writes to the arena.
-            parameter = torch.nn.Parameter(torch.empty(0, dtype=bound.values.dtype))
-            parameter.data = bound.values.view(shape)
-            for key, value in vars(original).items():
-                setattr(parameter, key, value)
-            if bound.gradient.dtype != bound.values.dtype:
-                parameter.grad_dtype = bound.gradient.dtype
-            parameter.grad = bound.gradient.view(shape)
-            self.bound[index] = bound
-            _replace_parameter(model, local_name, original, parameter)
+        parameters: dict[int, torch.nn.Parameter] = {}
+        with self.in_memory():
+            for local_name, original in list(model.named_parameters()):
+                index, parameter = self._bound(local_name, original)
+                parameters[index] = parameter
+                _replace_parameter(model, local_name, original, parameter)
+        return parameters
+
+    def in_memory(self) -> AbstractContextManager[None]:
+        """Within, views of the arena can be made, whatever the memory was sized for."""
+        return self._memory.reaching(self.num_elements)
 
     def zero_gradients(self) -> None:
         """Start accumulating anew."""
         self.gradients.zero_()
 
-    def release(self) -> None:
-        """Give the memory back; views stay, empty."""
-        self.parameters.untyped_storage().resize_(0)
-        self.gradients.untyped_storage().resize_(0)
-
-    def allocate(self) -> None:
-        """Take memory again after `release`; contents are undefined."""
-        for flat in (self.parameters, self.gradients):
-            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+    def _bound(
+        self, local_name: str, original: torch.nn.Parameter
+    ) -> tuple[int, torch.nn.Parameter]:
+        name = global_name(local_name, self._role)
+        index = self._layout.index_of.get(name)
+        if index is None or index not in self._offsets:
+            raise ConfigurationError(
+                f"parameter '{name}' of the stage is not in the whole model; every stage must "
+                "be a part of the model that one rank would build"
+            )
+        spec = self._layout.parameters[index]
+        shape = spec.local_shape(self._role.tp)
+        if tuple(original.shape) != shape:
+            raise ConfigurationError(
+                f"parameter '{name}' has shape {tuple(original.shape)} on this stage, but "
+                f"{spec.shape} cut over tp={self._role.tp} gives {shape}"
+            )
+        bound = self._views(index, name)
+        # `Parameter(view)` would share the arena's version counter, and autograd would raise
+        # as soon as another parameter's gather writes to the arena.
+        parameter = torch.nn.Parameter(torch.empty(0, dtype=bound.values.dtype))
+        parameter.data = bound.values.view(shape)
+        for key, value in vars(original).items():
+            setattr(parameter, key, value)
+        if bound.gradient.dtype != bound.values.dtype:
+            parameter.grad_dtype = bound.gradient.dtype
+        parameter.grad = bound.gradient.view(shape)
+        self.bound[index] = bound
+        return index, parameter
 
     def _views(self, index: int, name: str) -> BoundParameter:
         spec = self._layout.parameters[index]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,28 +15,33 @@ from torch import Tensor
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
-from megatron.hydraulis.runtime.arena import Arena
+from megatron.hydraulis.runtime.arena import Arena, ArenaMemory
 from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue
 from megatron.hydraulis.runtime.executor import RoleModel, run_micro_batches
 from megatron.hydraulis.runtime.forward_step import ForwardStep
-from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
+from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, Waits
 from megatron.hydraulis.runtime.process_groups import (
     GroupRegistry,
     device_of_job,
     provide_memory_buffer,
 )
 from megatron.hydraulis.runtime.regroup import Regrouper
+from megatron.hydraulis.runtime.role_model import BoundRole
 from megatron.hydraulis.runtime.shards import CanonicalShards
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
-from megatron.hydraulis.runtime.staging import Staging
+from megatron.hydraulis.runtime.staging import DEFAULT_NUM_SLOTS, Staging
+from megatron.hydraulis.runtime.track import make_track
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.role import Role, role_of
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """``phase(name)`` is entered around every part of an iteration, by all ranks alike, idle ones
-included: 'gather' (left out where the parameters are there already), 'forward-backward', 'scatter',
-'optimizer' (left out where there is nothing to update)."""
+included: 'gather' (left out where the parameters are there already or on their way),
+'forward-backward', 'scatter', 'optimizer' (left out where there is nothing to update). With overlap
+'gather' is no more than its beginning, and 'scatter' what is left of it after the last backward.
+"""
 
 
 def untimed(name: str) -> AbstractContextManager[None]:
@@ -72,6 +77,13 @@ class StepOutcome:
     updated: bool
     bad_micro_batches: tuple[int, ...]
     """Micro-batches of this rank's replica whose loss is not finite (last stage only)."""
+    regroup_bytes: int = 0
+    """What this rank receives from others and sends to them in one gather and one scatter of the
+    iteration's strategy."""
+    gather_wait_s: float = 0.0
+    """How long this rank's compute stood still for parameters."""
+    scatter_wait_s: float = 0.0
+    """How long it stood still for gradients."""
 
 
 @dataclass
@@ -80,9 +92,23 @@ class _Setting:
 
     strategy: Strategy
     role: Role | None
-    model: RoleModel | None
-    arena: Arena | None
+    bound: BoundRole | None
     regrouper: Regrouper
+
+    @property
+    def model(self) -> RoleModel | None:
+        """None where the rank is idle."""
+        return None if self.bound is None else self.bound.model
+
+    @property
+    def arena(self) -> Arena | None:
+        """None where the rank is idle."""
+        return None if self.bound is None else self.bound.arena
+
+    @property
+    def num_elements(self) -> int:
+        """Of each arena storage."""
+        return 0 if self.bound is None else self.bound.arena.num_elements
 
 
 class Engine:
@@ -101,7 +127,9 @@ class Engine:
             take it at creation: that of the world group does not reach them.
         num_atoms: T, the atoms of a parameter; the least common multiple of the pool's tp degrees
             by default, a multiple of it where the shards must fit other pools too.
-        spans: is told of the work as it is done.
+        overlap: let regrouping overlap compute; the results are the same bit by bit.
+        num_slots: staging slots, that is buckets that may be rearranged at a time.
+        spans: told of gathers, scatters and waits, and of what the schedules do.
 
     Raises:
         ConfigurationError: ``num_atoms`` is no multiple of the pool's own, or the model does not
@@ -118,12 +146,13 @@ class Engine:
         groups: GroupRegistry | None = None,
         timeout: timedelta | None = None,
         num_atoms: int | None = None,
+        overlap: bool = True,
+        num_slots: int = DEFAULT_NUM_SLOTS,
         spans: SpanRecorder = NO_SPANS,
     ) -> None:
         self.definition = definition
         self.pool = pool
         self.rank = dist.get_rank()
-        self._spans = spans
         self.device = device_of_job()
         self.dtype: torch.dtype = definition.transformer.params_dtype
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -149,10 +178,18 @@ class Engine:
         self.shards = CanonicalShards(self.layout, self.rank, dtype=wide, device=self.device)
         self.shards.initialise({entry.spec.name: entry for entry in entries}, seed)
         self.optimizer = ShardedAdamW(self.shards, settings)
-        self._staging = Staging(self.device)
+        self.memory = ArenaMemory(dtype=self.dtype, grad_dtype=wide, device=self.device)
+        self.staging = Staging(self.device, num_slots)
+        self._overlap = overlap
+        self._spans = spans
+        self._track = make_track(self.device, self.staging, spans)
+        self._gather_waits = Waits("gather wait", spans)
+        self._scatter_waits = Waits("scatter wait", spans)
         self._settings: dict[str, _Setting] = {}
-        self._gathered: str | None = None
-        """Name of the strategy whose parameters are in the arena and current."""
+        self._bound_roles: dict[object, BoundRole] = {}
+        self._is_training = True
+        self._gathered: tuple[str, GatherPass] | None = None
+        """The strategy whose parameters are in the arena, or on their way there, and current."""
 
     def setting(self, strategy_name: str) -> _Setting:
         """Role model, arena and routes of a strategy on this rank, built at first use."""
@@ -173,6 +210,7 @@ class Engine:
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
         *,
+        next_strategy: str | None = None,
         phase: Phase = untimed,
     ) -> StepOutcome:
         """Gather, run, scatter, update.
@@ -181,23 +219,34 @@ class Engine:
             strategy_name: of the pool; the same on every rank.
             batches: micro-batches of this rank's replica, on the job's device; empty where idle.
             forward_step: upstream's signature.
+            next_strategy: of the next iteration, where it is known, on every rank alike: each
+                bucket is gathered for it as soon as it is updated.
             phase: measures the parts.
 
         Returns:
             The outcome. An iteration without trained tokens, or whose loss or gradient norm is not
             finite, updates nothing: whether the run stops there is the caller's choice.
         """
+        self._gather_waits.take_s()
+        self._scatter_waits.take_s()
         loss, bad = self.forward_backward(strategy_name, batches, forward_step, phase=phase)
-        if loss.num_tokens == 0 or not loss.is_finite:
-            return StepOutcome(loss, None, False, bad)
-        with phase("optimizer"):
-            self.optimizer.divide_gradients(loss.num_tokens)
-            norm = self.optimizer.gradient_norm()
-            if not math.isfinite(norm):
-                return StepOutcome(loss, norm, False, bad)
-            self.optimizer.step(norm)
-            self._gathered = None
-        return StepOutcome(loss, norm, True, bad)
+        norm, updated = None, False
+        if loss.num_tokens and loss.is_finite:
+            with self._in_phase("optimizer", strategy_name, phase):
+                self.optimizer.divide_gradients(loss.num_tokens)
+                norm = self.optimizer.gradient_norm()
+                updated = math.isfinite(norm)
+                if updated:
+                    self._update(norm, next_strategy)
+        return StepOutcome(
+            loss,
+            norm,
+            updated,
+            bad,
+            regroup_bytes=self.setting(strategy_name).regrouper.num_bytes,
+            gather_wait_s=self._gather_waits.take_s(),
+            scatter_wait_s=self._scatter_waits.take_s(),
+        )
 
     def forward_backward(
         self,
@@ -212,57 +261,146 @@ class Engine:
         Returns:
             The loss, and the micro-batches of this rank whose loss is not finite.
         """
-        setting = self.setting(strategy_name)
         self.gather(strategy_name, phase=phase)
-        with phase("forward-backward"):
+        setting = self.setting(strategy_name)
+        with self._in_phase("forward-backward", strategy_name, phase):
+            self.memory.size_gradients(setting.num_elements)
             if setting.arena is not None:
                 setting.arena.zero_gradients()
-            reports = self._run(setting, batches, forward_step, forward_only=False)
-        with phase("scatter"):
-            setting.regrouper.scatter()
+            scatter = self._scatter_pass(setting)
+            if not batches and self._overlap:
+                scatter.begin_last_backward()  # there is none to wait for
+            reports = self._run(setting, batches, forward_step, scatter)
+        with self._in_phase("scatter", strategy_name, phase):
+            scatter.finish()
+            self._finish_gather()
         return self._total(setting, reports)
 
     def evaluate(
         self, strategy_name: str, batches: Sequence[PackedBatch], forward_step: ForwardStep
     ) -> LossTotal:
         """Loss of a global batch, nothing else."""
-        setting = self.setting(strategy_name)
         self.gather(strategy_name)
-        with torch.no_grad():
-            reports = self._run(setting, batches, forward_step, forward_only=True)
+        setting = self.setting(strategy_name)
+        with self._in_phase("evaluation", strategy_name, untimed), torch.no_grad():
+            reports = self._run(setting, batches, forward_step, None)
+            self._finish_gather()
         return self._total(setting, reports)[0]
 
     def gather(self, strategy_name: str, *, phase: Phase = untimed) -> None:
-        """Bring the current parameters into the strategy's layout, if they are not there yet."""
-        if self._gathered != strategy_name:
-            with phase("gather"):
-                self.setting(strategy_name).regrouper.gather()
-            self._gathered = strategy_name
+        """Bring the current parameters into the strategy's layout, if they are not there yet.
+
+        With overlap they are on their way when this returns: the model's modules wait for theirs.
+        """
+        if self._gathered is None or self._gathered[0] != strategy_name:
+            with self._in_phase("gather", strategy_name, phase):
+                self._begin_gather(strategy_name).post_rest()
+
+    def parameters_changed(self) -> None:
+        """To be told, on every rank, by who wrote to the shards' parameters, such as a checkpoint.
+
+        Before writing, `finish_regrouping` makes sure that nobody reads them any more.
+        """
+        self.finish_regrouping()
+        self._gathered = None
+
+    def finish_regrouping(self) -> None:
+        """Go on when nothing is on its way any more. Collective, as what is waited for is."""
+        self._finish_gather()
+
+    def close(self) -> None:
+        """End regrouping for good; to be called before the process groups are destroyed."""
+        self.finish_regrouping()
+        self._track.close()
 
     def set_training(self, training: bool) -> None:
-        """`train()` or `eval()` on every model built so far."""
-        for setting in self._settings.values():
-            if setting.model is not None:
-                setting.model.model.train(training)
+        """`train()` or `eval()` on every model built so far, and on those that will be."""
+        self._is_training = training
+        for bound in self._bound_roles.values():
+            bound.model.model.train(training)
 
     def _run(
         self,
         setting: _Setting,
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
-        *,
-        forward_only: bool,
+        scatter: ScatterPass | None,
     ) -> list[dict[str, Tensor]]:
-        if setting.model is None:
+        """Forward, and where there is a scatter backward, of all micro-batches of this rank."""
+        if setting.bound is None:
             if batches:
                 raise StrategyError(
                     f"rank {self.rank} is idle in strategy '{setting.strategy.name}' but was given "
                     f"{len(batches)} micro-batches; a plan gives work to replicas only"
                 )
             return []
-        return run_micro_batches(
-            setting.model, batches, forward_step, forward_only=forward_only, spans=self._spans
+        if not batches:
+            return []
+        assert self._gathered is not None
+        with setting.bound.regrouping(self._gathered[1], scatter):
+            return run_micro_batches(
+                setting.bound.model,
+                batches,
+                forward_step,
+                forward_only=scatter is None,
+                spans=self._spans,
+            )
+
+    def _update(self, gradient_norm: float, next_strategy: str | None) -> None:
+        """Update the shards, and gather each bucket anew as soon as it is updated."""
+        upcoming = None
+        if next_strategy is not None and self._overlap:
+            upcoming = self._begin_gather(next_strategy)
+        else:
+            self._gathered = None
+        span = self._spans.begin("optimizer")
+        for _ in self.optimizer.step_by_bucket(gradient_norm):
+            if upcoming is not None:
+                upcoming.post_next()
+        self._spans.end(span)
+
+    def _begin_gather(self, strategy_name: str) -> GatherPass:
+        """The arena is the strategy's from here on; nothing is posted yet."""
+        self._finish_gather()
+        self._gathered = None
+        setting = self.setting(strategy_name)
+        self.memory.size_parameters(setting.num_elements)
+        self.memory.release_gradients_unless(setting.num_elements)
+        gather = GatherPass(
+            setting.regrouper,
+            len(self.layout.buckets),
+            self._track,
+            self._gather_waits,
+            waits_at_once=not self._overlap,
         )
+        self._gathered = (strategy_name, gather)
+        return gather
+
+    def _finish_gather(self) -> None:
+        if self._gathered is not None:
+            self._gathered[1].finish()
+
+    def _scatter_pass(self, setting: _Setting) -> ScatterPass:
+        bound = setting.bound
+        is_first_stage = bound is None or bound.role.has_embedding
+        return ScatterPass(
+            setting.regrouper,
+            len(self.layout.buckets),
+            self._track,
+            self._scatter_waits,
+            buckets_of={} if bound is None else bound.buckets_of,
+            posts_early=self._overlap and (is_first_stage or not self._track.may_delay_compute),
+        )
+
+    @contextmanager
+    def _in_phase(self, name: str, strategy_name: str, phase: Phase) -> Iterator[None]:
+        """A part of an iteration: what is raised in it says where and on which rank."""
+        try:
+            with phase(name):
+                yield
+        except Exception as error:
+            error.add_note(f"rank {self.rank}, phase '{name}', strategy '{strategy_name}'")
+            raise
 
     def _total(
         self, setting: _Setting, reports: Sequence[dict[str, Tensor]]
@@ -289,24 +427,29 @@ class Engine:
             for rank in range(self.pool.num_ranks)
         ]
         role = roles[self.rank]
-        model = arena = None
-        if role is not None:
-            groups = self.groups.collection(strategy)
-            assert groups is not None
-            module = build_role_model(self.definition, role, groups)
-            wide = self.shards.parameters.dtype
-            arena = Arena(self.layout, role, dtype=self.dtype, grad_dtype=wide, device=self.device)
-            arena.bind(module)
-            model = RoleModel(module, groups)
+        bound = None if role is None else self._bound_role(strategy, role)
         regrouper = Regrouper(
             self.layout,
             roles,
             self.shards,
-            arena,
+            None if bound is None else bound.arena,
             wire_dtype=self.dtype,
-            staging=self._staging,
+            group=self.groups.regroup,
+            ranks_per_node=self.pool.ranks_per_node,
         )
-        return _Setting(strategy, role, model, arena, regrouper)
+        return _Setting(strategy, role, bound, regrouper)
+
+    def _bound_role(self, strategy: Strategy, role: Role) -> BoundRole:
+        """The model of the role, shared by strategies that give this rank the same neighbours."""
+        groups = self.groups.collection(strategy)
+        assert groups is not None
+        key = (role, *(tuple(dist.get_process_group_ranks(g)) for g in (groups.tp, groups.pp)))
+        found = self._bound_roles.get(key)
+        if found is None:
+            found = BoundRole(self.definition, role, groups, self.layout, self.memory)
+            found.model.model.train(self._is_training)
+            self._bound_roles[key] = found
+        return found
 
 
 def _first_report(report: dict[str, Tensor]) -> Tensor:

@@ -56,7 +56,9 @@ class GroupRegistry:
             use_local_synchronization=True,
             group_desc="hydraulis_self",
         )
-        self.num_created = 1
+        self.regroup = dist.new_group(timeout=timeout, group_desc="hydraulis_regroup")
+        """All ranks, for regrouping alone: no other collective comes between its own."""
+        self.num_created = 2
         for strategy in strategies:
             self.add_strategy(strategy)
 

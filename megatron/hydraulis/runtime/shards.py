@@ -63,22 +63,26 @@ class CanonicalShards:
     def rectangles(self) -> Iterator[OwnedRectangle]:
         """What is owned, in the order of the flat shards: whole rows of atoms."""
         for bucket in self.layout.buckets:
-            start, stop = bucket.shard_range(self.rank)
-            base = self._offsets[bucket.index] - start
-            for piece, offset in zip(bucket.pieces, bucket.piece_offsets, strict=False):
-                first = max(start, offset)
-                last = min(stop, offset + piece.num_elements)
-                if first >= last:
-                    continue
-                row, column = self.layout.global_rectangle(piece)
-                yield OwnedRectangle(
-                    parameter=piece.parameter,
-                    shard_offset=base + first,
-                    first_row=row + (first - offset) // piece.row_length,
-                    first_column=column,
-                    num_rows=(last - first) // piece.row_length,
-                    num_columns=piece.row_length,
-                )
+            yield from self.rectangles_of(bucket)
+
+    def rectangles_of(self, bucket: Bucket) -> Iterator[OwnedRectangle]:
+        """What is owned of a bucket, in the order of the flat shards."""
+        start, stop = bucket.shard_range(self.rank)
+        base = self._offsets[bucket.index] - start
+        for piece, offset in zip(bucket.pieces, bucket.piece_offsets, strict=False):
+            first = max(start, offset)
+            last = min(stop, offset + piece.num_elements)
+            if first >= last:
+                continue
+            row, column = self.layout.global_rectangle(piece)
+            yield OwnedRectangle(
+                parameter=piece.parameter,
+                shard_offset=base + first,
+                first_row=row + (first - offset) // piece.row_length,
+                first_column=column,
+                num_rows=(last - first) // piece.row_length,
+                num_columns=piece.row_length,
+            )
 
     def initialise(self, entries: Mapping[str, CataloguedParameter], seed: int) -> None:
         """Set the initial weights: they depend on the seed and the parameters' names alone."""

@@ -1,8 +1,8 @@
-"""An arena's memory can be given back and taken again while a model stays bound to it."""
+"""Arenas of several roles share one memory, of the size of the role at hand."""
 
 import torch
 
-from megatron.hydraulis.runtime.arena import Arena
+from megatron.hydraulis.runtime.arena import Arena, ArenaMemory
 from megatron.hydraulis.runtime.catalogue import catalogue
 from megatron.hydraulis.runtime.model_building import build_role_model
 from megatron.hydraulis.runtime.process_groups import local_collection
@@ -11,33 +11,41 @@ from megatron.hydraulis.transfer.role import Role
 from tests.support.gloo_pool import prepare_parent
 from tests.support.models import SmallModel
 
+BF16_BYTES, FP32_BYTES = 2, 4
 
-def test_released_memory_is_gone_and_views_are_valid_once_it_is_back() -> None:
-    prepare_parent()
-    definition = SmallModel(num_layers=2, dtype=torch.bfloat16).definition()
-    role = Role(
+
+def role_of_layers(first: int, num_layers: int) -> Role:
+    return Role(
         tp=1,
         tp_rank=0,
-        first_layer=0,
-        num_layers=2,
+        first_layer=first,
+        num_layers=num_layers,
         num_layers_of_model=2,
         tied_embeddings=False,
     )
+
+
+def test_two_roles_use_the_memory_in_turn() -> None:
+    prepare_parent()
+    definition = SmallModel(num_layers=2, dtype=torch.bfloat16).definition()
     specs = [entry.spec for entry in catalogue(definition)]
     layout = CanonicalLayout.build(specs, num_atoms=1, num_ranks=1)
-    device = torch.device("cpu")
-    arena = Arena(layout, role, dtype=torch.bfloat16, grad_dtype=torch.float32, device=device)
-    model = build_role_model(definition, role, local_collection())
-    arena.bind(model)
-    flats = (arena.parameters, arena.gradients)
-    sizes = [flat.untyped_storage().nbytes() for flat in flats]
-    assert sizes == [2 * arena.parameters.numel(), 4 * arena.gradients.numel()]
+    memory = ArenaMemory(dtype=torch.bfloat16, grad_dtype=torch.float32, device=torch.device("cpu"))
+    arenas, models = [], []
+    for role in (role_of_layers(0, 2), role_of_layers(1, 1)):
+        arena = Arena(layout, role, memory)
+        model = build_role_model(definition, role, local_collection())
+        arena.bind(model)
+        assert memory.num_bytes == 0, "binding takes no memory for good"
+        arenas.append(arena)
+        models.append(model)
+    whole, half = arenas
+    assert whole.num_elements > half.num_elements > 0
 
-    for _ in range(2):
-        arena.release()
-        assert [flat.untyped_storage().nbytes() for flat in flats] == [0, 0]
-        arena.allocate()
-        assert [flat.untyped_storage().nbytes() for flat in flats] == sizes
+    for arena, model in [*zip(arenas, models, strict=True)] * 2:
+        memory.size_parameters(arena.num_elements)
+        memory.size_gradients(arena.num_elements)
+        assert memory.num_bytes == (BF16_BYTES + FP32_BYTES) * arena.num_elements
         arena.parameters.fill_(3.0)
         arena.gradients.fill_(5.0)
         for name, parameter in model.named_parameters():
@@ -45,11 +53,31 @@ def test_released_memory_is_gone_and_views_are_valid_once_it_is_back() -> None:
             assert bool((parameter == 3.0).all()), name
             assert parameter.grad is not None
             assert bool((parameter.grad == 5.0).all()), name
-        # What the model writes is what scatter reads.
+        # What the model writes is what a scatter reads.
         parameter = next(model.parameters())
         assert parameter.grad is not None
         parameter.grad.zero_()
-        bound = arena.bound[0]
-        assert not bound.gradient.any()
+        assert not next(iter(arena.bound.values())).gradient.any()
         arena.zero_gradients()
         assert not arena.gradients.any()
+
+
+def test_the_same_size_again_keeps_what_is_there() -> None:
+    memory = ArenaMemory(dtype=torch.float32, grad_dtype=torch.float32, device=torch.device("cpu"))
+    memory.size_parameters(4)
+    with memory.reaching(4):
+        parameters, _ = memory.views(4)
+    parameters.fill_(2.0)
+    memory.size_parameters(4)
+    assert parameters.tolist() == [2.0] * 4
+    memory.size_gradients(4)
+    memory.release_gradients_unless(4)
+    assert memory.num_bytes == 32
+    memory.release_gradients_unless(5)
+    assert memory.num_bytes == 16
+    with memory.reaching(1000):
+        assert parameters.tolist() == [2.0] * 4
+    assert memory.num_bytes == 16
+    assert parameters.tolist() == [2.0] * 4
+    memory.size_parameters(0)
+    assert memory.num_bytes == 0

@@ -1,0 +1,183 @@
+"""One gather and one scatter of all buckets: what is on the track, and who waits for what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.runtime.regroup import Regrouper
+from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
+from megatron.hydraulis.runtime.track import Ticket, Track
+
+
+class Waits:
+    """Time that compute stood still, added up."""
+
+    def __init__(self, span: str, spans: SpanRecorder = NO_SPANS) -> None:
+        self._span = span
+        self._spans = spans
+        self.total_s = 0.0
+
+    def wait_for(self, ticket: Ticket, **detail: int | str) -> None:
+        """Wait for a job's end, if it has not come already."""
+        if ticket.is_done:
+            ticket.wait()  # tells of errors
+            return
+        span = self._spans.begin(self._span, **detail)
+        start_s = time.perf_counter()
+        try:
+            ticket.wait()
+        finally:
+            self.total_s += time.perf_counter() - start_s
+            self._spans.end(span)
+
+    def take_s(self) -> float:
+        """The sum since the last call."""
+        total_s, self.total_s = self.total_s, 0.0
+        return total_s
+
+
+class GatherPass:
+    """The parameters of one strategy on their way: each bucket once, by rising index.
+
+    Args:
+        regrouper: of the strategy.
+        num_buckets: of the layout.
+        track: where jobs run.
+        waits: told of every wait.
+        waits_at_once: let nothing overlap: a bucket has arrived when it has been posted.
+    """
+
+    def __init__(
+        self,
+        regrouper: Regrouper,
+        num_buckets: int,
+        track: Track,
+        waits: Waits,
+        *,
+        waits_at_once: bool = False,
+    ) -> None:
+        self._regrouper = regrouper
+        self._num_buckets = num_buckets
+        self._track = track
+        self._waits = waits
+        self._waits_at_once = waits_at_once
+        self._tickets: list[Ticket | None] = []
+        """None where the bucket is known to have arrived."""
+        self._num_missing = num_buckets
+
+    def post_next(self) -> None:
+        """Post the next bucket: the owned part of it must be up to date."""
+        bucket = len(self._tickets)
+        self._tickets.append(self._track.submit(self._regrouper.gather_job(bucket)))
+        if self._waits_at_once:
+            self.need((bucket,))
+
+    def post_rest(self) -> None:
+        """Post what has not been posted."""
+        while len(self._tickets) < self._num_buckets:
+            self.post_next()
+
+    def need(self, buckets: Iterable[int]) -> None:
+        """Go on when these buckets are in the arena."""
+        if not self._num_missing:
+            return
+        for bucket in buckets:
+            ticket = self._tickets[bucket]
+            if ticket is not None:
+                self._waits.wait_for(ticket, bucket=bucket)
+                self._tickets[bucket] = None
+                self._num_missing -= 1
+
+    def num_missing_of(self, buckets: Iterable[int]) -> int:
+        """How many of these buckets nobody has waited for."""
+        return sum(self._tickets[bucket] is not None for bucket in buckets)
+
+    def finish(self) -> None:
+        """Go on when every bucket has arrived everywhere that it is sent to from here."""
+        self.post_rest()
+        self.need(range(self._num_buckets))
+
+
+class ScatterPass:
+    """The gradients of one iteration on their way: each bucket once, by falling index.
+
+    A bucket is posted when this rank's last backward has completed it and all buckets of higher
+    index are posted. Nothing is waited for before `finish`.
+
+    Args:
+        regrouper: of the strategy.
+        num_buckets: of the layout.
+        track: where jobs run.
+        waits: told of every wait.
+        buckets_of: the buckets that each parameter of this rank contributes to.
+        posts_early: whether buckets may be posted before `finish`.
+    """
+
+    def __init__(
+        self,
+        regrouper: Regrouper,
+        num_buckets: int,
+        track: Track,
+        waits: Waits,
+        *,
+        buckets_of: Mapping[int, Sequence[int]],
+        posts_early: bool = True,
+    ) -> None:
+        self._regrouper = regrouper
+        self._track = track
+        self._waits = waits
+        self._buckets_of = buckets_of
+        self._posts_early = posts_early
+        self._missing: list[set[int]] = [set() for _ in range(num_buckets)]
+        """Of each bucket, the parameters whose gradients are not complete."""
+        for parameter, buckets in buckets_of.items():
+            for bucket in buckets:
+                self._missing[bucket].add(parameter)
+        self._num_left = num_buckets
+        self._tickets: list[Ticket] = []
+        self._is_last_backward = False
+
+    def begin_last_backward(self) -> None:
+        """From now on a gradient that is added to is complete."""
+        self._is_last_backward = True
+        self._post_complete()
+
+    def arrived(self, parameter: int) -> None:
+        """A backward has added to the gradient of a parameter."""
+        if not self._is_last_backward:
+            return
+        for bucket in self._buckets_of.get(parameter, ()):
+            if bucket >= self._num_left:
+                raise HydraulisError(
+                    f"the last backward adds to a gradient of bucket {bucket} after the bucket "
+                    "was sent: the model uses a parameter in several separate graphs; pass "
+                    "--no-regroup-overlap"
+                )
+            self._missing[bucket].discard(parameter)
+        self._post_complete()
+
+    def finish(self) -> None:
+        """Post the rest and go on when all gradients are on the shards."""
+        while self._num_left:
+            self._post()
+        for ticket in self._tickets:
+            self._waits.wait_for(ticket)
+
+    def _post_complete(self) -> None:
+        while self._posts_early and self._num_left and not self._missing[self._num_left - 1]:
+            self._post()
+
+    def _post(self) -> None:
+        self._num_left -= 1
+        self._tickets.append(self._track.submit(self._regrouper.scatter_job(self._num_left)))
+
+
+@contextmanager
+def at_exit(action: Callable[[], None]) -> Iterator[None]:
+    """A context manager for ``config.no_sync_func``: Megatron's schedules leave it before the last
+    backward."""
+    yield
+    action()
