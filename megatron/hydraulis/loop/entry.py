@@ -274,14 +274,14 @@ class _Job:
             ends_properly = True  # an exit condition of upstream
             raise
         finally:
-            if trace is not None:
-                trace.close(merges=ends_properly)
             if self._emulation is not None and ends_properly:
                 self._emulation.report_overruns()
             if metrics is not None:
                 metrics.close()
                 if ends_properly:
                     run_folder.close_run(run_dir, self._planning.pool.strategies)
+            if trace is not None:
+                trace.close(merges=ends_properly)
 
     def _run_trace(self, store: dist.Store) -> RunTrace | None:
         """Collective where a trace is asked for."""
