@@ -59,6 +59,8 @@ Lengths = tuple[int, ...]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan all batches, run all sides in turn, print the figures."""
     options = _parser().parse_args(arguments)
+    if options.emulate_scale is None:
+        options.emulate_scale = options.ranks / 16
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -349,9 +351,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--emulate-scale",
         type=float,
-        default=1.0,
         metavar="X",
-        help="seconds here for each second of the device (default: %(default)s)",
+        help="seconds here for each second of the device (default: ranks / 16, since the tiny "
+        "tensors of more ranks take longer on the same cores)",
     )
     parser.add_argument(
         "--iterations",

@@ -5,9 +5,9 @@ the same number of rows. Here this is done as well as it can be done:
 
 - There are as few rows as first-fit decreasing needs for the batch at the context window, rounded
   up to a multiple of the number of replicas.
-- The rows are then made as equal in tokens as they can be: their common length is the least at
-  which first-fit decreasing still needs no more rows (MULTIFIT: Coffman, Garey and Johnson, An
-  application of bin-packing to multiprocessor scheduling, 1978).
+- The rows are then made as equal in tokens as they can be: sequences, longest first, go to the row
+  with the fewest tokens that has room; where that fails, first-fit decreasing stands.
+- Rows go to replicas so that these, too, get about equal tokens.
 - Padding costs nothing; `padded_time_s` is the time with rows padded to the context window, which
   is what fixed shapes really cost.
 
@@ -50,22 +50,35 @@ def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[i
 def equal_rows(lengths: Sequence[int], window_tokens: int, num_replicas: int) -> list[list[int]]:
     """Indices of the sequences of each row: a multiple of num_replicas rows of about equal tokens.
 
-    A row may be empty, where there are fewer sequences than rows.
+    A row may be empty, where there are fewer sequences than rows. Fullest rows come first. Raises
+    ValueError when a sequence is longer than the window.
     """
-    needed = len(first_fit_decreasing(lengths, window_tokens))
-    num_rows = num_replicas * math.ceil(needed / num_replicas)
-    # First-fit decreasing is not monotonous: the search finds a length that works, and the window
-    # always does.
-    low, best = max(max(lengths), math.ceil(sum(lengths) / num_rows)), window_tokens
-    high = window_tokens
-    while low < high:
-        middle = (low + high) // 2
-        if len(first_fit_decreasing(lengths, middle)) <= num_rows:
-            best = high = middle
-        else:
-            low = middle + 1
-    rows = first_fit_decreasing(lengths, best)
-    return rows + [[] for _ in range(num_rows - len(rows))]
+    rows = first_fit_decreasing(lengths, window_tokens)
+    num_rows = num_replicas * math.ceil(len(rows) / num_replicas)
+    rows += [[] for _ in range(num_rows - len(rows))]
+    rows = _dealt(lengths, window_tokens, num_rows) or rows
+    return sorted(rows, key=lambda row: -sum(lengths[i] for i in row))
+
+
+def _dealt(lengths: Sequence[int], window_tokens: int, num_rows: int) -> list[list[int]] | None:
+    """Longest sequence first to the row with the fewest tokens; None where one has no room."""
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    tokens = [0] * num_rows
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = tokens.index(min(tokens))
+        rows[place].append(index)
+        tokens[place] += lengths[index]
+    return rows if max(tokens) <= window_tokens else None
+
+
+def _shares(rows: list[list[int]], num_replicas: int) -> list[list[list[int]]]:
+    """Rows of each replica: to and fro, so that every replica gets full and less full ones."""
+    shares: list[list[list[int]]] = [[] for _ in range(num_replicas)]
+    for turn, start in enumerate(range(0, len(rows), num_replicas)):
+        order = range(num_replicas) if turn % 2 == 0 else reversed(range(num_replicas))
+        for replica, row in zip(order, rows[start : start + num_replicas], strict=True):
+            shares[replica].append(row)
+    return shares
 
 
 def fixed_length_plan(
@@ -76,7 +89,7 @@ def fixed_length_plan(
     window_tokens: int,
     iteration: int = 0,
 ) -> IterationPlan:
-    """The plan for a strategy of equal replicas; row i goes to replica i modulo their number.
+    """The plan for a strategy of equal replicas, each of which runs equally many rows.
 
     Raises ValueError when replicas differ or do not hold a row.
     """
@@ -90,13 +103,11 @@ def fixed_length_plan(
         )
     coefficients = cost_model.coefficients(scheme)
     num_replicas = len(strategy.replicas)
-    rows = equal_rows(lengths, window_tokens, num_replicas)
+    shares = _shares(equal_rows(lengths, window_tokens, num_replicas), num_replicas)
     replicas = []
-    for place, replica in enumerate(strategy.replicas):
+    for replica, rows in zip(strategy.replicas, shares, strict=True):
         micro_batches = tuple(
-            MicroBatch(tuple(row), tuple(lengths[i] for i in row))
-            for row in rows[place::num_replicas]
-            if row
+            MicroBatch(tuple(row), tuple(lengths[i] for i in row)) for row in rows if row
         )
         times_ms = [coefficients.time_ms(m.lengths) for m in micro_batches]
         time_s = pipeline_time_ms(times_ms, scheme.pp) / MS_PER_S
