@@ -30,9 +30,12 @@ class HydraulisSide:
         for name in ("divide_gradients", "gradient_norm", "step"):
             self._clock.time_method(self._engine.optimizer, name, "optimizer")
         self._clock.time_method(self._engine, "_run", "compute")
-        regrouper = self._engine.setting(strategy).regrouper
-        for name in ("gather", "scatter"):
-            self._clock.time_method(regrouper, name, name)
+        # With overlap a rank spends time on regrouping only where it has to wait for it.
+        for waits, name in (
+            (self._engine.gather_waits, "gather"),
+            (self._engine.scatter_waits, "scatter"),
+        ):
+            self._clock.time_method(waits, "wait_for", name)
 
     def __call__(self, iteration: int | None) -> StepReport | Traffic:
         if iteration is None:

@@ -183,8 +183,8 @@ class Engine:
         self._overlap = overlap
         self._spans = spans
         self._track = make_track(self.device, self.staging, spans)
-        self._gather_waits = Waits("gather wait", spans)
-        self._scatter_waits = Waits("scatter wait", spans)
+        self.gather_waits = Waits("gather wait", spans)
+        self.scatter_waits = Waits("scatter wait", spans)
         self._settings: dict[str, _Setting] = {}
         self._bound_roles: dict[object, BoundRole] = {}
         self._is_training = True
@@ -227,8 +227,8 @@ class Engine:
             The outcome. An iteration without trained tokens, or whose loss or gradient norm is not
             finite, updates nothing: whether the run stops there is the caller's choice.
         """
-        self._gather_waits.take_s()
-        self._scatter_waits.take_s()
+        self.gather_waits.take_s()
+        self.scatter_waits.take_s()
         loss, bad = self.forward_backward(strategy_name, batches, forward_step, phase=phase)
         norm, updated = None, False
         if loss.num_tokens and loss.is_finite:
@@ -244,8 +244,8 @@ class Engine:
             updated,
             bad,
             regroup_bytes=self.setting(strategy_name).regrouper.num_bytes,
-            gather_wait_s=self._gather_waits.take_s(),
-            scatter_wait_s=self._scatter_waits.take_s(),
+            gather_wait_s=self.gather_waits.take_s(),
+            scatter_wait_s=self.scatter_waits.take_s(),
         )
 
     def forward_backward(
@@ -370,7 +370,7 @@ class Engine:
             setting.regrouper,
             len(self.layout.buckets),
             self._track,
-            self._gather_waits,
+            self.gather_waits,
             waits_at_once=not self._overlap,
         )
         self._gathered = (strategy_name, gather)
@@ -387,7 +387,7 @@ class Engine:
             setting.regrouper,
             len(self.layout.buckets),
             self._track,
-            self._scatter_waits,
+            self.scatter_waits,
             buckets_of={} if bound is None else bound.buckets_of,
             posts_early=self._overlap and (is_first_stage or not self._track.may_delay_compute),
         )
