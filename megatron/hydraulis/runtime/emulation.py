@@ -3,8 +3,12 @@
 Planning, data, process groups, regrouping, Megatron's schedules and the messages between ranks are
 the real ones. Only the tensors are tiny: a micro-batch runs as the beginning of its row, and the
 rank sleeps until the modelled time of the whole micro-batch is over. Many ranks can so share a few
-cores, and what a strategy gains in wall-clock time shows without the devices. What is trained
-means nothing: losses and gradients are those of the few tokens that are left.
+cores, and what a strategy gains in wall-clock time shows without the devices.
+
+What is not like a device: losses and gradients are those of the few tokens that are left.
+Regrouping and update take the time of tiny shards, whatever the cost profile says. A wait for
+parameters inside a forward is part of its modelled time, and gradients are there when a modelled
+backward has hardly begun, so more of regrouping overlaps with them.
 """
 
 from __future__ import annotations

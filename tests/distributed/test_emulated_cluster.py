@@ -1,0 +1,56 @@
+"""The benchmark of the emulated cluster, from the command line to its figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 100
+
+
+def test_the_benchmark_runs_every_side_and_no_iteration_is_faster_than_modelled(
+    tmp_path: Path,
+) -> None:
+    def row(tp: int, max_tokens: int) -> dict[str, float]:
+        times = {"a_ms_per_token2": 1e-6 / tp, "b_ms_per_token": 0.02 / tp, "c_ms": 10.0}
+        return {"tp": tp, "cp": 1, "pp": 1, **times, "max_tokens": max_tokens}
+
+    profile, pool, figures = (tmp_path / f"{name}.json" for name in ("profile", "pool", "figures"))
+    head = {"device": "imagined", "source": "made up", "date": "2026-01-01"}
+    profile.write_text(json.dumps(head | {"schemes": [row(1, 3000), row(2, 5000)]}))
+    strategies = [{"name": "long", "replicas": "tp2"}, {"name": "short", "replicas": "2*tp1"}]
+    pool.write_text(json.dumps({"num_ranks": 2, "ranks_per_node": 2, "strategies": strategies}))
+    command = [sys.executable, "-m", "benchmarks.emulated_cluster", "--iterations", "2"]
+    command += ["--pool", pool, "--emulate-device", profile, "--emulate-scale", "0.5"]
+    done = subprocess.run(
+        [*command, "--json", figures],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = " ".join(done.stdout.split())
+    assert "documents cut at 5,000 tokens" in printed
+    assert "How much faster the dynamic strategies are" in printed
+    found = json.loads(figures.read_text())
+    _, *static = found["sides"]
+    assert [side["name"] for side in found["sides"]] == [
+        *("dynamic", "static, balanced", "static, fixed"),
+    ]
+    assert set(found["speed_ups"]) == {side["name"] for side in static}
+    for side in found["sides"]:
+        assert len(side["iterations"]) == 2
+        for iteration in side["iterations"]:
+            assert iteration["measured_s"] >= iteration["predicted_s"] > 0.0
+            assert iteration["num_operations"] > 0
+    for side in static:
+        assert {iteration["strategy"] for iteration in side["iterations"]} == {"long"}
