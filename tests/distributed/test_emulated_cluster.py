@@ -28,9 +28,9 @@ def test_the_benchmark_runs_every_side_and_no_iteration_is_faster_than_modelled(
     strategies = [{"name": "long", "replicas": "tp2"}, {"name": "short", "replicas": "2*tp1"}]
     pool.write_text(json.dumps({"num_ranks": 2, "ranks_per_node": 2, "strategies": strategies}))
     command = [sys.executable, "-m", "benchmarks.emulated_cluster", "--iterations", "2"]
-    command += ["--pool", pool, "--emulate-device", profile, "--emulate-scale", "0.5"]
+    command += ["--pool", str(pool), "--emulate-device", str(profile), "--emulate-scale", "0.5"]
     done = subprocess.run(
-        [*command, "--json", figures],
+        [*command, "--json", str(figures)],
         cwd=ROOT,
         capture_output=True,
         text=True,
