@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.hydraulis.planner.long_sequences import LongSequences
 from megatron.hydraulis.planner.relaxation import Program, Relaxation
 from megatron.hydraulis.planner.replica_packing import ReplicaPacker
 from megatron.hydraulis.planner.solver import SolverLimits
 
-__all__ = ["dispatch_by_program", "put_back"]
+__all__ = ["dispatch_by_program", "dispatch_long", "put_back", "without_short"]
 
 
 def dispatch_by_program(
@@ -74,6 +75,72 @@ def put_back(
     for replica_class, sequences in zip(relaxation.classes, taken, strict=True):
         _share_out(sequences, lengths, packers, replica_class.replicas, shares)
     return shares
+
+
+def dispatch_long(
+    program: LongSequences,
+    time_ms: float,
+    lengths: Sequence[int],
+    packers: Sequence[ReplicaPacker],
+    shares: Sequence[Sequence[int]],
+) -> list[list[int]] | None:
+    """Another dispatch of the long sequences only, from their program of a time.
+
+    lengths: shape (num_sequences,); packers: shape (num_replicas,); shares: a dispatch, where all
+    other sequences stay. None when the time is impossible or the solver fails.
+    """
+    owed = program.owed(time_ms)
+    if owed is None:
+        return None
+    shortest = program.lengths[0]
+    order = sorted(
+        (s for s in range(len(lengths)) if lengths[s] >= shortest), key=lambda s: (-lengths[s], s)
+    )
+    taken: list[list[int]] = [[] for _ in program.classes]
+    balance = [0.0] * len(program.classes)
+    place = 0
+    for bucket in range(len(program.buckets) - 1, -1, -1):
+        for index in range(len(balance)):
+            balance[index] += float(owed[bucket, index])
+        for sequence in order[place : place + program.buckets[bucket].num_sequences]:
+            able = [
+                index
+                for index, replica_class in enumerate(program.classes)
+                if lengths[sequence] <= replica_class.cost.max_tokens
+            ]
+            index = max(able, key=lambda index: (balance[index], -index))
+            taken[index].append(sequence)
+            balance[index] -= 1.0
+        place += program.buckets[bucket].num_sequences
+    changed = [[s for s in share if lengths[s] < shortest] for share in shares]
+    for replica_class, sequences in zip(program.classes, taken, strict=True):
+        _share_out(sequences, lengths, packers, replica_class.replicas, changed)
+    return changed
+
+
+def without_short(
+    shares: Sequence[Sequence[int]],
+    replicas: Sequence[int],
+    shortest: int,
+    lengths: Sequence[int],
+    packers: Sequence[ReplicaPacker],
+) -> list[list[int]]:
+    """A dispatch in which these replicas hold no sequence below a length any more.
+
+    Longest first to the other replica with the least work among those that can hold it; some can.
+    """
+    moved = [list(share) for share in shares]
+    others = sorted(set(range(len(shares))) - set(replicas))
+    loads_ms = {r: math.fsum(packers[r].works_ms[s] for s in shares[r]) for r in others}
+    short = [s for r in replicas for s in shares[r] if lengths[s] < shortest]
+    for sequence in sorted(short, key=lambda s: (-lengths[s], s)):
+        able = (r for r in others if packers[r].cost.max_tokens >= lengths[sequence])
+        taker = min(able, key=lambda r: (loads_ms[r], r))
+        moved[taker].append(sequence)
+        loads_ms[taker] += packers[taker].works_ms[sequence]
+    for replica in replicas:
+        moved[replica] = [s for s in moved[replica] if lengths[s] >= shortest]
+    return moved
 
 
 def _share_out(

@@ -8,10 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms
 from megatron.hydraulis.planner.candidate import Candidate, StageResult
-from megatron.hydraulis.planner.class_dispatch import dispatch_by_program
+from megatron.hydraulis.planner.class_dispatch import (
+    dispatch_by_program,
+    dispatch_long,
+    without_short,
+)
 from megatron.hydraulis.planner.dispatch import dispatch
 from megatron.hydraulis.planner.dispatch_milp import solve_dispatch
 from megatron.hydraulis.planner.improve import Assignment, improve
+from megatron.hydraulis.planner.long_search import search_long
+from megatron.hydraulis.planner.long_sequences import LongSequences, long_sequences
 from megatron.hydraulis.planner.modes import ReplicaClass
 from megatron.hydraulis.planner.packing import SchemeCost
 from megatron.hydraulis.planner.packing_milp import largest_tokens, shortest_pipeline
@@ -45,9 +51,12 @@ _NUM_PIPELINE_TIMES = 4
 _LONGEST_FILLS = (0.06, 0.12)
 # Of these, the ones with the best plans are improved by moves and swaps.
 _NUM_IMPROVED = 3
+# Times of the programs of long sequences, as shares of the stretch between bound and best plan.
+_LONG_TIMES = (0.05,)
 # Gaps below which the dearer searches are not worth their time.
 _PIPELINE_GAP = 2e-3
 _INTEGER_GAP = 5e-3
+_LONG_GAP = 3e-3
 # Times of the integer programs, as shares of the stretch between bound and best plan, and the
 # effort to improve each of their dispatches.
 _INTEGER_TIMES = (0.5, 0.1, 0.3)
@@ -152,6 +161,7 @@ class StrategySearch:
             for start in starts[:_NUM_IMPROVED]:
                 self._take(start)
                 self._improve(start)
+            self._search_long_sequences()
         else:
             self._improve(self.best)
             self.raise_bound()
@@ -272,6 +282,63 @@ class StrategySearch:
                 else:
                     high_ms = time_ms
                 yield assignment
+
+    def _search_long_sequences(self) -> None:
+        """Raise the bound by the long sequences alone, and dispatch these anew."""
+        if self.gap <= _LONG_GAP:
+            return
+        for program in long_sequences(self._classes, self._rising, self._solver):
+            self._raise_bound_by(program)
+            for share in _LONG_TIMES:
+                if self.gap <= _LONG_GAP or self._solver.deadline.is_over:
+                    return
+                assert self.best is not None  # start comes first
+                time_ms = self.bound_ms + share * (self.found_ms - self.bound_ms)
+                shares = dispatch_long(
+                    program, time_ms, self._batch, self._packers, self.best.shares
+                )
+                if shares is not None:
+                    self._improve(Assignment(self._packers, shares, Effort(_INTEGER_EFFORT)))
+                    self._anneal_long_sequences(program, shares)
+
+    def _anneal_long_sequences(self, program: LongSequences, shares: list[list[int]]) -> None:
+        """Search on from a dispatch of the long sequences; the others leave their replicas."""
+        replicas = [r for replica_class in program.classes for r in replica_class.replicas]
+        shortest = program.lengths[0]
+        long = sorted(
+            (s for r in replicas for s in shares[r] if self._batch[s] >= shortest),
+            key=lambda s: (-self._batch[s], s),
+        )
+        if len(replicas) < 2:
+            return
+        place = {sequence: i for i, sequence in enumerate(long)}
+        found = search_long(
+            [self._batch[s] for s in long],
+            [self._packers[r].cost for r in replicas],
+            [[place[s] for s in shares[r] if s in place] for r in replicas],
+        )
+        if found is None or found.makespan_ms >= self.found_ms:
+            return
+        moved = without_short(shares, replicas, shortest, self._batch, self._packers)
+        packings = {}
+        for replica, micro_batches in zip(replicas, found.micro_batches, strict=True):
+            moved[replica] = [long[i] for members in micro_batches for i in members]
+            packings[replica] = [[long[i] for i in members] for members in micro_batches]
+        assignment = Assignment(self._packers, moved, Effort(_INTEGER_EFFORT))
+        for replica, packing in packings.items():
+            packed = self._packers[replica].packed(packing)
+            if packed.time_ms < assignment.times_ms[replica]:
+                assignment.replace_packing(replica, packed)
+        self._improve(assignment)
+
+    def _raise_bound_by(self, program: LongSequences) -> None:
+        high_ms = self.found_ms
+        while high_ms - self.bound_ms > _LONG_GAP * high_ms and not self._solver.deadline.is_over:
+            middle_ms = (self.bound_ms + high_ms) / 2.0
+            if program.is_impossible(middle_ms):
+                self.bound_ms = middle_ms
+            else:
+                high_ms = middle_ms
 
     def _solve_integer_programs(self) -> None:
         """Ask for whole sequences between the bound and the best plan: a proof or a dispatch."""
