@@ -28,6 +28,8 @@ TRACK_OF_SPAN = {
 of 'regroup' may overlap: an asynchronous collective begins when it is posted and ends when it is
 known to be complete."""
 
+HOST_TIMED = frozenset({"planning wait"})
+"""Waits of the host itself. For a gather or a scatter it is the device's stream that waits."""
 
 _NOT_KEPT = 0
 """The handle of a span that nobody keeps."""
@@ -107,14 +109,13 @@ class MemoryRecorder:
     """Keeps spans until they are taken. Threads may share it.
 
     Args:
-        device_clock: for spans of the tracks 'compute' and 'regroup', whose work a device may do
-            long after it was told to; those of 'host' are taken by `HostClock`.
+        device_clock: for what a device does, maybe long after it was told to: all spans but those
+            of `HOST_TIMED`. Without it the host's clock serves for all.
     """
 
     def __init__(self, device_clock: Clock | None = None) -> None:
-        host = HostClock()
-        device = host if device_clock is None else device_clock
-        self._clock_of_track: dict[str, Clock] = {COMPUTE: device, REGROUP: device, HOST: host}
+        self._host_clock: Clock = HostClock()
+        self._device_clock = self._host_clock if device_clock is None else device_clock
         self._open: dict[int, _Open] = {}
         self._ended: list[_Open] = []
         self._num_begun = 0
@@ -155,7 +156,7 @@ class MemoryRecorder:
         with self._lock:
             ended, self._ended = self._ended, []
         taken: list[RecordedSpan] = []
-        for clock in {id(clock): clock for clock in self._clock_of_track.values()}.values():
+        for clock in {id(c): c for c in (self._host_clock, self._device_clock)}.values():
             own = [span for span in ended if self._clock(span.name) is clock]
             starts = clock.times_ns([span.start for span in own])
             ends = clock.times_ns([span.end for span in own])
@@ -166,10 +167,9 @@ class MemoryRecorder:
         return sorted(taken, key=lambda span: (span.start_ns, -span.end_ns))
 
     def _clock(self, name: str) -> Clock:
-        try:
-            return self._clock_of_track[TRACK_OF_SPAN[name]]
-        except KeyError:
+        if name not in TRACK_OF_SPAN:
             known = ", ".join(f"'{known}'" for known in TRACK_OF_SPAN)
             raise HydraulisError(
                 f"there is no span '{name}'; use one of {known} or add it to TRACK_OF_SPAN"
-            ) from None
+            )
+        return self._host_clock if name in HOST_TIMED else self._device_clock

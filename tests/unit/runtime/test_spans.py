@@ -53,13 +53,18 @@ def test_a_device_is_asked_for_times_only_when_spans_are_taken() -> None:
     for _ in range(2):
         recorder.end(recorder.begin("forward"))
     recorder.end(recorder.begin("planning wait"))
-    assert (clock.num_stamps, clock.asked) == (5, [])
+    recorder.end(recorder.begin("gather wait"))
+    assert (clock.num_stamps, clock.asked) == (7, [])
     taken = recorder.take()
-    assert sorted(clock.asked) == [2, 3, 4, 5], "neither what is open nor what the host measures"
-    device = [(s.name, s.start_ns, s.end_ns) for s in taken if s.track == "compute"]
-    assert device == [("forward", 2000, 3000), ("forward", 4000, 5000)]
+    assert sorted(clock.asked) == [2, 3, 4, 5, 6, 7], "neither what is open nor what the host does"
+    device = [(s.name, s.start_ns, s.end_ns) for s in taken if s.name != "planning wait"]
+    assert device == [
+        ("forward", 2000, 3000),
+        ("forward", 4000, 5000),
+        ("gather wait", 6000, 7000),
+    ]
     recorder.end(still_open)
-    assert [(s.start_ns, s.end_ns) for s in recorder.take()] == [(1000, 6000)]
+    assert [(s.start_ns, s.end_ns) for s in recorder.take()] == [(1000, 8000)]
 
 
 def test_nothing_is_kept_of_a_track_that_is_switched_off() -> None:
