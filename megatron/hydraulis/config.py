@@ -113,6 +113,10 @@ class HydraulisConfig:
     """Iterations that --trace records, for example 101..105. Default: the first 20 that this start
     of the run trains."""
 
+    no_regroup_overlap: bool = False
+    """Gather before the first forward and scatter after the last backward, instead of beside them;
+    the results are the same bit by bit. For comparison."""
+
     dry_run: bool = False
     """Print the resolved configuration, the replicas with their ranks and the parameters per rank,
     then exit; needs one process only."""

@@ -312,6 +312,7 @@ class _Job:
             ),
             seed=args.seed,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            overlap=not self._resolved.hydraulis.no_regroup_overlap,
             spans=spans,
         )
 

@@ -106,6 +106,8 @@ class PlannedBatches:
         self._num_sampled = 0
         self._iteration = 0
         self._num_published = 0
+        self._upcoming: dict[int, str] = {}
+        """Strategies of published plans, on rank 0."""
         self._rank = dist.get_rank()
 
     def __iter__(self) -> PlannedBatches:
@@ -126,6 +128,7 @@ class PlannedBatches:
         plan.validate(batch.lengths, strategy, self._costs[strategy.name].max_tokens)
         if self._plan_dir is not None and self._planner is not None:
             write_plan(self._plan_dir, plan)
+        self._upcoming.pop(self._iteration, None)
         self._iteration += 1
         mine = plan.replica_of(self._rank)
         packs: list[PackedBatch] = []
@@ -146,6 +149,12 @@ class PlannedBatches:
             plan_wait_s=plan_wait_s,
             plan_fetch_s=plan_fetch_s,
         )
+
+    def next_strategy(self) -> str | None:
+        """The strategy of the next batch, where its plan is ready; on rank 0, never waiting."""
+        if self._planner is not None:
+            self._publish_ready(self._planner)
+        return self._upcoming.get(self._iteration)
 
     def _sample(self) -> None:
         batch = self.sampler.next_batch()
@@ -183,6 +192,7 @@ class PlannedBatches:
             raise
         else:
             self._exchange.publish(iteration, plan, waited_s=waited_s)
+            self._upcoming[iteration] = plan.strategy
 
 
 def num_padding_tokens(plan: IterationPlan) -> int:

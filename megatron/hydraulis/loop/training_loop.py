@@ -129,6 +129,7 @@ class TrainingLoop:
                 planned.plan.strategy,
                 planned.micro_batches,
                 forward_step_func,
+                next_strategy=data_iterator.next_strategy if number < args.train_iters else None,
                 phase=_upstreams_timer,
             )
         failed = not outcome.updated and outcome.loss.num_tokens > 0

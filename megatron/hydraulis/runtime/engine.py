@@ -210,7 +210,7 @@ class Engine:
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
         *,
-        next_strategy: str | None = None,
+        next_strategy: Callable[[], str | None] | str | None = None,
         phase: Phase = untimed,
     ) -> StepOutcome:
         """Gather, run, scatter, update.
@@ -219,8 +219,9 @@ class Engine:
             strategy_name: of the pool; the same on every rank.
             batches: micro-batches of this rank's replica, on the job's device; empty where idle.
             forward_step: upstream's signature.
-            next_strategy: of the next iteration, where it is known, on every rank alike: each
-                bucket is gathered for it as soon as it is updated.
+            next_strategy: of the next iteration, or what gives it after the last backward; None
+                where it is not known. Each bucket is gathered for it as soon as it is updated.
+                What rank 0 says counts, others need not know.
             phase: measures the parts.
 
         Returns:
@@ -229,7 +230,10 @@ class Engine:
         """
         self.gather_waits.take_s()
         self.scatter_waits.take_s()
-        loss, bad = self.forward_backward(strategy_name, batches, forward_step, phase=phase)
+        setting, reports = self._gradients(strategy_name, batches, forward_step, phase)
+        if callable(next_strategy):
+            next_strategy = next_strategy() if self.rank == 0 else None
+        loss, bad, upcoming = self._total(setting, reports, next_strategy)
         norm, updated = None, False
         if loss.num_tokens and loss.is_finite:
             with self._in_phase("optimizer", strategy_name, phase):
@@ -237,13 +241,13 @@ class Engine:
                 norm = self.optimizer.gradient_norm()
                 updated = math.isfinite(norm)
                 if updated:
-                    self._update(norm, next_strategy)
+                    self._update(norm, upcoming)
         return StepOutcome(
             loss,
             norm,
             updated,
             bad,
-            regroup_bytes=self.setting(strategy_name).regrouper.num_bytes,
+            regroup_bytes=setting.regrouper.num_bytes,
             gather_wait_s=self.gather_waits.take_s(),
             scatter_wait_s=self.scatter_waits.take_s(),
         )
@@ -261,20 +265,8 @@ class Engine:
         Returns:
             The loss, and the micro-batches of this rank whose loss is not finite.
         """
-        self.gather(strategy_name, phase=phase)
-        setting = self.setting(strategy_name)
-        with self._in_phase("forward-backward", strategy_name, phase):
-            self.memory.size_gradients(setting.num_elements)
-            if setting.arena is not None:
-                setting.arena.zero_gradients()
-            scatter = self._scatter_pass(setting)
-            if not batches and self._overlap:
-                scatter.begin_last_backward()  # there is none to wait for
-            reports = self._run(setting, batches, forward_step, scatter)
-        with self._in_phase("scatter", strategy_name, phase):
-            scatter.finish()
-            self._finish_gather()
-        return self._total(setting, reports)
+        setting, reports = self._gradients(strategy_name, batches, forward_step, phase)
+        return self._total(setting, reports)[:2]
 
     def evaluate(
         self, strategy_name: str, batches: Sequence[PackedBatch], forward_step: ForwardStep
@@ -318,6 +310,29 @@ class Engine:
         self._is_training = training
         for bound in self._bound_roles.values():
             bound.model.model.train(training)
+
+    def _gradients(
+        self,
+        strategy_name: str,
+        batches: Sequence[PackedBatch],
+        forward_step: ForwardStep,
+        phase: Phase,
+    ) -> tuple[_Setting, list[dict[str, Tensor]]]:
+        """Sums over tokens, on the canonical shards; and what the loss function reported."""
+        self.gather(strategy_name, phase=phase)
+        setting = self.setting(strategy_name)
+        with self._in_phase("forward-backward", strategy_name, phase):
+            self.memory.size_gradients(setting.num_elements)
+            if setting.arena is not None:
+                setting.arena.zero_gradients()
+            scatter = self._scatter_pass(setting)
+            if not batches:
+                scatter.begin_last_backward()  # there is none to wait for
+            reports = self._run(setting, batches, forward_step, scatter)
+        with self._in_phase("scatter", strategy_name, phase):
+            scatter.finish()
+            self._finish_gather()
+        return setting, reports
 
     def _run(
         self,
@@ -403,18 +418,28 @@ class Engine:
             raise
 
     def _total(
-        self, setting: _Setting, reports: Sequence[dict[str, Tensor]]
-    ) -> tuple[LossTotal, tuple[int, ...]]:
-        """Sum over micro-batches and replicas; each replica is counted once."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self,
+        setting: _Setting,
+        reports: Sequence[dict[str, Tensor]],
+        next_strategy: str | None = None,
+    ) -> tuple[LossTotal, tuple[int, ...], str | None]:
+        """Sum over micro-batches and replicas, each replica counted once; bad micro-batches.
+
+        And rank 0's word of the next strategy, which travels along so that all decide alike.
+        """
+        names = [strategy.name for strategy in self.pool.strategies]
+        total = torch.zeros(3, dtype=torch.float64, device=self.device)
         bad: list[int] = []
         if setting.model is not None and setting.model.reports_loss and reports:
             losses = torch.stack([_first_report(report) for report in reports]).double()
-            total += losses.sum(dim=0)
+            total[:2] += losses.sum(dim=0)
             bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]
+        if self.rank == 0 and next_strategy is not None:
+            total[2] = 1 + names.index(self.pool.strategy(next_strategy).name)
         dist.all_reduce(total)
-        loss_sum, num_tokens = total.tolist()
-        return LossTotal(loss_sum, round(num_tokens)), tuple(bad)
+        loss_sum, num_tokens, number = total.tolist()
+        told = names[round(number) - 1] if number else None
+        return LossTotal(loss_sum, round(num_tokens)), tuple(bad), told
 
     def _build_setting(self, strategy: Strategy) -> _Setting:
         roles = [
