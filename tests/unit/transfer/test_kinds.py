@@ -254,6 +254,13 @@ class TestBucketsAlike:
         grouped = alike_buckets(layout.with_owner_orders(orders), roles)
         assert [[bucket.index for bucket in group] for group in grouped] == [[0, 1], [2, 4], [3]]
 
+    def test_layers_that_are_held_alike_may_be_contributed_apart(self) -> None:
+        kinds = (Contribution.PARTIAL, Contribution.REPLICATED, Contribution.PARTIAL)
+        norms = [ParameterSpec(f"{i}", (8,), Unit.layer(i), kind) for i, kind in enumerate(kinds)]
+        layout = CanonicalLayout.build(norms, num_atoms=2, num_ranks=4)
+        grouped = alike_buckets(layout, roles_of("2*tp2", num_layers=3))
+        assert [[bucket.index for bucket in group] for group in grouped] == [[0, 2], [1]]
+
     def test_sixty_layers_are_planned_as_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layers = [
             ParameterSpec(f"{i}", (16, 1), Unit.layer(i), Contribution.SHARDED, tp_dim=0)
