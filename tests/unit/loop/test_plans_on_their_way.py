@@ -1,0 +1,129 @@
+"""From the planner to the ranks: what is ready goes out early, once, and is deleted when read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.hydraulis.cost_model import ProfileCostModel
+from megatron.hydraulis.data.sampler import GlobalBatch
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.loop.log_interval import LogInterval
+from megatron.hydraulis.loop.plan_exchange import PlanExchange
+from megatron.hydraulis.loop.planned_batches import PlannedBatches
+from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.unit.observability.records_for_tests import make_record
+
+NUM_AHEAD = 2
+WAITED_S = 0.25
+ROW = {"tp": 1, "cp": 1, "pp": 1, "max_tokens": 50}
+TIMES = {"a_ms_per_token2": 1e-4, "b_ms_per_token": 0.1, "c_ms": 1.0}
+HEAD = {"device": "d", "source": "s", "date": "2026-01-01", "schemes": [ROW | TIMES]}
+MODEL = ProfileCostModel.from_json(HEAD, what="profile")
+# The rank of the test is idle, so that no sequence is read.
+POOL = Pool.of(Strategy.parse("tp1@1+idle", 2, name="only"))
+
+
+class SlowFirst:
+    """Has the first plan when it is taken, all others as soon as they are asked for."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self._lengths: dict[int, tuple[int, ...]] = {}
+
+    def submit(self, iteration: int, lengths: tuple[int, ...]) -> None:
+        self._lengths[iteration] = lengths
+
+    def is_ready(self, iteration: int) -> bool:
+        return iteration > 0
+
+    def take(self, iteration: int) -> tuple[IterationPlan, float]:
+        self.taken.append(iteration)
+        if iteration == 4:
+            raise PlanError("no plan for this one")
+        plan = GreedyPlanner(POOL, MODEL).plan(self._lengths[iteration], iteration=iteration)
+        return plan, 0.0 if iteration else WAITED_S
+
+
+class Sampler:
+    def next_batch(self) -> GlobalBatch:
+        return cast(
+            GlobalBatch,
+            SimpleNamespace(lengths=(5, 7), sequence_ids=(0, 1), num_tokens=12, num_sequences=2),
+        )
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def planner() -> SlowFirst:
+    return SlowFirst()
+
+
+@pytest.fixture
+def batches(
+    store: dist.Store, planner: SlowFirst, monkeypatch: pytest.MonkeyPatch
+) -> PlannedBatches:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    return PlannedBatches(
+        cast(Any, None),
+        cast(Any, Sampler()),
+        cast(Any, planner),
+        PlanExchange(store, "train", 0),
+        POOL,
+        cost_model=MODEL,
+        device=torch.device("cpu"),
+        num_ahead=NUM_AHEAD,
+    )
+
+
+def test_plans_that_are_ready_reach_the_ranks_before_their_iteration(
+    store: dist.Store, planner: SlowFirst, batches: PlannedBatches
+) -> None:
+    first = next(batches)
+    assert first.plan_wait_s == WAITED_S
+    assert planner.taken == [0, 1, 2]
+    other_rank = PlanExchange(store, "train", 1)
+    assert [other_rank.fetch(iteration)[0].iteration for iteration in (0, 1, 2)] == [0, 1, 2]
+    second = next(batches)
+    assert (second.plan.iteration, second.plan_wait_s) == (1, 0.0)
+    assert planner.taken == [0, 1, 2, 3]
+
+
+def test_an_error_waits_for_its_iteration(planner: SlowFirst, batches: PlannedBatches) -> None:
+    for iteration in range(4):
+        assert next(batches).plan.iteration == iteration
+    assert 4 in planner.taken
+    with pytest.raises(PlanError, match="no plan for this one"):
+        next(batches)
+
+
+def test_plans_do_not_pile_up_in_the_store(store: dist.Store, batches: PlannedBatches) -> None:
+    num_keys = []
+    for _ in range(4):
+        next(batches)
+        num_keys.append(store.num_keys())
+    assert max(num_keys) <= 2 + NUM_AHEAD + 1
+
+
+def test_a_line_for_several_iterations_counts_their_strategies() -> None:
+    interval = LogInterval()
+    for number, name in enumerate(("short", "long", "short"), start=1):
+        interval.add(make_record(number, strategy=name), (1, 2))
+    record = interval.mean_record
+    assert record is not None
+    assert record.strategy == "short (2), long (1)"
+    interval.clear()
+    interval.add(make_record(4, strategy="long"), (1,))
+    record = interval.mean_record
+    assert record is not None
+    assert record.strategy == "long"
