@@ -50,6 +50,8 @@ CONTEXT_WINDOW_TOKENS = 32768
 TOKENS_PER_RANK = 200_000 / 64
 """Of a global batch: the 200,000 tokens of the 64 devices that the profile was measured on."""
 DYNAMIC, BALANCED, FIXED = "dynamic", "static, balanced", "static, fixed"
+RANKS_AT_FULL_TIME = 16
+"""So many ranks take the device's own times; more of them need more time for their tiny tensors."""
 WIDTH = 100
 """Columns of the output where it is no terminal."""
 
@@ -59,8 +61,6 @@ Lengths = tuple[int, ...]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan all batches, run all sides in turn, print the figures."""
     options = _parser().parse_args(arguments)
-    if options.emulate_scale is None:
-        options.emulate_scale = options.ranks / 16
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             apply_cpu_backend()
             from megatron.hydraulis.runtime.emulation import EmulatedDevice
         pool = Pool.read(options.pool or DATA / f"pool_{options.ranks}_ranks.json")
+        if options.emulate_scale is None:
+            options.emulate_scale = pool.num_ranks / RANKS_AT_FULL_TIME
         device = EmulatedDevice.read(options.emulate_device, options.emulate_scale)
         window = min(CONTEXT_WINDOW_TOKENS, _longest_held(pool, device.cost_model))
         batches = sample_batches(
@@ -344,16 +346,14 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=DEFAULT_PROFILE,
         metavar="COST_PROFILE",
-        help="times of the device (default: examples/%(default)s)".replace(
-            "%(default)s", DEFAULT_PROFILE.name
-        ),
+        help=f"times of the device (default: examples/{DEFAULT_PROFILE.name})",
     )
     parser.add_argument(
         "--emulate-scale",
         type=float,
         metavar="X",
-        help="seconds here for each second of the device (default: ranks / 16, since the tiny "
-        "tensors of more ranks take longer on the same cores)",
+        help="seconds here for each second of the device (default: ranks / "
+        f"{RANKS_AT_FULL_TIME}, since the tiny tensors of more ranks take longer)",
     )
     parser.add_argument(
         "--iterations",
