@@ -49,6 +49,7 @@ def quality_table(results: Sequence[PlannedBatch], title: str) -> Table:
     walls = [r.quietest_s for r in results]
     table.add_row("wall time, quietest round, s", *_spread(walls, 3))
     table.add_row("wall time, all rounds, s", *_spread((s for r in results for s in r.wall_s), 3))
+    table.add_row("CPU time, all rounds, s", *_spread((s for r in results for s in r.cpu_s), 3))
     chosen = Counter(r.strategy for r in results)
     table.caption = (
         f"{len(results)} batches of {_range(r.num_sequences for r in results)} sequences, "
@@ -64,7 +65,7 @@ def large_table(results: Sequence[tuple[int, PlannedBatch]], title: str) -> Tabl
     table = _table(
         title,
         (),
-        ("cut at", "seed", "sequences", "time ms", "bound ms", "gap %", "best s", "worst s"),
+        ("cut at", "seed", "sequences", "time ms", "bound ms", "gap %", "wall s", "CPU s"),
     )
     table.add_column("status")
     for cut_tokens, r in results:
@@ -75,11 +76,11 @@ def large_table(results: Sequence[tuple[int, PlannedBatch]], title: str) -> Tabl
             f"{r.time_ms:.1f}",
             f"{r.bound_ms:.1f}",
             f"{_gap(r.bound_ms, r.time_ms):.2f}",
-            f"{min(r.wall_s):.2f}",
-            f"{max(r.wall_s):.2f}",
+            f"{min(r.wall_s):.2f}-{max(r.wall_s):.2f}",
+            f"{min(r.cpu_s):.2f}-{max(r.cpu_s):.2f}",
             r.status,
         )
-    table.caption = f"Wall time: best and worst of {len(results[0][1].wall_s)} rounds."
+    table.caption = f"Wall and CPU time: least and most of {len(results[0][1].wall_s)} rounds."
     return table
 
 

@@ -35,6 +35,8 @@ FloatArray = NDArray[np.float64]
 
 _DUAL_FEASIBLE_FUNCTIONS = (1, 2, 3, 4, 5, 6, 7, 8)
 _LEFT_OVER_FRACTION = 1e-6
+# Instead of no work at all, so that shares of it are finite.
+_LEAST_WORK_MS = 1e-9
 # Buckets, and sequences that are too many to be the few that decide.
 _NUM_BUCKETS = 32
 _MAX_SEQUENCES = 128
@@ -171,7 +173,7 @@ class LongSequences:
             modes[mode] = 1.0
             columns = [(int(bucket), program.column()) for bucket in np.nonzero(able)[0]]
             found += columns
-            shares = [(works_ms / room_ms, 1.0)]
+            shares = [(works_ms / max(room_ms, _LEAST_WORK_MS), 1.0)]
             if not is_last:
                 shares.append((self._low / cost.max_tokens, float(num)))
             for share, room in shares:
@@ -182,7 +184,7 @@ class LongSequences:
                     entries = {column: float(counted[bucket]) for bucket, column in columns}
                     program.row({**entries, mode: -room}, -np.inf, 0.0)
             # With half the room to spare, first fit packs whatever the work allows.
-            densest = float((self._low / np.maximum(works_ms, 1e-9))[able].max())
+            densest = float((self._low / np.maximum(works_ms, _LEAST_WORK_MS))[able].max())
             if num * cost.max_tokens >= 2.0 * room_ms * densest:
                 break
         program.row(modes, 0.0, replica_class.num_replicas)
@@ -204,7 +206,8 @@ class LongSequences:
         most = 0
         if lumps:
             # As many of the shortest would fill the time.
-            most = int(time_ms / float(times_ms[lumps].min())) - cost.num_stages + 1
+            shortest_ms = max(float(times_ms[lumps].min()), _LEAST_WORK_MS)
+            most = min(int(time_ms / shortest_ms) - cost.num_stages + 1, len(self.lengths))
         for num in range(1, most + 1):
             if num > _MAX_LUMPS:
                 # Their shape is left open.

@@ -1,0 +1,106 @@
+"""Long sequences on few replicas: their program bounds, and their search finds real plans."""
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.planner.long_search import search_long
+from megatron.hydraulis.planner.long_sequences import LongSequences, long_sequences
+from megatron.hydraulis.planner.modes import ReplicaClass
+from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.small_batch import best_small_plan
+from megatron.hydraulis.planner.solver import Deadline, Solver
+
+LIMIT = 400
+ROUNDING = 1e-9
+
+
+@st.composite
+def replica_costs(draw: st.DrawFn) -> list[SchemeCost]:
+    """One to three replicas of up to two costs, the first a pipeline; some costs are nothing."""
+    kinds = []
+    for num_stages in (draw(st.integers(2, 4)), draw(st.integers(1, 3))):
+        a, b, c = (
+            draw(st.sampled_from(values))
+            for values in ((0.0, 1e-3), (0.0, 1.0), (0.0, 20.0, 200.0))
+        )
+        limit = LIMIT + draw(st.integers(0, LIMIT))
+        kinds.append(SchemeCost(Coefficients(a, b, c), limit, num_stages))
+    return [kinds[0], *draw(st.lists(st.sampled_from(kinds), max_size=2))]
+
+
+LENGTHS = st.lists(st.integers(LIMIT // 4, LIMIT), min_size=1, max_size=6).map(sorted)
+
+
+@settings(max_examples=60)
+@given(replica_costs(), LENGTHS)
+def test_the_least_possible_time_is_not_impossible(
+    costs: list[SchemeCost], lengths: list[int]
+) -> None:
+    classes = ReplicaClass.of(costs)
+    plan = best_small_plan(lengths, classes, math.inf)
+    assert plan is not None
+    times_ms = [
+        pipeline_time_ms(
+            [cost.coefficients.time_ms(lengths[i] for i in share) for share in micro_batches],
+            cost.num_stages,
+        )
+        for cost, micro_batches in zip(costs, plan.micro_batches, strict=True)
+    ]
+    program = LongSequences(classes, lengths, Solver(Deadline(None)))
+    assert not program.is_impossible(max(times_ms) * (1.0 + ROUNDING))
+
+
+@given(replica_costs(), LENGTHS)
+def test_the_program_proves_that_all_work_takes_time(
+    costs: list[SchemeCost], lengths: list[int]
+) -> None:
+    classes = ReplicaClass.of(costs)
+    program = LongSequences(classes, lengths, Solver(Deadline(None)))
+    least_ms = max(
+        min(cost.num_stages * cost.coefficients.time_ms((length,)) for cost in costs)
+        for length in lengths
+    )
+    if least_ms > 0.0:
+        assert program.is_impossible(0.99 * least_ms)
+
+
+def test_a_pipeline_needs_as_long_as_its_lumps_in_the_best_order() -> None:
+    """Four equal lumps on four stages take (4 + 3)·t, however many short ones there are."""
+    cost = SchemeCost(Coefficients(0.0, 1.0, 0.0), 100, 4)
+    short = SchemeCost(Coefficients(0.0, 1.0, 0.0), 10, 1)
+    programs = long_sequences(
+        ReplicaClass.of([cost, short]), [5, 10, 60, 60, 60, 60], Solver(Deadline(None))
+    )
+    assert [program.lengths for program in programs] == [(60, 60, 60, 60)]
+    assert programs[0].is_impossible(419.0)
+    assert not programs[0].is_impossible(420.1)
+
+
+@settings(max_examples=15)
+@given(replica_costs().filter(lambda costs: len(costs) > 1), LENGTHS)
+def test_the_search_finds_a_plan_with_the_time_it_claims(
+    costs: list[SchemeCost], lengths: list[int]
+) -> None:
+    falling = lengths[::-1]
+    everything = list(range(len(falling)))
+    found = search_long(falling, costs, [everything, *([] for _ in costs[1:])])
+    assert found is not None
+    assert sorted(i for of in found.micro_batches for m in of for i in m) == everything
+    times_ms = []
+    for cost, micro_batches in zip(costs, found.micro_batches, strict=True):
+        assert all(sum(falling[i] for i in m) <= cost.max_tokens for m in micro_batches)
+        works_ms = [cost.coefficients.time_ms(falling[i] for i in m) for m in micro_batches]
+        times_ms.append(pipeline_time_ms(works_ms, cost.num_stages))
+    assert math.isclose(max(times_ms), found.makespan_ms, rel_tol=ROUNDING)
+
+
+def test_the_search_halves_the_work() -> None:
+    """From 24 against 16 to 20 against 20."""
+    cost = SchemeCost(Coefficients(0.0, 1.0, 0.0), 10, 1)
+    found = search_long([9, 8, 7, 6, 5, 5], [cost, cost], [[0, 1, 2], [3, 4, 5]])
+    assert found is not None
+    assert found.makespan_ms == 20.0
