@@ -17,6 +17,7 @@ from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.gloo_pool import worker_groups
 
@@ -116,6 +117,12 @@ class Job:
         default_factory=lambda: AdamWSettings(lr=1e-2, eps=1e-5, weight_decay=0.1, clip_grad=0.5)
     )
     seed: int = 7
+    ranks_per_node: int | None = None
+    """One node where None."""
+    overlap: bool = True
+    num_slots: int = 2
+    knows_next: bool = True
+    """Whether an iteration is told the strategy of the next one."""
 
 
 @dataclass(frozen=True)
@@ -181,10 +188,18 @@ def run_job(job: Job) -> RankRun:
     engine = build_engine(job)
     forward_step = make_forward_step()
     gradients, parameters, losses, norms = [], [], [], []
-    for which, assignment, batch in zip(job.schedule, job.assignments, job.batches, strict=True):
+    upcoming = [*job.schedule[1:], None] if job.knows_next else [None] * len(job.schedule)
+    for which, following, assignment, batch in zip(
+        job.schedule, upcoming, job.assignments, job.batches, strict=True
+    ):
         strategy = engine.pool.strategies[which]
         mine = packs_of_rank(strategy, assignment, batch, engine.rank, job.pad_multiple)
-        outcome = engine.train_step(strategy.name, mine, forward_step)
+        outcome = engine.train_step(
+            strategy.name,
+            mine,
+            forward_step,
+            next_strategy=None if following is None else engine.pool.strategies[following].name,
+        )
         norm = outcome.gradient_norm or 0.0
         clip = job.settings.clip_grad
         scale = clip / (norm + 1.0e-6) if outcome.updated and norm > clip else 1.0
@@ -195,19 +210,23 @@ def run_job(job: Job) -> RankRun:
     return rank_run(engine, gradients, parameters, losses, norms)
 
 
-def build_engine(job: Job) -> Engine:
+def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> Engine:
     """On every rank: the engine of a job, its initial weights set."""
     world_size = torch.distributed.get_world_size()
     strategies = [
-        Strategy.parse(text, world_size, name=text) for text in (*job.strategies, *job.extra_tp)
+        Strategy.parse(text, world_size, name=text, ranks_per_node=job.ranks_per_node)
+        for text in (*job.strategies, *job.extra_tp)
     ]
     return Engine(
         job.model.definition(),
-        Pool(num_ranks=world_size, ranks_per_node=world_size, strategies=tuple(strategies)),
+        Pool.of(*strategies),
         job.settings,
         seed=job.seed,
         groups=worker_groups(),
         num_atoms=job.num_atoms,
+        overlap=job.overlap,
+        num_slots=job.num_slots,
+        spans=spans,
     )
 
 
