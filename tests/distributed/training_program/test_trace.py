@@ -125,6 +125,21 @@ def test_spans_lie_in_their_iteration_and_only_there(traced: Traced) -> None:
             assert own.where(name="planning wait").last_end_us <= whole.start_us
 
 
+def test_every_rank_regroups_every_bucket_and_updates(traced: Traced) -> None:
+    buckets: set[tuple[int | str, ...]] = set()
+    for rank in range(NUM_RANKS):
+        # Also for the evaluation in between, whose parameters the next iteration finds there.
+        assert traced.spans.where(rank=rank, name="gather")
+        for number in TRACED:
+            own = traced.spans.where(rank=rank, iteration=number, is_planned=False)
+            scattered = own.where(name="scatter").values("bucket")
+            assert len(set(scattered)) == len(scattered) > 1
+            buckets.add(tuple(sorted(scattered)))
+            (optimizer,) = own.where(name="optimizer")
+            assert own.where(name="scatter").last_end_us <= optimizer.end_us
+    assert len(buckets) == 1, "all ranks take part in the scatter of all buckets"
+
+
 def test_planned_spans_end_when_the_plan_says(traced: Traced) -> None:
     for number, plan in traced.plans.items():
         starts = []
