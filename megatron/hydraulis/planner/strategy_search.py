@@ -37,8 +37,8 @@ TARGET_GAP = 1e-3
 # Buckets of the programs: fewer round more, more take longer.
 _NUM_BUCKETS = 32
 _NUM_INTEGER_BUCKETS = 16
-# Of one strategy's search, in the unit of Effort: about 0.3 s on one core.
-_EFFORT = 1.5e7
+# Of one strategy's search, in the unit of Effort: about 0.5 s on one core.
+_EFFORT = 4.5e7
 # Added at the end, to pack the slowest replicas of the best plan.
 _FINISHING_EFFORT = 4e6
 # Moves and swaps from one dispatch; the search rarely gets that far.
