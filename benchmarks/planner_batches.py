@@ -37,7 +37,7 @@ class PublishedResult:
 class LengthDistribution:
     """Lengths of documents with the number of documents that have them."""
 
-    def __init__(self, path: Path = DATA / "wikipedia_lengths_32768.csv") -> None:
+    def __init__(self, path: Path = DATA / "wikipedia_lengths.csv") -> None:
         table = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64)
         self._lengths = table[:, 0]
         self._shares = table[:, 1] / table[:, 1].sum()
