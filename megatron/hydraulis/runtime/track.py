@@ -7,8 +7,11 @@ deadlock can, is in docs/regrouping.md, section Overlap.
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -82,10 +85,19 @@ def _describe(job: Job) -> str:
 
 
 @dataclass
+class _Failure:
+    """The first error on a track; nothing after it can be right."""
+
+    error: BaseException
+    noticed: threading.Event = field(default_factory=threading.Event)
+    """Set once somebody has been told."""
+
+
+@dataclass
 class _ThreadTicket:
     job: Job
     ended: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
+    failure: _Failure | None = None
     # What follows belongs to the track's thread.
     steps: Iterator[Step] | None = None
     work: Step = None
@@ -100,9 +112,13 @@ class _ThreadTicket:
 
     def wait(self) -> None:
         self.ended.wait()
-        if self.error is not None:
-            raise self.error
+        if self.failure is not None:
+            self.failure.noticed.set()
+            raise self.failure.error
 
+
+SECONDS_TO_NOTICE = 2.0
+"""After an error on the track, time for compute to come upon it by itself."""
 
 _CLOSE, _COMPLETE = "close", "complete"
 
@@ -156,7 +172,7 @@ class _Runner:
         self._spans = spans
         self._waiting: deque[_ThreadTicket] = deque()
         self._under_way: deque[_ThreadTicket] = deque()
-        self._error: BaseException | None = None
+        self._failure: _Failure | None = None
 
     def run(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
@@ -169,11 +185,13 @@ class _Runner:
                     self._waiting.append(event)
                 del event  # an idle thread keeps nothing alive
                 self._go_on()
+                if self._failure is not None:
+                    _end_process_unless_noticed(self._failure)
 
     def _go_on(self) -> None:
         """All that can be done without waiting."""
         try:
-            while self._error is None:
+            while self._failure is None:
                 if self._under_way and self._under_way[0].is_step_complete:
                     self._next_step(self._under_way[0])
                 elif self._can_begin():
@@ -181,10 +199,10 @@ class _Runner:
                 else:
                     return
         except BaseException as error:
-            self._error = error
-        while self._under_way or self._waiting:  # an error: nothing after it can be right
+            self._failure = _Failure(error)
+        while self._under_way or self._waiting:
             ticket = (self._under_way or self._waiting).popleft()
-            ticket.error = self._error
+            ticket.failure = self._failure
             ticket.ended.set()
 
     def _can_begin(self) -> bool:
@@ -202,12 +220,12 @@ class _Runner:
         if job.needs_staging:
             ticket.slot = self._free_slots.popleft()
         ticket.span = self._spans.begin(job.span, **job.detail)
-        ticket.steps = job.steps(ticket.slot or self._no_slot)
         self._next_step(ticket)
 
     def _next_step(self, ticket: _ThreadTicket) -> None:
-        assert ticket.steps is not None
         try:
+            if ticket.steps is None:
+                ticket.steps = ticket.job.steps(ticket.slot or self._no_slot)
             if ticket.work is not None:
                 ticket.work.wait()  # complete: this tells of errors
             ticket.work = next(ticket.steps)
@@ -239,6 +257,21 @@ class _Runner:
             self._free_slots.append(ticket.slot)
         ticket.slot = ticket.steps = ticket.work = None
         ticket.ended.set()
+
+
+def _end_process_unless_noticed(failure: _Failure) -> None:
+    """Compute may be waiting for a rank that in turn waits for what failed here: nobody would be
+    told before the collectives' timeout."""
+    if failure.noticed.wait(SECONDS_TO_NOTICE):
+        return
+    traceback.print_exception(failure.error)
+    print(
+        f"rank {dist.get_rank()}: regrouping failed while compute was waiting for another rank; "
+        "the process ends",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 class _StreamTicket:

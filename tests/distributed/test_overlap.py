@@ -1,0 +1,252 @@
+"""Regrouping beside compute: the same bits, no deadlock, and a trace that shows the overlap."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.hydraulis.runtime.spans import RecordedSpan
+from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.transfer.collective import Collective
+from tests.support.gloo_pool import pool_of
+from tests.support.law import LENGTHS, MAIN_MODEL, assert_law, check_law, law_job
+from tests.support.models import Job, RankRun, build_engine, run_job, spread
+from tests.support.overlap_probes import (
+    MemoryProbe,
+    failures_of,
+    probe_memory,
+    run_there_and_back,
+    run_with_evaluation,
+    spans_of_job,
+)
+
+pytestmark = pytest.mark.distributed
+
+HANG_S = 30.0
+"""A deadlock is a failure within this time."""
+
+
+def changing_job(num_ranks: int, *texts: str, **changes: object) -> Job:
+    """The law's three iterations, each in another of the strategies."""
+    jobs = [law_job(num_ranks, text) for text in texts]
+    schedule = tuple(i % len(texts) for i in range(len(LENGTHS)))
+    job = replace(
+        jobs[0],
+        strategies=texts,
+        schedule=schedule,
+        assignments=tuple(jobs[which].assignments[i] for i, which in enumerate(schedule)),
+    )
+    return replace(job, **changes)  # type: ignore[arg-type]
+
+
+POOLS = [
+    (2, ("tp2", "pp2", "tp1+idle")),
+    (3, ("tp2@2,0+tp1@1", "pp3:2,1,1", "3*tp1")),
+    (4, ("tp2@0,3+pp2@2,1", "4*tp1", "pp3:1,1,2+idle")),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "texts"), POOLS)
+def test_overlap_changes_no_bit(num_ranks: int, texts: tuple[str, ...]) -> None:
+    plain = changing_job(num_ranks, *texts, overlap=False, knows_next=False)
+    expected: list[RankRun] = pool_of(num_ranks).run(run_job, plain)
+    assert_law(plain, expected)
+    for changes in (
+        {"knows_next": False},
+        {"knows_next": True},
+        {"knows_next": True, "num_slots": 1},
+        {"knows_next": True, "num_slots": 7},
+    ):
+        job = changing_job(num_ranks, *texts, **changes)
+        for found, run in zip(pool_of(num_ranks).run(run_job, job), expected, strict=True):
+            for name in ("gradients", "parameters", "losses", "norms"):
+                for first, second in zip(getattr(found, name), getattr(run, name), strict=True):
+                    np.testing.assert_array_equal(first, second, err_msg=f"{name}, {changes}")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "texts"),
+    [
+        (4, ("pp4", "pp2+2*tp1", "pp2:1,3+pp2:3,1")),
+        (4, ("pp2+tp2", "pp4", "tp2+2*idle")),
+        (6, ("pp4+2*tp1", "pp4@5,3,1,0+tp2@2,4", "tp2pp2+pp2")),
+        (6, ("pp3@0,2,4+pp3@5,3,1", "pp4@1,2,3,4+tp1@0+tp1@5", "tp2pp3")),
+    ],
+)
+def test_pipelines_beside_others_do_not_deadlock_with_one_slot(
+    num_ranks: int, texts: tuple[str, ...]
+) -> None:
+    job = changing_job(num_ranks, *texts, num_slots=1)
+    assert_law(job, pool_of(num_ranks).run(run_job, job, timeout_s=HANG_S))
+
+
+class TestThereAndBack:
+    """A strategy that trained nothing leaves no trace."""
+
+    @pytest.mark.parametrize("knows_next", [False, True])
+    @pytest.mark.parametrize(
+        ("num_ranks", "texts"), [(2, ("tp2", "2*tp1")), (4, ("2*tp1+pp2", "tp2@3,0+2*idle"))]
+    )
+    def test_a_b_a_equals_a(self, num_ranks: int, texts: tuple[str, ...], knows_next: bool) -> None:
+        # Two strategies of the same batches: the third of them is for the visit.
+        jobs = [law_job(num_ranks, text) for text in texts]
+        job = replace(
+            jobs[0],
+            strategies=texts,
+            assignments=(*jobs[0].assignments[:2], jobs[1].assignments[2]),
+            knows_next=knows_next,
+        )
+        for stayed, returned in pool_of(num_ranks).run(run_there_and_back, job):
+            for first, second in zip(stayed, returned, strict=True):
+                np.testing.assert_array_equal(first, second)
+
+
+def test_an_evaluation_may_come_between() -> None:
+    job = changing_job(4, "tp2+2*tp1", "pp3:1,2,1+idle")
+    for losses in pool_of(4).run(run_with_evaluation, job):
+        np.testing.assert_allclose(losses, losses[0], rtol=1e-12)
+
+
+class TestSpans:
+    """What a trace shows of overlap."""
+
+    def spans(self, text: str) -> list[list[RecordedSpan]]:
+        job = law_job(2, text)
+        runs: list[list[list[RecordedSpan]]] = pool_of(2).run(spans_of_job, job, 1)
+        return runs[0]
+
+    def test_a_gather_ends_after_the_first_forward_began(self) -> None:
+        # Rank 1 comes late: nothing can have arrived at rank 0 before it began its forward.
+        every = self.spans("2*tp1")
+        for iteration in (every[0], every[2]):  # rank 0 has no sequence in the second one
+            first_forward = min(s.start_ns for s in iteration if s.name == "forward")
+            gathers = [s for s in iteration if s.name == "gather"]
+            assert len(gathers) == MAIN_MODEL.num_layers + 2
+            assert all(s.end_ns > first_forward for s in gathers)
+            waits = [s for s in iteration if s.name == "gather wait"]
+            assert waits
+            assert min(s.start_ns for s in waits) > first_forward
+
+    def test_a_scatter_starts_before_the_last_backward_ends(self) -> None:
+        iteration = self.spans("2*tp1")[0]
+        last_backward = max(s.end_ns for s in iteration if s.name == "backward")
+        scatters = [s for s in iteration if s.name == "scatter"]
+        assert len(scatters) == MAIN_MODEL.num_layers + 2
+        buckets = [s.detail["bucket"] for s in scatters]
+        assert buckets == sorted(buckets, reverse=True)
+        assert sum(s.start_ns < last_backward for s in scatters) > 1
+
+    def test_without_overlap_nothing_does(self) -> None:
+        job = replace(law_job(2, "2*tp1"), overlap=False)
+        every = pool_of(2).run(spans_of_job, job, 1)[0]
+        for iteration in (every[0], every[2]):
+            compute = [s for s in iteration if s.name in ("forward", "backward")]
+            first, last = min(s.start_ns for s in compute), max(s.end_ns for s in compute)
+            assert all(s.end_ns <= first for s in iteration if s.name == "gather")
+            assert all(s.start_ns >= last for s in iteration if s.name == "scatter")
+
+
+class TestKinds:
+    """All three kinds of transfer, with nodes of two ranks."""
+
+    @pytest.mark.parametrize(
+        ("text", "kind"),
+        [
+            ("4*tp1", Collective.ALL_GATHER),
+            ("2*tp2", Collective.ALL_TO_ALL),
+            ("tp2@0,2+tp2@1,3", Collective.TWO_STEP),
+            ("pp2@0,2+pp2@1,3", Collective.TWO_STEP),
+            ("3*tp1+idle", Collective.TWO_STEP),
+        ],
+    )
+    @pytest.mark.parametrize("num_slots", [1, 2])
+    def test_every_kind_obeys_the_law(self, text: str, kind: Collective, num_slots: int) -> None:
+        job = replace(law_job(4, text), ranks_per_node=2, num_slots=num_slots)
+        assert set(pool_of(4).run(kind_of, job)) == {kind}
+        check_law(job, 4)
+
+    def test_kinds_may_change_between_iterations(self) -> None:
+        texts = ("tp2@0,2+tp2@1,3", "4*tp1", "pp2+tp2")
+        job = changing_job(4, *texts, ranks_per_node=2)
+        assert_law(job, pool_of(4).run(run_job, job, timeout_s=HANG_S))
+
+
+def kind_of(job: Job) -> Collective:
+    """On every rank: of the job's first strategy."""
+    return build_engine(job).setting(job.strategies[0]).regrouper.collective
+
+
+class TestMemory:
+    """A rank holds what the strategy at hand needs, whatever else the pool has."""
+
+    SEVEN = ("tp4", "2*tp2", "4*tp1", "pp4", "tp2+2*idle", "tp2+pp2", "pp2@3,0+2*tp1@1,2")
+
+    def probes(self, num_strategies: int) -> list[MemoryProbe]:
+        texts = self.SEVEN[:num_strategies]
+        job = replace(
+            law_job(4, texts[0]),
+            strategies=texts,
+            assignments=tuple(
+                spread(len(LENGTHS[0]), len(Strategy.parse(text, 4).replicas)) for text in texts
+            ),
+            batches=law_job(4, texts[0]).batches[:1] * len(texts),
+        )
+        found: list[MemoryProbe] = pool_of(4).run(probe_memory, job)
+        return found
+
+    def test_arenas_follow_the_strategy_and_staging_does_not_grow_with_the_pool(self) -> None:
+        by_pool = {num: self.probes(num) for num in (1, 3, 7)}
+        for probes in by_pool.values():
+            for probe in probes:
+                assert probe.arenas == probe.needed
+        for rank in range(4):
+            seven = by_pool[7][rank]
+            for num in (1, 3):
+                probe = by_pool[num][rank]
+                assert all(seven.arenas[text] == size for text, size in probe.arenas.items())
+            assert seven.arenas["4*tp1"] > 2 * seven.arenas["tp4"]
+            # Grows to the largest bucket of any strategy, in which some rank holds it whole.
+            assert seven.staging <= 1.05 * by_pool[3][rank].staging
+        assert by_pool[7][3].arenas["tp2+2*idle"] == 0
+
+    def test_strategies_of_one_role_share_a_model(self) -> None:
+        text = "2*tp2"
+        job = replace(
+            law_job(4, text),
+            strategies=(text, "tp2+2*tp1", "tp2+2*idle"),
+            assignments=(spread(7, 2), spread(7, 3), spread(7, 1)),
+            batches=law_job(4, text).batches[:1] * 3,
+        )
+        found: list[MemoryProbe] = pool_of(4).run(probe_memory, job)
+        assert [probe.num_models for probe in found] == [1, 1, 2, 2]
+
+
+class TestFaults:
+    """One rank's error ends the job on all ranks long before the timeout, naming rank and phase."""
+
+    @pytest.mark.parametrize(
+        ("phase", "culprit", "where"),
+        [
+            # A first stage comes upon its error by itself.
+            ("gather", 0, ("gather of bucket 0, unit embedding", "phase 'forward-backward'")),
+            # A second one waits for the first one, which waits for this gather.
+            ("gather", 1, ("gather of bucket 0, unit embedding", "rank 1: regrouping failed")),
+            ("forward", 1, ("rank 1, phase 'forward-backward'",)),
+            ("scatter", 1, ("scatter of bucket 5, unit output", "rank 1, phase 'scatter'")),
+            ("optimizer", 1, ("rank 1, phase 'optimizer'",)),
+        ],
+    )
+    def test_an_error_is_told_by_who_met_it_and_ends_the_others(
+        self, phase: str, culprit: int, where: tuple[str, ...], tmp_path: Path
+    ) -> None:
+        job = law_job(3, "pp2+tp1")
+        found = failures_of(job, 3, phase, culprit, tmp_path, timeout_s=HANG_S)
+        for rank, failure in enumerate(found):
+            assert failure is not None, f"rank {rank} hangs"
+            if rank == culprit:
+                assert f"injected in {phase}" in failure.text
+                assert all(part in failure.text for part in where), failure.text
+            elif phase != "optimizer":  # whose error is met by the others in their next gather
+                assert failure.kind in ("RuntimeError", "ended"), failure
+                assert f"rank {rank}" in failure.text

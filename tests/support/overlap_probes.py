@@ -1,0 +1,205 @@
+"""Runs on every rank that look at overlap: spans, memory, faults, and results bit by bit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
+from megatron.hydraulis.runtime import engine as engine_module
+from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.routes import OneStepRoute
+from megatron.hydraulis.runtime.spans import MemoryRecorder, RecordedSpan
+from tests.support.forked_ranks import ForkedRanks
+from tests.support.gloo_pool import prepare_parent
+from tests.support.models import Job, build_engine, packs_of_rank, spread, use_fp64_loss
+
+LATE_S = 0.2
+"""By how much one rank comes later than the others where an order of events is to be certain."""
+
+
+def spans_of_job(job: Job, late_rank: int) -> list[list[RecordedSpan]]:
+    """On every rank: the spans of each iteration; one rank begins each of them late."""
+    spans = MemoryRecorder()
+    engine = build_engine(job, spans)
+    taken = []
+    for i, which in enumerate(job.schedule):
+        strategy = engine.pool.strategies[which]
+        batches = packs_of_rank(strategy, job.assignments[i], job.batches[i], engine.rank)
+        dist.barrier()
+        if engine.rank == late_rank:
+            time.sleep(LATE_S)
+        engine.train_step(strategy.name, batches, make_forward_step())
+        taken.append(spans.take())
+    return taken
+
+
+@dataclass(frozen=True)
+class MemoryProbe:
+    """Bytes of one rank."""
+
+    arenas: dict[str, int]
+    """After an iteration of each strategy."""
+    needed: dict[str, int]
+    """By the role in each strategy: of its parameters and gradients, with their alignment."""
+    staging: int
+    """In the end."""
+    num_models: int
+
+
+def probe_memory(job: Job) -> MemoryProbe:
+    """On every rank: an iteration of each strategy of the job, twice over."""
+    engine = build_engine(job)
+    arenas, needed = {}, {}
+    for _ in range(2):
+        for i, strategy in enumerate(engine.pool.strategies):
+            batches = packs_of_rank(strategy, job.assignments[i], job.batches[i], engine.rank)
+            engine.train_step(strategy.name, batches, make_forward_step())
+            arenas[strategy.name] = engine.memory.num_bytes
+            arena = engine.setting(strategy.name).arena
+            item_bytes = engine.dtype.itemsize + engine.shards.gradients.element_size()
+            needed[strategy.name] = 0 if arena is None else arena.num_elements * item_bytes
+    models = {id(engine.setting(s.name).model) for s in engine.pool.strategies}
+    models.discard(id(None))
+    return MemoryProbe(arenas, needed, engine.staging.num_bytes, len(models))
+
+
+def run_there_and_back(job: Job) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """On every rank: shards and moments after two iterations of the first strategy, without and
+    with an iteration of the second one between them that trains nothing."""
+    use_fp64_loss()
+    found = []
+    for visits in (False, True):
+        engine = build_engine(job)
+        first, second = engine.pool.strategies[:2]
+        for i in range(2):
+            batches = packs_of_rank(first, job.assignments[i], job.batches[i], engine.rank)
+            following = second.name if visits and i == 0 else first.name
+            known = following if job.knows_next and i == 0 else None
+            outcome = engine.train_step(
+                first.name, batches, make_forward_step(), next_strategy=known
+            )
+            assert outcome.updated
+            if visits and i == 0:
+                nothing = packs_of_rank(second, job.assignments[2], job.batches[2], engine.rank)
+                untrained = [
+                    replace(b, loss_mask=torch.zeros_like(b.loss_mask), num_tokens=0)
+                    for b in nothing
+                ]
+                assert not engine.train_step(second.name, untrained, make_forward_step()).updated
+        optimizer = engine.optimizer
+        tensors = (engine.shards.parameters, optimizer.exp_avg, optimizer.exp_avg_sq)
+        found.append([tensor.numpy().copy() for tensor in tensors])
+    return found[0], found[1]
+
+
+def run_with_evaluation(job: Job) -> list[float]:
+    """On every rank: losses of an evaluation in each strategy, whatever is being gathered."""
+    use_fp64_loss()
+    engine = build_engine(job)
+    strategies = engine.pool.strategies
+    batches = packs_of_rank(strategies[0], job.assignments[0], job.batches[0], engine.rank)
+    engine.train_step(
+        strategies[0].name, batches, make_forward_step(), next_strategy=strategies[1].name
+    )
+    losses = []
+    for strategy in (strategies[0], strategies[1], strategies[0]):
+        assignment = spread(len(job.batches[0]), len(strategy.replicas))
+        mine = packs_of_rank(strategy, assignment, job.batches[0], engine.rank)
+        losses.append(engine.evaluate(strategy.name, mine, make_forward_step()).mean)
+    engine.close()
+    return losses
+
+
+class InjectedFault(RuntimeError):
+    """A fault put there on purpose."""
+
+
+@contextmanager
+def fault_in(phase: str, *, on_this_rank: bool) -> Iterator[None]:
+    """Within, a gather, forward, scatter or optimizer step of this rank raises."""
+    if not on_this_rank:
+        yield
+        return
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise InjectedFault(f"injected in {phase}")
+
+    target: tuple[Any, str] = {
+        "gather": (OneStepRoute, "gather"),
+        "forward": (engine_module, "run_micro_batches"),
+        "scatter": (OneStepRoute, "scatter"),
+        "optimizer": (ShardedAdamW, "step_by_bucket"),
+    }[phase]
+    with patch.object(*target, fail):
+        yield
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank's step raised, or what it wrote where it was ended at once."""
+
+    kind: str
+    text: str
+    """Message and notes."""
+
+
+def failures_of(
+    job: Job, num_ranks: int, phase: str, culprit: int, folder: Path, *, timeout_s: float
+) -> list[Failure | None]:
+    """In the parent: one step of the job on ranks of its own, one of which fails in a phase.
+
+    As a program would, a rank that met an error ends, and with it its connections. None stands for
+    a rank that was not heard of within the timeout.
+    """
+    prepare_parent()
+
+    def serve(join: Callable[[], None], connection: Connection) -> None:
+        join()
+        output = os.open(folder / str(dist.get_rank()), os.O_CREAT | os.O_WRONLY)
+        sys.stderr.flush()
+        os.dup2(output, 2)
+        sys.stderr = os.fdopen(2, "w", closefd=False)  # pytest put another one there
+        connection.send(_failure(job, phase, culprit))
+        os._exit(1)
+
+    ranks = ForkedRanks(num_ranks, serve, timeout_s=10 * timeout_s)
+    try:
+        deadline = time.monotonic() + timeout_s
+        found: list[Failure | None] = []
+        for rank, connection in enumerate(ranks.connections):
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                found.append(None)
+                continue
+            try:
+                found.append(connection.recv())
+            except EOFError:
+                found.append(Failure("ended", (folder / str(rank)).read_text()))
+        return found
+    finally:
+        ranks.close()
+
+
+def _failure(job: Job, phase: str, culprit: int) -> Failure:
+    use_fp64_loss()
+    engine = build_engine(job)
+    strategy = engine.pool.strategies[0]
+    batches = packs_of_rank(strategy, job.assignments[0], job.batches[0], engine.rank)
+    try:
+        with fault_in(phase, on_this_rank=engine.rank == culprit):
+            engine.train_step(strategy.name, batches, make_forward_step())
+    except Exception as error:
+        return Failure(type(error).__name__, "; ".join([str(error), *error.__notes__]))
+    return Failure("none", "")
