@@ -86,8 +86,9 @@ class Benchmark:
         self._console.print(instance_table(result, batches_of.published_result()))
         self._console.print(
             f"All strategies together: wall {min(result.wall_s):.3f} to "
-            f"{max(result.wall_s):.3f} s, CPU {min(result.cpu_s):.3f} to {max(result.cpu_s):.3f} s; the first plan of the "
-            f"process: wall {first_s:.3f} s, CPU {first_cpu_s:.3f} s."
+            f"{max(result.wall_s):.3f} s, CPU {min(result.cpu_s):.3f} to "
+            f"{max(result.cpu_s):.3f} s; the first plan of the process: wall {first_s:.3f} s, "
+            f"CPU {first_cpu_s:.3f} s."
         )
         return {**to_json(result), "first_plan_s": first_s, "first_plan_cpu_s": first_cpu_s}
 
