@@ -298,6 +298,9 @@ class TrainingLoop:
             plan_status=status,
             plan_gap=None if plan.dispatch is None else plan.dispatch.gap,
             num_marked_plans=self._num_marked_plans,
+            regroup_bytes=outcome.regroup_bytes,
+            gather_wait_s=outcome.gather_wait_s,
+            scatter_wait_s=outcome.scatter_wait_s,
         )
         self._num_sequences = record.num_sequences
         self._interval.add(record, planned.batch.lengths)

@@ -62,6 +62,13 @@ class IterationRecord:
     num_marked_plans: int
     """Plans of this process so far, this one included, that a time limit, a failing solver or a
     failing search cut short."""
+    regroup_bytes: int | None = None
+    """What the rank that logs receives from others and sends to them in the iteration's gather and
+    scatter; None in files of a version that did not count them."""
+    gather_wait_s: float | None = None
+    """Time that the compute of the rank that logs stood still for parameters; None as above."""
+    scatter_wait_s: float | None = None
+    """Time that it stood still for gradients; None as above."""
 
     def __post_init__(self) -> None:
         self._require(self.iteration >= 1, "iterations count from 1", iteration=self.iteration)
@@ -78,6 +85,13 @@ class IterationRecord:
             value = getattr(self, name)
             self._require(
                 math.isfinite(value) and value >= 0.0,
+                f"{name} is finite and not negative",
+                **{name: value},
+            )
+        for name in ("regroup_bytes", "gather_wait_s", "scatter_wait_s"):
+            value = getattr(self, name)
+            self._require(
+                value is None or (math.isfinite(value) and value >= 0),
                 f"{name} is finite and not negative",
                 **{name: value},
             )
@@ -150,15 +164,16 @@ class IterationRecord:
     def from_json(cls, values: Mapping[str, Any]) -> IterationRecord:
         """The record that `to_json` wrote; keys that this version does not know are passed over.
 
-        Raises `HydraulisError` if a key is missing or a value breaks its rule.
+        Raises `HydraulisError` if a key that has no default is missing or a value breaks its rule.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        missing = [name for name in names if name not in values]
+        fields = dataclasses.fields(cls)
+        required = [field.name for field in fields if field.default is dataclasses.MISSING]
+        missing = [name for name in required if name not in values]
         if missing:
             raise HydraulisError(
-                f"iteration record: {len(missing)} of {len(names)} keys are missing "
+                f"iteration record: {len(missing)} of {len(required)} keys are missing "
                 f"({', '.join(missing)}); the file was written by another version or by hand"
             )
-        known = {name: values[name] for name in names}
+        known = {field.name: values[field.name] for field in fields if field.name in values}
         known["replica_times_s"] = tuple(known["replica_times_s"])
         return cls(**known)

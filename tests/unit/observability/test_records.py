@@ -49,6 +49,14 @@ def test_keys_of_a_later_version_are_passed_over() -> None:
     assert IterationRecord.from_json(record.to_json() | {"wait_time_s": 0.0}) == record
 
 
+def test_files_of_before_regrouping_was_counted_are_read() -> None:
+    values = make_record(regroup_bytes=4096, gather_wait_s=0.25, scatter_wait_s=0.5).to_json()
+    assert IterationRecord.from_json(values).to_json() == values
+    for name in ("regroup_bytes", "gather_wait_s", "scatter_wait_s"):
+        del values[name]
+    assert IterationRecord.from_json(values) == make_record()
+
+
 def test_missing_keys_are_named() -> None:
     values = make_record().to_json()
     del values["imbalance"], values["num_tokens"]
@@ -75,6 +83,9 @@ def test_missing_keys_are_named() -> None:
         ("strategy", ""),
         ("replica_times_s", (1.0, -1.0)),
         ("replica_times_s", (math.nan,)),
+        ("regroup_bytes", -1),
+        ("gather_wait_s", -0.5),
+        ("scatter_wait_s", math.nan),
         ("plan_gap", 1.5),
         ("plan_gap", math.nan),
         ("plan_status", ""),
