@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 import megatron.hydraulis.loop  # quietens upstream's imports  # noqa: F401
-from hydraulis_patches.cpu_backend import CPU_BACKEND, RNG_TRACKER
+from hydraulis_patches.cpu_backend import CPU_BACKEND, RNG_STATE, RNG_TRACKER
 from hydraulis_patches.registry import Patch
 from hydraulis_patches.training_loop import ALL, MEMORY_BUFFER
 from megatron.hydraulis.errors import UpstreamVersionError
@@ -20,7 +20,7 @@ def main() -> int:
     for column in ("patch", "targets", "why", "until", "fits"):
         table.add_column(column)
     status = 0
-    for patch in (CPU_BACKEND, RNG_TRACKER, *ALL, MEMORY_BUFFER):
+    for patch in (CPU_BACKEND, RNG_STATE, RNG_TRACKER, *ALL, MEMORY_BUFFER):
         try:
             patch.check()
             fits = "yes"

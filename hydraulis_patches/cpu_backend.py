@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hydraulis_patches.hashes import CPU_BACKEND_HASHES
+from hydraulis_patches.hashes import CPU_BACKEND_HASHES, RNG_STATE_HASHES
 from hydraulis_patches.registry import AppliedPatch, Patch, SetState
 
 CPU_BACKEND = Patch(
@@ -28,6 +28,16 @@ RNG_TRACKER = SetState(
     reason="upstream's random-number tracker keeps CUDA generators; its tracker for inference, "
     "whose fork() does nothing, is set before upstream sets the other",
     removable_when="upstream has a tracker of CPU generators",
+    cpu_only=True,
+)
+
+RNG_STATE = Patch(
+    name="cuda_rng_state",
+    targets=RNG_STATE_HASHES,
+    reason="upstream's checkpoint() saves and restores a CUDA generator with every recomputation; "
+    "without CUDA reading it raises, and setting it is put off until CUDA begins, so that each "
+    "state stays in memory",
+    removable_when="upstream's checkpoint() skips CUDA generators where there is no CUDA",
     cpu_only=True,
 )
 
@@ -111,15 +121,38 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def apply_cpu_backend() -> list[AppliedPatch]:
-    """Apply it, and give upstream a random-number tracker that needs no CUDA.
+    """Apply both patches, and give upstream a random-number tracker that needs no CUDA.
 
     Raises:
         UpstreamVersionError: an upstream that the patch was not written for.
     """
     applied = CPU_BACKEND.apply(lambda original: CpuTorch())
+    applied += RNG_STATE.apply(stand_in_for_rng_state)
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    # Without dropout and recompute nothing random happens in a forward pass: the tracker that
-    # upstream keeps for inference, whose fork() does nothing, is enough.
+    # Without dropout nothing random happens in a forward pass, nor when it is run again for the
+    # backward: the tracker that upstream keeps for inference, whose fork() does nothing, is enough.
     initialize_rng_tracker(inference_rng_tracker=True)
     return applied
+
+
+def _get_no_rng_state(
+    device: int | str | torch.device = "cuda", clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
+    """Nothing to save: the CPU's own generator is saved beside it."""
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _set_no_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    """Nothing to restore."""
+
+
+_RNG_STATE_REPLACEMENTS = {
+    "_get_cuda_rng_state": _get_no_rng_state,
+    "_set_cuda_rng_state": _set_no_rng_state,
+}
+
+
+def stand_in_for_rng_state(original: Any) -> Any:
+    """What takes the place of one of upstream's two functions; it says whose place that is."""
+    return functools.wraps(original)(_RNG_STATE_REPLACEMENTS[original.__name__])

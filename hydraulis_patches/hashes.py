@@ -17,6 +17,11 @@ CPU_BACKEND_HASHES = {
     "megatron.training.dist_signal_handler": "6bbfd7a50305b8fd",
 }
 
+RNG_STATE_HASHES = {
+    "megatron.core.tensor_parallel.random:_get_cuda_rng_state": "aa26caaa069c5c4f",
+    "megatron.core.tensor_parallel.random:_set_cuda_rng_state": "b179c9d95438b61c",
+}
+
 TRAINING_LOOP_HASHES = {
     "megatron.training.training:train_step": "68989d425b2300aa",
     "megatron.training.training:evaluate": "a8be7269bc278373",

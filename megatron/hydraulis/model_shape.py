@@ -65,8 +65,13 @@ class ModelShape:
         """Entries of one layer's matrices: query, key, value, projection, fc1, fc2."""
         key_value_size = 2 * self.num_query_groups * self.kv_channels
         attention = self.hidden_size * (self.query_size + key_value_size + self.query_size)
+        return attention + self.num_mlp_parameters_per_layer
+
+    @property
+    def num_mlp_parameters_per_layer(self) -> int:
+        """Entries of fc1, of both its halves when the MLP is gated, and fc2."""
         num_mlp_matrices = 3 if self.gated_mlp else 2
-        return attention + num_mlp_matrices * self.hidden_size * self.ffn_hidden_size
+        return num_mlp_matrices * self.hidden_size * self.ffn_hidden_size
 
     @property
     def num_parameters_per_layer(self) -> int:

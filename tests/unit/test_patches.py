@@ -8,11 +8,18 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from megatron.core.tensor_parallel import random
 
 from hydraulis_patches import registry
 from hydraulis_patches.__main__ import main as list_patches
-from hydraulis_patches.cpu_backend import CPU_BACKEND, RNG_TRACKER
-from hydraulis_patches.hashes import CPU_BACKEND_HASHES, TRAINING_LOOP_HASHES
+from hydraulis_patches.cpu_backend import (
+    CPU_BACKEND,
+    RNG_STATE,
+    RNG_TRACKER,
+    stand_in_for_rng_state,
+)
+from hydraulis_patches.hashes import CPU_BACKEND_HASHES, RNG_STATE_HASHES, TRAINING_LOOP_HASHES
 from hydraulis_patches.registry import (
     Patch,
     SetState,
@@ -62,6 +69,23 @@ def test_hashes_of_the_training_loop_s_names_are_those_installed(target: str) ->
     original = getattr(importlib.import_module(module), attribute)
     assert inspect.isroutine(original)
     assert source_hash(target) == TRAINING_LOOP_HASHES[target]
+
+
+def test_without_cuda_there_is_no_generator_to_save_and_none_is_kept() -> None:
+    for target in RNG_STATE_HASHES:
+        original = getattr(random, target.split(":")[1])
+        check_signature(target, stand_in_for_rng_state(original))
+    applied = RNG_STATE.apply(stand_in_for_rng_state)
+    try:
+        before = torch.get_rng_state()
+        saved = random._get_all_rng_states()
+        torch.rand(1)
+        random._set_all_rng_states(*saved)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert saved[1].numel() == 0
+        RNG_STATE.check()  # as a process does that has applied it
+    finally:
+        undo_all(applied)
 
 
 def test_an_unknown_version_is_refused_naming_version_and_patch(
@@ -161,7 +185,7 @@ def test_every_patch_and_every_state_that_is_set_is_listed(
     assert list_patches() == 0
     listed = capsys.readouterr().out
     described = (Path(registry.__file__).parent / "README.md").read_text()
-    for patch in (CPU_BACKEND, *ALL):
+    for patch in (CPU_BACKEND, RNG_STATE, *ALL):
         assert patch.name in listed
         assert f"`{patch.name}`" in described
     for state in (RNG_TRACKER, MEMORY_BUFFER):

@@ -11,6 +11,7 @@ from megatron.hydraulis.cost_model.pipeline import (
     pipeline_time_ms,
 )
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.recompute import Recompute
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.model_shape import ModelShape
 
@@ -24,6 +25,7 @@ __all__ = [
     "ModelShape",
     "Operation",
     "ProfileCostModel",
+    "Recompute",
     "StrategyCosts",
     "device_constants",
     "pipeline_schedule",

@@ -17,8 +17,9 @@ matrices, V padded vocabulary):
 TP moves a layer's activations 8 times: an all-gather and a reduce-scatter around attention and
 around the MLP, forward and backward (arXiv 2205.05198 §4.2.2; an all-reduce without sequence
 parallelism moves as much as the two). CP sends keys and values round the ring in the forward, and
-them and their gradients in the backward, hence 3 times. Nothing is taken to overlap. With layers
-recomputed the forward of the layers, its messages included, runs once more.
+them and their gradients in the backward, hence 3 times. Nothing is taken to overlap. What is
+recomputed runs its forward, the messages in it included, once more: a layer, its core attention
+(with the ring) or its MLP (with two of the collectives).
 
 Where stages differ, each coefficient is that of the stage where it is largest, because a replica
 runs at the pace of its slowest stage.
@@ -30,6 +31,7 @@ from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
 from megatron.hydraulis.cost_model.memory import MemoryModel
+from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.scheme import Scheme
@@ -42,11 +44,13 @@ _MS_PER_S = 1e3
 _FLOPS_PER_ENTRY = 2
 # Forward, gradient of the input, gradient of the weight.
 _NUM_PASSES = 3
-# Collectives of a layer's forward over the TP ranks; the backward mirrors them.
-_NUM_TP_COLLECTIVES_FORWARD = 4
+# Collectives of the forward over the TP ranks around a layer's attention, and as many around its
+# MLP; the backward mirrors them.
+_NUM_TP_COLLECTIVES_FORWARD = 2
+_NUM_TP_COLLECTIVES = 8
 # Rounds of keys and values over the CP ring: one forward, two backward.
 _NUM_CP_ROUNDS_FORWARD = 1
-_NUM_CP_ROUNDS_BACKWARD = 2
+_NUM_CP_ROUNDS = 3
 # The activation to the next stage and its gradient back.
 _NUM_PP_MESSAGES = 2
 
@@ -65,7 +69,8 @@ class AnalyticCostModel:
     parameter_bytes: int = 2
     """Bytes of a parameter and of an activation: 2 for bf16, 4 for fp32."""
     sequence_parallel: bool = True
-    recomputes_layers: bool = False
+    recompute: Recompute = NO_RECOMPUTE
+    """Which activations the backward computes again."""
     max_tokens_per_micro_batch: int | None = None
     """Takes the place of what the memory model says, for every scheme."""
 
@@ -106,7 +111,7 @@ class AnalyticCostModel:
             num_ranks=self.cluster.num_ranks,
             parameter_bytes=self.parameter_bytes,
             sequence_parallel=self.sequence_parallel,
-            recomputes_layers=self.recomputes_layers,
+            recompute=self.recompute,
         )
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
@@ -115,38 +120,67 @@ class AnalyticCostModel:
         Raises StrategyError when the scheme cannot hold the model's layers.
         """
         layers = scheme.layers_per_stage(self.shape.num_layers)
-        output_s = self._output_layer_s_per_token(scheme)
-        layer_s = self._layer_s_per_token(scheme)
+        longest = max(layers)
+        per_token_s = max(
+            self.stage_s_per_token(scheme, longest, is_last=False),
+            self.stage_s_per_token(scheme, layers[-1], is_last=True),
+        )
         boundary_s, boundary_latency_s = self._boundary(scheme)
-        most = max(layers)
-        per_token_s = max(most * layer_s, layers[-1] * layer_s + output_s) + boundary_s
         return Coefficients(
-            a_ms_per_token2=most * self._attention_s_per_token2(scheme) * _MS_PER_S,
-            b_ms_per_token=per_token_s * _MS_PER_S,
-            c_ms=(most * self._layer_overhead_s(scheme) + boundary_latency_s) * _MS_PER_S,
+            a_ms_per_token2=self._stage_s_per_token2(scheme, longest) * _MS_PER_S,
+            b_ms_per_token=(per_token_s + boundary_s) * _MS_PER_S,
+            c_ms=(self._stage_overhead_s(scheme, longest) + boundary_latency_s) * _MS_PER_S,
         )
 
-    @property
-    def _num_forwards_again(self) -> int:
-        return 1 if self.recomputes_layers else 0
+    def stage_s_per_token(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> float:
+        """Seconds that a token costs a stage of num_layers layers, whatever its sequence's length.
 
-    @property
-    def _num_layer_passes(self) -> int:
-        return _NUM_PASSES + self._num_forwards_again
+        Matrices and messages of the layers and, on the last stage, of the output layer; without
+        the messages between stages. The embedding is looked up, which costs nothing here.
+        """
+        again = self.recompute
+        seconds = num_layers * self._layer_s_per_token(scheme)
+        seconds += again.num_layers_again(num_layers) * self._projections_again_s(scheme)
+        seconds += again.num_mlps_again(num_layers) * self._mlp_again_s(scheme)
+        ring_s = _NUM_CP_ROUNDS_FORWARD * self._cp_round_s(scheme)
+        seconds += again.num_attentions_again(num_layers) * ring_s
+        return seconds + self._output_layer_s_per_token(scheme) if is_last else seconds
 
-    @property
-    def _num_tp_collectives(self) -> int:
-        return _NUM_TP_COLLECTIVES_FORWARD * (2 + self._num_forwards_again)
-
-    @property
-    def _num_cp_rounds(self) -> int:
-        rounds = _NUM_CP_ROUNDS_FORWARD * (1 + self._num_forwards_again)
-        return rounds + _NUM_CP_ROUNDS_BACKWARD
-
-    def _attention_s_per_token2(self, scheme: Scheme) -> float:
+    def _stage_s_per_token2(self, scheme: Scheme, num_layers: int) -> float:
+        """Core attention of a stage."""
         causal_flops = _FLOPS_PER_ENTRY * self.shape.query_size
         rate = self.device.peak_flops_per_s * self.device.attention_fraction
-        return self._num_layer_passes * causal_flops / (scheme.tp * scheme.cp) / rate
+        num_passes = _NUM_PASSES * num_layers + self.recompute.num_attentions_again(num_layers)
+        return num_passes * causal_flops / (scheme.tp * scheme.cp) / rate
+
+    def _stage_overhead_s(self, scheme: Scheme, num_layers: int) -> float:
+        """What a stage costs without tokens: launches and latencies."""
+        again = self.recompute
+        tp_s = (scheme.tp > 1) * self._tp_link(scheme).latency_s
+        cp_s = (scheme.cp - 1) * self._cp_link(scheme).latency_s
+        num_halves_again = again.num_layers_again(num_layers) + again.num_mlps_again(num_layers)
+        num_collectives = (
+            _NUM_TP_COLLECTIVES * num_layers + _NUM_TP_COLLECTIVES_FORWARD * num_halves_again
+        )
+        num_rounds = (
+            _NUM_CP_ROUNDS * num_layers
+            + _NUM_CP_ROUNDS_FORWARD * again.num_attentions_again(num_layers)
+        )
+        overhead_s = self.device.layer_overhead_s * num_layers
+        return overhead_s + num_collectives * tp_s + num_rounds * cp_s
+
+    def _projections_again_s(self, scheme: Scheme) -> float:
+        """Forward of a layer's matrices around core attention, per token."""
+        shape = self.shape
+        num_entries = shape.num_matrix_parameters_per_layer - shape.num_mlp_parameters_per_layer
+        messages_s = _NUM_TP_COLLECTIVES_FORWARD * self._tp_collective_s(scheme)
+        return self._matmul_s_per_token(num_entries, 1, scheme) + messages_s
+
+    def _mlp_again_s(self, scheme: Scheme) -> float:
+        """Forward of a layer's MLP, per token."""
+        messages_s = _NUM_TP_COLLECTIVES_FORWARD * self._tp_collective_s(scheme)
+        num_entries = self.shape.num_mlp_parameters_per_layer
+        return self._matmul_s_per_token(num_entries, 1, scheme) + messages_s
 
     def _matmul_s_per_token(self, num_entries: int, num_passes: int, scheme: Scheme) -> float:
         rate = self.device.peak_flops_per_s * self.device.matmul_fraction
@@ -156,23 +190,24 @@ class AnalyticCostModel:
         return self._matmul_s_per_token(self.shape.num_embedding_parameters, _NUM_PASSES, scheme)
 
     def _layer_s_per_token(self, scheme: Scheme) -> float:
-        """Matrices and messages of one layer."""
-        shape, tp, cp = self.shape, scheme.tp, scheme.cp
-        compute_s = self._matmul_s_per_token(
-            shape.num_matrix_parameters_per_layer, self._num_layer_passes, scheme
-        )
-        tp_bytes = (tp - 1) / tp * shape.hidden_size * self.parameter_bytes / cp
-        tp_s = self._num_tp_collectives * tp_bytes / self._bandwidth(self._tp_link(scheme))
-        key_value_size = 2 * shape.num_query_groups * shape.kv_channels
-        cp_bytes = (cp - 1) / cp * key_value_size * self.parameter_bytes / tp
-        cp_s = self._num_cp_rounds * cp_bytes / self._bandwidth(self._cp_link(scheme))
-        return compute_s + tp_s + cp_s
+        """Matrices and messages of one layer of which nothing is recomputed."""
+        num_entries = self.shape.num_matrix_parameters_per_layer
+        compute_s = self._matmul_s_per_token(num_entries, _NUM_PASSES, scheme)
+        tp_s = _NUM_TP_COLLECTIVES * self._tp_collective_s(scheme)
+        return compute_s + tp_s + _NUM_CP_ROUNDS * self._cp_round_s(scheme)
 
-    def _layer_overhead_s(self, scheme: Scheme) -> float:
-        """What a layer costs without tokens: launches and latencies."""
-        tp_s = self._num_tp_collectives * (scheme.tp > 1) * self._tp_link(scheme).latency_s
-        cp_s = self._num_cp_rounds * (scheme.cp - 1) * self._cp_link(scheme).latency_s
-        return self.device.layer_overhead_s + tp_s + cp_s
+    def _tp_collective_s(self, scheme: Scheme) -> float:
+        """A hidden state all-gathered or reduce-scattered over the TP ranks, per token."""
+        tp, cp = scheme.tp, scheme.cp
+        num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / cp
+        return num_bytes / self._bandwidth(self._tp_link(scheme))
+
+    def _cp_round_s(self, scheme: Scheme) -> float:
+        """Keys and values once round the CP ring, per token."""
+        tp, cp = scheme.tp, scheme.cp
+        key_value_size = 2 * self.shape.num_query_groups * self.shape.kv_channels
+        num_bytes = (cp - 1) / cp * key_value_size * self.parameter_bytes / tp
+        return num_bytes / self._bandwidth(self._cp_link(scheme))
 
     def _boundary(self, scheme: Scheme) -> tuple[float, float]:
         """Seconds per token and of latency that the messages between two stages cost a stage."""

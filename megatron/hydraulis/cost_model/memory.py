@@ -15,6 +15,11 @@ A rank of stage i in a scheme holds, all per tensor-parallel rank:
   fp32 there is no copy, but two are counted;
 - a reserve, see DeviceConstants.
 
+With full recompute only the inputs of the recomputed chunks stay for every micro-batch in flight,
+and one chunk is there whole. Selective recompute of the MLP keeps what is inside it of one layer
+only; that of core attention saves nothing in this count, which knows no scores (queries, keys and
+values are its inputs and the output is the projection's).
+
 Activations of a layer that attends without storing scores (FlashAttention), per token, in
 elements: the inputs of both norms and their outputs (4h); query, key, value and the attention's
 output (2q + 2kv); the output of fc1, one or two ffn wide, and the input of fc2 (ffn). This is the
@@ -24,6 +29,7 @@ count of arXiv 2205.05198 §4.1 without dropout and with grouped queries and gat
 from dataclasses import dataclass
 
 from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.scheme import Scheme
 
@@ -47,8 +53,8 @@ class MemoryModel:
     parameter_bytes: int
     """Bytes of a parameter and of an activation: 2 for bf16, 4 for fp32."""
     sequence_parallel: bool = True
-    recomputes_layers: bool = False
-    """Whether the backward runs each layer's forward again and only the layers' inputs stay."""
+    recompute: Recompute = NO_RECOMPUTE
+    """Which activations the backward computes again."""
 
     def max_tokens(self, scheme: Scheme) -> int:
         """Most tokens of a micro-batch over all cp ranks, 0 where the model does not fit.
@@ -95,17 +101,24 @@ class MemoryModel:
         """What every token of a micro-batch on a cp rank adds to a rank of a stage."""
         num_layers = scheme.layers_per_stage(self.shape.num_layers)[stage]
         num_in_flight = scheme.pp - stage
-        whole_layer = self._layer_bytes_per_token(scheme)
-        if self.recomputes_layers:
-            kept = self._hidden_bytes_per_token(scheme)
-            activations = num_layers * num_in_flight * kept + whole_layer
-        else:
-            activations = num_layers * num_in_flight * whole_layer
+        activations = self._activations_per_token(scheme, num_layers, num_in_flight)
         logits = 0.0
         if stage == scheme.pp - 1:
             bytes_per_entry = self.parameter_bytes + _CROSS_ENTROPY_BYTES_PER_ENTRY
             logits = bytes_per_entry * self.shape.vocab_size / scheme.tp
         return activations + logits
+
+    def _activations_per_token(self, scheme: Scheme, num_layers: int, num_in_flight: int) -> float:
+        """Of num_layers layers, for num_in_flight micro-batches of which one runs backward."""
+        recompute = self.recompute
+        num_again = recompute.num_layers_again(num_layers)
+        whole_layer = self._layer_bytes_per_token(scheme)
+        kept_layer, at_once = whole_layer, recompute.num_layers_at_once(num_layers) * whole_layer
+        if recompute.drops_mlp:
+            at_once = self._mlp_bytes_per_token(scheme)
+            kept_layer -= at_once
+        inputs = recompute.num_inputs_kept(num_layers) * self._hidden_bytes_per_token(scheme)
+        return num_in_flight * (inputs + (num_layers - num_again) * kept_layer) + at_once
 
     def _hidden_bytes_per_token(self, scheme: Scheme) -> float:
         """One hidden state; only sequence parallelism spreads it over the tp ranks."""
@@ -115,6 +128,11 @@ class MemoryModel:
     def _layer_bytes_per_token(self, scheme: Scheme) -> float:
         shape = self.shape
         key_value_size = shape.num_query_groups * shape.kv_channels
-        num_ffn = 3 if shape.gated_mlp else 2
-        split = 2 * shape.query_size + 2 * key_value_size + num_ffn * shape.ffn_hidden_size
-        return 4 * self._hidden_bytes_per_token(scheme) + split * self.parameter_bytes / scheme.tp
+        split = (2 * shape.query_size + 2 * key_value_size) * self.parameter_bytes / scheme.tp
+        mlp = self._mlp_bytes_per_token(scheme)
+        return 4 * self._hidden_bytes_per_token(scheme) + split + mlp
+
+    def _mlp_bytes_per_token(self, scheme: Scheme) -> float:
+        """The output of fc1 and the input of fc2."""
+        num_ffn = 3 if self.shape.gated_mlp else 2
+        return num_ffn * self.shape.ffn_hidden_size * self.parameter_bytes / scheme.tp

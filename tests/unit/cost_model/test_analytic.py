@@ -9,6 +9,7 @@ from megatron.hydraulis.cost_model import (
     AnalyticCostModel,
     Coefficients,
     ModelShape,
+    Recompute,
     device_constants,
 )
 from megatron.hydraulis.cost_model.device import DEVICES
@@ -17,6 +18,8 @@ from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B, LLAMA_32B
 
 A800 = device_constants("a800-80")
+
+EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 
 # Time of a micro-batch on one stage, in ms a token (b) and ms (c), measured on A800-80G with 8
 # GPUs a node for LLAMA_32B: PKU-DAIR/Hetu, examples/hydraulis/strategy/generate_strategy_32b.py
@@ -107,9 +110,53 @@ def test_cp_moves_keys_and_values_only() -> None:
 def test_recomputing_adds_a_forward() -> None:
     scheme = Scheme(tp=2, cp=2)
     plain = model(LLAMA_7B).coefficients(scheme)
-    again = replace(model(LLAMA_7B), recomputes_layers=True).coefficients(scheme)
+    again = replace(model(LLAMA_7B), recompute=EVERY_LAYER).coefficients(scheme)
     assert again.a_ms_per_token2 == pytest.approx(plain.a_ms_per_token2 * 4 / 3)
     assert plain.b_ms_per_token < again.b_ms_per_token < plain.b_ms_per_token * 3 / 2
+
+
+def test_recomputing_by_hand_on_one_stage() -> None:
+    scheme = Scheme(pp=4)  # 8 layers a stage; without tp and cp only matrices count
+    plain = model(LLAMA_7B).coefficients(scheme)
+    matrix_ms = 2e3 / (A800.peak_flops_per_s * A800.matmul_fraction)
+    layer_ms = LLAMA_7B.num_matrix_parameters_per_layer * matrix_ms
+    mlp_ms = LLAMA_7B.num_mlp_parameters_per_layer * matrix_ms
+    cases = {
+        Recompute(granularity="selective", modules=("core_attn",)): (0.0, 8),
+        Recompute(granularity="selective", modules=("mlp",)): (8 * mlp_ms, 0),
+        Recompute(granularity="full", method="uniform", num_layers=3): (8 * layer_ms, 8),
+        Recompute(granularity="full", method="block", num_layers=3): (3 * layer_ms, 3),
+        Recompute(granularity="full", method="block", num_layers=9): (8 * layer_ms, 8),
+    }
+    for recompute, (more_ms, num_attentions) in cases.items():
+        again = replace(model(LLAMA_7B), recompute=recompute).coefficients(scheme)
+        assert again.b_ms_per_token - plain.b_ms_per_token == pytest.approx(more_ms), recompute
+        ratio = again.a_ms_per_token2 / plain.a_ms_per_token2
+        assert ratio == pytest.approx(1 + num_attentions / 24), recompute
+
+
+def test_messages_of_what_is_recomputed_are_sent_again() -> None:
+    scheme = Scheme(tp=4, cp=2)
+    link_s = model(LLAMA_7B).cluster.collective(4).latency_s
+    ring_s = model(LLAMA_7B).cluster.point_to_point(8).latency_s
+    plain = model(LLAMA_7B).coefficients(scheme).c_ms
+    for modules, more_s in ((("mlp",), 2 * link_s), (("core_attn",), ring_s)):
+        selective = Recompute(granularity="selective", modules=modules)
+        again = replace(model(LLAMA_7B), recompute=selective).coefficients(scheme).c_ms
+        assert again - plain == pytest.approx(32e3 * more_s, rel=1e-6)
+    full = replace(model(LLAMA_7B), recompute=EVERY_LAYER).coefficients(scheme).c_ms
+    assert full - plain == pytest.approx(32e3 * (4 * link_s + ring_s), rel=1e-6)
+
+
+def test_recompute_that_is_not_defined() -> None:
+    for wrong, message in (
+        ({"granularity": "full"}, "method and a number of layers"),
+        ({"granularity": "full", "method": "block"}, "None and 0|block and 0"),
+        ({"granularity": "selective"}, "names none"),
+        ({"granularity": "selective", "modules": ("layernorm",)}, "names layernorm"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            Recompute(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", [device.name for device in DEVICES])

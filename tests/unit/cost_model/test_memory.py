@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.hydraulis.cost_model import MemoryModel, ModelShape, device_constants
+from megatron.hydraulis.cost_model import MemoryModel, ModelShape, Recompute, device_constants
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B, LLAMA_32B
+
+EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
 def memory(shape: ModelShape = LLAMA_7B, num_ranks: int = 64) -> MemoryModel:
@@ -40,7 +42,7 @@ def test_what_gives_more_room() -> None:
     assert base > 0
     assert memory().max_tokens(Scheme(tp=4)) > base
     assert memory(num_ranks=512).max_tokens(Scheme(tp=2)) > base
-    assert replace(memory(), recomputes_layers=True).max_tokens(Scheme(tp=2)) > base
+    assert replace(memory(), recompute=EVERY_LAYER).max_tokens(Scheme(tp=2)) > base
     assert replace(memory(), sequence_parallel=False).max_tokens(Scheme(tp=2)) < base
     # Tokens are spread over the cp ranks, weights are not.
     assert memory().max_tokens(Scheme(tp=2, cp=2)) == pytest.approx(2 * base, rel=0.01)
@@ -58,6 +60,27 @@ def test_the_first_stage_holds_most_activations_the_last_the_logits() -> None:
     assert per_token[0] == pytest.approx(4 * activations_of_one)
     # bf16 logits and cross entropy's fp32 copy.
     assert per_token[3] == pytest.approx(activations_of_one + 6 * LLAMA_7B.vocab_size)
+
+
+def test_what_recompute_keeps_by_hand() -> None:
+    # Stage 0 of four, 8 layers, 4 micro-batches in flight, bf16, no tensor parallelism.
+    scheme, shape = Scheme(pp=4), LLAMA_7B
+    hidden, mlp = 2 * shape.hidden_size, 2 * 3 * shape.ffn_hidden_size
+    layer = memory().bytes_per_token(scheme, 0) / 32
+    assert layer == pytest.approx(2 * 8 * shape.hidden_size + mlp)
+    cases = {
+        EVERY_LAYER: 4 * 8 * hidden + layer,
+        Recompute(granularity="full", method="uniform", num_layers=3): 4 * 3 * hidden + 3 * layer,
+        Recompute(granularity="full", method="uniform", num_layers=20): 4 * hidden + 8 * layer,
+        Recompute(granularity="full", method="block", num_layers=3): (
+            4 * (3 * hidden + 5 * layer) + layer
+        ),
+        Recompute(granularity="selective", modules=("mlp",)): 4 * 8 * (layer - mlp) + mlp,
+        Recompute(granularity="selective", modules=("core_attn",)): 4 * 8 * layer,
+    }
+    for recompute, expected in cases.items():
+        found = replace(memory(), recompute=recompute).bytes_per_token(scheme, 0)
+        assert found == pytest.approx(expected), recompute
 
 
 def test_state_of_one_rank_counts_every_parameter() -> None:

@@ -1,0 +1,94 @@
+"""Which activations the backward computes again, as far as time and memory go: no torch.
+
+The settings are upstream's, and so is what they do (megatron-core 0.19.2, ``recompute.py``,
+``transformer_layer.py`` and ``attention.py``):
+
+- ``full``, ``uniform``: a stage is cut into chunks of num_layers layers (the last may be shorter);
+  the input of each stays, and the chunk's forward runs again before its backward.
+- ``full``, ``block``: so the first num_layers layers of a stage, one by one; the others keep all.
+- ``selective``: in every layer the modules named, ``core_attn`` (scores and their product with the
+  values) and ``mlp``; their inputs stay.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.hydraulis.errors import ConfigurationError
+
+__all__ = ["NO_RECOMPUTE", "SELECTIVE_MODULES", "Recompute"]
+
+SELECTIVE_MODULES = ("core_attn", "mlp")
+"""What selective recompute may name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recompute:
+    """Upstream's settings of activation recompute; none by default.
+
+    Raises ConfigurationError for full recompute without method or number of layers, and for
+    selective recompute of modules that are not in SELECTIVE_MODULES, or of none.
+    """
+
+    granularity: Literal["full", "selective"] | None = None
+    method: Literal["uniform", "block"] | None = None
+    """Of full recompute."""
+    num_layers: int = 0
+    """Of full recompute: layers of a chunk (uniform), or recomputed layers of a stage (block)."""
+    modules: tuple[str, ...] = ()
+    """Of selective recompute."""
+
+    def __post_init__(self) -> None:
+        if self.granularity == "full" and (self.method is None or self.num_layers < 1):
+            raise ConfigurationError(
+                f"full recompute needs a method and a number of layers of at least 1 but has "
+                f"{self.method} and {self.num_layers}; give --recompute-method uniform or block, "
+                f"and --recompute-num-layers"
+            )
+        if self.granularity == "selective" and (
+            not self.modules or not set(self.modules) <= set(SELECTIVE_MODULES)
+        ):
+            raise ConfigurationError(
+                f"selective recompute is of some of {', '.join(SELECTIVE_MODULES)} but names "
+                f"{', '.join(self.modules) or 'none'}; give --recompute-modules of these"
+            )
+
+    def num_layers_again(self, num_layers: int) -> int:
+        """Layers of a stage of num_layers whose whole forward runs again."""
+        if self.granularity != "full":
+            return 0
+        return num_layers if self.method == "uniform" else min(self.num_layers, num_layers)
+
+    def num_attentions_again(self, num_layers: int) -> int:
+        """Layers of a stage whose core attention runs again."""
+        return self._num_again(num_layers, "core_attn")
+
+    def num_mlps_again(self, num_layers: int) -> int:
+        """Layers of a stage whose MLP runs again."""
+        return self._num_again(num_layers, "mlp")
+
+    def num_inputs_kept(self, num_layers: int) -> int:
+        """Hidden states that full recompute keeps of a micro-batch on a stage."""
+        num_again = self.num_layers_again(num_layers)
+        if self.method == "uniform" and num_again:
+            return math.ceil(num_again / self.num_layers)
+        return num_again
+
+    def num_layers_at_once(self, num_layers: int) -> int:
+        """Layers whose activations are there again while one chunk runs backward."""
+        num_again = self.num_layers_again(num_layers)
+        return min(self.num_layers, num_again) if self.method == "uniform" else min(1, num_again)
+
+    @property
+    def drops_mlp(self) -> bool:
+        """Whether what is inside the MLP is not kept, though the rest of a layer is."""
+        return self.granularity == "selective" and "mlp" in self.modules
+
+    def _num_again(self, num_layers: int, module: str) -> int:
+        if self.granularity == "selective":
+            return num_layers if module in self.modules else 0
+        return self.num_layers_again(num_layers)
+
+
+NO_RECOMPUTE = Recompute()
+"""All activations are kept."""
