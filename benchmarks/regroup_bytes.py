@@ -22,15 +22,11 @@ from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.transfer.alike import alike_buckets
-from megatron.hydraulis.transfer.canonical import (
-    CanonicalLayout,
-    Contribution,
-    ParameterSpec,
-    Unit,
-)
+from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.collective import Collective, bucket_gather, collective_of
+from megatron.hydraulis.transfer.model_parameters import model_parameters, roles_of
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
-from megatron.hydraulis.transfer.role import Role, role_of
+from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.traffic import (
     LinkElements,
     link_elements_by_rank,
@@ -56,31 +52,6 @@ GRADIENT_BYTES = 4
 """fp32 on the wire."""
 BYTES_PER_GB = 1e9
 EXIT_BAD_INPUT = 2
-
-
-def model_parameters(shape: ModelShape) -> list[ParameterSpec]:
-    """Every parameter of a Llama-like model, sequence parallel, without biases."""
-    hidden, sharded, partial = shape.hidden_size, Contribution.SHARDED, Contribution.PARTIAL
-    key_value_size = 2 * shape.num_query_groups * shape.kv_channels
-    num_halves = 2 if shape.gated_mlp else 1
-    ends = (shape.vocab_size, hidden)
-    parameters = [ParameterSpec("embedding", ends, Unit.embedding(), sharded, tp_dim=0)]
-    for layer in range(shape.num_layers):
-        unit, prefix = Unit.layer(layer), f"layers.{layer}."
-        qkv = (shape.query_size + key_value_size, hidden)
-        fc1 = (num_halves * shape.ffn_hidden_size, hidden)
-        parameters += [
-            ParameterSpec(prefix + "norm1", (hidden,), unit, partial, decays=False),
-            ParameterSpec(prefix + "qkv", qkv, unit, sharded, tp_dim=0),
-            ParameterSpec(prefix + "proj", (hidden, shape.query_size), unit, sharded, tp_dim=1),
-            ParameterSpec(prefix + "norm2", (hidden,), unit, partial, decays=False),
-            ParameterSpec(prefix + "fc1", fc1, unit, sharded, tp_dim=0, stride=num_halves),
-            ParameterSpec(prefix + "fc2", (hidden, shape.ffn_hidden_size), unit, sharded, tp_dim=1),
-        ]
-    parameters.append(ParameterSpec("norm", (hidden,), Unit.output(), partial, decays=False))
-    if not shape.tied_embeddings:
-        parameters.append(ParameterSpec("output", ends, Unit.output(), sharded, tp_dim=0))
-    return parameters
 
 
 @dataclass(frozen=True)
@@ -153,14 +124,6 @@ class StrategyTraffic:
                 total + part * len(buckets) for total, part in zip(totals, of_one, strict=True)
             ]
         return totals
-
-
-def roles_of(strategy: Strategy, num_layers: int, tied_embeddings: bool) -> list[Role | None]:
-    """The role of every rank."""
-    return [
-        role_of(strategy, rank, num_layers=num_layers, tied_embeddings=tied_embeddings)
-        for rank in range(strategy.num_ranks)
-    ]
 
 
 @dataclass(frozen=True)

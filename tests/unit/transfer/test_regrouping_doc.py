@@ -12,10 +12,10 @@ from benchmarks.regroup_bytes import (
     PARAMETER_BYTES,
     PoolTraffic,
     StrategyTraffic,
-    model_parameters,
 )
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.collective import Collective
+from megatron.hydraulis.transfer.model_parameters import model_parameters
 from tests.support.documented_output import documented_outputs
 
 ROOT = Path(__file__).resolve().parents[3]
