@@ -172,6 +172,31 @@ class TestKinds:
         assert_law(job, pool_of(4).run(run_job, job, timeout_s=HANG_S))
 
 
+class TestOwners:
+    """Who owns which share is free."""
+
+    @pytest.mark.parametrize("ranks_per_node", [None, 2])
+    @pytest.mark.parametrize("text", ["2*tp2", "tp2@2,1+2*tp1"])
+    def test_chosen_owners_obey_the_law_and_save_bytes(
+        self, text: str, ranks_per_node: int | None
+    ) -> None:
+        by_number = replace(law_job(4, text), ranks_per_node=ranks_per_node)
+        chosen = replace(by_number, owners_for=text)
+        check_law(chosen, 4)
+        before, after = (sum(pool_of(4).run(received_bytes, job)) for job in (by_number, chosen))
+        assert after < before
+
+    def test_all_kinds_obey_the_law_with_owners_chosen_for_one(self) -> None:
+        texts = ("tp2@0,2+tp2@1,3", "4*tp1", "pp2+tp2")
+        job = changing_job(4, *texts, ranks_per_node=2, owners_for=texts[2])
+        assert_law(job, pool_of(4).run(run_job, job, timeout_s=HANG_S))
+
+
+def received_bytes(job: Job) -> int:
+    """On every rank: in an iteration of the job's first strategy."""
+    return build_engine(job).setting(job.strategies[0]).regrouper.traffic.received_bytes
+
+
 def kind_of(job: Job) -> Collective:
     """On every rank: of the job's first strategy."""
     return build_engine(job).setting(job.strategies[0]).regrouper.collective

@@ -121,6 +121,8 @@ class Job:
     """One node where None."""
     overlap: bool = True
     num_slots: int = 2
+    owners_for: str | None = None
+    """A strategy; ranks own their own shares where None."""
     knows_next: bool = True
     """Whether an iteration is told the strategy of the next one."""
 
@@ -224,6 +226,7 @@ def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> Engine:
         seed=job.seed,
         groups=worker_groups(),
         num_atoms=job.num_atoms,
+        owners_for=job.owners_for,
         overlap=job.overlap,
         num_slots=job.num_slots,
         spans=spans,

@@ -112,6 +112,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, Job]:
         num_atoms=NUM_ATOMS,
         settings=FP64_SETTINGS,
         ranks_per_node=draw(st.sampled_from(nodes), label="ranks of a node"),
+        owners_for=draw(st.sampled_from([None, *pool]), label="owners chosen for"),
         num_slots=draw(st.integers(1, 2), label="slots"),
         knows_next=draw(st.booleans(), label="next strategy known"),
     )

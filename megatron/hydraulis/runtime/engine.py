@@ -34,6 +34,7 @@ from megatron.hydraulis.runtime.staging import DEFAULT_NUM_SLOTS, Staging
 from megatron.hydraulis.runtime.track import make_track
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
+from megatron.hydraulis.transfer.owner_order import best_owner_orders
 from megatron.hydraulis.transfer.role import Role, role_of
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -127,6 +128,9 @@ class Engine:
             take it at creation: that of the world group does not reach them.
         num_atoms: T, the atoms of a parameter; the least common multiple of the pool's tp degrees
             by default, a multiple of it where the shards must fit other pools too.
+        owners_for: a strategy of the pool in whose favour owners are chosen, so that ranks own what
+            they hold in it (`transfer.owner_order`); rank r owns share r where None. A property of
+            the run: another one has optimizer state elsewhere.
         overlap: let regrouping overlap compute; the results are the same bit by bit.
         num_slots: staging slots, that is buckets that may be rearranged at a time.
         spans: told of gathers, scatters and waits, and of what the schedules do.
@@ -146,6 +150,7 @@ class Engine:
         groups: GroupRegistry | None = None,
         timeout: timedelta | None = None,
         num_atoms: int | None = None,
+        owners_for: str | None = None,
         overlap: bool = True,
         num_slots: int = DEFAULT_NUM_SLOTS,
         spans: SpanRecorder = NO_SPANS,
@@ -175,6 +180,9 @@ class Engine:
         self.layout = CanonicalLayout.build(
             [entry.spec for entry in entries], num_atoms=num_atoms, num_ranks=pool.num_ranks
         )
+        if owners_for is not None:
+            orders = best_owner_orders(self.layout, self._roles(pool.strategy(owners_for)))
+            self.layout = self.layout.with_owner_orders(orders)
         self.shards = CanonicalShards(self.layout, self.rank, dtype=wide, device=self.device)
         self.shards.initialise({entry.spec.name: entry for entry in entries}, seed)
         self.optimizer = ShardedAdamW(self.shards, settings)
@@ -242,12 +250,13 @@ class Engine:
                 updated = math.isfinite(norm)
                 if updated:
                     self._update(norm, upcoming)
+        traffic = setting.regrouper.traffic
         return StepOutcome(
             loss,
             norm,
             updated,
             bad,
-            regroup_bytes=setting.regrouper.num_bytes,
+            regroup_bytes=traffic.received_bytes + traffic.sent_bytes,
             gather_wait_s=self.gather_waits.take_s(),
             scatter_wait_s=self.scatter_waits.take_s(),
         )
@@ -442,15 +451,7 @@ class Engine:
         return LossTotal(loss_sum, round(num_tokens)), tuple(bad), told
 
     def _build_setting(self, strategy: Strategy) -> _Setting:
-        roles = [
-            role_of(
-                strategy,
-                rank,
-                num_layers=self.definition.transformer.num_layers,
-                tied_embeddings=self.definition.tied_embeddings,
-            )
-            for rank in range(self.pool.num_ranks)
-        ]
+        roles = self._roles(strategy)
         role = roles[self.rank]
         bound = None if role is None else self._bound_role(strategy, role)
         regrouper = Regrouper(
@@ -463,6 +464,18 @@ class Engine:
             ranks_per_node=self.pool.ranks_per_node,
         )
         return _Setting(strategy, role, bound, regrouper)
+
+    def _roles(self, strategy: Strategy) -> list[Role | None]:
+        """Of every rank."""
+        return [
+            role_of(
+                strategy,
+                rank,
+                num_layers=self.definition.transformer.num_layers,
+                tied_embeddings=self.definition.tied_embeddings,
+            )
+            for rank in range(self.pool.num_ranks)
+        ]
 
     def _bound_role(self, strategy: Strategy, role: Role) -> BoundRole:
         """The model of the role, shared by strategies that give this rank the same neighbours."""

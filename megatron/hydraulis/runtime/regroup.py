@@ -15,15 +15,9 @@ from megatron.hydraulis.runtime.shards import CanonicalShards
 from megatron.hydraulis.runtime.staging import StagingSlot
 from megatron.hydraulis.runtime.track import Step
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
-from megatron.hydraulis.transfer.collective import (
-    BucketPlan,
-    bucket_gather,
-    bucket_scatter,
-    collective_of,
-)
-from megatron.hydraulis.transfer.equal_shares import EqualShares
-from megatron.hydraulis.transfer.plan import TransferPlan
+from megatron.hydraulis.transfer.collective import collective_of, strategy_plans
 from megatron.hydraulis.transfer.role import Role
+from megatron.hydraulis.transfer.traffic import regroup_bytes
 
 
 class RegroupJob:
@@ -84,28 +78,25 @@ class Regrouper:
         self._group = group
         self.collective = collective_of(layout, roles, ranks_per_node=ranks_per_node)
         """The kind of all transfers of the strategy."""
-        self.num_bytes = 0
-        """What this rank receives and sends of others in a gather and a scatter together."""
-        self.routes: list[Route] = []
-        """By index of the bucket."""
+        plans = strategy_plans(
+            self.collective, layout, roles, ranks_per_node=ranks_per_node, rank=shards.rank
+        )
+        self.traffic = regroup_bytes(
+            [gather for gather, _ in plans],
+            [scatter for _, scatter in plans],
+            shards.rank,
+            ranks_per_node=ranks_per_node,
+            parameter_bytes=wire_dtype.itemsize,
+            gradient_bytes=shards.gradients.element_size(),
+        )
+        """What this rank exchanges with others in an iteration."""
         # Views are made here, and torch refuses those beyond the memory there is.
         with nullcontext() if arena is None else arena.in_memory():
-            for bucket in layout.buckets:
-                gather, scatter = (
-                    plan(
-                        self.collective,
-                        layout,
-                        bucket,
-                        roles,
-                        ranks_per_node=ranks_per_node,
-                        rank=shards.rank,
-                    )
-                    for plan in (bucket_gather, bucket_scatter)
-                )
-                self.routes.append(make_route(self._ends(bucket), gather, scatter))
-                wide = shards.gradients.element_size()
-                self.num_bytes += _num_network_elements(gather, shards.rank) * wire_dtype.itemsize
-                self.num_bytes += _num_network_elements(scatter, shards.rank) * wide
+            self.routes: list[Route] = [
+                make_route(self._ends(bucket), gather, scatter)
+                for bucket, (gather, scatter) in zip(layout.buckets, plans, strict=True)
+            ]
+            """By index of the bucket."""
 
     def gather_job(self, bucket: int) -> RegroupJob:
         """Fills the arena's parameters of the bucket from everybody's shards."""
@@ -137,15 +128,3 @@ class Regrouper:
             held = canonical_copies(*place, gradients=False)
             contributed = canonical_copies(*place, gradients=True)
         return BucketEnds(bucket, self._shards, held, contributed, self._wire_dtype, self._group)
-
-
-def _num_network_elements(plan: BucketPlan, rank: int) -> int:
-    """Elements that ``rank`` receives from other ranks and sends to them."""
-    if isinstance(plan, EqualShares):
-        return 2 * (plan.num_ranks - 1) * plan.share_elements
-    steps = (plan,) if isinstance(plan, TransferPlan) else plan.steps
-    return sum(
-        step.num_network_elements(rank, received=received)
-        for step in steps
-        for received in (True, False)
-    )
