@@ -147,7 +147,7 @@ def _set_no_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: boo
     """Nothing to restore."""
 
 
-_RNG_STATE_REPLACEMENTS = {
+_RNG_STATE_REPLACEMENTS: dict[str, Any] = {
     "_get_cuda_rng_state": _get_no_rng_state,
     "_set_cuda_rng_state": _set_no_rng_state,
 }

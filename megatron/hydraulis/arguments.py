@@ -30,6 +30,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flag_parser import FlagParser, ParsedFlags
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.pool_arguments import check_vocabulary_parts, resolve_pool
+from megatron.hydraulis.recompute_arguments import check_recompute
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.vocabulary import Vocabulary, resolve_vocabulary
 
@@ -95,6 +96,7 @@ def parse_arguments(
         # Nominal: the number of sequences varies, and the step corrects the consumed samples.
         args.global_batch_size = 1
     argument_checks.check_model(args)
+    check_recompute(args)
     argument_checks.check_spec(args.spec)
     argument_checks.check_learning_rate(args)
     argument_checks.check_device(args, has_cuda=has_cuda)

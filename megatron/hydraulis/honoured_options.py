@@ -74,6 +74,7 @@ _HUGGING_FACE = Need(
     "--tokenizer-type HuggingFaceTokenizer or GPT2BPETokenizer",
     values=("HuggingFaceTokenizer", "GPT2BPETokenizer"),
 )
+_FULL = Need("recompute_granularity", "--recompute-granularity full", values=("full",))
 _WANDB = Need("wandb_project", "--wandb-project")
 _TOKENIZERS = (
     "GPT2BPETokenizer",
@@ -128,6 +129,15 @@ _MODEL = {
     ),
     "--hidden-dropout": Honoured("no dropout", only=(0.0,), otherwise=_NO_DROPOUT),
     "--attention-dropout": Honoured("no dropout", only=(0.0,), otherwise=_NO_DROPOUT),
+    "--recompute-granularity": Honoured("activations computed again in the backward"),
+    "--recompute-activations": Honoured("selective recompute"),
+    "--recompute-method": Honoured("which layers of a stage full recompute takes", need=_FULL),
+    "--recompute-num-layers": Honoured(
+        "layers of a chunk, or of a stage that full recompute takes", need=_FULL
+    ),
+    "--recompute-modules": Honoured(
+        "modules of selective recompute: core_attn, and mlp without biases", differs=True
+    ),
     "--spec": Honoured("layer spec of the user, as module and name"),
     "--transformer-impl": Honoured(
         "layers of megatron-core",

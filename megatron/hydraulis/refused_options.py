@@ -75,9 +75,10 @@ _FAMILIES = (
     ),
     Family(
         "recompute",
-        "recomputing activations comes in a later version",
-        "remove it; use a scheme of more tp or pp ranks if memory is short",
-        r"(moe-layer-)?recompute|checkpoint-activations|distribute-saved-activations",
+        "it is an older name of a form of activation recompute, or one that needs the tensor "
+        "parallelism of a single strategy",
+        "use --recompute-granularity selective or full",
+        r"moe-layer-recompute|checkpoint-activations|distribute-saved-activations",
     ),
     Family(
         "offloading",

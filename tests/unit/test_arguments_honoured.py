@@ -44,6 +44,7 @@ def _model(typed: str, attribute: str, value: Any, **more: Any) -> Row:
 
 
 _ROPE = "--position-embedding-type rope"
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _CHANGING_DECAY = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.3"
 _SENTENCE_PIECE = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {dir}/file"
 _HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {dir}/file"
@@ -84,6 +85,13 @@ ROWS: dict[str, Row] = {
     "--make-vocab-size-divisible-by": _model("48", "vocab_size", 240),
     "--hidden-dropout": _model("0", "hidden_dropout", 0.0, always=True),
     "--attention-dropout": _model("0", "attention_dropout", 0.0, always=True),
+    "--recompute-granularity": _model("selective", "recompute_granularity", "selective"),
+    "--recompute-activations": _model("", "recompute_granularity", "selective"),
+    "--recompute-method": _model("block", "recompute_method", "block", beside=_FULL),
+    "--recompute-num-layers": _model("2", "recompute_num_layers", 2, beside=_FULL),
+    "--recompute-modules": _model(
+        "mlp", "recompute_modules", ["mlp"], beside="--recompute-activations --disable-bias-linear"
+    ),
     "--spec": _model(f"{__name__} user_layer_spec", "transformer_layer_spec", user_layer_spec),
     "--transformer-impl": _args("local", "transformer_impl", "local", always=True),
     "--use-mcore-models": _args("", "deprecated_use_mcore_models", True),

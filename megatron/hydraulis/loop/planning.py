@@ -20,6 +20,7 @@ from megatron.hydraulis.planner.lookahead import LookAheadPlanner
 from megatron.hydraulis.planner.replay import RecordedPlans
 from megatron.hydraulis.planner.scheduled import ScheduledPlanner
 from megatron.hydraulis.pool_arguments import check_schedule
+from megatron.hydraulis.recompute_arguments import recompute_of
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool
 
@@ -174,6 +175,7 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
         cluster=device.cluster(pool.num_ranks, pool.ranks_per_node),
         parameter_bytes=2 if resolved.args.bf16 else 4,
         sequence_parallel=resolved.hydraulis.sequence_parallel,
+        recompute=recompute_of(resolved.args),
         max_tokens_per_micro_batch=resolved.hydraulis.max_tokens_per_micro_batch,
     )
 
