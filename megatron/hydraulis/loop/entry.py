@@ -145,6 +145,7 @@ class _Job:
         self._resolved = resolved
         self._hooks = hooks
         self._has_cuda = has_cuda
+        self._engine: Engine | None = None
         self._profile = read_cost_profile(resolved)
         self._emulation = Emulation.of(resolved.hydraulis, self._profile, has_cuda=has_cuda)
         rank = int(os.environ.get("RANK", "0"))
@@ -244,7 +245,7 @@ class _Job:
         install_globals(resolved)
         model_config = gpt_model_config(args, HydraulisModelConfig)
         model_config.engine_factory = partial(
-            self._engine, spans=NO_SPANS if trace is None else trace.spans
+            self._make_engine, spans=NO_SPANS if trace is None else trace.spans
         )
         model_config.num_tokens_in_vocabulary = resolved.vocabulary.size
         model_config.uses_sequence_parallel = hydraulis.sequence_parallel
@@ -274,6 +275,8 @@ class _Job:
             ends_properly = True  # an exit condition of upstream
             raise
         finally:
+            if self._engine is not None and ends_properly:
+                self._engine.close()
             if self._emulation is not None and ends_properly:
                 self._emulation.report_overruns()
             if metrics is not None:
@@ -296,9 +299,9 @@ class _Job:
             has_cuda=self._has_cuda,
         )
 
-    def _engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> Engine:
+    def _make_engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> Engine:
         args = self._resolved.args
-        return Engine(
+        self._engine = Engine(
             definition,
             self._planning.pool,
             AdamWSettings(
@@ -315,6 +318,7 @@ class _Job:
             overlap=not self._resolved.hydraulis.no_regroup_overlap,
             spans=spans,
         )
+        return self._engine
 
     def _iterators(self, corpora: Corpora, store: dist.Store) -> Iterators:
         args, hydraulis = self._resolved.args, self._resolved.hydraulis

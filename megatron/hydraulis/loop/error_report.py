@@ -57,4 +57,6 @@ def report(error: HydraulisError, *, ranks_have_met: bool) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(seconds)
     where = f"{socket.gethostname()}, rank {rank}: " if rank else ""
-    print(f"error: {where}{error}", file=sys.stderr, flush=True)
+    # Notes say in which part of an iteration an error was met.
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    print(f"error: {where}{error}{notes}", file=sys.stderr, flush=True)

@@ -78,3 +78,14 @@ def test_rank_0_needs_no_name(
     monkeypatch.setenv("RANK", "0")
     report(DataError("no documents"), ranks_have_met=False)
     assert capsys.readouterr().err == "error: no documents\n"
+
+
+def test_notes_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    error = DataError("no documents")
+    error.add_note("rank 0, phase 'scatter', strategy 'short'")
+    report(error, ranks_have_met=True)
+    told = capsys.readouterr().err
+    assert told == "error: no documents (rank 0, phase 'scatter', strategy 'short')\n"

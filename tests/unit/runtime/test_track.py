@@ -1,0 +1,180 @@
+"""The thread beside compute: jobs in their order, few at a time, and errors that are told."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.hydraulis.runtime.spans import MemoryRecorder
+from megatron.hydraulis.runtime.staging import Staging, StagingSlot
+from megatron.hydraulis.runtime.track import Step, ThreadTrack
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 20.0
+
+
+class PostedWork:
+    """Stands in for a collective under way."""
+
+    def __init__(self) -> None:
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+    def complete(self) -> None:
+        self._future.set_result(None)
+
+    def wait(self) -> None:
+        assert self._future.done(), "the track waits for what is complete only"
+
+
+class FakeJob:
+    """Posts collectives that the test completes, and notes what happens."""
+
+    span = "gather"
+
+    def __init__(
+        self,
+        number: int,
+        log: list[str],
+        *,
+        num_collectives: int = 1,
+        needs_staging: bool = True,
+        error: Exception | None = None,
+    ) -> None:
+        self.detail: dict[str, int | str] = {"bucket": number, "unit": f"layer {number}"}
+        self.num_collectives = num_collectives
+        self.needs_staging = needs_staging
+        self.works = [PostedWork() for _ in range(num_collectives)]
+        self.posted = [threading.Event() for _ in range(num_collectives)]
+        self.slot: StagingSlot | None = None
+        self._number = number
+        self._log = log
+        self._error = error
+
+    def steps(self, slot: StagingSlot) -> Iterator[Step]:
+        self.slot = slot
+        for index, work in enumerate(self.works):
+            self._log.append(f"{self._number} posts {index}")
+            self.posted[index].set()
+            yield work  # type: ignore[misc]
+        if self._error is not None:
+            raise self._error
+        self._log.append(f"{self._number} ends")
+
+    def is_posted(self, index: int = 0) -> bool:
+        """Waits for it: only for what is to come."""
+        return self.posted[index].wait(TIMEOUT_S)
+
+
+def test_jobs_end_in_their_order_whatever_is_complete_first() -> None:
+    log: list[str] = []
+    track = ThreadTrack(Staging(CPU, num_slots=3))
+    jobs = [FakeJob(i, log) for i in range(3)]
+    tickets = [track.submit(job) for job in jobs]
+    assert jobs[2].is_posted()
+    jobs[2].works[0].complete()
+    jobs[1].works[0].complete()
+    assert not any(ticket.is_done for ticket in tickets)
+    jobs[0].works[0].complete()
+    for ticket in tickets:
+        ticket.wait()
+    assert log == [
+        *(f"{i} posts 0" for i in range(3)),
+        *(f"{i} ends" for i in range(3)),
+    ]
+    assert len({id(job.slot) for job in jobs}) == 3
+    track.close()
+
+
+def test_no_more_jobs_rearrange_at_a_time_than_there_are_slots() -> None:
+    log: list[str] = []
+    track = ThreadTrack(Staging(CPU, num_slots=1))
+    jobs = [FakeJob(i, log) for i in range(2)]
+    tickets = [track.submit(job) for job in jobs]
+    assert jobs[0].is_posted()
+    jobs[0].works[0].complete()
+    assert jobs[1].is_posted()
+    jobs[1].works[0].complete()
+    tickets[1].wait()
+    assert log == ["0 posts 0", "0 ends", "1 posts 0", "1 ends"]
+    assert jobs[0].slot is jobs[1].slot
+
+
+def test_jobs_in_place_need_no_slot() -> None:
+    log: list[str] = []
+    track = ThreadTrack(Staging(CPU, num_slots=1))
+    jobs = [FakeJob(0, log), *(FakeJob(i, log, needs_staging=False) for i in (1, 2))]
+    tickets = [track.submit(job) for job in jobs]
+    assert jobs[2].is_posted()
+    assert log == ["0 posts 0", "1 posts 0", "2 posts 0"]
+    for job in jobs:
+        job.works[0].complete()
+    tickets[2].wait()
+
+
+def test_a_job_begins_when_those_before_it_have_posted_everything() -> None:
+    """Or the second collective of one and the first of the next would change places by chance."""
+    log: list[str] = []
+    track = ThreadTrack(Staging(CPU, num_slots=2))
+    jobs = [FakeJob(i, log, num_collectives=2) for i in range(2)]
+    tickets = [track.submit(job) for job in jobs]
+    assert jobs[0].is_posted(0)
+    assert log == ["0 posts 0"]
+    jobs[0].works[0].complete()
+    assert jobs[1].is_posted(0)
+    assert log == ["0 posts 0", "0 posts 1", "1 posts 0"]
+    # The second one has to wait for the end of the first before it goes on.
+    jobs[1].works[0].complete()
+    jobs[0].works[1].complete()
+    assert jobs[1].is_posted(1)
+    jobs[1].works[1].complete()
+    tickets[1].wait()
+    assert log[3:] == ["0 ends", "1 posts 1", "1 ends"]
+
+
+def test_an_error_is_told_by_every_later_ticket_and_says_where() -> None:
+    log: list[str] = []
+    track = ThreadTrack(Staging(CPU))
+    failing = FakeJob(0, log, error=ValueError("no luck"))
+    tickets = [track.submit(failing), track.submit(FakeJob(1, log))]
+    assert failing.is_posted()
+    failing.works[0].complete()
+    for ticket in tickets:
+        with pytest.raises(ValueError, match="no luck") as caught:
+            ticket.wait()
+        assert caught.value.__notes__ == ["gather of bucket 0, unit layer 0"]
+    with pytest.raises(ValueError, match="no luck"):
+        track.submit(FakeJob(2, log)).wait()
+    assert "2 posts 0" not in log
+
+
+def test_spans_go_from_the_posting_to_the_end() -> None:
+    spans = MemoryRecorder()
+    track = ThreadTrack(Staging(CPU, num_slots=2), spans)
+    jobs = [FakeJob(i, []) for i in range(2)]
+    tickets = [track.submit(job) for job in jobs]
+    assert jobs[1].is_posted()
+    assert spans.take() == []
+    for job in jobs:
+        job.works[0].complete()
+    tickets[1].wait()
+    first, second = spans.take()
+    assert (first.detail["bucket"], second.detail["bucket"]) == (0, 1)
+    assert second.start_ns < first.end_ns <= second.end_ns
+
+
+def test_a_track_that_nobody_holds_ends_its_thread() -> None:
+    track = ThreadTrack(Staging(CPU))
+    job = FakeJob(0, [])
+    ticket = track.submit(job)
+    thread = track._thread
+    assert thread is not None
+    assert job.is_posted()
+    job.works[0].complete()
+    ticket.wait()
+    del track
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
