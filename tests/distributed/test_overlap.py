@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from megatron.hydraulis.runtime.spans import RecordedSpan
+from megatron.hydraulis.runtime.track import ThreadTrack
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer.collective import Collective
-from tests.support.gloo_pool import pool_of
+from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import LENGTHS, MAIN_MODEL, assert_law, check_law, law_job
 from tests.support.models import Job, RankRun, build_engine, run_job, spread
 from tests.support.overlap_probes import (
@@ -79,6 +81,30 @@ def test_pipelines_beside_others_do_not_deadlock_with_one_slot(
 ) -> None:
     job = changing_job(num_ranks, *texts, num_slots=1)
     assert_law(job, pool_of(num_ranks).run(run_job, job, timeout_s=HANG_S))
+
+
+def test_where_streams_share_a_queue_later_stages_scatter_after_their_schedule() -> None:
+    job = law_job(4, "tp2pp2")
+    assert_law(job, pool_of(4).run(run_as_with_one_queue, job, timeout_s=HANG_S))
+    by_rank = pool_of(4).run(spans_as_with_one_queue, job)
+    for rank, iterations in enumerate(by_rank):
+        for spans in iterations:
+            last_backward = max(s.end_ns for s in spans if s.name == "backward")
+            starts = [s.start_ns for s in spans if s.name == "scatter"]
+            is_first_stage = rank < 2
+            assert (min(starts) < last_backward) == is_first_stage
+
+
+def run_as_with_one_queue(job: Job) -> RankRun:
+    """On every rank: the job as it would be run on a CUDA device."""
+    with patch.object(ThreadTrack, "may_delay_compute", True):
+        return run_job(job)
+
+
+def spans_as_with_one_queue(job: Job) -> list[list[RecordedSpan]]:
+    """On every rank: its spans."""
+    with patch.object(ThreadTrack, "may_delay_compute", True):
+        return spans_of_job(job, late_rank=0)
 
 
 class TestThereAndBack:
@@ -275,3 +301,14 @@ class TestFaults:
             elif phase != "optimizer":  # whose error is met by the others in their next gather
                 assert failure.kind in ("RuntimeError", "ended"), failure
                 assert f"rank {rank}" in failure.text
+
+
+def test_a_strategy_that_was_not_in_the_pool_is_refused() -> None:
+    job = law_job(2, "tp2")
+    with pytest.raises(WorkerFailure, match=r"'pp2': not among the pool's 1 strategies; use one"):
+        pool_of(2).run(run_unknown_strategy, job)
+
+
+def run_unknown_strategy(job: Job) -> None:
+    """On every rank."""
+    build_engine(job).gather("pp2")

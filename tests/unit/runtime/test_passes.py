@@ -1,0 +1,162 @@
+"""When buckets are posted, and who waits for them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, Waits
+from megatron.hydraulis.runtime.role_model import _parts
+
+NUM_BUCKETS = 4
+
+
+class FakeTicket:
+    """Ends when it is waited for."""
+
+    def __init__(self, log: list[str], bucket: int) -> None:
+        self._log, self._bucket = log, bucket
+        self.is_done = False
+
+    def wait(self) -> None:
+        self._log.append(f"wait {self._bucket}")
+        self.is_done = True
+
+
+class FakeTrack:
+    """Regrouper and track in one: jobs are numbers of buckets."""
+
+    may_delay_compute = False
+
+    def __init__(self) -> None:
+        self.posted: list[int] = []
+        self.log: list[str] = []
+
+    def gather_job(self, bucket: int) -> int:
+        return bucket
+
+    scatter_job = gather_job
+
+    def submit(self, bucket: Any) -> FakeTicket:
+        self.posted.append(bucket)
+        self.log.append(f"post {bucket}")
+        return FakeTicket(self.log, bucket)
+
+    def close(self) -> None:
+        raise AssertionError
+
+
+def scatter_pass(track: FakeTrack, posts_early: bool = True) -> ScatterPass:
+    # Parameter 7 lies in buckets 0 and 1; nobody here contributes to bucket 2.
+    buckets_of = {7: (0, 1), 8: (1,), 9: (3,)}
+    return ScatterPass(
+        track,  # type: ignore[arg-type]
+        NUM_BUCKETS,
+        track,  # type: ignore[arg-type]
+        Waits("scatter wait"),
+        buckets_of=buckets_of,
+        posts_early=posts_early,
+    )
+
+
+class TestScatter:
+    def test_buckets_go_by_falling_index_once_they_are_complete(self) -> None:
+        track = FakeTrack()
+        scatter = scatter_pass(track)
+        scatter.arrived(9)
+        assert track.posted == [], "not before the last backward"
+        scatter.begin_last_backward()
+        assert track.posted == []
+        scatter.arrived(7)
+        assert track.posted == [], "bucket 3 comes first"
+        scatter.arrived(9)
+        assert track.posted == [3, 2], "nothing is contributed to bucket 2"
+        scatter.arrived(8)
+        assert track.posted == [3, 2, 1, 0]
+        assert not any(entry.startswith("wait") for entry in track.log), "hooks never wait"
+        scatter.finish()
+        assert track.log[4:] == ["wait 3", "wait 2", "wait 1", "wait 0"]
+
+    def test_a_parameter_without_gradient_blocks_nothing_for_good(self) -> None:
+        track = FakeTrack()
+        scatter = scatter_pass(track)
+        scatter.begin_last_backward()
+        scatter.arrived(7)
+        scatter.finish()
+        assert track.posted == [3, 2, 1, 0]
+
+    def test_where_it_may_delay_compute_nothing_goes_before_the_end(self) -> None:
+        track = FakeTrack()
+        scatter = scatter_pass(track, posts_early=False)
+        scatter.begin_last_backward()
+        for parameter in (9, 8, 7):
+            scatter.arrived(parameter)
+        assert track.posted == []
+        scatter.finish()
+        assert track.posted == [3, 2, 1, 0]
+
+    def test_a_gradient_after_its_bucket_was_sent_is_an_error(self) -> None:
+        scatter = scatter_pass(FakeTrack())
+        scatter.begin_last_backward()
+        scatter.arrived(9)
+        with pytest.raises(HydraulisError, match=r"gradient of bucket 3 .* --no-regroup-overlap"):
+            scatter.arrived(9)
+
+
+class TestGather:
+    def gather_pass(self, track: FakeTrack, **options: bool) -> GatherPass:
+        return GatherPass(
+            track,  # type: ignore[arg-type]
+            NUM_BUCKETS,
+            track,  # type: ignore[arg-type]
+            Waits("gather wait"),
+            **options,
+        )
+
+    def test_a_bucket_is_waited_for_once_and_the_rest_in_the_end(self) -> None:
+        track = FakeTrack()
+        gather = self.gather_pass(track)
+        gather.post_next()
+        gather.post_rest()
+        assert track.posted == [0, 1, 2, 3]
+        gather.need((1, 2))
+        gather.need((1,))
+        assert gather.num_missing_of((1, 2)) == 0
+        assert gather.num_missing_of((0, 2, 3)) == 2
+        gather.finish()
+        gather.finish()
+        assert track.log[4:] == ["wait 1", "wait 2", "wait 0", "wait 3"]
+
+    def test_without_overlap_each_has_arrived_before_the_next_is_posted(self) -> None:
+        track = FakeTrack()
+        self.gather_pass(track, waits_at_once=True).post_rest()
+        expected = [f"{what} {i}" for i in range(NUM_BUCKETS) for what in ("post", "wait")]
+        assert track.log == expected
+
+
+def test_hooks_stand_on_the_largest_modules_that_are_called_and_have_one_unit() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self, num_layers: int) -> None:
+            super().__init__()
+            # A list is never called: a hook on it would never fire.
+            self.layers = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+                for _ in range(num_layers)
+            )
+            self.norm = torch.nn.LayerNorm(2)
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    for num_layers in (1, 2):
+        block = Block(num_layers)
+        unit_of = {id(p): "output" for p in (*block.norm.parameters(), block.scale)}
+        for i, layer in enumerate(block.layers):
+            unit_of |= {id(p): f"layer {i}" for p in layer.parameters()}
+        parts = list(_parts(block, lambda p, unit_of=unit_of: unit_of[id(p)]))
+        assert [part for part, _ in parts] == [block, *block.layers, block.norm]
+        assert parts[0][1] == [block.scale]
+        members = [parameter for _, found in parts for parameter in found]
+        assert {id(p) for p in members} == {id(p) for p in block.parameters()}
