@@ -1,0 +1,54 @@
+"""Evaluation in any strategy of the pool, whatever training runs next, leaves training alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.evaluation_probes import EvaluatedRun, run_evaluating
+from tests.support.gloo_pool import pool_of
+from tests.support.law import MAIN_MODEL, law_job
+from tests.support.models import Job, SmallModel
+from tests.support.recomputed_models import recomputed
+
+pytestmark = pytest.mark.distributed
+
+TEXTS = ("tp2+2*tp1", "tp2@0,3+pp2:1,3@2,1", "pp3:2,1,1+idle")
+
+
+def job_of(model: SmallModel) -> Job:
+    jobs = [law_job(4, text, model) for text in TEXTS]
+    return replace(
+        jobs[0],
+        strategies=TEXTS,
+        schedule=(0, 1, 2),
+        assignments=tuple(job.assignments[i] for i, job in enumerate(jobs)),
+    )
+
+
+@pytest.mark.parametrize("tells_next", [True, False], ids=["gather under way", "gather at once"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        MAIN_MODEL,
+        replace(MAIN_MODEL, tied=True),
+        recomputed(MAIN_MODEL, granularity="full", method="uniform", num_layers_recomputed=1),
+    ],
+    ids=["untied", "tied", "recompute"],
+)
+def test_training_is_the_same_bit_by_bit(model: SmallModel, tells_next: bool) -> None:
+    job = job_of(model)
+    plain: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, False, tells_next)
+    between: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, True, tells_next)
+    for expected, found in zip(plain, between, strict=True):
+        assert found.losses == expected.losses
+        for states in zip(found.states, expected.states, strict=True):
+            for after, before in zip(*states, strict=True):
+                np.testing.assert_array_equal(after, before)
+        for i, losses in enumerate(found.evaluated):
+            assert len(losses) == len(TEXTS)
+            # Of the weights that the iteration starts from, in every strategy.
+            np.testing.assert_allclose(losses, found.losses[i], rtol=1e-12)
+    assert len(set(plain[0].losses)) == len(job.schedule)

@@ -1,0 +1,55 @@
+"""A run on every rank that evaluates between training iterations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.hydraulis.runtime.forward_step import make_forward_step
+from tests.support.models import Job, build_engine, packs_of_rank, spread, use_fp64_loss
+
+
+@dataclass(frozen=True)
+class EvaluatedRun:
+    """What one rank saw."""
+
+    losses: tuple[float, ...]
+    """Of training."""
+    states: tuple[tuple[np.ndarray, ...], ...]
+    """Parameters, both moments and gradients of its shards after each iteration."""
+    evaluated: tuple[tuple[float, ...], ...]
+    """Before each iteration, in each strategy of the pool: the loss of that iteration's batch."""
+
+
+def run_evaluating(job: Job, evaluates: bool, tells_next: bool) -> EvaluatedRun:
+    """On every rank: all iterations, each after an evaluation in every strategy if asked for.
+
+    tells_next: whether a training iteration knows the strategy of the next one, and so begins to
+    gather for it before the evaluation comes.
+    """
+    use_fp64_loss()
+    engine = build_engine(job)
+    step = make_forward_step()
+    losses, states, evaluated = [], [], []
+    for i, which in enumerate(job.schedule):
+        of_strategies = []
+        for strategy in engine.pool.strategies if evaluates else ():
+            engine.set_training(False)
+            spread_out = spread(len(job.batches[i]), len(strategy.replicas), per_micro_batch=1)
+            batches = packs_of_rank(strategy, spread_out, job.batches[i], engine.rank)
+            of_strategies.append(engine.evaluate(strategy.name, batches, step).mean)
+            engine.set_training(True)
+        evaluated.append(tuple(of_strategies))
+        strategy = engine.pool.strategies[which]
+        following = None
+        if tells_next and i + 1 < len(job.schedule):
+            following = engine.pool.strategies[job.schedule[i + 1]].name
+        batches = packs_of_rank(strategy, job.assignments[i], job.batches[i], engine.rank)
+        outcome = engine.train_step(strategy.name, batches, step, next_strategy=following)
+        assert outcome.updated
+        losses.append(outcome.loss.mean)
+        shards, optimizer = engine.shards, engine.optimizer
+        tensors = (shards.parameters, optimizer.exp_avg, optimizer.exp_avg_sq, shards.gradients)
+        states.append(tuple(tensor.numpy().copy() for tensor in tensors))
+    return EvaluatedRun(tuple(losses), tuple(states), tuple(evaluated))
