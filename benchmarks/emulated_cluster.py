@@ -22,23 +22,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from benchmarks.emulated_figures import PREDICTION_GOAL, Iteration, SideRun, ratio_of_totals
-from benchmarks.fixed_length_packing import fixed_length_plan, padded_time_s
 from benchmarks.rank_set import RankSet, Worker
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.data.blend import SequenceGroup
-from megatron.hydraulis.data.sampler import LengthSampler
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
+from megatron.hydraulis.simulator.fixed_length import fixed_length_plan, padded_time_s
 from megatron.hydraulis.strategy import Pool, Strategy
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = EmulatedDevice.read(options.emulate_device, options.emulate_scale)
         window = min(CONTEXT_WINDOW_TOKENS, _longest_held(pool, device.cost_model))
         batches = sample_batches(
-            read_length_counts(LENGTHS_FILE),
+            read_corpus_lengths(LENGTHS_FILE),
             longest=window,
             batch_tokens=int(TOKENS_PER_RANK * pool.num_ranks),
             num_batches=options.iterations,
@@ -100,22 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps(_report(sides, options, pool), indent=1) + "\n")
         console.print(f"written to {options.json}")
     return 0
-
-
-def read_length_counts(path: Path) -> npt.NDArray[np.int64]:
-    """(num_lengths, 2): length in tokens, and how many documents have it."""
-    return np.loadtxt(path, dtype=np.int64, delimiter=",", skiprows=1)
-
-
-def sample_batches(
-    counts: npt.NDArray[np.int64], *, longest: int, batch_tokens: int, num_batches: int, seed: int
-) -> list[Lengths]:
-    """Global batches as the training program draws them, documents cut at ``longest`` tokens."""
-    lengths = np.repeat(np.minimum(counts[:, 0], longest), counts[:, 1])
-    sampler = LengthSampler(
-        lengths, [SequenceGroup(0, len(lengths), 1.0)], seed=seed, global_batch_tokens=batch_tokens
-    )
-    return [sampler.next_batch().lengths for _ in range(num_batches)]
 
 
 def plan_sides(

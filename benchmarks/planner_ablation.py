@@ -16,6 +16,7 @@ from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.dispatch import dispatch
 from megatron.hydraulis.planner.packing import SchemeCost, best_fit
 from megatron.hydraulis.planner.pool_costs import PoolCosts
+from megatron.hydraulis.simulator.fixed_length import deal_fixed_rows, deal_padded
 from megatron.hydraulis.strategy import Pool, Strategy
 
 METHODS = ("padding only", "fixed-length packing", "greedy dispatch + fixed length", "full planner")
@@ -88,17 +89,15 @@ def _padded(batch: Sequence[int], costs: list[SchemeCost]) -> list[list[_MicroBa
     """
     if len(set(costs)) > 1:
         return None
-    cost, longest = costs[0], max(batch)
-    per_micro_batch = cost.max_tokens // longest
-    row_ms = cost.sequence_time_ms(longest)
-    dealt: list[list[_MicroBatch]] = [[] for _ in costs]
-    for number, start in enumerate(range(0, len(batch), per_micro_batch)):
-        works_ms = [cost.sequence_time_ms(s) for s in batch[start : start + per_micro_batch]]
-        work_ms = math.fsum(works_ms)
-        dealt[number % len(costs)].append(
-            _MicroBatch(work_ms, len(works_ms) * row_ms - work_ms),
-        )
-    return dealt
+    cost = costs[0]
+    row_ms = cost.sequence_time_ms(max(batch))
+
+    def row_batch(members: Sequence[int]) -> _MicroBatch:
+        work_ms = math.fsum(cost.sequence_time_ms(batch[sequence]) for sequence in members)
+        return _MicroBatch(work_ms, len(members) * row_ms - work_ms)
+
+    dealt = deal_padded(batch, len(costs), cost.max_tokens)
+    return [[row_batch(members) for members in replica] for replica in dealt]
 
 
 def _fixed_rows(batch: Sequence[int], costs: list[SchemeCost]) -> list[list[_MicroBatch]] | None:
@@ -110,18 +109,15 @@ def _fixed_rows(batch: Sequence[int], costs: list[SchemeCost]) -> list[list[_Mic
     if len(set(costs)) > 1:
         return None
     cost, row_tokens = costs[0], max(batch)
-    rows = best_fit(_longest_first(batch), batch, row_tokens)
-    per_micro_batch = cost.max_tokens // row_tokens
     b_ms = cost.coefficients.b_ms_per_token
-    dealt: list[list[_MicroBatch]] = [[] for _ in costs]
-    for number, start in enumerate(range(0, len(rows), per_micro_batch)):
-        some = rows[start : start + per_micro_batch]
-        lengths = [batch[sequence] for row in some for sequence in row]
-        padding_ms = b_ms * (len(some) * row_tokens - sum(lengths))
-        dealt[number % len(costs)].append(
-            _MicroBatch(_micro_batch(lengths, cost).work_ms, padding_ms)
-        )
-    return dealt
+
+    def row_batch(rows: Sequence[Sequence[int]]) -> _MicroBatch:
+        lengths = [batch[sequence] for row in rows for sequence in row]
+        padding_ms = b_ms * (len(rows) * row_tokens - sum(lengths))
+        return _MicroBatch(_micro_batch(lengths, cost).work_ms, padding_ms)
+
+    dealt = deal_fixed_rows(batch, len(costs), cost.max_tokens, row_tokens)
+    return [[row_batch(rows) for rows in replica] for replica in dealt]
 
 
 def _greedy(batch: Sequence[int], costs: list[SchemeCost]) -> list[list[_MicroBatch]] | None:

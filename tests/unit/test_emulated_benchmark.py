@@ -17,19 +17,18 @@ from benchmarks.emulated_cluster import (
     FIXED,
     LENGTHS_FILE,
     plan_sides,
-    read_length_counts,
-    sample_batches,
     static_strategies,
 )
 from benchmarks.emulated_figures import Iteration, SideRun, ratio_of_totals
-from benchmarks.fixed_length_packing import (
+from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.simulator.batches import read_length_counts, sample_batches
+from megatron.hydraulis.simulator.fixed_length import (
     equal_rows,
     first_fit_decreasing,
     fixed_length_plan,
     padded_time_s,
 )
-from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 
@@ -103,7 +102,7 @@ def test_a_strategy_that_does_not_hold_a_row_is_refused() -> None:
 
 
 def test_batches_are_cut_filled_and_repeatable() -> None:
-    counts = np.array([[10, 50], [200, 5]])
+    counts = np.repeat([10, 200], [50, 5])
     batches = sample_batches(counts, longest=60, batch_tokens=200, num_batches=3, seed=1)
     assert batches == sample_batches(counts, longest=60, batch_tokens=200, num_batches=3, seed=1)
     assert {length for batch in batches for length in batch} == {10, 60}

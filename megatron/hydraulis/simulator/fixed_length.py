@@ -12,6 +12,9 @@ the same number of rows. Here this is done as well as it can be done:
   is what fixed shapes really cost.
 
 What it does not know is attention: rows of equal tokens differ in Σ s².
+
+Two simpler ways deal out what they make to equal replicas in turn, as plain data parallelism does:
+`deal_padded` gives every sequence a row, `deal_fixed_rows` packs rows by best fit.
 """
 
 from __future__ import annotations
@@ -21,8 +24,18 @@ from collections.abc import Sequence
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.planner.packing import best_fit
 from megatron.hydraulis.planner.plan import IterationPlan, MicroBatch, ReplicaPlan
 from megatron.hydraulis.strategy import Strategy
+
+__all__ = [
+    "deal_fixed_rows",
+    "deal_padded",
+    "equal_rows",
+    "first_fit_decreasing",
+    "fixed_length_plan",
+    "padded_time_s",
+]
 
 MS_PER_S = 1000.0
 
@@ -136,3 +149,42 @@ def padded_time_s(plan: IterationPlan, cost_model: CostModel, *, window_tokens: 
         ]
         slowest_ms = max(slowest_ms, pipeline_time_ms(times_ms, replica.scheme.pp))
     return slowest_ms / MS_PER_S
+
+
+def deal_padded(
+    lengths: Sequence[int], num_replicas: int, max_tokens: int
+) -> list[list[list[int]]]:
+    """Every sequence a row of the batch's longest, as many to a micro-batch as fit.
+
+    Returns the indices of the sequences by replica and micro-batch: micro-batches are filled in the
+    batch's order and dealt in turn. Raises ValueError when a row does not fit.
+    """
+    per_micro_batch = _rows_per_micro_batch(max(lengths), max_tokens)
+    return _in_turn(_chunks(list(range(len(lengths))), per_micro_batch), num_replicas)
+
+
+def deal_fixed_rows(
+    lengths: Sequence[int], num_replicas: int, max_tokens: int, row_tokens: int
+) -> list[list[list[list[int]]]]:
+    """Rows of row_tokens, packed by best fit, as many to a micro-batch as fit.
+
+    Returns the indices of the sequences by replica, micro-batch and row, micro-batches dealt in
+    turn. Raises ValueError when a row does not fit.
+    """
+    falling = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    rows = best_fit(falling, lengths, row_tokens)
+    return _in_turn(_chunks(rows, _rows_per_micro_batch(row_tokens, max_tokens)), num_replicas)
+
+
+def _rows_per_micro_batch(row_tokens: int, max_tokens: int) -> int:
+    if row_tokens > max_tokens:
+        raise ValueError(f"a micro-batch of {max_tokens} tokens cannot hold a row of {row_tokens}")
+    return max_tokens // row_tokens
+
+
+def _chunks[T](items: Sequence[T], size: int) -> list[list[T]]:
+    return [list(items[start : start + size]) for start in range(0, len(items), size)]
+
+
+def _in_turn[T](items: Sequence[T], num_replicas: int) -> list[list[T]]:
+    return [list(items[replica::num_replicas]) for replica in range(num_replicas)]

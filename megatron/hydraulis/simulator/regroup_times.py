@@ -1,0 +1,165 @@
+"""How long gather, scatter and update of every bucket take, from bytes and links.
+
+Bytes come from the transfer plans that the runtime executes. A collective lasts as long as its
+slowest rank, which sends and receives at once; what stays inside nodes and what crosses them travel
+on wires of their own, at once in one step, one after the other in two. An update reads and writes
+its states at the speed of the device's memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.transfer.alike import alike_buckets
+from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit
+from megatron.hydraulis.transfer.collective import (
+    BucketPlan,
+    Collective,
+    bucket_gather,
+    bucket_scatter,
+    collective_of,
+)
+from megatron.hydraulis.transfer.model_parameters import model_parameters, roles_of
+from megatron.hydraulis.transfer.traffic import LinkBytes, link_elements_by_rank
+
+__all__ = ["BucketTimes", "RegroupCosts", "RegroupTimes"]
+
+_MS_PER_S = 1e3
+_FP32_BYTES = 4
+# Gradient, master weight and two moments are read; master weight and moments are written.
+_UPDATE_FP32_PASSES = 4 + 3
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTimes:
+    """What a bucket takes in one iteration of a strategy."""
+
+    index: int
+    unit: Unit
+    gather_ms: float
+    scatter_ms: float
+    update_ms: float
+    """Of the slowest rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegroupTimes:
+    """Of one strategy."""
+
+    buckets: tuple[BucketTimes, ...]
+    """In the order in which they are gathered; scatters come in the reverse order."""
+    received_bytes: float
+    """In gather and scatter together, mean over ranks."""
+
+
+@dataclass(frozen=True)
+class RegroupCosts:
+    """Times of regrouping for the strategies of one job.
+
+    Raises ConfigurationError for a bandwidth of memory or a share of a link that is not positive,
+    and for a cluster of another size than the strategies'.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    num_atoms: int
+    """Least common multiple of all tp degrees in use."""
+    memory_bytes_per_s: float
+    """Bandwidth of a device's memory."""
+    link_fraction: float = 1.0
+    """Share of a link's bandwidth that collectives reach."""
+    parameter_bytes: int = 2
+    """Of a parameter on the wire."""
+    gradient_bytes: int = 4
+    """Of a gradient on the wire."""
+
+    def __post_init__(self) -> None:
+        if not (self.memory_bytes_per_s > 0.0 and 0.0 < self.link_fraction <= 1.0):
+            raise ConfigurationError(
+                f"regrouping: the memory's bandwidth is positive and the share of a link in (0, 1] "
+                f"but they are {self.memory_bytes_per_s} bytes/s and {self.link_fraction}; "
+                f"correct them"
+            )
+
+    @cached_property
+    def layout(self) -> CanonicalLayout:
+        """Rank r owns share r, as in a run that does not ask for another order."""
+        return CanonicalLayout.build(
+            model_parameters(self.shape),
+            num_atoms=self.num_atoms,
+            num_ranks=self.cluster.num_ranks,
+        )
+
+    def times(self, strategy: Strategy) -> RegroupTimes:
+        """Times of every bucket for a strategy of the job.
+
+        Raises ConfigurationError for a strategy of another number of ranks, StrategyError for one
+        that cannot cut the model.
+        """
+        if strategy.num_ranks != self.cluster.num_ranks:
+            raise ConfigurationError(
+                f"regrouping: strategy {strategy.name!r} is for {strategy.num_ranks} ranks but the "
+                f"cluster has {self.cluster.num_ranks}; describe the cluster of the strategies"
+            )
+        strategy.check_model(self.shape)
+        roles = roles_of(strategy, self.shape.num_layers, self.shape.tied_embeddings)
+        per_node = self.cluster.ranks_per_node
+        kind = collective_of(self.layout, roles, ranks_per_node=per_node)
+        times: list[BucketTimes] = []
+        received_bytes = 0.0
+        for buckets in alike_buckets(self.layout, roles):
+
+            def links(
+                make: Callable[..., BucketPlan], itemsize: int, bucket: Bucket = buckets[0]
+            ) -> list[LinkBytes]:
+                plan = make(kind, self.layout, bucket, roles, ranks_per_node=per_node)
+                by_rank = link_elements_by_rank(
+                    plan, self.cluster.num_ranks, ranks_per_node=per_node
+                )
+                return [elements.in_bytes(itemsize) for elements in by_rank]
+
+            gather = links(bucket_gather, self.parameter_bytes)
+            scatter = links(bucket_scatter, self.gradient_bytes)
+            num_received = sum(each.received_bytes for each in (*gather, *scatter))
+            received_bytes += len(buckets) * num_received / self.cluster.num_ranks
+            times += [
+                BucketTimes(
+                    index=bucket.index,
+                    unit=bucket.unit,
+                    gather_ms=self._collective_ms(gather, kind),
+                    scatter_ms=self._collective_ms(scatter, kind),
+                    update_ms=self._update_ms(bucket),
+                )
+                for bucket in buckets
+            ]
+        times.sort(key=lambda bucket: bucket.index)
+        return RegroupTimes(tuple(times), received_bytes)
+
+    def _collective_ms(self, links: Sequence[LinkBytes], kind: Collective) -> float:
+        inside_s = self._slowest_s(
+            [max(each.received_inside_bytes, each.sent_inside_bytes) for each in links],
+            self.cluster.intra_node,
+        )
+        across_s = self._slowest_s(
+            [max(each.received_across_bytes, each.sent_across_bytes) for each in links],
+            self.cluster.inter_node,
+        )
+        in_turn = kind is Collective.TWO_STEP
+        return _MS_PER_S * (inside_s + across_s if in_turn else max(inside_s, across_s))
+
+    def _slowest_s(self, num_bytes: Sequence[int], link: Link) -> float:
+        most = max(num_bytes)
+        return link.time_s(most / self.link_fraction) if most else 0.0
+
+    def _update_ms(self, bucket: Bucket) -> float:
+        borders = bucket.shard_borders
+        most = max(stop - start for start, stop in itertools.pairwise(borders))
+        num_bytes = most * (_UPDATE_FP32_PASSES * _FP32_BYTES + self.parameter_bytes)
+        return _MS_PER_S * num_bytes / self.memory_bytes_per_s

@@ -1,0 +1,109 @@
+"""What the ranks have to do in one iteration: micro-batches as computed, padding included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.strategy import Strategy
+
+__all__ = ["IterationWork", "MicroBatchWork"]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchWork:
+    """One micro-batch as a device sees it.
+
+    Raises PlanError for a negative number and for a micro-batch without trained tokens.
+    """
+
+    num_tokens: int
+    """Trained tokens."""
+    sum_of_squares: int
+    """Σ s² over the rows' segments as attention computes them, in tokens²."""
+    num_padding: int = 0
+    """Tokens computed beside the trained ones."""
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1 or self.sum_of_squares < 1 or self.num_padding < 0:
+            raise PlanError(
+                f"a micro-batch has at least 1 trained token and no negative padding but there are "
+                f"{self.num_tokens} tokens, {self.sum_of_squares} tokens² and {self.num_padding} "
+                f"of padding; leave empty micro-batches out"
+            )
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int], *, num_padding: int = 0) -> MicroBatchWork:
+        """Sequences that attend to themselves alone, and padding that attends to nothing."""
+        return cls(sum(lengths), sum(length * length for length in lengths), num_padding)
+
+    @classmethod
+    def padded(cls, lengths: Sequence[int], row_tokens: int) -> MicroBatchWork:
+        """A row of row_tokens for every sequence, attended to as a whole."""
+        num_computed = len(lengths) * row_tokens
+        return cls(sum(lengths), num_computed * row_tokens, num_computed - sum(lengths))
+
+    @property
+    def num_computed(self) -> int:
+        """Trained tokens and padding."""
+        return self.num_tokens + self.num_padding
+
+    def time_ms(self, coefficients: Coefficients) -> float:
+        """Forward and backward on a stage of these coefficients."""
+        return (
+            coefficients.a_ms_per_token2 * self.sum_of_squares
+            + coefficients.b_ms_per_token * self.num_computed
+            + coefficients.c_ms
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class IterationWork:
+    """Strategy, dispatch and packing of one iteration, however they came about.
+
+    Raises PlanError unless there is a list of micro-batches for every replica, and a time of
+    planning that is not negative.
+    """
+
+    strategy: Strategy
+    replicas: tuple[tuple[MicroBatchWork, ...], ...]
+    """Micro-batches of each replica of the strategy, in the order in which they run."""
+    plan_time_s: float = 0.0
+    """Time that planning took; 0.0 for what a data loader does by the way."""
+
+    def __post_init__(self) -> None:
+        if len(self.replicas) != len(self.strategy.replicas):
+            raise PlanError(
+                f"work for strategy {self.strategy.name!r}: every replica has its micro-batches, "
+                f"none included, but there are {len(self.replicas)} lists for "
+                f"{len(self.strategy.replicas)} replicas; give one a replica"
+            )
+        if not self.plan_time_s >= 0.0:
+            raise PlanError(
+                f"work for strategy {self.strategy.name!r}: planning takes a time from 0 s on but "
+                f"{self.plan_time_s} s are given; correct it"
+            )
+
+    @classmethod
+    def of_plan(
+        cls, plan: IterationPlan, strategy: Strategy, *, plan_time_s: float | None = None
+    ) -> IterationWork:
+        """A plan's micro-batches, without padding; plan_time_s replaces the plan's own."""
+        replicas = tuple(
+            tuple(MicroBatchWork.packed(batch.lengths) for batch in replica.micro_batches)
+            for replica in plan.replicas
+        )
+        return cls(strategy, replicas, plan.plan_time_s if plan_time_s is None else plan_time_s)
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens of all replicas."""
+        return sum(batch.num_tokens for replica in self.replicas for batch in replica)
+
+    @property
+    def num_padding(self) -> int:
+        """Padding of all replicas, in tokens."""
+        return sum(batch.num_padding for replica in self.replicas for batch in replica)
