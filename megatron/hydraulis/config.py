@@ -57,6 +57,11 @@ class HydraulisConfig:
     them in turn, whatever the planner would choose; evaluation is not bound by it. Default: the
     planner chooses."""
 
+    balance_pipeline_layers: bool = False
+    """Choose the layers of each stage wherever a scheme lists none, so that the slowest stage, with
+    the output layer on the last one, is as fast as can be, and --seq-length still fits. Without it
+    layers are split evenly."""
+
     cost_profile: Path | None = field(default=None, metadata=_flag("FILE"))
     """Cost profile: measured times and limits of every scheme, instead of the analytic cost model.
     Default: the analytic cost model."""

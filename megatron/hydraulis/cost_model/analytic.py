@@ -25,13 +25,14 @@ Where stages differ, each coefficient is that of the stage where it is largest, 
 runs at the pace of its slowest stage.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
+from megatron.hydraulis.cost_model.stage_layers import split_layers
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.scheme import Scheme
@@ -131,6 +132,36 @@ class AnalyticCostModel:
             b_ms_per_token=(per_token_s + boundary_s) * _MS_PER_S,
             c_ms=(self._stage_overhead_s(scheme, longest) + boundary_latency_s) * _MS_PER_S,
         )
+
+    def balanced_scheme(self, scheme: Scheme, *, min_tokens: int) -> Scheme:
+        """The scheme with the layers for which b is least: embedding and output layer balanced.
+
+        A stage's time is stage_s_per_token, that of a micro-batch of many short sequences: the
+        square of a sequence's length adds to layers alone, so that the output layer weighs less.
+        A micro-batch of min_tokens must fit, or as many as fit with any layers, by the memory
+        model; where a limit was given it is not asked. The scheme stays as it is where the even
+        split is as fast and holds min_tokens.
+
+        Raises StrategyError when there are more stages than layers.
+        """
+        even = scheme.layers_per_stage(self.shape.num_layers)
+        if self.max_tokens_per_micro_batch is not None:
+            min_tokens = 0
+
+        def time(stage: int, num_layers: int) -> float:
+            return self.stage_s_per_token(scheme, num_layers, is_last=stage == scheme.pp - 1)
+
+        def tokens(stage: int, num_layers: int) -> int:
+            return self.memory.stage_tokens(scheme, stage, num_layers)
+
+        layers = split_layers(
+            self.shape.num_layers, scheme.pp, time=time, tokens=tokens, min_tokens=min_tokens
+        )
+        slowest = max(time(stage, num) for stage, num in enumerate(layers))
+        is_even_as_fast = max(time(stage, num) for stage, num in enumerate(even)) <= slowest
+        if is_even_as_fast and self.memory.max_tokens(scheme) >= min_tokens:
+            return scheme
+        return replace(scheme, layers=layers)
 
     def stage_s_per_token(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> float:
         """Seconds that a token costs a stage of num_layers layers, whatever its sequence's length.

@@ -61,21 +61,25 @@ class MemoryModel:
 
         A multiple of 2·tp·cp: the row is padded to one, and so stays within the limit.
         """
-        multiple = 2 * scheme.tp * scheme.cp
-        stages = range(scheme.pp)
-        tokens_per_cp_rank = min(self._stage_tokens(scheme, stage) for stage in stages)
-        return max(0, int(tokens_per_cp_rank * scheme.cp) // multiple * multiple)
+        layers = scheme.layers_per_stage(self.shape.num_layers)
+        return min(self.stage_tokens(scheme, stage, num) for stage, num in enumerate(layers))
 
-    def _stage_tokens(self, scheme: Scheme, stage: int) -> float:
+    def stage_tokens(self, scheme: Scheme, stage: int, num_layers: int) -> int:
+        """max_tokens as far as one stage goes, if it had num_layers layers."""
+        multiple = 2 * scheme.tp * scheme.cp
         free = self.device.memory_bytes - self.device.reserve_bytes
-        return (free - self.state_bytes(scheme, stage)) / self.bytes_per_token(scheme, stage)
+        free -= self._state_bytes(scheme, stage, num_layers)
+        tokens_per_cp_rank = free / self._bytes_per_token(scheme, stage, num_layers)
+        return max(0, int(tokens_per_cp_rank * scheme.cp) // multiple * multiple)
 
     def state_bytes(self, scheme: Scheme, stage: int) -> float:
         """What a rank of a stage holds before the first token."""
+        num_layers = scheme.layers_per_stage(self.shape.num_layers)[stage]
+        return self._state_bytes(scheme, stage, num_layers)
+
+    def _state_bytes(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         shape = self.shape
-        num_parameters = (
-            scheme.layers_per_stage(shape.num_layers)[stage] * shape.num_parameters_per_layer
-        )
+        num_parameters = num_layers * shape.num_parameters_per_layer
         is_first, is_last = stage == 0, stage == scheme.pp - 1
         if is_first:
             num_parameters += shape.num_embedding_parameters
@@ -100,6 +104,9 @@ class MemoryModel:
     def bytes_per_token(self, scheme: Scheme, stage: int) -> float:
         """What every token of a micro-batch on a cp rank adds to a rank of a stage."""
         num_layers = scheme.layers_per_stage(self.shape.num_layers)[stage]
+        return self._bytes_per_token(scheme, stage, num_layers)
+
+    def _bytes_per_token(self, scheme: Scheme, stage: int, num_layers: int) -> float:
         num_in_flight = scheme.pp - stage
         activations = self._activations_per_token(scheme, num_layers, num_in_flight)
         logits = 0.0

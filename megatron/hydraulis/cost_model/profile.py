@@ -11,12 +11,14 @@ A cost profile is a JSON file::
 The time of a micro-batch on one stage, forward and backward, is ``a·Σs² + b·Σs + c``; max_tokens is
 the most tokens of a micro-batch. A scheme whose layers are not split evenly has its own row, with
 ``"layers": [14, 16]``. ``version``, and ``strategies`` in whole or in part, may be absent: a
-strategy that is not listed has no time beside its makespan.
+strategy that is not listed has no time beside its makespan. ``measurement``, an object that nobody
+but its reader looks into, may say how well the coefficients fit, with what versions they were
+measured, and how fast regrouping was: see docs/profiling.md.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,8 @@ class ProfileCostModel:
     date: str
     schemes: tuple[ProfiledScheme, ...]
     strategies: tuple[ProfiledStrategy, ...] = ()
+    measurement: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """How it was measured, as JSON values; no prediction depends on it."""
 
     def __post_init__(self) -> None:
         if not self.schemes:
@@ -152,6 +156,33 @@ class ProfileCostModel:
         )
         return replace(self, schemes=tuple(rows), strategies=tuple(strategies))
 
+    def balanced_scheme(self, scheme: Scheme, *, num_layers: int, min_tokens: int) -> Scheme:
+        """The scheme with the layers, among those measured for its degrees, that are fastest.
+
+        Only rows for num_layers layers count, and of these those that hold min_tokens, or else
+        those that hold most. The fastest is that with the least ``b·T + c``, T the tokens that
+        all of them hold: a micro-batch of many short sequences. The scheme stays as it is where
+        no row fits, and where the even split is as fast.
+        """
+        degrees = (scheme.tp, scheme.cp, scheme.pp)
+        rows = [
+            row
+            for row in self.schemes
+            if (row.scheme.tp, row.scheme.cp, row.scheme.pp) == degrees
+            and sum(row.scheme.layers or (num_layers,)) == num_layers
+        ]
+        if not rows:
+            return scheme
+        needed = min(min_tokens, max(row.max_tokens for row in rows))
+        rows = [row for row in rows if row.max_tokens >= needed]
+        num_tokens = min(row.max_tokens for row in rows)
+
+        def order(row: ProfiledScheme) -> tuple[float, bool]:
+            times = row.coefficients
+            return times.b_ms_per_token * num_tokens + times.c_ms, row.scheme.layers is not None
+
+        return replace(scheme, layers=min(rows, key=order).scheme.layers)
+
     def _row(self, scheme: Scheme) -> ProfiledScheme:
         # At its full width, cp8~ is cp8.
         measured = Scheme(scheme.tp, scheme.cp, scheme.pp, scheme.layers)
@@ -192,6 +223,7 @@ class ProfileCostModel:
                 _strategy_row(profile.nested(entry, f"strategy {index} of {what}"))
                 for index, entry in enumerate(strategies)
             ),
+            measurement=_measurement(profile),
         )
         profile.check_all_read()
         return model
@@ -214,7 +246,17 @@ class ProfileCostModel:
                 }
                 for row in self.strategies
             ]
+        if self.measurement:
+            content["measurement"] = dict(self.measurement)
         return content
+
+
+def _measurement(profile: JsonObject) -> Mapping[str, Any]:
+    if not profile.has("measurement"):
+        return {}
+    content: Mapping[str, Any] = profile.value("measurement")
+    profile.nested(content, f"measurement of {profile.what}")  # must be an object
+    return content
 
 
 def _check_distinct(noun: str, names: list[str]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.hydraulis.arguments import Resolved
+from megatron.hydraulis.balanced_pool import balance_pool
 from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
@@ -42,7 +43,7 @@ def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
         return None
     profile = ProfileCostModel.read(path).scaled(hydraulis.emulate_scale)
     missing: dict[Scheme, list[str]] = {}
-    for strategy in resolved.pool.strategies:
+    for strategy in _pool_with_layers(resolved, profile).strategies:
         for scheme in strategy.schemes:
             try:
                 profile.coefficients(scheme)
@@ -87,9 +88,10 @@ class Planning:
         else:
             cost_model = _analytic(resolved, device)
             source = f"analytic, device '{device.name}'"
+        given = _pool_with_layers(resolved, cost_model)
         reasons = {
             strategy: _why_it_does_not_fit(StrategyCosts(cost_model, strategy), source)
-            for strategy in resolved.pool.strategies
+            for strategy in given.strategies
         }
         kept = [strategy for strategy, why in reasons.items() if why is None]
         left_out = resolved.left_out + tuple(
@@ -178,6 +180,24 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
         recompute=recompute_of(resolved.args),
         max_tokens_per_micro_batch=resolved.hydraulis.max_tokens_per_micro_batch,
     )
+
+
+def _pool_with_layers(resolved: Resolved, cost_model: CostModel) -> Pool:
+    """The pool that the flags describe, with the layers that --balance-pipeline-layers chooses."""
+    if not resolved.hydraulis.balance_pipeline_layers:
+        return resolved.pool
+
+    def choose(scheme: Scheme, limit: int | None) -> Scheme:
+        # What a strategy says of its own micro-batches must fit; else the longest sequence.
+        min_tokens = resolved.args.seq_length if limit is None else limit
+        if isinstance(cost_model, ProfileCostModel):
+            return cost_model.balanced_scheme(
+                scheme, num_layers=resolved.shape.num_layers, min_tokens=min_tokens
+            )
+        assert isinstance(cost_model, AnalyticCostModel)
+        return cost_model.balanced_scheme(scheme, min_tokens=min_tokens)
+
+    return balance_pool(resolved.pool, choose)
 
 
 def _source(hydraulis: HydraulisConfig, profile: ProfileCostModel) -> str:
