@@ -63,11 +63,13 @@ def parse_arguments(
     num_ranks: int,
     rank: int,
     flag_parser: FlagParser | None = None,
+    needs_data: bool = True,
 ) -> Resolved:
     """Read, complete and check a command line; None reads ``sys.argv``.
 
     The outcome is the same on every rank but for ``args.rank``. A flag_parser, which takes a
-    quarter of a second to build, may be handed in when many command lines are read.
+    quarter of a second to build, may be handed in when many command lines are read. Without
+    needs_data a training corpus may be absent and is not looked for.
 
     An unknown flag or a value of the wrong type ends the process with status 2. Raises
     ConfigurationError, StrategyError among them, for all else that cannot be run as asked.
@@ -101,7 +103,8 @@ def parse_arguments(
     argument_checks.check_learning_rate(args)
     argument_checks.check_device(args, has_cuda=has_cuda)
     argument_checks.check_wandb(args)
-    argument_checks.check_data(args)
+    if needs_data:
+        argument_checks.check_data(args)
 
     _validate_as_one_group(args, rank)
     vocabulary = resolve_vocabulary(args)

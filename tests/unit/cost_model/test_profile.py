@@ -35,6 +35,16 @@ def test_both_ways() -> None:
     assert "strategies" not in model().to_json()
 
 
+def test_how_it_was_measured_goes_both_ways_and_changes_no_prediction() -> None:
+    how = {"schemes": {"tp2": {"r_squared": 0.99}}, "setup": {"versions": {"torch": "2.13"}}}
+    told = model(measurement=how)
+    assert told.to_json() == content(measurement=how)
+    assert told.coefficients(Scheme(tp=2)) == model().coefficients(Scheme(tp=2))
+    assert isinstance(hash(told), int)
+    with pytest.raises(ConfigurationError, match="measurement of profile: must be an object"):
+        model(measurement=[1])
+
+
 def test_answers_are_those_of_the_rows() -> None:
     cost_model: CostModel = model(
         row(), row(cp=2, max_tokens=0), row(pp=2, layers=[3, 5], c_ms=9.0)

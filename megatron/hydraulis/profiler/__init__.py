@@ -1,0 +1,1 @@
+"""Measuring a cost profile, and fitting one anew while training runs."""

@@ -1,0 +1,140 @@
+"""Coefficients of the time model out of measured times.
+
+``t = a·Σs² + b·Σs + c`` with a, b, c ≥ 0: non-negative least squares (Lawson and Hanson, *Solving
+Least Squares Problems*, ch. 23; ``scipy.optimize.nnls``) on relative errors: each measured point
+weighs 1/t², so that small micro-batches, of which an iteration has many, count as large ones do.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.errors import ConfigurationError
+
+__all__ = ["Fit", "Sample", "fit_coefficients", "fit_near"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A measured micro-batch. Raises ConfigurationError for what cannot be one."""
+
+    sum_of_squares: float
+    """Σ s_i², tokens²."""
+    num_tokens: float
+    """Σ s_i."""
+    time_ms: float
+    """Forward and backward on the slowest stage."""
+
+    def __post_init__(self) -> None:
+        values = (self.sum_of_squares, self.num_tokens, self.time_ms)
+        if not all(np.isfinite(values)) or min(values) <= 0.0:
+            raise ConfigurationError(
+                f"a measured micro-batch has positive and finite numbers but this one has "
+                f"{self.num_tokens} tokens, Σs² = {self.sum_of_squares} and {self.time_ms} ms; "
+                f"measure it again"
+            )
+
+    @classmethod
+    def of(cls, lengths: Iterable[int], time_ms: float) -> Sample:
+        """From the lengths of the sequences, in tokens."""
+        lengths = tuple(lengths)
+        return cls(float(sum(n * n for n in lengths)), float(sum(lengths)), time_ms)
+
+    def predicted_ms(self, coefficients: Coefficients) -> float:
+        """What coefficients say that it takes."""
+        return (
+            coefficients.a_ms_per_token2 * self.sum_of_squares
+            + coefficients.b_ms_per_token * self.num_tokens
+            + coefficients.c_ms
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Coefficients and how well they describe what was measured."""
+
+    coefficients: Coefficients
+    residuals: tuple[float, ...]
+    """predicted/measured - 1 of each sample, in their order."""
+    r_squared: float
+    """Share of the variance of the measured times that is described; 1 is perfect. Of times that
+    are all the same, 1 if they are met and 0 if not."""
+
+    @property
+    def median_residual(self) -> float:
+        """Of the absolute relative residuals."""
+        return statistics.median(map(abs, self.residuals))
+
+    @property
+    def worst_residual(self) -> float:
+        """Of the absolute relative residuals."""
+        return max(map(abs, self.residuals))
+
+    def to_json(self) -> dict[str, Any]:
+        """For a profile's ``measurement``."""
+        return {
+            "num_points": len(self.residuals),
+            "r_squared": self.r_squared,
+            "median_residual": self.median_residual,
+            "worst_residual": self.worst_residual,
+        }
+
+
+def fit_coefficients(samples: Sequence[Sample]) -> Fit:
+    """The coefficients of least squared relative error.
+
+    Raises ConfigurationError without a sample.
+    """
+    return _fit(samples, None, 0.0)
+
+
+def fit_near(samples: Sequence[Sample], prior: Coefficients, *, prior_weight: float) -> Fit:
+    """As `fit_coefficients`, drawn towards known coefficients where samples do not tell.
+
+    A training run's micro-batches are much alike: full packs hardly vary in Σs, so that b and c
+    cannot be told apart by them. The term ``prior_weight · Σ_j (x_j - prior_j)²`` decides then,
+    with x_j the share of the j-th term in the mean predicted time.
+
+    prior_weight: in samples: the prior counts as much as so many of them.
+    """
+    return _fit(samples, prior, prior_weight)
+
+
+def _fit(samples: Sequence[Sample], prior: Coefficients | None, prior_weight: float) -> Fit:
+    if not samples:
+        raise ConfigurationError(
+            "coefficients are fitted to measured micro-batches but there is none; measure at "
+            "least one that fits the memory"
+        )
+    features = np.array([(s.sum_of_squares, s.num_tokens, 1.0) for s in samples])
+    times_ms = np.array([s.time_ms for s in samples])
+    rows = features / times_ms[:, None]
+    # Every column to a mean of 1: the coefficients differ by ten orders of magnitude.
+    scales = rows.mean(axis=0)
+    rows, wanted = rows / scales, np.ones(len(samples))
+    if prior is not None and prior_weight > 0.0:
+        root = np.sqrt(prior_weight)
+        known = np.array([prior.a_ms_per_token2, prior.b_ms_per_token, prior.c_ms]) * scales
+        rows = np.vstack([rows, root * np.eye(3)])
+        wanted = np.concatenate([wanted, root * known])
+    solution, _ = nnls(rows, wanted)
+    a, b, c = (solution / scales).tolist()
+    predicted_ms = features @ (solution / scales)
+    spread = float(((times_ms - times_ms.mean()) ** 2).sum())
+    missed = float(((times_ms - predicted_ms) ** 2).sum())
+    if spread > 0.0:
+        r_squared = 1.0 - missed / spread
+    else:
+        r_squared = float(np.allclose(predicted_ms, times_ms))
+    return Fit(
+        Coefficients(a_ms_per_token2=a, b_ms_per_token=b, c_ms=c),
+        tuple((predicted_ms / times_ms - 1.0).tolist()),
+        r_squared,
+    )
