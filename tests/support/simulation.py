@@ -1,0 +1,77 @@
+"""Small simulations whose times are known."""
+
+from collections.abc import Sequence
+
+from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cost_model import Coefficients, ModelShape
+from megatron.hydraulis.simulator.regroup_times import RegroupCosts
+from megatron.hydraulis.simulator.simulation import IterationTasks, Simulator
+from megatron.hydraulis.simulator.stage_costs import StageCosts
+from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
+from megatron.hydraulis.strategy import Strategy
+from tests.support.planning import TableCostModel
+
+ONE_MS_A_TOKEN = Coefficients(0.0, 1.0, 0.0)
+SMALL_SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=8,
+    vocab_size=64,
+    gated_mlp=True,
+    tied_embeddings=False,
+)
+
+
+def work_of(
+    text: str, replicas: Sequence[Sequence[int]], *, num_ranks: int, plan_time_s: float = 0.0
+) -> IterationWork:
+    """Micro-batches of so many tokens on each replica of a strategy, nodes of 2 ranks."""
+    strategy = Strategy.parse(text, num_ranks, ranks_per_node=2 if num_ranks % 2 == 0 else None)
+    shares = tuple(
+        tuple(MicroBatchWork.packed([tokens]) for tokens in replica) for replica in replicas
+    )
+    return IterationWork(strategy, shares, plan_time_s)
+
+
+def simulator(
+    *,
+    regroup: RegroupCosts | None = None,
+    shape: ModelShape | None = None,
+    times: Coefficients = ONE_MS_A_TOKEN,
+    overheads: dict[str, float] | None = None,
+    plan_ahead: int = 2,
+    overlaps_regrouping: bool = True,
+) -> Simulator:
+    """One in which a token takes a ms, unless told otherwise."""
+    cost_model = TableCostModel(times=lambda _: times, overheads=overheads or {})
+    return Simulator(
+        StageCosts(cost_model, shape),
+        regroup=regroup,
+        plan_ahead=plan_ahead,
+        overlaps_regrouping=overlaps_regrouping,
+    )
+
+
+def regroup_costs(
+    num_ranks: int,
+    *,
+    ranks_per_node: int = 2,
+    inside_bytes_per_s: float = 1e9,
+    across_bytes_per_s: float = 1e8,
+) -> RegroupCosts:
+    """Of the small shape, without latencies."""
+    cluster = Cluster(
+        num_nodes=num_ranks // ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        intra_node=Link(bytes_per_s=inside_bytes_per_s, latency_s=0.0, source="test"),
+        inter_node=Link(bytes_per_s=across_bytes_per_s, latency_s=0.0, source="test"),
+    )
+    return RegroupCosts(SMALL_SHAPE, cluster, num_atoms=4, memory_bytes_per_s=1e9)
+
+
+def compute_ms(iteration: IterationTasks) -> float:
+    """From the beginning of an iteration to the end of its slowest replica."""
+    return max(iteration.replica_ends_ms) - iteration.begin_ms

@@ -1,0 +1,234 @@
+"""Iterations whose times are known: closed forms, planning, regrouping, the sum of all times."""
+
+import itertools
+import math
+
+import pytest
+
+from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.simulator.accounts import account
+from megatron.hydraulis.simulator.replica_tasks import stage_program
+from megatron.hydraulis.simulator.simulation import Simulator
+from megatron.hydraulis.simulator.stage_costs import StageCosts
+from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
+from megatron.hydraulis.strategy import Scheme
+from tests.support.planning import TableCostModel
+from tests.support.simulation import (
+    SMALL_SHAPE,
+    compute_ms,
+    regroup_costs,
+    simulator,
+    work_of,
+)
+
+
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 5), (2, 1), (3, 2), (4, 9)])
+def test_equal_micro_batches_take_v_plus_pp_minus_1_times_t(
+    num_stages: int, num_micro_batches: int
+) -> None:
+    work = work_of(f"pp{num_stages}", [[12] * num_micro_batches], num_ranks=num_stages)
+    (iteration,) = simulator().run([work])
+    assert iteration.end_ms == pytest.approx((num_micro_batches + num_stages - 1) * 12)
+
+
+def test_the_order_of_unequal_micro_batches_counts() -> None:
+    times = [
+        simulator().run([work_of("pp2", [order], num_ranks=2)])[0].end_ms
+        for order in ([4, 1, 4], [1, 4, 4])
+    ]
+    assert times == [pytest.approx(16.0), pytest.approx(12 + 1 / 3)]
+
+
+def test_a_stage_runs_1f1b() -> None:
+    program = [f"{'F' if forward else 'B'}{k}" for forward, k in stage_program(0, 3, 4)]
+    assert program == ["F0", "F1", "F2", "B0", "F3", "B1", "B2", "B3"]
+    assert [k for _, k in stage_program(2, 3, 2)] == [0, 0, 1, 1]
+    assert [forward for forward, _ in stage_program(0, 4, 2)] == [True, True, False, False]
+
+
+def test_the_slowest_replica_makes_the_iteration_and_others_wait() -> None:
+    work = work_of("tp2+2*tp1+2*idle", [[10], [4, 4], []], num_ranks=6)
+    (iteration,) = simulator().run([work])
+    result = account(iteration, started_ms=0.0)
+    assert result.time_ms == 10
+    assert result.work_ms == 2 * 10 + 8
+    assert result.imbalance_ms == (10 - 8) + 10 + 2 * 10
+    assert result.idle_ms + result.work_ms == 6 * 10
+    assert result.imbalance == pytest.approx(10 * 4 / (2 * 10 + 8))
+    assert result.replica_times_ms == (10, 8, 0)
+
+
+def test_what_the_cost_model_says_of_regrouping_follows_the_slowest_replica() -> None:
+    work = work_of("2*tp1", [[10], [4]], num_ranks=2)
+    slow = simulator(overheads={work.strategy.name: 5.0})
+    iterations = slow.run([work, work])
+    assert [iteration.end_ms for iteration in iterations] == [15, 30]
+    result = account(iterations[1], started_ms=15.0)
+    assert (result.regroup_ms, result.makespan_ms) == (2 * 5, 10)
+
+
+class TestPlanning:
+    def ends_ms(self, plan_time_s: float, plan_ahead: int) -> list[float]:
+        work = work_of("tp1", [[10]], num_ranks=1, plan_time_s=plan_time_s)
+        return [i.end_ms for i in simulator(plan_ahead=plan_ahead).run([work] * 4)]
+
+    def test_plans_made_ahead_in_less_than_an_iteration_cost_nothing(self) -> None:
+        assert self.ends_ms(0.01, plan_ahead=1) == [10, 20, 30, 40]
+
+    def test_training_waits_for_a_planner_that_is_slower(self) -> None:
+        assert self.ends_ms(0.016, plan_ahead=1) == [10, 26, 42, 58]
+
+    def test_plans_ahead_are_a_head_start_and_no_more(self) -> None:
+        # The planner starts all of them at 0, one after the other.
+        assert self.ends_ms(0.016, plan_ahead=3) == [10, 26, 42, 58]
+        assert self.ends_ms(0.004, plan_ahead=3) == [10, 20, 30, 40]
+
+    def test_without_plans_ahead_each_one_stands_between_iterations(self) -> None:
+        assert self.ends_ms(0.004, plan_ahead=0) == [10, 24, 38, 52]
+        work = work_of("tp1", [[10]], num_ranks=1, plan_time_s=0.004)
+        iterations = simulator(plan_ahead=0).run([work, work])
+        assert account(iterations[1], started_ms=10.0).planning_ms == pytest.approx(4)
+
+
+class TestRegrouping:
+    work = work_of("tp2+2*tp1", [[10, 10], [20], [20]], num_ranks=4)
+
+    def end_ms(self, *, overlaps: bool = True, **links: float) -> float:
+        costs = regroup_costs(4, **links)  # type: ignore[arg-type]
+        run = simulator(regroup=costs, shape=SMALL_SHAPE, overlaps_regrouping=overlaps)
+        return run.run([self.work] * 3)[-1].end_ms
+
+    def test_slower_links_make_longer_iterations(self) -> None:
+        fast, slow = self.end_ms(), self.end_ms(across_bytes_per_s=5e6)
+        assert 3 * 20 < fast < slow
+        assert self.end_ms(inside_bytes_per_s=1e6) > fast
+
+    def test_nodes_make_longer_iterations_than_one_node(self) -> None:
+        assert self.end_ms(ranks_per_node=4) < self.end_ms(ranks_per_node=2)
+
+    def test_overlap_saves_time_but_never_more_than_regrouping_takes(self) -> None:
+        alone, overlapped = self.end_ms(overlaps=False), self.end_ms()
+        assert 3 * 20 < overlapped < alone
+
+    def test_without_overlap_the_parts_add_up(self) -> None:
+        costs = regroup_costs(4)
+        times = costs.times(self.work.strategy)
+        regroup_ms = math.fsum(b.gather_ms + b.scatter_ms + b.update_ms for b in times.buckets)
+        assert self.end_ms(overlaps=False) == pytest.approx(3 * (20 + regroup_ms))
+
+    def test_collectives_come_in_one_order_and_never_two_at_once(self) -> None:
+        run = simulator(regroup=regroup_costs(4), shape=SMALL_SHAPE)
+        iterations = run.run([self.work] * 2)
+        tasks = [
+            task
+            for iteration in iterations
+            for task in (
+                *(bucket.gather for bucket in iteration.buckets),
+                *(bucket.scatter for bucket in reversed(iteration.buckets)),
+            )
+        ]
+        for earlier, later in itertools.pairwise(tasks):
+            assert earlier.end_ms <= later.start_ms
+
+    def test_a_layer_is_entered_when_its_parameters_are_there(self) -> None:
+        # So slow that compute waits for every bucket.
+        costs = regroup_costs(4, inside_bytes_per_s=1e4, across_bytes_per_s=1e4)
+        (iteration,) = simulator(regroup=costs, shape=SMALL_SHAPE).run([self.work])
+        arrivals = [bucket.gather.end_ms for bucket in iteration.buckets]
+        for replica in iteration.replicas:
+            first = replica.by_stage[0][0]
+            starts = [task.start_ms for task in first.tasks]
+            assert len(starts) == len(arrivals) == 6
+            assert starts == pytest.approx(arrivals)
+
+    def test_a_bucket_is_scattered_when_the_last_backward_has_left_it(self) -> None:
+        costs = regroup_costs(4, inside_bytes_per_s=1e12, across_bytes_per_s=1e12)
+        (iteration,) = simulator(regroup=costs, shape=SMALL_SHAPE).run([self.work])
+        layers = [iteration.buckets[1 + layer].scatter.start_ms for layer in range(4)]
+        assert layers == sorted(layers, reverse=True)
+        slowest = max(iteration.replica_ends_ms)
+        assert slowest - 1.0 < layers[0] <= slowest < iteration.end_ms
+
+    def test_every_bucket_follows_its_update_into_the_next_iteration(self) -> None:
+        first, second = simulator(regroup=regroup_costs(4), shape=SMALL_SHAPE).run([self.work] * 2)
+        for before, after in zip(first.buckets, second.buckets, strict=True):
+            assert before.update.end_ms <= after.gather.start_ms
+        assert second.buckets[0].gather.start_ms < first.end_ms
+
+    def test_a_profiled_time_takes_the_place_of_bytes(self) -> None:
+        run = simulator(
+            regroup=regroup_costs(4),
+            shape=SMALL_SHAPE,
+            overheads={self.work.strategy.name: 3.0},
+        )
+        (iteration,) = run.run([self.work])
+        assert iteration.end_ms == 23
+        assert iteration.buckets == ()
+
+    def test_ranks_of_another_cluster_are_refused(self) -> None:
+        run = simulator(regroup=regroup_costs(8), shape=SMALL_SHAPE)
+        with pytest.raises(ConfigurationError, match="4 ranks but the cluster has 8"):
+            run.run([self.work])
+
+
+class TestStages:
+    def test_stages_take_the_time_of_their_layers_and_the_output_layer(self) -> None:
+        costs = StageCosts(
+            TableCostModel(times=lambda _: Coefficients(6.0, 12.0, 3.0)), SMALL_SHAPE
+        )
+        first, last = costs.coefficients(Scheme(pp=2, layers=(3, 1)))
+        layer, output = SMALL_SHAPE.num_matrix_parameters_per_layer, 64 * 32
+        assert (first.a_ms_per_token2, first.b_ms_per_token, first.c_ms) == (6.0, 12.0, 3.0)
+        assert (last.a_ms_per_token2, last.c_ms) == (2.0, 1.0)
+        assert last.b_ms_per_token == pytest.approx(12.0 * (layer + output) / (3 * layer))
+        assert costs.output_share(Scheme(pp=2, layers=(3, 1)), 1) == pytest.approx(
+            output / (layer + output)
+        )
+
+    def test_a_lighter_stage_shortens_the_iteration(self) -> None:
+        work = work_of("pp2:3,1", [[30, 30, 30]], num_ranks=2)
+        alike = simulator().run([work])[0].end_ms
+        uneven = simulator(shape=SMALL_SHAPE).run([work])[0].end_ms
+        assert 3 * 30 < uneven < alike == pytest.approx(4 * 30)
+
+
+def test_padding_is_computed_and_counted_apart() -> None:
+    padded = MicroBatchWork.padded([3, 5], 5)
+    assert (padded.num_tokens, padded.num_padding, padded.sum_of_squares) == (8, 2, 50)
+    assert padded.time_ms(Coefficients(1.0, 10.0, 0.5)) == 50 + 100 + 0.5
+    assert MicroBatchWork.packed([3, 5], num_padding=2).sum_of_squares == 34
+
+
+def test_the_same_works_take_the_same_times() -> None:
+    works = [work_of("tp2+pp2", [[7, 3, 5], [2, 9]], num_ranks=4)] * 3
+
+    def starts() -> list[float]:
+        run = simulator(regroup=regroup_costs(4), shape=SMALL_SHAPE)
+        return [
+            operation.start_ms
+            for iteration in run.run(works)
+            for replica in iteration.replicas
+            for operations in replica.by_stage
+            for operation in operations
+        ]
+
+    assert starts() == starts()
+
+
+def test_an_iteration_without_any_work_takes_no_time() -> None:
+    (iteration,) = simulator().run([work_of("2*tp1", [[], []], num_ranks=2)])
+    assert (compute_ms(iteration), iteration.end_ms) == (0, 0)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="plan_ahead is -1"):
+        simulator(plan_ahead=-1)
+    with pytest.raises(ConfigurationError, match="costs of stages have 0"):
+        Simulator(StageCosts(TableCostModel()), regroup=regroup_costs(4))
+    with pytest.raises(PlanError, match="1 lists for 2 replicas"):
+        work_of("2*tp1", [[1]], num_ranks=2)
+    with pytest.raises(PlanError, match="at least 1 trained token"):
+        MicroBatchWork(0, 1)
+    with pytest.raises(PlanError, match=r"-1\.0 s are given"):
+        IterationWork(work_of("tp1", [[1]], num_ranks=1).strategy, ((),), -1.0)
