@@ -5,6 +5,7 @@ hand; a measured cost profile replaces them.
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 from megatron.hydraulis.cluster import Cluster, Link
@@ -34,6 +35,8 @@ class DeviceConstants:
     """Share of a link's bandwidth that collectives reach."""
     memory_bytes: float
     """Memory of one rank."""
+    memory_bytes_per_s: float
+    """Bandwidth of the device's own memory, from the data sheet."""
     reserve_bytes: float
     """Memory kept free: the context, the allocator's fragments, the communicators' buffers."""
     intra_node: Link
@@ -42,7 +45,7 @@ class DeviceConstants:
     """Where the figures come from, with the date."""
 
     def __post_init__(self) -> None:
-        rates = (self.peak_flops_per_s, self.memory_bytes)
+        rates = (self.peak_flops_per_s, self.memory_bytes, self.memory_bytes_per_s)
         fractions = (self.matmul_fraction, self.attention_fraction, self.link_fraction)
         costs = (self.layer_overhead_s, self.reserve_bytes)
         if (
@@ -51,8 +54,9 @@ class DeviceConstants:
             or not all(0.0 <= value < math.inf for value in costs)
         ):
             raise ConfigurationError(
-                f"device {self.name!r}: peak and memory must be positive, fractions in (0, 1], "
-                f"overhead and reserve not negative, but they are {rates}, {fractions}, {costs}; "
+                f"device {self.name!r}: peak, memory and its bandwidth must be positive, "
+                f"fractions in (0, 1], overhead and reserve not negative, but they are {rates}, "
+                f"{fractions}, {costs}; "
                 f"correct them"
             )
 
@@ -136,6 +140,21 @@ DEVICES: tuple[DeviceConstants, ...] = (
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=_LINK_FRACTION,
         memory_bytes=80e9,
+        memory_bytes_per_s=2.039e12,
+        reserve_bytes=_GPU_RESERVE_BYTES,
+        intra_node=_NVLINK_3,
+        inter_node=_INFINIBAND_HDR,
+        source=_AMPERE_SOURCE,
+    ),
+    DeviceConstants(
+        name="a100-40",
+        peak_flops_per_s=312e12,
+        matmul_fraction=_AMPERE_MATMUL_FRACTION,
+        attention_fraction=_AMPERE_ATTENTION_FRACTION,
+        layer_overhead_s=_LAYER_OVERHEAD_S,
+        link_fraction=_LINK_FRACTION,
+        memory_bytes=40e9,
+        memory_bytes_per_s=1.555e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
         intra_node=_NVLINK_3,
         inter_node=_INFINIBAND_HDR,
@@ -149,6 +168,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=_LINK_FRACTION,
         memory_bytes=80e9,
+        memory_bytes_per_s=2.039e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
         intra_node=_NVLINK_3_A800,
         inter_node=_INFINIBAND_HDR,
@@ -162,6 +182,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=_LINK_FRACTION,
         memory_bytes=80e9,
+        memory_bytes_per_s=3.35e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
         intra_node=_NVLINK_4,
         inter_node=_INFINIBAND_NDR,
@@ -175,6 +196,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=_LINK_FRACTION,
         memory_bytes=141e9,
+        memory_bytes_per_s=4.8e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
         intra_node=_NVLINK_4,
         inter_node=_INFINIBAND_NDR,
@@ -190,6 +212,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=1.0,
         memory_bytes=4e9,
+        memory_bytes_per_s=10e9,
         reserve_bytes=1e9,
         intra_node=_GLOO_LOCAL,
         inter_node=_GLOO_NETWORK,
@@ -199,9 +222,13 @@ DEVICES: tuple[DeviceConstants, ...] = (
 
 
 def device_constants(name: str) -> DeviceConstants:
-    """The constants of a device by name; ConfigurationError when the name is unknown."""
+    """The constants of a device by name; ConfigurationError when the name is unknown.
+
+    The memory may be written with its unit: ``a100-80g`` and ``a100-80gb`` are ``a100-80``.
+    """
+    wanted = re.sub(r"(?<=\d)gb?$", "", name.strip().lower())
     for device in DEVICES:
-        if device.name == name:
+        if device.name == wanted:
             return device
     known = ", ".join(device.name for device in DEVICES)
     raise ConfigurationError(
