@@ -1,0 +1,213 @@
+"""The constants of the layout model: what cannot be counted and was fitted.
+
+All were fitted at once to the step times, and to which layouts ran out of memory, of 141 layouts of
+one 13B model on 64 A100-80GB (measured for Efficient Parallelization Layouts, arXiv 2311.05610, by
+its authors) with ``benchmarks/layout_calibration.py``; docs/cost-model.md has the errors, those of
+cross-validation too. A constant belongs to a kernel, to the software it ran in, or to all: none to
+a model, a layout or a sweep. The counts beside them come from arithmetic.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+from megatron.hydraulis.errors import ConfigurationError
+
+__all__ = [
+    "DEFAULT_KERNEL",
+    "LAYOUT_CONSTANTS",
+    "KernelConstants",
+    "LayoutConstants",
+]
+
+DEFAULT_KERNEL = "flash_attention2 + RMS kernel"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelConstants:
+    """One set of attention and norm kernels, with the software that ran them.
+
+    Raises ConfigurationError for a constant that is negative or not finite, and unless exactly one
+    of score_passes and attention_fraction is given.
+    """
+
+    name: str
+    data_parallel_fraction: float
+    """Share of the network that gradients and parameters of the data-parallel ranks reach."""
+    pipeline_wait_micro_batches: float
+    """What a pipeline of more than one stage loses in every step beside filling and draining, in
+    micro-batches: the measured times grow by so many as micro-batches grow, and no layout without
+    pipeline does. The cause is not known."""
+    score_passes: float = 0.0
+    """How often attention that stores its scores moves an entry of them, as if in bf16, in a
+    forward."""
+    score_bytes: float = 0.0
+    """What it keeps of a score for the backward."""
+    attention_fraction: float = 0.0
+    """Rate of attention that stores no scores, for long sequences, relative to the share of peak
+    that device.py has for causal attention."""
+    copied_hidden_states: float = 0.0
+    """Copies of query, key and value that it keeps, in hidden states."""
+    has_norm_kernel: bool = False
+    """Whether RMSNorm is one kernel; else it is elementwise operations over fp32 copies."""
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, f"kernel {self.name!r}")
+        if (self.score_passes > 0.0) == (self.attention_fraction > 0.0):
+            raise ConfigurationError(
+                f"kernel {self.name!r}: attention either stores scores or has a rate but "
+                f"score_passes is {self.score_passes} and attention_fraction "
+                f"{self.attention_fraction}; give one of them"
+            )
+
+    @property
+    def stores_scores(self) -> bool:
+        """Whether attention writes its scores to memory."""
+        return self.score_passes > 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutConstants:
+    """What all kernels share.
+
+    Raises ConfigurationError for a constant that is negative or not finite.
+    """
+
+    matmul_fraction: float
+    """Rate of a layer's matrix products alone, relative to the share of peak in device.py, which
+    counts norms and activations in."""
+    hidden_passes: float
+    """Hidden states that a layer's forward moves through memory outside its matrix products."""
+    ffn_passes: float
+    """Rows of the MLP's width that it moves so."""
+    norm_passes: float
+    """Hidden states that the norms of a layer's forward move without a kernel of their own, in
+    bf16 rows."""
+    logit_passes: float
+    """Rows of logits that loss and its gradient move, in bf16 rows."""
+    weight_passes: float
+    """How often the backward of a micro-batch moves the weights for accumulating gradients."""
+    half_rate_tokens: float
+    """Length at which attention without stored scores reaches half of its rate for long
+    sequences: see the throughputs by length in FlashAttention-2 (arXiv 2307.08691, figure 4);
+    chosen after them, not fitted."""
+    layer_launch_s: float
+    """What a layer's forward takes without tokens; the backward takes 1.5 times as much."""
+    tp_link_fraction: float
+    """Share of the link's bandwidth that the all-reduces of tensor parallelism reach."""
+    tp_latency_s: float
+    """What each of them takes without tokens."""
+    hidden_states_kept: float
+    """Hidden states that a layer keeps for the backward: norms, residuals; whole on every tp rank
+    without sequence parallelism."""
+    norm_states_kept: float
+    """Hidden states more, in bf16, that norms without a kernel keep."""
+    attention_states_kept: float
+    """Hidden states of query, key, value and output that a layer keeps, rotated copies included."""
+    ffn_states_kept: float
+    """Rows of the MLP's width that a gated MLP keeps."""
+    working_layers: float
+    """Layers' activations that the backward of a layer has beside what is kept."""
+    logit_bytes_split: float
+    """Bytes an entry of the logits, of those that tp splits."""
+    logit_bytes_whole: float
+    """Bytes an entry of the logits on every tp rank."""
+    fragmentation: float
+    """Memory that the allocator takes over what tensors of activations need."""
+    reserve_bytes: float
+    """Context, communicators and libraries."""
+    visible_memory: float
+    """Bytes that CUDA shows over those that the device is sold with: 81,252 MiB for 80 GB."""
+    kernels: tuple[KernelConstants, ...]
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "layout model")
+
+    def kernel(self, name: str) -> KernelConstants:
+        """The constants of a kernel, blanks and case aside; ConfigurationError names the known."""
+        for kernel in self.kernels:
+            if _plain(kernel.name) == _plain(name):
+                return kernel
+        known = ", ".join(repr(kernel.name) for kernel in self.kernels)
+        raise ConfigurationError(
+            f"kernel {name!r}: constants are known for {len(self.kernels)} kernels but not for it; "
+            f"use one of {known}"
+        )
+
+
+def _plain(name: str) -> str:
+    return "".join(name.split()).lower()
+
+
+def _check_not_negative(constants: KernelConstants | LayoutConstants, what: str) -> None:
+    for field in fields(constants):
+        value = getattr(constants, field.name)
+        if isinstance(value, float) and not 0.0 <= value < math.inf:
+            raise ConfigurationError(
+                f"{what}: constants are finite and not negative but {field.name} is {value}; "
+                f"correct it"
+            )
+
+
+# The first three ran in one generation of their authors' software, the last two in a later one.
+_FIRST_DATA_PARALLEL_FRACTION = 0.0656
+_LATER_DATA_PARALLEL_FRACTION = 0.228
+_FIRST_PIPELINE_WAIT = 0.2
+
+LAYOUT_CONSTANTS = LayoutConstants(
+    matmul_fraction=1.064,
+    hidden_passes=13.7,
+    ffn_passes=4.88,
+    norm_passes=47.3,
+    logit_passes=24.6,
+    weight_passes=1.81,
+    half_rate_tokens=512.0,
+    layer_launch_s=0.391e-3,
+    tp_link_fraction=0.305,
+    tp_latency_s=20.4e-6,
+    hidden_states_kept=5.24,
+    norm_states_kept=6.19,
+    attention_states_kept=5.86,
+    ffn_states_kept=3.83,
+    working_layers=2.16,
+    logit_bytes_split=8.83,
+    logit_bytes_whole=2.63,
+    fragmentation=1.04,
+    reserve_bytes=2.75e9,
+    visible_memory=81252 * 2**20 / 80e9,
+    kernels=(
+        KernelConstants(
+            name="torch",
+            score_passes=15.7,
+            score_bytes=8.0,
+            data_parallel_fraction=_FIRST_DATA_PARALLEL_FRACTION,
+            pipeline_wait_micro_batches=_FIRST_PIPELINE_WAIT,
+        ),
+        KernelConstants(
+            name="fused",
+            score_passes=6.88,
+            score_bytes=6.7,
+            data_parallel_fraction=_FIRST_DATA_PARALLEL_FRACTION,
+            pipeline_wait_micro_batches=_FIRST_PIPELINE_WAIT,
+        ),
+        KernelConstants(
+            name="flash_attentionv1.0.8",
+            attention_fraction=0.756,
+            copied_hidden_states=3.31,
+            data_parallel_fraction=_FIRST_DATA_PARALLEL_FRACTION,
+            pipeline_wait_micro_batches=_FIRST_PIPELINE_WAIT,
+        ),
+        KernelConstants(
+            name="flash_attention2",
+            attention_fraction=1.244,
+            data_parallel_fraction=_LATER_DATA_PARALLEL_FRACTION,
+            pipeline_wait_micro_batches=7.4,
+        ),
+        KernelConstants(
+            name="flash_attention2 + RMS kernel",
+            attention_fraction=1.244,
+            has_norm_kernel=True,
+            data_parallel_fraction=_LATER_DATA_PARALLEL_FRACTION,
+            pipeline_wait_micro_batches=4.0,
+        ),
+    ),
+)
