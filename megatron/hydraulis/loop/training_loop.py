@@ -25,7 +25,7 @@ from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.observability.records import IterationRecord
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.planner.plan_status import is_marked, plan_status
-from megatron.hydraulis.runtime.engine import StepOutcome
+from megatron.hydraulis.runtime.outcome import StepOutcome
 
 LossDict = dict[str, torch.Tensor]
 Iterators = tuple[PlannedBatches | None, PlannedBatches | None, PlannedBatches | None]

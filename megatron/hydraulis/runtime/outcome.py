@@ -1,0 +1,57 @@
+"""What an engine tells of an iteration, and how its parts are timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+Phase = Callable[[str], AbstractContextManager[object]]
+"""``phase(name)`` is entered around every part of an iteration, by all ranks alike, idle ones
+included: 'gather' (left out where the parameters are there already or on their way),
+'forward-backward', 'scatter', 'optimizer' (left out where there is nothing to update). With overlap
+'gather' is no more than its beginning, and 'scatter' what is left of it after the last backward.
+"""
+
+
+def untimed(name: str) -> AbstractContextManager[None]:
+    """A `Phase` that measures nothing."""
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class LossTotal:
+    """Loss of a global batch, equal on every rank."""
+
+    loss_sum: float
+    num_tokens: int
+
+    @property
+    def mean(self) -> float:
+        """Loss per trained token; 0 where nothing was trained."""
+        return self.loss_sum / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every micro-batch's loss was finite."""
+        return math.isfinite(self.loss_sum)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one iteration did."""
+
+    loss: LossTotal
+    gradient_norm: float | None
+    """After division by the tokens, before clipping; None where nothing was trained."""
+    updated: bool
+    bad_micro_batches: tuple[int, ...]
+    """Micro-batches of this rank's replica whose loss is not finite (last stage only)."""
+    regroup_bytes: int = 0
+    """What this rank receives from others and sends to them in one gather and one scatter of the
+    iteration's strategy."""
+    gather_wait_s: float = 0.0
+    """How long this rank's compute stood still for parameters."""
+    scatter_wait_s: float = 0.0
+    """How long it stood still for gradients."""
