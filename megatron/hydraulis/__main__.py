@@ -32,9 +32,19 @@ COMMANDS = (
         "megatron.hydraulis.data.preprocess_command",
     ),
     Command(
+        "profile",
+        "measure times and memory of schemes on this machine's ranks, and fit a cost profile",
+        "megatron.hydraulis.profiler.command",
+    ),
+    Command(
         "plan",
         "find the best plan for a batch of lengths, a pool and a cost profile",
         "megatron.hydraulis.planner.plan_command",
+    ),
+    Command(
+        "predict-layouts",
+        "predict step time, MFU and memory of fixed-length layouts in a file",
+        "megatron.hydraulis.cost_model.predict_layouts_command",
     ),
     Command(
         "check-plan",
@@ -45,6 +55,11 @@ COMMANDS = (
         "trace",
         "merge a trace, tell how much each rank worked and waited, and draw an iteration",
         "megatron.hydraulis.observability.trace_command",
+    ),
+    Command(
+        "report",
+        "make a page about a run: what it did, what was predicted, what to do about it",
+        "megatron.hydraulis.observability.report_command",
     ),
 )
 

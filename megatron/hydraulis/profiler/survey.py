@@ -99,12 +99,11 @@ class Survey:
         if too_many is not None and point.num_tokens >= too_many:
             why_not = f"{too_many} tokens do not fit"
         expected = expected_peak_bytes(before, point.num_tokens)
-        if not why_not and self._limit_bytes is not None and expected is not None:
-            if expected > self._limit_bytes:
-                why_not = (
-                    f"expected to take {expected / 1e9:.3g} GB of the {self._limit_bytes / 1e9:.3g}"
-                    f" GB of a rank"
-                )
+        limit = self._limit_bytes
+        if not why_not and limit is not None and expected is not None and expected > limit:
+            why_not = (
+                f"expected to take {expected / 1e9:.3g} GB of the {limit / 1e9:.3g} GB of a rank"
+            )
         if why_not:
             result = MeasuredPoint(scheme=scheme, point=point, why_not=why_not)
         elif not self._ledger.begin(scheme, point):

@@ -1,0 +1,422 @@
+"""``python -m megatron.hydraulis profile``: measures, fits and writes a cost profile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hydraulis_patches.cpu_backend import apply_cpu_backend
+from megatron.hydraulis.arguments import Resolved, gpt_model_config, parse_arguments
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.loop import error_report
+from megatron.hydraulis.loop.devices import check_devices
+from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
+from megatron.hydraulis.loop.quiet import quieten_upstream
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.planner.lengths_file import read_lengths
+from megatron.hydraulis.pool_arguments import check_vocabulary_parts
+from megatron.hydraulis.profiler.grid import MIXTURE, GridPoint, grid
+from megatron.hydraulis.profiler.measurements import (
+    MeasuredPoint,
+    MeasuredStrategy,
+    Measurements,
+    measurements_path,
+)
+from megatron.hydraulis.profiler.memory_meter import free_share_bytes
+from megatron.hydraulis.profiler.profile_tables import profile_tables
+from megatron.hydraulis.profiler.results import profile_of
+from megatron.hydraulis.profiler.rig import EngineRig, Repeats
+from megatron.hydraulis.profiler.settings import (
+    device_name,
+    parse_scheme,
+    profiled_pool,
+    setup_of,
+    today,
+    training_defaults,
+    versions,
+)
+from megatron.hydraulis.profiler.shared_ledger import SharedLedger
+from megatron.hydraulis.profiler.survey import Survey
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.spans import SpanRecorder
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Pool, Strategy
+
+__all__ = ["add_arguments", "run"]
+
+_EXIT_STATUS_OF_ERROR = 2
+_EPILOG = (
+    "Run it as training is run, with as many ranks: torchrun --nproc-per-node 4 -m "
+    "megatron.hydraulis profile --out profile.json -- MODEL FLAGS. MODEL FLAGS are those of "
+    "pretrain_gpt.py; data, --lr and other flags of training may be among them and change "
+    "nothing. A run that was interrupted goes on when it is started again."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the subcommand."""
+    parser.epilog = _EPILOG
+    parser.usage = "%(prog)s --out FILE [FLAGS] -- MODEL FLAGS"
+    parser.add_argument(
+        "--out",
+        required=True,
+        metavar="FILE",
+        help="write the cost profile here, JSON; measurements lie beside it",
+    )
+    schemes = parser.add_mutually_exclusive_group()
+    schemes.add_argument(
+        "--schemes", nargs="+", metavar="SCHEME", help="schemes to measure, for example tp1 tp2 pp2"
+    )
+    schemes.add_argument(
+        "--pool",
+        metavar="FILE",
+        help="measure the schemes of this pool, which may be for another number of ranks (default: "
+        "those of --strategy or --strategy-pool among the model flags)",
+    )
+    sizes = parser.add_argument_group("grid of micro-batches")
+    sizes.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="largest micro-batch in tokens (default: --max-tokens-per-micro-batch of the model "
+        "flags, else --seq-length)",
+    )
+    sizes.add_argument(
+        "--num-sizes",
+        type=int,
+        default=6,
+        metavar="N",
+        help="sizes to measure: the largest, its half, … (default: %(default)s)",
+    )
+    sizes.add_argument(
+        "--short-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="length of short sequences in tokens (default: %(default)s)",
+    )
+    sizes.add_argument(
+        "--lengths",
+        metavar="FILE",
+        help="lengths of a corpus in tokens, as the command plan reads them: packings drawn from "
+        "them are measured as well",
+    )
+    sizes.add_argument(
+        "--memory-limit-bytes",
+        type=int,
+        metavar="N",
+        help="memory of a rank in bytes: micro-batches that are expected to take more are not "
+        "tried (default: on a CPU nine tenths of what is free, over the ranks; on a GPU none, it "
+        "is tried)",
+    )
+    repeats = parser.add_argument_group("repeats")
+    repeats.add_argument(
+        "--num-warmup",
+        type=int,
+        default=2,
+        metavar="N",
+        help="runs before those that count (default: %(default)s)",
+    )
+    repeats.add_argument(
+        "--num-repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="runs whose median counts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="measure anew what an earlier run has measured"
+    )
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON")
+    parser.add_argument("model_flags", nargs="*", metavar="MODEL FLAGS", help=argparse.SUPPRESS)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Measure, fit, write; returns the exit status. Every rank of the job calls it."""
+    try:
+        _run(namespace)
+    except HydraulisError as error:
+        error_report.report(error, ranks_have_met=dist.is_initialized())
+        return _EXIT_STATUS_OF_ERROR
+    return 0
+
+
+def _run(namespace: argparse.Namespace) -> None:
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda:
+        apply_cpu_backend()
+    rank = int(os.environ.get("RANK", "0"))
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    quieten_upstream(rank)
+    job = _Job.of(namespace, num_ranks=num_ranks, rank=rank)
+    if has_cuda:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        check_devices(job.num_ranks_of_node, torch.cuda.device_count())
+        torch.cuda.set_device(local_rank)
+    with _process_group(job, num_ranks=num_ranks, rank=rank):
+        if has_cuda:
+            # Upstream keeps a state for random numbers that tp ranks do not share.
+            model_parallel_cuda_manual_seed(
+                job.resolved.args.seed, tp_rank=0, ep_rank=0, etp_rank=0
+            )
+        profile = job.measure()
+        if rank == 0:
+            _write(Path(namespace.out), profile)
+            if namespace.json:
+                print(json.dumps(profile.to_json()))
+            else:
+                print(profile_tables(profile), end="")
+                print(f"cost profile: {namespace.out}")
+
+
+@contextmanager
+def _process_group(job: _Job, *, num_ranks: int, rank: int) -> Iterator[None]:
+    """That of the launcher; of this process alone where there is no launcher."""
+    timeout = timedelta(minutes=job.resolved.args.distributed_timeout_minutes)
+    alone: dict[str, Any] = {}
+    if "MASTER_ADDR" not in os.environ:
+        if num_ranks > 1:
+            raise ConfigurationError(
+                f"{num_ranks} ranks find each other by MASTER_ADDR, which is not set; start them "
+                f"by torchrun --nproc-per-node {num_ranks} -m megatron.hydraulis profile"
+            )
+        alone = {"store": dist.HashStore(), "rank": rank, "world_size": num_ranks}
+    dist.init_process_group(job.resolved.args.distributed_backend, timeout=timeout, **alone)
+    yield
+    # After an exception ranks may still be in a collective: the process just ends.
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is measured, and how."""
+
+    namespace: argparse.Namespace
+    resolved: Resolved
+    filling: dict[Scheme, Strategy]
+    """The strategy by which each scheme is measured."""
+    pool: Pool
+    """These and the pool's own, as far as this job can run them."""
+    left_out: tuple[str, ...]
+    points: tuple[GridPoint, ...]
+    num_ranks_of_node: int
+
+    @classmethod
+    def of(cls, namespace: argparse.Namespace, *, num_ranks: int, rank: int) -> _Job:
+        """Raises ConfigurationError, DataError."""
+        for option in ("num_warmup", "num_repeats"):
+            least = 0 if option == "num_warmup" else 1
+            if getattr(namespace, option) < least:
+                raise ConfigurationError(
+                    f"--{option.replace('_', '-')} must be at least {least} but is "
+                    f"{getattr(namespace, option)}; give more"
+                )
+        resolved = parse_arguments(
+            training_defaults(namespace.model_flags),
+            num_ranks=num_ranks,
+            rank=rank,
+            needs_data=False,
+        )
+        if resolved.hydraulis.emulate_device is not None:
+            raise ConfigurationError(
+                f"--emulate-device {resolved.hydraulis.emulate_device}: a profile is of a real "
+                f"device; remove it"
+            )
+        pool: Pool | None = resolved.pool
+        if namespace.pool is not None:
+            pool = Pool.read(namespace.pool)
+        if namespace.schemes is not None:
+            schemes = [parse_scheme(text) for text in namespace.schemes]
+            pool = None
+        else:
+            assert pool is not None
+            schemes = [s for strategy in pool.strategies for s in strategy.schemes]
+        nodes = resolved.pool.ranks_per_node
+        filling, whole, left_out = profiled_pool(dict.fromkeys(schemes), pool, num_ranks, nodes)
+        whole.check_model(resolved.shape)
+        check_vocabulary_parts(whole, resolved.vocabulary.padded_size)
+        limit = resolved.hydraulis.max_tokens_per_micro_batch
+        points = grid(
+            namespace.max_tokens or limit or resolved.args.seq_length,
+            longest=resolved.args.seq_length,
+            short=namespace.short_tokens,
+            num_sizes=namespace.num_sizes,
+            sample_from=() if namespace.lengths is None else read_lengths(namespace.lengths),
+            seed=resolved.args.seed,
+        )
+        return cls(
+            namespace=namespace,
+            resolved=resolved,
+            filling=filling,
+            pool=whole,
+            left_out=left_out,
+            points=points,
+            num_ranks_of_node=min(nodes, num_ranks),
+        )
+
+    def measure(self) -> ProfileCostModel:
+        """Collective: everything that has not been measured yet."""
+        rank, args = dist.get_rank(), self.resolved.args
+        device = device_name(self.num_ranks_of_node)
+        setup = setup_of(
+            self.namespace.model_flags,
+            device=device,
+            num_ranks=dist.get_world_size(),
+            num_warmup=self.namespace.num_warmup,
+            num_repeats=self.namespace.num_repeats,
+        )
+        if rank == 0:
+            for line in self.left_out:
+                print(f"warning: {line}", file=sys.stderr, flush=True)
+        ledger = SharedLedger(self._file(setup) if rank == 0 else None)
+        rig = EngineRig(
+            self._engine,
+            {str(scheme): strategy for scheme, strategy in self.filling.items()},
+            Repeats(num_warmup=self.namespace.num_warmup, num_measured=self.namespace.num_repeats),
+            vocab_size=self.resolved.vocabulary.size,
+            seed=args.seed,
+        )
+        num_steps = len(self.filling) * len(self.points) + len(self.pool.strategies)
+        with _Told(num_steps, is_shown=rank == 0) as told:
+            survey = Survey(
+                rig, ledger, limit_bytes=self._limit_bytes(), told=lambda p, new: told.point(p)
+            )
+            measured = {scheme: survey.run(str(scheme), self.points) for scheme in self.filling}
+            strategies = self._strategies(rig, ledger, measured, told)
+        rig.close()
+        return profile_of(
+            measured,
+            strategies,
+            device=device,
+            source=f"measured by python -m megatron.hydraulis profile on {dist.get_world_size()} "
+            f"ranks, torch {versions()['torch']}, megatron-core {versions()['megatron-core']}",
+            date=today(),
+            setup=setup,
+        )
+
+    def _strategies(
+        self,
+        rig: EngineRig,
+        ledger: SharedLedger,
+        measured: dict[Scheme, list[MeasuredPoint]],
+        told: _Told,
+    ) -> list[MeasuredStrategy]:
+        """Of the strategies whose schemes all fit the memory."""
+        typical = {
+            scheme: point
+            for scheme, points in measured.items()
+            if (point := _typical_point(points)) is not None
+        }
+        found: list[MeasuredStrategy] = []
+        for strategy in self.pool.strategies:
+            if set(strategy.schemes) <= set(typical):
+                if strategy.name not in ledger.strategies:
+                    ledger.add_strategy(rig.run_strategy(strategy, typical))
+                found.append(ledger.strategies[strategy.name])
+            told.step(f"strategy {strategy.name}")
+        return found
+
+    def _file(self, setup: dict[str, Any]) -> Measurements:
+        path = measurements_path(Path(self.namespace.out))
+        file = Measurements(path, setup, restart=self.namespace.restart)
+        if file.num_found:
+            print(
+                f"going on: {file.num_found} results of an earlier run are in {path}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return file
+
+    def _limit_bytes(self) -> int | None:
+        """The same on every rank: rank 0's."""
+        limit: int | None = self.namespace.memory_limit_bytes
+        if limit is None and not torch.cuda.is_available():
+            limit = free_share_bytes(self.num_ranks_of_node)
+        limits = [limit]
+        dist.broadcast_object_list(limits, src=0)
+        return limits[0]
+
+    def _engine(self, spans: SpanRecorder) -> Engine:
+        args, hydraulis = self.resolved.args, self.resolved.hydraulis
+        config = gpt_model_config(args, HydraulisModelConfig)
+        config.num_tokens_in_vocabulary = self.resolved.vocabulary.size
+        config.uses_sequence_parallel = hydraulis.sequence_parallel
+        return Engine(
+            model_definition(config),
+            self.pool,
+            AdamWSettings(lr=args.lr, clip_grad=args.clip_grad, eps=args.adam_eps),
+            seed=args.seed,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            overlap=not hydraulis.no_regroup_overlap,
+            spans=spans,
+        )
+
+
+class _Told:
+    """A progress bar on rank 0's standard error, and a line for what does not fit."""
+
+    def __init__(self, num_steps: int, *, is_shown: bool) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        console = Console(stderr=True)
+        self._progress = Progress(
+            *columns,
+            TimeElapsedColumn(),
+            console=console,
+            disable=not (is_shown and console.is_terminal),
+        )
+        self._says_lines = is_shown and not console.is_terminal
+        self._task = self._progress.add_task("profile", total=num_steps)
+
+    def __enter__(self) -> _Told:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def point(self, point: MeasuredPoint) -> None:
+        """One point of the grid is known."""
+        took = f"{point.time_ms:.2f} ms" if point.fits else f"does not fit: {point.why_not}"
+        self.step(f"{point.scheme}, {point.point.num_tokens} tokens, {point.point.packing}: {took}")
+
+    def step(self, text: str) -> None:
+        """One step of all is done; a line each where there is no terminal for a bar."""
+        self._progress.update(self._task, advance=1, description=text)
+        if self._says_lines:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _typical_point(points: Sequence[MeasuredPoint]) -> MeasuredPoint | None:
+    """The mixture nearest to half of the largest size; None where nothing fits."""
+    fitting = [point for point in points if point.fits]
+    if not fitting:
+        return None
+    half = max(point.point.num_tokens for point in fitting) / 2
+    mixtures = [point for point in fitting if point.point.packing == MIXTURE] or fitting
+    return min(mixtures, key=lambda point: abs(point.point.num_tokens - half))
+
+
+def _write(path: Path, profile: ProfileCostModel) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(profile.to_json(), indent=1) + "\n")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--out {path}: must be a file that can be written but: {error.strerror or error}; "
+            f"name another"
+        ) from error

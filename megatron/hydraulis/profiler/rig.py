@@ -1,0 +1,324 @@
+"""Runs micro-batches and iterations through the training engine and takes their times.
+
+What is measured is what trains: the engine's models, schedules, messages and regrouping, on random
+tokens. Nothing but a `SpanRecorder`, as for a trace, is added.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.profiler.grid import GridPoint
+from megatron.hydraulis.profiler.measurements import (
+    MeasuredPoint,
+    MeasuredStrategy,
+    RegroupSpeed,
+)
+from megatron.hydraulis.profiler.memory_meter import (
+    CpuMemory,
+    CudaMemory,
+    MemoryMeter,
+    is_out_of_memory,
+)
+from megatron.hydraulis.profiler.survey import PointOutcome
+from megatron.hydraulis.runtime.cuda_clock import CudaClock
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.forward_step import ForwardStep, make_forward_step
+from megatron.hydraulis.runtime.spans import (
+    COMPUTE,
+    REGROUP,
+    MemoryRecorder,
+    RecordedSpan,
+    SpanRecorder,
+)
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Strategy
+
+__all__ = ["EngineRig", "Repeats"]
+
+_NS_PER_MS = 1e6
+_MS_PER_S = 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """How often things are run."""
+
+    num_warmup: int
+    """Runs that are not counted."""
+    num_measured: int
+    """Runs whose median is the result."""
+
+
+@dataclass(frozen=True)
+class _RankTimes:
+    """What one rank tells of a point."""
+
+    replica: int | None
+    stage: int
+    forward_ms: float
+    backward_ms: float
+    peak_bytes: int
+
+
+class EngineRig:
+    """Collective over all ranks of the job, as its engine.
+
+    Args:
+        make_engine: builds the engine, its work told to a recorder; called anew once memory has run
+            out, as nobody knows in which state that leaves it.
+        strategies: by scheme, the strategy that fills the job with its replicas.
+        repeats: of everything.
+        vocab_size: random tokens lie below.
+        seed: of these.
+        forward_step: upstream's signature.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[SpanRecorder], Engine],
+        strategies: Mapping[str, Strategy],
+        repeats: Repeats,
+        *,
+        vocab_size: int,
+        seed: int,
+        forward_step: ForwardStep | None = None,
+    ) -> None:
+        self._make_engine = make_engine
+        self._strategies = strategies
+        self._repeats = repeats
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._forward_step = make_forward_step() if forward_step is None else forward_step
+        self._rank = dist.get_rank()
+        self._memory: MemoryMeter = CudaMemory() if torch.cuda.is_available() else CpuMemory()
+        self._recorder = MemoryRecorder(CudaClock() if torch.cuda.is_available() else None)
+        self._recorder.tracks = frozenset({COMPUTE, REGROUP})
+        self._engine: Engine | None = make_engine(self._recorder)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine at hand."""
+        if self._engine is None:
+            self._engine = self._make_engine(self._recorder)
+        return self._engine
+
+    def run_point(self, scheme: str, point: GridPoint) -> PointOutcome:
+        """A micro-batch on every replica of a scheme at once, several times over.
+
+        Times are those of the slowest stage of the median replica; a stage's is the median of its
+        micro-batches and the mean over its tp ranks, which work in step. The first micro-batches
+        warm up. During the last ones the pipeline runs dry and gradients are on their way already,
+        so that they are not counted.
+
+        Raises HydraulisError where memory runs out on a job of several ranks: the others wait for
+        this one and cannot be told. The attempt is on record, and a rerun goes on.
+        """
+        strategy = self._strategies[scheme]
+        try:
+            own = self._times_of_rank(strategy, point)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if dist.get_world_size() > 1:
+                raise HydraulisError(
+                    f"rank {self._rank} has no memory left for a micro-batch of "
+                    f"{point.num_tokens} tokens on {scheme}; run the same command again, which "
+                    f"goes on and leaves it out after a second attempt, or lower --max-tokens"
+                ) from error
+            self._engine = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            return PointOutcome(why_not="out of memory")
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        return _outcome(everyone)
+
+    def run_strategy(
+        self, strategy: Strategy, points: Mapping[Scheme, MeasuredPoint]
+    ) -> MeasuredStrategy:
+        """Whole iterations, and regrouping by itself.
+
+        points: for each scheme of the strategy, a measured micro-batch to run iterations of.
+        """
+        engine = self.engine
+        mine = strategy.replica_of(self._rank)
+        batches: list[PackedBatch] = []
+        if mine is not None:
+            point = points[mine.scheme].point
+            batches = [self._packed(point, mine.scheme)] * _num_micro_batches(mine.scheme)
+        walls_ms, optimizers_ms = [], []
+        self._recorder.take()
+        for number in range(self._repeats.num_warmup + 1 + self._repeats.num_measured):
+            dist.barrier()
+            start_s = time.perf_counter()
+            engine.train_step(
+                strategy.name, batches, self._forward_step, next_strategy=strategy.name
+            )
+            self._wait_for_device()
+            wall_ms = (time.perf_counter() - start_s) * _MS_PER_S
+            optimizer_ms = sum(map(_duration_ms, _named(self._recorder.take(), "optimizer")))
+            # The first also gathers what later ones find gathered.
+            if number > self._repeats.num_warmup:
+                walls_ms.append(wall_ms)
+                optimizers_ms.append(optimizer_ms)
+        regroup = self._regroup_speed(strategy)
+        own = (statistics.median(walls_ms), statistics.median(optimizers_ms), regroup)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        makespan_ms = max(
+            pipeline_time_ms([points[scheme].time_ms] * _num_micro_batches(scheme), scheme.pp)
+            for scheme in strategy.schemes
+        )
+        speeds: list[RegroupSpeed] = [speed for _, _, speed in everyone]
+        return MeasuredStrategy(
+            name=strategy.name,
+            iteration_ms=max(wall_ms for wall_ms, _, _ in everyone),
+            makespan_ms=makespan_ms,
+            optimizer_ms=max(optimizer_ms for _, optimizer_ms, _ in everyone),
+            regroup=RegroupSpeed(
+                gather_bytes=max(speed.gather_bytes for speed in speeds),
+                gather_ms=max(speed.gather_ms for speed in speeds),
+                scatter_bytes=max(speed.scatter_bytes for speed in speeds),
+                scatter_ms=max(speed.scatter_ms for speed in speeds),
+            ),
+        )
+
+    def close(self) -> None:
+        """To be called before the process groups are destroyed."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def _times_of_rank(self, strategy: Strategy, point: GridPoint) -> _RankTimes:
+        engine = self.engine
+        mine = strategy.replica_of(self._rank)
+        scheme = strategy.schemes[0]
+        num_measured = self._repeats.num_measured
+        # One more than the pipeline is deep: the last ones are left out.
+        num_micro_batches = self._repeats.num_warmup + num_measured + scheme.pp
+        batches: list[PackedBatch] = []
+        if mine is not None:
+            batches = [self._packed(point, mine.scheme)] * num_micro_batches
+        engine.gather(strategy.name)
+        engine.finish_regrouping()
+        self._recorder.take()
+        self._memory.restart()
+        dist.barrier()
+        engine.forward_backward(strategy.name, batches, self._forward_step)
+        spans = self._recorder.take()
+        peak_bytes = self._memory.peak_bytes()
+        if mine is None:
+            return _RankTimes(None, 0, 0.0, 0.0, peak_bytes)
+        position = mine.position_of(self._rank)
+        assert position is not None
+        counted = range(self._repeats.num_warmup, self._repeats.num_warmup + num_measured)
+        return _RankTimes(
+            strategy.replicas.index(mine),
+            position.stage,
+            _median_ms(spans, "forward", counted),
+            _median_ms(spans, "backward", counted),
+            peak_bytes,
+        )
+
+    def _regroup_speed(self, strategy: Strategy) -> RegroupSpeed:
+        engine = self.engine
+        gathers_ms, scatters_ms = [], []
+        for _ in range(self._repeats.num_warmup + self._repeats.num_measured):
+            engine.parameters_changed()
+            self._recorder.take()
+            dist.barrier()
+            engine.gather(strategy.name)
+            engine.finish_regrouping()
+            gathers_ms.append(_extent_ms(_named(self._recorder.take(), "gather")))
+            dist.barrier()
+            # Nobody has a micro-batch: what is left is the scatter.
+            engine.forward_backward(strategy.name, [], self._forward_step)
+            scatters_ms.append(_extent_ms(_named(self._recorder.take(), "scatter")))
+        traffic = engine.setting(strategy.name).regrouper.traffic
+        num_warmup = self._repeats.num_warmup
+        return RegroupSpeed(
+            gather_bytes=traffic.gather.received_bytes,
+            gather_ms=statistics.median(gathers_ms[num_warmup:]),
+            scatter_bytes=traffic.scatter.sent_bytes,
+            scatter_ms=statistics.median(scatters_ms[num_warmup:]),
+        )
+
+    def _packed(self, point: GridPoint, scheme: Scheme) -> PackedBatch:
+        """Random tokens; the same on every rank of a replica."""
+        rng = np.random.default_rng((self._seed, point.num_tokens))
+        sequences = [rng.integers(0, self._vocab_size, size=n + 1) for n in point.lengths]
+        return pack(sequences, scheme.tp).to(self.engine.device)
+
+    def _wait_for_device(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def _num_micro_batches(scheme: Scheme) -> int:
+    """Of an iteration that is measured: enough for the pipeline to fill."""
+    return 2 * scheme.pp
+
+
+def _outcome(everyone: Sequence[_RankTimes]) -> PointOutcome:
+    stages: dict[tuple[int, int], list[_RankTimes]] = {}
+    for times in everyone:
+        if times.replica is not None:
+            stages.setdefault((times.replica, times.stage), []).append(times)
+    num_stages = 1 + max(stage for _, stage in stages)
+    replicas = sorted({replica for replica, _ in stages})
+    forward_ms, total_ms = (
+        [
+            statistics.median(
+                statistics.fmean(part(times) for times in stages[replica, stage])
+                for replica in replicas
+            )
+            for stage in range(num_stages)
+        ]
+        for part in (_forward_ms, _total_ms)
+    )
+    slowest = max(range(num_stages), key=total_ms.__getitem__)
+    return PointOutcome(
+        stage_ms=tuple(total_ms),
+        forward_ms=forward_ms[slowest],
+        peak_bytes=max(times.peak_bytes for times in everyone),
+    )
+
+
+def _forward_ms(times: _RankTimes) -> float:
+    return times.forward_ms
+
+
+def _total_ms(times: _RankTimes) -> float:
+    return times.forward_ms + times.backward_ms
+
+
+def _named(spans: Sequence[RecordedSpan], name: str) -> list[RecordedSpan]:
+    return [span for span in spans if span.name == name]
+
+
+def _duration_ms(span: RecordedSpan) -> float:
+    return (span.end_ns - span.start_ns) / _NS_PER_MS
+
+
+def _median_ms(spans: Sequence[RecordedSpan], name: str, counted: range) -> float:
+    return statistics.median(
+        _duration_ms(span) for span in _named(spans, name) if span.detail["micro_batch"] in counted
+    )
+
+
+def _extent_ms(spans: Sequence[RecordedSpan]) -> float:
+    """From the first beginning to the last end; 0 where nothing was on its way."""
+    if not spans:
+        return 0.0
+    return (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / _NS_PER_MS
