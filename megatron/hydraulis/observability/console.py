@@ -73,8 +73,8 @@ def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:
 def closing_table(records: Sequence[IterationRecord], run_dir: str | Path) -> str:
     """The table a run ends with, as plain text, and beneath it the run folder's path.
 
-    Throughput and plan wait leave out the first iteration, which also builds models and groups and
-    starts the planner, unless there is no other. The path stands on a line of its own, unbroken, so
+    Throughput, plan wait and prediction error leave out the first iteration, which also builds
+    models and groups and starts the planner, unless there is no other. The path stands on a line of its own, unbroken, so
     that it can be copied.
     """
     table = Table(title="Training finished", title_justify="left", show_header=False)
@@ -114,7 +114,17 @@ def _closing_rows(records: Sequence[IterationRecord]) -> list[tuple[str, str]]:
             f"{statistics.median(waits_ms):.1f} ms ({max(waits_ms):.1f} ms)",
         ),
         *_plan_rows(records),
+        *_prediction_rows(steady),
     ]
+
+
+def _prediction_rows(steady: Sequence[IterationRecord]) -> list[tuple[str, str]]:
+    """How far measured iteration times lie from predicted ones."""
+    errors = [r.prediction_error for r in steady if r.prediction_error is not None]
+    if not errors:
+        return []
+    text = f"{statistics.median(errors):.1%} ({max(errors):.1%})"
+    return [("prediction error, median (worst)", text)]
 
 
 def _strategy_rows(records: Sequence[IterationRecord]) -> list[tuple[str, str]]:

@@ -141,6 +141,13 @@ class IterationRecord:
         return tuple(1.0 - time_s / makespan_s for time_s in self.replica_times_s)
 
     @property
+    def prediction_error(self) -> float | None:
+        """|measured / predicted time of the iteration - 1|; None where nothing was predicted."""
+        if self.predicted_time_s == 0.0:
+            return None
+        return abs(self.iteration_time_s / self.predicted_time_s - 1.0)
+
+    @property
     def num_padding(self) -> float:
         """Padding tokens, worked out from `padding_fraction`; 0 where nothing was trained."""
         if self.padding_fraction >= 1.0:
@@ -148,7 +155,7 @@ class IterationRecord:
         return self.num_tokens * self.padding_fraction / (1.0 - self.padding_fraction)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as JSON values, `idle_fraction` among them.
+        """The record as JSON values, `idle_fraction` and `prediction_error` among them.
 
         What is not finite becomes None, for JSON has no NaN.
         """
@@ -158,6 +165,7 @@ class IterationRecord:
             values[name] = value if value is not None and math.isfinite(value) else None
         values["replica_times_s"] = list(self.replica_times_s)
         values["idle_fraction"] = list(self.idle_fraction)
+        values["prediction_error"] = self.prediction_error
         return values
 
     @classmethod

@@ -111,6 +111,18 @@ def test_closing_table_tells_strategies_waits_gaps_and_plans_cut_short() -> None
     assert rows["plans cut short"] == "none"
 
 
+def test_closing_table_tells_how_wrong_predictions_were_after_the_first_iteration() -> None:
+    times_s = ((50.0, 1.0), (1.1, 1.0), (0.8, 1.0), (3.0, 2.0))
+    records = [
+        make_record(number, iteration_time_s=measured_s, predicted_time_s=predicted_s)
+        for number, (measured_s, predicted_s) in enumerate(times_s, start=1)
+    ]
+    rows = rows_of(closing_table(records, "run"))
+    assert rows["prediction error, median (worst)"] == "20.0% (50.0%)"
+    nothing = closing_table([make_record(predicted_time_s=0.0)], "run")
+    assert "prediction error" not in nothing
+
+
 def test_a_long_path_is_not_broken() -> None:
     run_dir = "/" + "/".join(["folder"] * 40)
     assert f"run folder: {run_dir}\n" in closing_table([make_record()], run_dir)

@@ -24,6 +24,7 @@ PROMISED_KEYS = {
     "imbalance",
     "consumed_samples",
     "idle_fraction",
+    "prediction_error",
     "plan_status",
     "num_marked_plans",
 }
@@ -112,3 +113,11 @@ def test_padding_tokens_follow_from_their_fraction() -> None:
 def test_a_record_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make_record().iteration = 2  # type: ignore[misc]
+
+
+def test_prediction_error_is_relative_to_what_was_predicted() -> None:
+    late = make_record(iteration_time_s=1.5, predicted_time_s=1.0)
+    early = make_record(iteration_time_s=0.5, predicted_time_s=1.0)
+    assert late.prediction_error == early.prediction_error == 0.5
+    assert late.to_json()["prediction_error"] == 0.5
+    assert make_record(predicted_time_s=0.0).to_json()["prediction_error"] is None
