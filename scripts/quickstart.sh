@@ -10,6 +10,8 @@
 #     bash scripts/quickstart.sh --strategy-pool examples/pool_4_ranks.json
 #     HYDRAULIS_NUM_RANKS=2 bash scripts/quickstart.sh
 #
+# It ends with a page about the run, report.html in the run folder.
+#
 # It trains on the CPU, also on a machine with GPUs; HYDRAULIS_DEVICE=cuda gives every rank a GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -43,12 +45,23 @@ export OMP_NUM_THREADS=1
 # never both.
 batch_size=(--global-batch-size 12)
 strategies=(--strategy "$strategy")
+run_dir="runs/quickstart/$(date +%Y%m%d-%H%M%S)"
+trace=
+makes_report=1
+previous=
 for argument in "$@"; do
-    if [[ $argument == --global-batch-tokens* ]]; then
-        batch_size=()
-    elif [[ $argument == --strategy-pool* ]]; then
-        strategies=()
-    fi
+    case "$argument" in
+        --global-batch-tokens*) batch_size=() ;;
+        --strategy-pool*) strategies=() ;;
+        --run-dir=*) run_dir="${argument#*=}" ;;
+        --trace=*) trace="${argument#*=}" ;;
+        --dry-run | --help | -h) makes_report=0 ;;
+    esac
+    case "$previous" in
+        --run-dir) run_dir="$argument" ;;
+        --trace) trace="$argument" ;;
+    esac
+    previous="$argument"
 done
 
 flags=(
@@ -86,9 +99,26 @@ flags=(
     --eval-interval 20
     --eval-iters 1
     --log-interval 1
-    # What this package adds.
-    --run-dir "runs/quickstart/$(date +%Y%m%d-%H%M%S)"
+    # What this package adds. The first iterations are traced, for the report.
+    --run-dir "$run_dir"
+    --trace "${trace:-$run_dir/trace}"
 )
 
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$num_ranks" \
-    pretrain_gpt.py "${flags[@]}" "${batch_size[@]}" "${strategies[@]}" "$@"
+# In the background with its own input, so that this script can hand signals on: bash would let a
+# foreground job end first, or leave it behind.
+"$python" -m torch.distributed.run --standalone --nproc-per-node "$num_ranks" \
+    pretrain_gpt.py "${flags[@]}" "${batch_size[@]}" "${strategies[@]}" "$@" <&0 &
+training=$!
+trap 'kill -TERM "$training"' TERM
+trap 'kill -INT "$training"' INT
+status=0
+wait "$training" || status=$?
+# A signal ends `wait`, not the training.
+while kill -0 "$training" 2>/dev/null; do
+    status=0
+    wait "$training" || status=$?
+done
+if ((status == 0 && makes_report)); then
+    exec "$python" -m megatron.hydraulis report "$run_dir"
+fi
+exit "$status"

@@ -7,12 +7,24 @@ from pathlib import Path
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.metrics_writer import METRICS_FILE_NAME
+from megatron.hydraulis.observability.report_run import (
+    CONFIG_FILE_NAME,
+    REPORT_FILE_NAME,
+    REPORT_PICTURES_FOLDER_NAME,
+)
 from megatron.hydraulis.observability.summary import SUMMARY_FILE_NAME
 from megatron.hydraulis.observability.trace_file import MERGED_FILE_NAME, rank_files
 
 __all__ = ["set_aside_earlier_run", "set_aside_earlier_trace"]
 
-_LEFT_BY_A_RUN = (METRICS_FILE_NAME, SUMMARY_FILE_NAME, "config.json", "tensorboard")
+_LEFT_BY_A_RUN = (
+    METRICS_FILE_NAME,
+    SUMMARY_FILE_NAME,
+    CONFIG_FILE_NAME,
+    "tensorboard",
+    REPORT_FILE_NAME,
+    REPORT_PICTURES_FOLDER_NAME,
+)
 
 
 def set_aside_earlier_run(run_dir: str | Path) -> Path | None:

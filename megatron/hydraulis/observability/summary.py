@@ -158,7 +158,7 @@ def _draw_loss(axes: Axes, records: Sequence[IterationRecord]) -> None:
         )
         axes.plot(
             iterations,
-            _running_median(losses, half),
+            running_median(losses, half),
             color=LOSS_COLOR,
             linewidth=2.0,
             label=f"median of {2 * half + 1} iterations",
@@ -173,7 +173,7 @@ def _marker(iterations: Sequence[int]) -> str:
     return "." if len(iterations) <= MAX_ITERATIONS_WITH_MARKERS else ""
 
 
-def _running_median(values: Sequence[float], half: int) -> list[float]:
+def running_median(values: Sequence[float], half: int) -> list[float]:
     """Median of the finite ones of up to 2·half+1 values around each; NaN where there are none.
 
     Windows are symmetric and shrink towards both ends: one-sided windows would flatten the steep

@@ -1,0 +1,134 @@
+"""Run folders as training leaves them: records, configuration, trace."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.hydraulis.observability import IterationRecord, MetricsWriter
+from megatron.hydraulis.observability.trace_events import Span
+from megatron.hydraulis.observability.trace_file import TraceWriter, rank_file
+from tests.unit.observability.records_for_tests import make_record
+
+REPLICAS = {
+    "tp2+2*tp1": [("tp2", [0, 1]), ("tp1", [2]), ("tp1", [3])],
+    "pairs": [("tp2", [0, 1]), ("tp2", [2, 3])],
+    "long": [("tp4", [0, 1, 2, 3])],
+}
+"""By strategy: scheme and ranks of each replica."""
+
+
+def write_run(run_dir: Path, records: Sequence[IterationRecord]) -> Path:
+    with MetricsWriter(run_dir) as writer:
+        for record in records:
+            writer.write(record)
+    return run_dir
+
+
+def write_config(
+    run_dir: Path, strategies: Sequence[str] = ("tp2+2*tp1",), train_iters: int = 8, **ours: Any
+) -> None:
+    """What a report reads of ``config.json``; `ours` are our flags."""
+    config = {
+        "num_ranks": 4,
+        "ranks_per_node": 4,
+        "cost_model": "analytic, device 'cpu'",
+        "strategies": [
+            {
+                "name": name,
+                "strategy": name if name == "tp2+2*tp1" else f"notation of {name}",
+                "replicas": [
+                    {"scheme": scheme, "ranks": ranks, "max_tokens_per_micro_batch": 4096}
+                    for scheme, ranks in REPLICAS[name]
+                ],
+            }
+            for name in strategies
+        ],
+        "left_out": ["strategy 'wide' is left out: cp is 2"],
+        "model": {"num_layers": 4, "hidden_size": 128, "num_parameters": 1_115_264},
+        "hydraulis": {"plan_ahead": 2, "trace": None, "cost_profile": None} | ours,
+        "settings": {"train_iters": train_iters, "global_batch_size": 16, "seq_length": 1024},
+    }
+    (run_dir / "config.json").write_text(json.dumps(config))
+
+
+def write_trace(
+    folder: Path, records: Sequence[IterationRecord], *, slower: dict[int, float] | None = None
+) -> None:
+    """Every replica takes twice its predicted time, and what `slower` has of a rank; a second
+    passes between the iterations."""
+    num_ranks = 1 + max(rank for _, ranks in REPLICAS[records[0].strategy] for rank in ranks)
+    for rank in range(num_ranks):
+        with TraceWriter(rank_file(folder, rank)) as writer:
+            start_us = 0.0
+            for record in records:
+                writer.write(_spans(record, rank, start_us, (slower or {}).get(rank, 1.0)))
+                start_us += record.iteration_time_s * 1e6 + 1e6
+
+
+def _spans(record: IterationRecord, rank: int, start_us: float, scale: float) -> list[Span]:
+    detail = {"iteration": record.iteration, "strategy": record.strategy}
+    end_us = start_us + record.iteration_time_s * 1e6
+    spans = [
+        Span(
+            rank=rank,
+            track="iteration",
+            name="iteration",
+            start_us=start_us,
+            end_us=end_us,
+            detail=detail,
+        )
+    ]
+    for (_, ranks), time_s in zip(REPLICAS[record.strategy], record.replica_times_s, strict=True):
+        if rank not in ranks or not time_s:
+            continue
+        middle_us = start_us + 0.5 * scale * time_s * 1e6
+        last_us = start_us + 2.0 * scale * time_s * 1e6
+        for name, begin_us, stop_us in (
+            ("forward", start_us, middle_us),
+            ("backward", middle_us, last_us),
+        ):
+            spans.append(
+                Span(
+                    rank=rank,
+                    track="compute",
+                    name=name,
+                    start_us=begin_us,
+                    end_us=stop_us,
+                    detail={"iteration": record.iteration, "micro_batch": 0},
+                )
+            )
+    return spans
+
+
+def make_records(num: int = 8, **changes: Any) -> list[IterationRecord]:
+    """Of one strategy; iterations that take 2.2 s of a predicted second, the first one 9 s."""
+    return [
+        make_record(
+            number,
+            **(
+                {
+                    "iteration_time_s": 9.0 if number == 1 else 2.2,
+                    "num_tokens": 22_000,
+                    "regroup_bytes": 5_000_000,
+                    "gather_wait_s": 0.011,
+                    "scatter_wait_s": 0.022,
+                }
+                | changes
+            ),
+        )
+        for number in range(1, num + 1)
+    ]
+
+
+def make_pool_records(num: int = 12) -> list[IterationRecord]:
+    """Two strategies in turn, of two replicas and of one."""
+    return [
+        make_record(
+            number,
+            strategy="pairs" if number % 3 else "long",
+            replica_times_s=(1.0, 0.9) if number % 3 else (1.1,),
+            imbalance=1.0 / 0.95 if number % 3 else 1.0,
+        )
+        for number in range(1, num + 1)
+    ]
