@@ -74,8 +74,8 @@ def closing_table(records: Sequence[IterationRecord], run_dir: str | Path) -> st
     """The table a run ends with, as plain text, and beneath it the run folder's path.
 
     Throughput, plan wait and prediction error leave out the first iteration, which also builds
-    models and groups and starts the planner, unless there is no other. The path stands on a line of its own, unbroken, so
-    that it can be copied.
+    models and groups and starts the planner, unless there is no other. The path stands on a
+    line of its own, unbroken, so that it can be copied.
     """
     table = Table(title="Training finished", title_justify="left", show_header=False)
     table.add_column("figure", style="bold")
