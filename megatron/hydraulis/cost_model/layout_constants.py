@@ -149,27 +149,27 @@ def _check_not_negative(constants: KernelConstants | LayoutConstants, what: str)
 
 
 # The first three ran in one generation of their authors' software, the last two in a later one.
-_FIRST_DATA_PARALLEL_FRACTION = 0.0656
-_LATER_DATA_PARALLEL_FRACTION = 0.228
-_FIRST_PIPELINE_WAIT = 0.2
+_FIRST_DATA_PARALLEL_FRACTION = 0.0654
+_LATER_DATA_PARALLEL_FRACTION = 0.229
+_FIRST_PIPELINE_WAIT = 0.188
 
 LAYOUT_CONSTANTS = LayoutConstants(
-    matmul_fraction=1.064,
-    hidden_passes=13.7,
-    ffn_passes=4.88,
-    norm_passes=47.3,
-    logit_passes=24.6,
-    weight_passes=1.81,
+    matmul_fraction=1.05,
+    hidden_passes=13.8,
+    ffn_passes=4.9,
+    norm_passes=42.1,
+    logit_passes=25.2,
+    weight_passes=1.79,
     half_rate_tokens=512.0,
-    layer_launch_s=0.391e-3,
-    tp_link_fraction=0.305,
-    tp_latency_s=20.4e-6,
+    layer_launch_s=0.383e-3,
+    tp_link_fraction=0.289,
+    tp_latency_s=20.5e-6,
     hidden_states_kept=5.24,
     norm_states_kept=6.19,
     attention_states_kept=5.86,
     ffn_states_kept=3.83,
     working_layers=2.16,
-    logit_bytes_split=8.83,
+    logit_bytes_split=8.82,
     logit_bytes_whole=2.63,
     fragmentation=1.04,
     reserve_bytes=2.75e9,
@@ -177,37 +177,37 @@ LAYOUT_CONSTANTS = LayoutConstants(
     kernels=(
         KernelConstants(
             name="torch",
-            score_passes=15.7,
-            score_bytes=8.0,
+            score_passes=15.6,
+            score_bytes=8.01,
             data_parallel_fraction=_FIRST_DATA_PARALLEL_FRACTION,
             pipeline_wait_micro_batches=_FIRST_PIPELINE_WAIT,
         ),
         KernelConstants(
             name="fused",
-            score_passes=6.88,
-            score_bytes=6.7,
+            score_passes=6.84,
+            score_bytes=6.69,
             data_parallel_fraction=_FIRST_DATA_PARALLEL_FRACTION,
             pipeline_wait_micro_batches=_FIRST_PIPELINE_WAIT,
         ),
         KernelConstants(
             name="flash_attentionv1.0.8",
-            attention_fraction=0.756,
+            attention_fraction=0.761,
             copied_hidden_states=3.31,
             data_parallel_fraction=_FIRST_DATA_PARALLEL_FRACTION,
             pipeline_wait_micro_batches=_FIRST_PIPELINE_WAIT,
         ),
         KernelConstants(
             name="flash_attention2",
-            attention_fraction=1.244,
+            attention_fraction=1.24,
             data_parallel_fraction=_LATER_DATA_PARALLEL_FRACTION,
-            pipeline_wait_micro_batches=7.4,
+            pipeline_wait_micro_batches=7.57,
         ),
         KernelConstants(
             name="flash_attention2 + RMS kernel",
-            attention_fraction=1.244,
+            attention_fraction=1.24,
             has_norm_kernel=True,
             data_parallel_fraction=_LATER_DATA_PARALLEL_FRACTION,
-            pipeline_wait_micro_batches=4.0,
+            pipeline_wait_micro_batches=4.32,
         ),
     ),
 )
