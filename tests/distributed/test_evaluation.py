@@ -28,15 +28,17 @@ def job_of(model: SmallModel) -> Job:
     )
 
 
-@pytest.mark.parametrize("tells_next", [True, False], ids=["gather under way", "gather at once"])
+RECOMPUTED = recomputed(MAIN_MODEL, granularity="full", method="uniform", num_layers_recomputed=1)
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("model", "tells_next"),
     [
-        MAIN_MODEL,
-        replace(MAIN_MODEL, tied=True),
-        recomputed(MAIN_MODEL, granularity="full", method="uniform", num_layers_recomputed=1),
+        pytest.param(MAIN_MODEL, True, id="gather under way"),
+        pytest.param(MAIN_MODEL, False, id="gather at once"),
+        pytest.param(replace(MAIN_MODEL, tied=True), True, id="tied embeddings"),
+        pytest.param(RECOMPUTED, True, id="recompute"),
     ],
-    ids=["untied", "tied", "recompute"],
 )
 def test_training_is_the_same_bit_by_bit(model: SmallModel, tells_next: bool) -> None:
     job = job_of(model)
