@@ -52,6 +52,11 @@ COMMANDS = (
         "megatron.hydraulis.plan_check.command",
     ),
     Command(
+        "simulate",
+        "run iterations without a device: the pool against simpler ways to train",
+        "megatron.hydraulis.simulator.simulate_command",
+    ),
+    Command(
         "trace",
         "merge a trace, tell how much each rank worked and waited, and draw an iteration",
         "megatron.hydraulis.observability.trace_command",

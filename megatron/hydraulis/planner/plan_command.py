@@ -1,12 +1,8 @@
 """``python -m megatron.hydraulis plan``: files in, the best plan for one batch out."""
 
 import argparse
-import contextlib
-import ctypes
 import json
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +13,13 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.explanation import PlanExplanation
 from megatron.hydraulis.planner.lengths_file import read_lengths
+from megatron.hydraulis.planner.native_output import native_prints_to_stderr
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.plan_tables import replica_table, strategy_table, summary
 from megatron.hydraulis.strategy import Pool
 
 __all__ = ["add_arguments", "run"]
 
-_STDOUT, _STDERR = 1, 2
-"""File descriptors of every process."""
 _WIDTH = 110
 """Columns of the tables where the output is no terminal."""
 
@@ -90,7 +85,7 @@ def run(namespace: argparse.Namespace) -> int:
     cost_model = ProfileCostModel.read(namespace.cost_profile)
     pool = Pool.read(namespace.pool)
     planner = CertifiedPlanner(pool, cost_model, seed=namespace.seed, time_limit_s=limit_s)
-    with _native_prints_to_stderr():
+    with native_prints_to_stderr():
         explanation = planner.explain(lengths) if namespace.explain or namespace.json else None
         plan = planner.plan(lengths) if explanation is None else explanation.plan
     if namespace.out is not None:
@@ -107,22 +102,6 @@ def run(namespace: argparse.Namespace) -> int:
         console.print(strategy_table(explanation, pool))
         console.print(replica_table(plan, cost_model))
     return 0
-
-
-@contextlib.contextmanager
-def _native_prints_to_stderr() -> Iterator[None]:
-    """HiGHS prints some lines whatever it is told; they must not get into JSON on our output."""
-    native = ctypes.CDLL(None)
-    sys.stdout.flush()
-    native.fflush(None)
-    output = os.dup(_STDOUT)
-    os.dup2(_STDERR, _STDOUT)
-    try:
-        yield
-    finally:
-        native.fflush(None)
-        os.dup2(output, _STDOUT)
-        os.close(output)
 
 
 def _write(plan: IterationPlan, path: str) -> None:

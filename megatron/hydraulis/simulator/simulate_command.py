@@ -1,0 +1,385 @@
+"""``python -m megatron.hydraulis simulate``: lengths, profile, pool in, times of training out."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.observability.trace_events import Span
+from megatron.hydraulis.observability.trace_file import MERGED_FILE_NAME, TraceWriter
+from megatron.hydraulis.observability.trace_picture import draw_trace
+from megatron.hydraulis.observability.trace_query import Spans
+from megatron.hydraulis.observability.trace_window import TraceWindow
+from megatron.hydraulis.planner.native_output import native_prints_to_stderr
+from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
+from megatron.hydraulis.simulator.context_groups import ContextGroupCosts
+from megatron.hydraulis.simulator.model_file import read_model_shape
+from megatron.hydraulis.simulator.regroup_times import RegroupCosts
+from megatron.hydraulis.simulator.result_picture import draw_results
+from megatron.hydraulis.simulator.result_tables import result_table, strategy_use_table
+from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way
+from megatron.hydraulis.simulator.spans import iteration_spans, stage_leaders
+from megatron.hydraulis.simulator.stage_costs import StageCosts
+from megatron.hydraulis.simulator.ways import PACKING, POOL, WAYS, Ways
+from megatron.hydraulis.strategy import Pool
+
+__all__ = ["add_arguments", "run"]
+
+_WIDTH = 100
+"""Columns of the tables where the output is no terminal."""
+_BYTES_PER_GB = 1e9
+RESULTS_FILE_NAME, PICTURE_FILE_NAME = "simulation.json", "simulation.png"
+ITERATION_PICTURE_FILE_NAME = "iteration.png"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the subcommand."""
+    parser.description = (
+        "Run iterations as events, without a device: 1F1B of every replica, regrouping, planning; "
+        "with the pool and in simpler ways, on the same batches. Same files and flags, same result "
+        "(with --plan-time, or where planning is faster than training)."
+    )
+    files = parser.add_argument_group("input and output")
+    files.add_argument(
+        "--lengths",
+        required=True,
+        metavar="FILE",
+        help="lengths of the corpus in tokens: an .idx, a JSON list, text with a number a line, or "
+        "a .csv with the head length_tokens,count",
+    )
+    files.add_argument(
+        "--cost-profile",
+        required=True,
+        metavar="FILE",
+        help="cost profile, JSON: times of the schemes in ms, their limits in tokens per "
+        "micro-batch; a strategy's regroup_ms and optimizer_ms, where it has them, count too",
+    )
+    files.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
+    files.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help=f"write {RESULTS_FILE_NAME}, {PICTURE_FILE_NAME}, {MERGED_FILE_NAME} (for "
+        f"https://ui.perfetto.dev) and {ITERATION_PICTURE_FILE_NAME} here",
+    )
+    files.add_argument("--json", action="store_true", help="print the results as JSON, times in s")
+    batches = parser.add_argument_group("iterations")
+    batches.add_argument(
+        "--iterations", type=int, default=100, metavar="N", help="(default: %(default)s)"
+    )
+    size = batches.add_mutually_exclusive_group(required=True)
+    size.add_argument(
+        "--global-batch-size", type=int, metavar="N", help="sequences of an iteration"
+    )
+    size.add_argument("--global-batch-tokens", type=int, metavar="N", help="tokens of an iteration")
+    batches.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help="longer sequences are cut to so many tokens (default: the most that a micro-batch of "
+        "the pool may hold)",
+    )
+    batches.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the batches (default: %(default)s)"
+    )
+    batches.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=WAYS,
+        metavar="WAY",
+        help=f"what to simulate, of {', '.join(map(repr, WAYS))} (default: all)",
+    )
+    planning = parser.add_argument_group("planning")
+    planning.add_argument(
+        "--plan-ahead",
+        type=int,
+        default=2,
+        metavar="K",
+        help="iterations planned ahead; 0 plans between iterations (default: %(default)s)",
+    )
+    planning.add_argument(
+        "--plan-time",
+        type=float,
+        metavar="S",
+        help="what a plan takes, in s (default: the CPU time that it takes here)",
+    )
+    model = parser.add_argument_group(
+        "regrouping and stages", "without these two, regrouping and update take the profile's times"
+    )
+    model.add_argument(
+        "--model",
+        metavar="FILE",
+        help="shape of the model, JSON: regrouping's bytes, times of unequal stages",
+    )
+    model.add_argument(
+        "--device", metavar="NAME", help="whose links and memory regrouping takes, e.g. a800-80g"
+    )
+    model.add_argument(
+        "--intra-node-gb-per-s",
+        type=float,
+        metavar="X",
+        help="bandwidth of a rank inside its node, one direction, in GB/s (default: the device's)",
+    )
+    model.add_argument(
+        "--inter-node-gb-per-s",
+        type=float,
+        metavar="X",
+        help="bandwidth of a rank across nodes, one direction, in GB/s (default: the device's)",
+    )
+    model.add_argument(
+        "--no-regroup-overlap",
+        action="store_true",
+        help="regrouping and compute take turns",
+    )
+    parser.add_argument_group("trace").add_argument(
+        "--trace-iterations",
+        metavar="FIRST..LAST",
+        help="iterations of the pool, or of the last way, in the trace (default: the last one)",
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Simulate all ways and print tables or JSON; returns the exit status.
+
+    Raises ConfigurationError, StrategyError or DataError for files and flags that make no sense,
+    PlanError when no strategy can hold a batch.
+    """
+    if namespace.iterations < 1:
+        raise ConfigurationError(
+            f"--iterations is at least 1 but is {namespace.iterations}; raise it"
+        )
+    if namespace.plan_time is not None and not namespace.plan_time >= 0.0:
+        raise ConfigurationError(
+            f"--plan-time is not negative but is {namespace.plan_time} s; give 0 for none"
+        )
+    pool = Pool.read(namespace.pool)
+    profile = ProfileCostModel.read(namespace.cost_profile)
+    window = _window(namespace)
+    shape, setting, context_costs = _setting(namespace, pool, profile)
+    longest = _longest_held(pool, profile)
+    batches = sample_batches(
+        read_corpus_lengths(namespace.lengths),
+        longest=longest if namespace.seq_length is None else namespace.seq_length,
+        num_batches=namespace.iterations,
+        seed=namespace.seed,
+        batch_tokens=namespace.global_batch_tokens,
+        batch_size=namespace.global_batch_size,
+    )
+    names = [way for way in WAYS if way in namespace.ways]
+    with _progress() as progress, native_prints_to_stderr():
+        task = progress.add_task("planning", total=None)
+        ways = Ways(
+            batches=batches,
+            pool=pool,
+            profile=profile,
+            context_costs=context_costs,
+            shape=shape,
+            plan_time_s=namespace.plan_time,
+            advance=lambda: progress.advance(task),
+        )
+        results: list[WayResult] = []
+        left_out: list[str] = []
+        for number, name in enumerate(names, start=1):
+            progress.update(task, description=f"{number}/{len(names)} {name}")
+            result = simulate_way(name, ways.candidates(name), setting)
+            if result is None:
+                left_out.append(name)
+            else:
+                results.append(result)
+    if not results:
+        raise ConfigurationError(
+            f"--ways: no strategy of the kind of {', '.join(left_out)} can be simulated for "
+            f"sequences of {ways.longest} tokens; simulate {POOL!r} too"
+        )
+    reference = next((each for each in results if each.name == PACKING), results[0])
+    content = _to_json(results, reference, left_out, ways)
+    if namespace.out is not None:
+        _write(namespace.out, results, reference, content, window, _title(ways))
+    if namespace.json:
+        json.dump(content, sys.stdout, indent=1)
+        print()
+        return 0
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    console.print(result_table(results, reference, _title(ways)))
+    console.print(strategy_use_table(results))
+    for name in left_out:
+        console.print(f"{name!r} is left out: {_why_left_out(name, ways)}.", markup=False)
+    if namespace.out is not None:
+        console.print(f"written to {namespace.out}", markup=False)
+    return 0
+
+
+def _why_left_out(name: str, ways: Ways) -> str:
+    if name == "cp only" and not ways.context_costs.knows_exchange:
+        return "what cp costs is not known; give --model and --device, or measure schemes with cp"
+    return f"no strategy of the kind holds a sequence of {ways.longest} tokens"
+
+
+def _setting(
+    namespace: argparse.Namespace, pool: Pool, profile: ProfileCostModel
+) -> tuple[ModelShape | None, Setting, ContextGroupCosts]:
+    """Shape of the model, and what all ways have in common."""
+    shape = None if namespace.model is None else read_model_shape(namespace.model)
+    setting = Setting(
+        stage_costs=StageCosts(profile, shape),
+        plan_ahead=namespace.plan_ahead,
+        overlaps_regrouping=not namespace.no_regroup_overlap,
+    )
+    bandwidths = (namespace.intra_node_gb_per_s, namespace.inter_node_gb_per_s)
+    if namespace.device is None:
+        if any(each is not None for each in bandwidths):
+            raise ConfigurationError(
+                "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
+                "--device is not given; give --model and --device"
+            )
+        return shape, setting, ContextGroupCosts(profile=profile)
+    if shape is None:
+        raise ConfigurationError(
+            f"--device {namespace.device} tells how fast regrouping is but --model, which tells "
+            f"how much it carries, is not given; give both"
+        )
+    device = device_constants(namespace.device)
+    cluster = _cluster(device, pool, *bandwidths)
+    pool.check_model(shape)
+    regroup = RegroupCosts(
+        shape,
+        cluster,
+        num_atoms=_num_atoms(pool, profile),
+        memory_bytes_per_s=device.memory_bytes_per_s,
+        link_fraction=device.link_fraction,
+    )
+    context_costs = ContextGroupCosts(
+        profile=profile, shape=shape, cluster=cluster, link_fraction=device.link_fraction
+    )
+    return shape, replace(setting, regroup=regroup), context_costs
+
+
+def _cluster(
+    device: DeviceConstants, pool: Pool, intra_gb_per_s: float | None, inter_gb_per_s: float | None
+) -> Cluster:
+    """The nodes of the pool with the device's links, or with other bandwidths."""
+    cluster = device.cluster(pool.num_ranks, pool.ranks_per_node)
+    return replace(
+        cluster,
+        intra_node=_link(cluster.intra_node, intra_gb_per_s),
+        inter_node=_link(cluster.inter_node, inter_gb_per_s),
+    )
+
+
+def _link(link: Link, gb_per_s: float | None) -> Link:
+    if gb_per_s is None:
+        return link
+    return replace(link, bytes_per_s=gb_per_s * _BYTES_PER_GB, source="command line")
+
+
+def _num_atoms(pool: Pool, profile: ProfileCostModel) -> int:
+    """T of all ways: the least common multiple of the tp degrees that any of them may use."""
+    usable = [row.scheme for row in profile.schemes if pool.num_ranks % row.scheme.num_ranks == 0]
+    return math.lcm(pool.tp_lcm, *(scheme.tp for scheme in usable))
+
+
+def _longest_held(pool: Pool, profile: ProfileCostModel) -> int:
+    """Most tokens of a sequence that some strategy of the pool holds."""
+    return max(
+        StrategyCosts(profile, strategy).max_tokens(scheme)
+        for strategy in pool.strategies
+        for scheme in strategy.schemes
+    )
+
+
+def _window(namespace: argparse.Namespace) -> TraceWindow:
+    if namespace.trace_iterations is None:
+        return TraceWindow(namespace.iterations, namespace.iterations)
+    window = TraceWindow.parse(namespace.trace_iterations)
+    if window.first > namespace.iterations:
+        raise ConfigurationError(
+            f"--trace-iterations begin with {window.first} but --iterations are "
+            f"{namespace.iterations}; trace earlier ones or simulate more"
+        )
+    return window
+
+
+def _title(ways: Ways) -> str:
+    num_tokens = sum(map(sum, ways.batches))
+    num = len(ways.batches)
+    return (
+        f"{num} iterations on {ways.pool.num_ranks} ranks: {num_tokens / num:,.0f} tokens each "
+        f"(mean), longest sequence {ways.longest:,}"
+    )
+
+
+def _to_json(
+    results: Sequence[WayResult], reference: WayResult, left_out: Sequence[str], ways: Ways
+) -> dict[str, Any]:
+    return {
+        "num_ranks": ways.pool.num_ranks,
+        "num_iterations": len(ways.batches),
+        "num_tokens": sum(map(sum, ways.batches)),
+        "longest_tokens": ways.longest,
+        "reference": reference.name,
+        "ways": [result.to_json(reference) for result in results],
+        "left_out": {name: _why_left_out(name, ways) for name in left_out},
+    }
+
+
+def _write(
+    folder: Path,
+    results: Sequence[WayResult],
+    reference: WayResult,
+    content: dict[str, Any],
+    window: TraceWindow,
+    title: str,
+) -> None:
+    """Results, their picture, a trace and a picture of its last iteration."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULTS_FILE_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--out {folder}: must be a folder that can be written but: {error.strerror}; give "
+            f"another folder"
+        ) from error
+    draw_results(results, reference, folder / PICTURE_FILE_NAME, title)
+    traced = results[-1]
+    started_ms = 0.0
+    with TraceWriter(folder / MERGED_FILE_NAME) as writer:
+        for iteration in traced.iterations:
+            if iteration.number in window:
+                spans = iteration_spans(iteration, started_ms=started_ms)
+                writer.write(spans)
+                # One rank of every stage: all others of it do the same.
+                leaders = set(stage_leaders(iteration))
+                shown: list[Span] = [span for span in spans if span.rank in leaders]
+                last = iteration.number
+            started_ms = iteration.end_ms
+    draw_trace(Spans.of(shown), last, folder / ITERATION_PICTURE_FILE_NAME)
+
+
+def _progress() -> Progress:
+    """On stderr, so that the results on stdout stay alone."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} batches"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,257 @@
+"""Ways to train the same batches: the pool, and what would be done without it.
+
+==================  ============================================  =================================
+way                 strategy                                      sequences
+==================  ============================================  =================================
+static, padding     the best homogeneous one that holds the       padded to the batch's longest,
+                    longest sequence of all batches               dealt in turn
+static, packing     the best such one for this way                rows of the longest sequence at
+                                                                  most, of about equal tokens
+static, dispatch    the best such one for this way                to the replica that would be done
+                                                                  first; rows filled up to the limit
+static, balanced    the best such one for this way                certified planner
+best per batch      the best homogeneous one for each batch       certified planner
+cp only             groups of cp widths at one tp, per batch      certified planner
+pool                any of the pool, per batch                    certified planner
+==================  ============================================  =================================
+
+Best is what the simulation finds best over all batches (static ways), or the planner for a batch.
+Homogeneous strategies are those of the cost profile's schemes whose replicas fill the job, and the
+pool's own. For "best per batch" and "cp only" greedy plans say which two strategies of a batch the
+certified planner looks at; the tp of "cp only" is that of the least greedy plans over all batches.
+Without measured schemes of cp, "cp only" needs model and links: what cp costs is its exchange.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.dispatch import dispatch
+from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.interface import Planner
+from megatron.hydraulis.planner.packing import SchemeCost, best_fit
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.simulator.context_groups import ContextGroupCosts, context_group_pools
+from megatron.hydraulis.simulator.fixed_length import deal_padded, fixed_length_plan
+from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
+from megatron.hydraulis.strategy import Pool, Strategy
+
+__all__ = ["WAYS", "Ways"]
+
+PADDING, PACKING, DISPATCH = "static, padding", "static, packing", "static, dispatch"
+BALANCED, PER_BATCH = "static, balanced", "best per batch"
+CP_ONLY, POOL = "cp only", "pool"
+WAYS = (PADDING, PACKING, DISPATCH, BALANCED, PER_BATCH, CP_ONLY, POOL)
+"""In the order in which each has one freedom more, but for the last two."""
+
+NUM_SHORTLISTED = 2
+"""Strategies of a batch that the certified planner looks at, where greedy plans choose them."""
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+Batches = Sequence[Sequence[int]]
+Works = list[IterationWork]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """All ways to train some batches.
+
+    Raises ConfigurationError for no batch.
+    """
+
+    batches: Batches
+    """Lengths of the sequences of each iteration, in tokens."""
+    pool: Pool
+    profile: ProfileCostModel
+    context_costs: ContextGroupCosts
+    shape: ModelShape | None = None
+    """Where it is given, strategies that cannot cut the model are left out."""
+    plan_time_s: float | None = None
+    """What a plan takes; None for the CPU time that it takes here."""
+    advance: Callable[[], None] = field(default=_nothing)
+    """Called for each batch of each way."""
+
+    def __post_init__(self) -> None:
+        if not self.batches:
+            raise ConfigurationError(
+                "simulation: there is at least 1 batch but 0 are given; simulate more iterations"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of all batches."""
+        return max(max(batch) for batch in self.batches)
+
+    def candidates(self, way: str) -> list[tuple[CostModel, Works]]:
+        """What a way could do, each with the cost model that it takes place in; the best counts.
+
+        Empty where no strategy of the kind holds the longest sequence. Raises PlanError where a
+        batch cannot be planned at all, StrategyError for a scheme that the profile lacks.
+        """
+        if way == POOL:
+            return [(self.profile, self._planned(self.pool, self.profile))]
+        if way == PER_BATCH:
+            homogeneous = self.homogeneous()
+            if not any(self._holds(strategy) for strategy in homogeneous):
+                return []
+            pool = Pool.of(*homogeneous)
+            return [(self.profile, self._planned(pool, self.profile, shortlists=True))]
+        if way == CP_ONLY:
+            return self._context_parallel()
+        make: dict[str, Callable[[Strategy], Works]] = {
+            PADDING: self._padded,
+            PACKING: self._fixed_rows,
+            DISPATCH: self._dispatched,
+            BALANCED: lambda strategy: self._planned(Pool.of(strategy), self.profile),
+        }
+        return [(self.profile, make[way](strategy)) for strategy in self.static()]
+
+    def homogeneous(self) -> list[Strategy]:
+        """Strategies of one scheme that fill the job, each once, by their canonical text."""
+        num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
+        found: dict[str, Strategy] = {}
+        for strategy in self.pool.strategies:
+            if len(strategy.schemes) == 1 and not strategy.idle_ranks:
+                found[str(strategy)] = strategy
+        for row in self.profile.schemes:
+            num_each = row.scheme.num_ranks
+            if row.max_tokens and num_ranks % num_each == 0:
+                text = f"{num_ranks // num_each}*{row.scheme}"
+                strategy = Strategy.parse(text, num_ranks, ranks_per_node=per_node)
+                found.setdefault(str(strategy), strategy)
+        return [strategy for strategy in found.values() if self._fits_model(strategy)]
+
+    def static(self) -> list[Strategy]:
+        """Those of them that hold the longest sequence."""
+        return [strategy for strategy in self.homogeneous() if self._holds(strategy)]
+
+    def _holds(self, strategy: Strategy) -> bool:
+        return self._cost(strategy).max_tokens >= self.longest
+
+    def _fits_model(self, strategy: Strategy) -> bool:
+        if self.shape is None:
+            return True
+        try:
+            strategy.check_model(self.shape)
+        except StrategyError:
+            return False
+        return True
+
+    def _cost(self, strategy: Strategy) -> SchemeCost:
+        """Of every replica of a homogeneous strategy."""
+        scheme = strategy.schemes[0]
+        limit = strategy.token_limit(scheme)
+        return SchemeCost(
+            coefficients=self.profile.coefficients(scheme),
+            max_tokens=self.profile.max_tokens(scheme) if limit is None else limit,
+            num_stages=scheme.pp,
+        )
+
+    def _padded(self, strategy: Strategy) -> Works:
+        works = []
+        for batch in self.batches:
+            dealt = deal_padded(batch, len(strategy.replicas), self._cost(strategy).max_tokens)
+            replicas = tuple(
+                tuple(
+                    MicroBatchWork.padded([batch[i] for i in members], max(batch))
+                    for members in share
+                )
+                for share in dealt
+            )
+            works.append(IterationWork(strategy, replicas))
+            self.advance()
+        return works
+
+    def _fixed_rows(self, strategy: Strategy) -> Works:
+        works = []
+        for batch in self.batches:
+            plan = fixed_length_plan(batch, strategy, self.profile, window_tokens=self.longest)
+            works.append(IterationWork.of_plan(plan, strategy, plan_time_s=0.0))
+            self.advance()
+        return works
+
+    def _dispatched(self, strategy: Strategy) -> Works:
+        cost = self._cost(strategy)
+        works = []
+        for batch in self.batches:
+            falling = sorted(range(len(batch)), key=lambda i: (-batch[i], i))
+            shares = dispatch(falling, batch, [cost] * len(strategy.replicas))
+            filled = [best_fit(share, batch, cost.max_tokens) for share in shares]
+            replicas = tuple(
+                tuple(MicroBatchWork.packed([batch[i] for i in members]) for members in share)
+                for share in filled
+            )
+            works.append(IterationWork(strategy, replicas))
+            self.advance()
+        return works
+
+    def _context_parallel(self) -> list[tuple[CostModel, Works]]:
+        if not self.context_costs.knows_exchange:
+            return []
+        pools = context_group_pools(
+            self.context_costs,
+            num_ranks=self.pool.num_ranks,
+            ranks_per_node=self.pool.ranks_per_node,
+            longest=self.longest,
+        )
+        if not pools:
+            return []
+        times_s = {}
+        for tp, pool in pools.items():
+            planner = GreedyPlanner(pool, self.context_costs)
+            times_s[tp] = sum(planner.plan(batch).predicted_time_s for batch in self.batches)
+        best = pools[min(times_s, key=lambda tp: times_s[tp])]
+        return [(self.context_costs, self._planned(best, self.context_costs, shortlists=True))]
+
+    def _planned(self, pool: Pool, cost_model: CostModel, *, shortlists: bool = False) -> Works:
+        planner: Planner = (
+            _ShortlistPlanner(pool, cost_model)
+            if shortlists
+            else CertifiedPlanner(pool, cost_model)
+        )
+        works = []
+        for index, batch in enumerate(self.batches):
+            start_s = time.process_time()
+            plan = planner.plan(batch, iteration=index)
+            spent_s = time.process_time() - start_s
+            works.append(
+                IterationWork.of_plan(
+                    plan,
+                    pool.strategy(plan.strategy),
+                    plan_time_s=spent_s if self.plan_time_s is None else self.plan_time_s,
+                )
+            )
+            self.advance()
+        return works
+
+
+class _ShortlistPlanner:
+    """The certified planner on the strategies of which greedy plans are best."""
+
+    def __init__(self, pool: Pool, cost_model: CostModel) -> None:
+        self._pool = pool
+        self._cost_model = cost_model
+        self._greedy = GreedyPlanner(pool, cost_model)
+        self._certified: dict[tuple[str, ...], CertifiedPlanner] = {}
+
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
+        """As planner.interface.Planner."""
+        outcomes = self._greedy.explain(lengths, iteration=iteration).strategies
+        found_s = {each.name: each.found_s for each in outcomes if each.found_s is not None}
+        # By name too: the same strategies make the same planner.
+        best = sorted(sorted(found_s, key=lambda name: found_s[name])[:NUM_SHORTLISTED])
+        if tuple(best) not in self._certified:
+            pool = Pool.of(*(self._pool.strategy(name) for name in best))
+            self._certified[tuple(best)] = CertifiedPlanner(pool, self._cost_model)
+        return self._certified[tuple(best)].plan(lengths, iteration=iteration)
