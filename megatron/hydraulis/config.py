@@ -52,6 +52,15 @@ class HydraulisConfig:
     """Pool file with the strategies that the run may use, instead of --strategy: every iteration
     runs the one whose plan is predicted to be fastest. Default: one strategy."""
 
+    refit_cost_profile: bool = False
+    """Fit the cost profile anew while training runs, to the measured time of every micro-batch, and
+    plan what is sampled from then on by it; drift and slow ranks are named in the log. Plans then
+    depend on measured times, updates do not."""
+
+    refit_drift: float = field(default=0.1, metadata=_flag("X"))
+    """With --refit-cost-profile: what a scheme, or a rank against others, may take more or less
+    (share of its time) before it is named. Default: 0.1."""
+
     strategy_schedule: str | None = field(default=None, metadata=_flag("NAMES"))
     """Names of strategies of the pool, for example 'short,long,short': training iterations run
     them in turn, whatever the planner would choose; evaluation is not bound by it. Default: the
@@ -160,6 +169,7 @@ class HydraulisConfig:
                 f"--plan-time-limit must be positive and finite but is {self.plan_time_limit} s; "
                 f"give seconds, or leave it out for no limit"
             )
+        self._check_refit_flags()
         self._check_pool_flags()
         self._check_emulation_flags()
         if self.trace_iterations is not None and self.trace is None:
@@ -172,6 +182,18 @@ class HydraulisConfig:
             raise ConfigurationError(
                 f"--num-ranks {self.num_ranks} is for --dry-run only, a job has as many ranks as "
                 f"torchrun starts; remove --num-ranks or add --dry-run"
+            )
+
+    def _check_refit_flags(self) -> None:
+        if not 0.0 < self.refit_drift < math.inf:
+            raise ConfigurationError(
+                f"--refit-drift must be positive and finite but is {self.refit_drift}; give 0.1 "
+                f"for a tenth"
+            )
+        if self.refit_cost_profile and self.replay_plans is not None:
+            raise ConfigurationError(
+                f"--refit-cost-profile is for plans that are made anew but --replay-plans "
+                f"{self.replay_plans} has them all; give one of them"
             )
 
     def _check_emulation_flags(self) -> None:

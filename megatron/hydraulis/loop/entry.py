@@ -40,6 +40,7 @@ from megatron.hydraulis.loop.plan_exchange import PlanExchange
 from megatron.hydraulis.loop.planned_batches import PlannedBatches
 from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
 from megatron.hydraulis.loop.quiet import quieten_upstream
+from megatron.hydraulis.loop.refitting import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.loop.training_loop import Iterators, TrainingLoop
 from megatron.hydraulis.observability.earlier_run import (
@@ -52,7 +53,8 @@ from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import LossFunction, loss_func, make_forward_step
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.process_groups import device_of_job, training_loop_collection
-from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
+from megatron.hydraulis.runtime.span_pair import told
+from megatron.hydraulis.runtime.spans import SpanRecorder
 
 EXIT_STATUS_OF_ERROR = 2
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -241,11 +243,15 @@ class _Job:
         is_last_rank = rank == dist.get_world_size() - 1
         metrics = MetricsWriter(run_dir) if is_last_rank else None
         trace = self._run_trace(store)
-        loop = TrainingLoop(hydraulis, lambda: self._iterators(corpora, store), metrics, trace)
+        refit = RunRefit.of(hydraulis, self._planning, store, has_cuda=self._has_cuda)
+        loop = TrainingLoop(
+            hydraulis, lambda: self._iterators(corpora, store), metrics, trace, refit
+        )
         install_globals(resolved)
         model_config = gpt_model_config(args, HydraulisModelConfig)
         model_config.engine_factory = partial(
-            self._make_engine, spans=NO_SPANS if trace is None else trace.spans
+            self._make_engine,
+            spans=told(*(each.spans for each in (trace, refit) if each is not None)),
         )
         model_config.num_tokens_in_vocabulary = resolved.vocabulary.size
         model_config.uses_sequence_parallel = hydraulis.sequence_parallel
@@ -285,6 +291,8 @@ class _Job:
                     run_folder.close_run(run_dir, self._planning.pool.strategies)
             if trace is not None:
                 trace.close(merges=ends_properly)
+            if refit is not None and ends_properly:
+                refit.write(run_dir, self._planning)
 
     def _run_trace(self, store: dist.Store) -> RunTrace | None:
         """Collective where a trace is asked for."""

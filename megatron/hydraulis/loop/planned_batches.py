@@ -18,6 +18,7 @@ from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.data.sampler import EvaluationSampler, GlobalBatch, LengthSampler
 from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.loop.plan_exchange import PlanExchange
+from megatron.hydraulis.planner.interface import Planner
 from megatron.hydraulis.planner.lookahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replay import write_plan
@@ -155,6 +156,11 @@ class PlannedBatches:
         if self._planner is not None:
             self._publish_ready(self._planner)
         return self._upcoming.get(self._iteration)
+
+    def replace_planner(self, planner: Planner, stand_in: Planner) -> None:
+        """On rank 0: plan what is sampled from now on with another planner."""
+        assert self._planner is not None
+        self._planner.replace(planner, stand_in=stand_in)
 
     def _sample(self) -> None:
         batch = self.sampler.next_batch()

@@ -25,7 +25,7 @@ from megatron.hydraulis.recompute_arguments import recompute_of
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool
 
-__all__ = ["Planning", "look_ahead_planner", "read_cost_profile"]
+__all__ = ["Planning", "look_ahead_planner", "planners", "read_cost_profile"]
 
 
 def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
@@ -146,6 +146,19 @@ def look_ahead_planner(
     """
     if is_training and hydraulis.replay_plans is not None:
         return LookAheadPlanner(RecordedPlans(hydraulis.replay_plans), in_process=False)
+    planner, stand_in = planners(planning, hydraulis, is_training=is_training)
+    return LookAheadPlanner(
+        planner,
+        in_process=is_training and hydraulis.plan_ahead > 0,
+        stand_in=stand_in,
+        time_limit_s=hydraulis.plan_time_limit,
+    )
+
+
+def planners(
+    planning: Planning, hydraulis: HydraulisConfig, *, is_training: bool = True
+) -> tuple[Planner, Planner]:
+    """What plans, and what stands in for it without a native solver."""
     # The solver is loaded where plans are made: on rank 0.
     from megatron.hydraulis.planner.certified import CertifiedPlanner
 
@@ -154,12 +167,7 @@ def look_ahead_planner(
     )
     greedy = partial(GreedyPlanner, cost_model=planning.cost_model)
     names = hydraulis.scheduled_strategies if is_training else ()
-    return LookAheadPlanner(
-        _planner(planning, names, certified),
-        in_process=is_training and hydraulis.plan_ahead > 0,
-        stand_in=_planner(planning, names, greedy),
-        time_limit_s=hydraulis.plan_time_limit,
-    )
+    return _planner(planning, names, certified), _planner(planning, names, greedy)
 
 
 def _planner(planning: Planning, names: Sequence[str], make: Callable[[Pool], Planner]) -> Planner:

@@ -19,6 +19,7 @@ from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError
 from megatron.hydraulis.loop.log_interval import LogInterval
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
+from megatron.hydraulis.loop.refitting import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
@@ -52,6 +53,7 @@ class TrainingLoop:
         make_iterators: builds training, validation and test data once the loop asks for them.
         metrics: where records go; None on ranks that do not log.
         trace: of this rank; None where nothing is traced.
+        refit: of the cost profile; None where it is not asked for.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class TrainingLoop:
         make_iterators: Callable[[], Iterators],
         metrics: MetricsWriter | None,
         trace: RunTrace | None = None,
+        refit: RunRefit | None = None,
     ) -> None:
+        self._refit = refit
         self._trace = trace
         self._hydraulis = hydraulis
         self._make_iterators = make_iterators
@@ -124,6 +128,8 @@ class TrainingLoop:
         start_s = time.perf_counter()
         number = (iteration or 0) + 1
         planned = self._next(number, data_iterator)
+        if self._refit is not None:
+            self._refit.begin()
         with self._traced(number, planned):
             outcome = engine.train_step(
                 planned.plan.strategy,
@@ -142,7 +148,10 @@ class TrainingLoop:
         self._num_consumed = args.consumed_train_samples + planned.batch.num_sequences
         # Upstream is about to count a full nominal batch.
         args.consumed_train_samples += planned.batch.num_sequences - args.global_batch_size
-        self._note(args, number, planned, outcome, optimizer, time.perf_counter() - start_s)
+        iteration_time_s = time.perf_counter() - start_s
+        self._note(args, number, planned, outcome, optimizer, iteration_time_s)
+        if self._refit is not None:
+            self._refit.end(number, planned, iteration_time_s, data_iterator)
         loss = torch.tensor([outcome.loss.mean], dtype=torch.float32, device=engine.device)
         losses = {"lm loss": loss} if outcome.loss.num_tokens else {}
         skipped = 0 if outcome.updated else 1

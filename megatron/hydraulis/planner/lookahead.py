@@ -89,6 +89,16 @@ class LookAheadPlanner:
             except PlannerProcessDied as error:
                 self._recover(error)
 
+    def replace(self, planner: Planner, *, stand_in: Planner | None = None) -> None:
+        """Plan what is submitted from now on with another planner; never waits for the process.
+
+        After a restart of the process, what it still owed is planned with it as well.
+        """
+        self._planner = planner
+        self._stand_in = planner if stand_in is None else stand_in
+        if self._process is not None:
+            self._process.replace(planner)
+
     def is_ready(self, iteration: int) -> bool:
         """Whether `take` would give a plan, or an error, of the process at once."""
         return self._process is not None and self._process.has_result(iteration)

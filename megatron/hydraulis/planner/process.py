@@ -2,7 +2,8 @@
 
 The process is a fresh interpreter that imports neither torch nor Megatron; it is talked to by
 length-prefixed pickles over its standard input and output. A request is answered by a plan as JSON,
-or by the text of a `PlanError`.
+or by the text of a `PlanError`. Another planner takes the place of the one before for the requests
+that follow it.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ class PlannerProcess:
         if self._has_ended:
             raise PlannerProcessDied(f"the planner process ended with status {self._status()}")
         self._messages.put(pickle.dumps((iteration, tuple(lengths))))
+
+    def replace(self, planner: Planner) -> None:
+        """Plan requests from now on with another planner; returns at once."""
+        self._messages.put(pickle.dumps(planner))
 
     def has_result(self, iteration: int) -> bool:
         """Whether `result` would return or raise PlanError at once."""
@@ -178,7 +183,11 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
     planner: Planner = received.get()
     while True:
-        iteration, lengths = received.get()
+        message = received.get()
+        if not isinstance(message, tuple):
+            planner = message
+            continue
+        iteration, lengths = message
         content: dict[str, Any] | str
         try:
             content = planner.plan(lengths, iteration=iteration).to_json()

@@ -1,0 +1,303 @@
+"""Coefficients fitted anew while training runs, drift against the profile, slow ranks.
+
+Every iteration gives the time of each micro-batch on each rank. Over a window of iterations they
+are fitted as a profile's are, near the profile's own coefficients scaled by the drift: see
+`fit.fit_near`. An iteration that is the first of its strategy counts for nothing, as it also builds
+models.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.cost_model.profile import (
+    ProfileCostModel,
+    ProfiledScheme,
+    ProfiledStrategy,
+)
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.replica_plan import ReplicaPlan
+from megatron.hydraulis.profiler.fit import Sample, fit_near
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Pool, Strategy
+
+__all__ = ["IterationTimes", "OnlineRefit", "RefitSettings", "RefittedCostModel"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefitSettings:
+    """How soon and how much a refit believes what it sees."""
+
+    drift: float = 0.1
+    """A scheme whose times differ from the profile's by more than this share of them is named, and
+    a rank that takes longer than others of its stage by more than it."""
+    num_iterations: int = 20
+    """Of the window."""
+    min_iterations: int = 3
+    """Of a scheme or a rank, before anything is said about it or planned by it."""
+    prior_weight: float = 8.0
+    """Micro-batches that the profile counts for, see `fit.fit_near`."""
+
+    def __post_init__(self) -> None:
+        if self.drift <= 0.0:
+            raise ConfigurationError(
+                f"a drift to be named is positive but is {self.drift}; give 0.1 for a tenth"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationTimes:
+    """What was measured of one iteration."""
+
+    plan: IterationPlan
+    rank_times_ms: Mapping[int, Sequence[float]]
+    """By rank: forward and backward of each micro-batch of its replica."""
+    iteration_ms: float
+    """From plan and sequences at hand to the update, waits for the planner left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefittedCostModel:
+    """A cost model with newer times and the limits of the one before."""
+
+    base: CostModel
+    times: tuple[tuple[Scheme, Coefficients], ...]
+    """Of the schemes that were fitted anew; the others keep theirs."""
+    overheads_ms: tuple[tuple[str, float], ...]
+    """By the name of a strategy."""
+
+    def coefficients(self, scheme: Scheme) -> Coefficients:
+        """The newest."""
+        found = dict(self.times).get(scheme)
+        return self.base.coefficients(scheme) if found is None else found
+
+    def max_tokens(self, scheme: Scheme) -> int:
+        """As before."""
+        return self.base.max_tokens(scheme)
+
+    def overhead_ms(self, strategy: Strategy) -> float:
+        """The newest."""
+        found = dict(self.overheads_ms).get(strategy.name)
+        return self.base.overhead_ms(strategy) if found is None else found
+
+    def to_profile(self, pool: Pool, *, device: str, source: str, date: str) -> ProfileCostModel:
+        """As a cost profile of a pool's schemes; overheads stand as time of regrouping."""
+        schemes = dict.fromkeys(s for strategy in pool.strategies for s in strategy.schemes)
+        return ProfileCostModel(
+            device=device,
+            source=source,
+            date=date,
+            schemes=tuple(
+                ProfiledScheme(
+                    scheme=scheme,
+                    coefficients=self.coefficients(scheme),
+                    max_tokens=self.max_tokens(scheme),
+                )
+                for scheme in schemes
+            ),
+            strategies=tuple(
+                ProfiledStrategy(name=strategy.name, regroup_ms=self.overhead_ms(strategy))
+                for strategy in pool.strategies
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Ranks of one place do the same work."""
+
+    scheme: Scheme
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class _RankRatio:
+    """Measured over predicted time of a rank's micro-batches in an iteration."""
+
+    place: _Place
+    ratio: float
+    """By the coefficients of the slowest stage, so below 1 on others."""
+
+
+class OnlineRefit:
+    """Takes an iteration's times, gives coefficients and says what is new.
+
+    Pure: it is handed times, it looks at no clock.
+
+    Args:
+        base: the cost model that the run began with.
+        settings: how soon and how much.
+    """
+
+    def __init__(self, base: CostModel, settings: RefitSettings | None = None) -> None:
+        self._base = base
+        self._settings = RefitSettings() if settings is None else settings
+        self._samples: dict[Scheme, deque[list[Sample]]] = defaultdict(self._window)
+        self._overheads_ms: dict[str, deque[float]] = defaultdict(self._window)
+        self._ratios: dict[int, deque[_RankRatio]] = defaultdict(self._window)
+        self._replica_mates: dict[tuple[_Place, int], frozenset[int]] = {}
+        self._seen: set[str] = set()
+        self._told_drift: dict[Scheme, float] = {}
+        self._told_slow: dict[int, float] = {}
+
+    def add(self, times: IterationTimes) -> bool:
+        """Take note of an iteration; returns whether it changes anything."""
+        plan = times.plan
+        if plan.strategy not in self._seen:
+            self._seen.add(plan.strategy)
+            return False
+        by_scheme: dict[Scheme, list[Sample]] = defaultdict(list)
+        makespan_ms = 0.0
+        for replica in plan.replicas:
+            if not replica.micro_batches:
+                continue
+            slowest_ms = self._slowest_stage_ms(replica, times.rank_times_ms)
+            makespan_ms = max(makespan_ms, pipeline_time_ms(slowest_ms, replica.scheme.pp))
+            by_scheme[replica.scheme] += [
+                Sample.of(micro_batch.lengths, time_ms)
+                for micro_batch, time_ms in zip(replica.micro_batches, slowest_ms, strict=True)
+                if time_ms > 0.0
+            ]
+        for scheme, samples in by_scheme.items():
+            self._samples[scheme].append(samples)
+        self._overheads_ms[plan.strategy].append(max(0.0, times.iteration_ms - makespan_ms))
+        return True
+
+    def refitted(self) -> RefittedCostModel:
+        """Newest coefficients of every scheme, and overheads of every strategy, seen enough."""
+        fitted = []
+        for scheme, ratio in self._drifts().items():
+            before = self._base.coefficients(scheme)
+            prior = Coefficients(
+                a_ms_per_token2=before.a_ms_per_token2 * ratio,
+                b_ms_per_token=before.b_ms_per_token * ratio,
+                c_ms=before.c_ms * ratio,
+            )
+            samples = [sample for each in self._samples[scheme] for sample in each]
+            fit = fit_near(samples, prior, prior_weight=self._settings.prior_weight)
+            fitted.append((scheme, fit.coefficients))
+        overheads_ms = tuple(
+            (name, statistics.median(window))
+            for name, window in self._overheads_ms.items()
+            if len(window) >= self._settings.min_iterations
+        )
+        return RefittedCostModel(self._base, tuple(fitted), overheads_ms)
+
+    def news(self) -> list[str]:
+        """What was not so when this was called last: drift that began, changed or ended, and ranks
+        that became slow or did not stay so."""
+        return [*self._news_of_drift(), *self._news_of_ranks()]
+
+    def _window(self) -> deque:  # type: ignore[type-arg]
+        return deque(maxlen=self._settings.num_iterations)
+
+    def _slowest_stage_ms(
+        self, replica: ReplicaPlan, rank_times_ms: Mapping[int, Sequence[float]]
+    ) -> list[float]:
+        """Of each micro-batch; notes the ratio of every rank on the way."""
+        coefficients = self._base.coefficients(replica.scheme)
+        predicted_ms = sum(coefficients.time_ms(m.lengths) for m in replica.micro_batches)
+        stages: dict[int, list[Sequence[float]]] = defaultdict(list)
+        for rank in replica.ranks:
+            position = replica.replica.position_of(rank)
+            assert position is not None
+            own_ms = rank_times_ms[rank]
+            stages[position.stage].append(own_ms)
+            place = _Place(replica.scheme, position.stage)
+            self._replica_mates[place, rank] = frozenset(replica.ranks)
+            if predicted_ms > 0.0:
+                self._ratios[rank].append(_RankRatio(place, sum(own_ms) / predicted_ms))
+        each_stage_ms = [
+            [statistics.fmean(of_ranks) for of_ranks in zip(*members, strict=True)]
+            for members in stages.values()
+        ]
+        return [max(of_stages) for of_stages in zip(*each_stage_ms, strict=True)]
+
+    def _drifts(self) -> dict[Scheme, float]:
+        """Median of measured over profiled time, of the schemes seen in enough iterations."""
+        found = {}
+        for scheme, window in self._samples.items():
+            samples = [sample for each in window for sample in each]
+            if len(window) < self._settings.min_iterations or not samples:
+                continue
+            coefficients = self._base.coefficients(scheme)
+            ratios = [
+                sample.time_ms / predicted_ms
+                for sample in samples
+                if (predicted_ms := sample.predicted_ms(coefficients)) > 0.0
+            ]
+            if ratios:
+                found[scheme] = statistics.median(ratios)
+        return found
+
+    def _news_of_drift(self) -> Iterator[str]:
+        limit = self._settings.drift
+        for scheme, ratio in self._drifts().items():
+            told = self._told_drift.get(scheme, 1.0)
+            if abs(ratio / told - 1.0) <= limit:
+                continue
+            self._told_drift[scheme] = ratio
+            num_samples = sum(map(len, self._samples[scheme]))
+            if abs(ratio - 1.0) > limit:
+                yield (
+                    f"cost profile: {scheme} takes {ratio:.2f} times the profiled time, by the "
+                    f"median of {num_samples} micro-batches: a drift of {ratio - 1.0:+.0%}, more "
+                    f"than {limit:.0%}; plans follow the measured times"
+                )
+            else:
+                yield (
+                    f"cost profile: {scheme} is back at {ratio:.2f} times the profiled time, "
+                    f"within {limit:.0%}"
+                )
+
+    def _news_of_ranks(self) -> Iterator[str]:
+        limit = self._settings.drift
+        for rank, (place, ratio) in sorted(self._compared().items()):
+            told = self._told_slow.get(rank)
+            if ratio > 1.0 + limit:
+                if told is not None and abs(ratio / told - 1.0) <= limit:
+                    continue
+                self._told_slow[rank] = ratio
+                yield (
+                    f"slow rank: rank {rank} takes {ratio:.2f} times as long as the other ranks "
+                    f"that run {_told_place(place)}; look at its device, clock and neighbours"
+                )
+            elif told is not None:
+                del self._told_slow[rank]
+                yield f"slow rank: rank {rank} is as fast as the others again"
+
+    def _compared(self) -> dict[int, tuple[_Place, float]]:
+        """By rank, how long it takes against those who do the same in other replicas.
+
+        Ranks of one replica wait for each other, so that one slow rank slows them all: they are
+        named together. Without another replica of the scheme there is nobody to compare with.
+        """
+        medians: dict[_Place, dict[int, float]] = defaultdict(dict)
+        for rank, window in self._ratios.items():
+            of_place: dict[_Place, list[float]] = defaultdict(list)
+            for each in window:
+                of_place[each.place].append(each.ratio)
+            for place, ratios in of_place.items():
+                if len(ratios) >= self._settings.min_iterations:
+                    medians[place][rank] = statistics.median(ratios)
+        found: dict[int, tuple[_Place, float]] = {}
+        for place, ranks in medians.items():
+            for rank, ratio in ranks.items():
+                mates = self._replica_mates[place, rank]
+                others = [other for mate, other in ranks.items() if mate not in mates]
+                if not others or statistics.median(others) <= 0.0:
+                    continue
+                relative = ratio / statistics.median(others)
+                if rank not in found or relative > found[rank][1]:
+                    found[rank] = (place, relative)
+        return found
+
+
+def _told_place(place: _Place) -> str:
+    return f"stage {place.stage} of {place.scheme}" if place.scheme.pp > 1 else f"{place.scheme}"
