@@ -1,0 +1,209 @@
+"""``python -m megatron.hydraulis estimate``: a cost profile before anything was measured."""
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
+from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
+from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.notation import Term, parse_terms
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Pool
+
+__all__ = ["add_arguments", "run"]
+
+_WIDTH = 100
+"""Columns of the table where the output is no terminal."""
+_BF16_BYTES, _FP32_BYTES = 2, 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the subcommand."""
+    add_shape_arguments(parser)
+    job = parser.add_argument_group("job")
+    job.add_argument(
+        "--device", required=True, metavar="NAME", help="a100-80g, a100-40g, a800-80g, h100, h200"
+    )
+    schemes = job.add_mutually_exclusive_group(required=True)
+    schemes.add_argument("--pool", metavar="FILE", help="pool whose schemes are wanted, JSON")
+    schemes.add_argument(
+        "--schemes", nargs="+", metavar="SCHEME", help="schemes that are wanted, such as tp4pp2"
+    )
+    job.add_argument("--num-ranks", type=int, metavar="N", help="ranks of the job, with --schemes")
+    job.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="with --schemes (default: 8, or all)"
+    )
+    job.add_argument("--fp32", action="store_true", help="train in fp32 (default: bf16)")
+    job.add_argument(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="(default: %(default)s)",
+    )
+    job.add_argument("--recompute-granularity", choices=("full", "selective"))
+    job.add_argument("--recompute-method", choices=("uniform", "block"))
+    job.add_argument("--recompute-num-layers", type=int, default=0, metavar="N")
+    job.add_argument("--recompute-modules", nargs="+", default=[], choices=SELECTIVE_MODULES)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write the cost profile here, JSON: a in ms/token², b in ms/token, c in ms, "
+        "max_tokens in tokens per micro-batch",
+    )
+    output.add_argument("--json", action="store_true", help="print the cost profile as JSON")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Estimate, write and print; returns the exit status.
+
+    Raises ConfigurationError or StrategyError for flags and files that make no sense.
+    """
+    shape = shape_of(namespace)
+    device = device_constants(namespace.device)
+    schemes, num_ranks, ranks_per_node = _schemes(namespace)
+    model = AnalyticCostModel(
+        shape=shape,
+        device=device,
+        cluster=device.cluster(num_ranks, ranks_per_node),
+        parameter_bytes=_FP32_BYTES if namespace.fp32 else _BF16_BYTES,
+        sequence_parallel=namespace.sequence_parallel,
+        recompute=_recompute(namespace),
+    )
+    profile = ProfileCostModel(
+        device=device.name,
+        source=(
+            f"estimated for {num_ranks} ranks, {ranks_per_node} a node, by the analytic model, "
+            f"not measured: {device.source}"
+        ),
+        date=datetime.date.today().isoformat(),
+        schemes=tuple(
+            ProfiledScheme(
+                scheme=scheme,
+                coefficients=model.coefficients(scheme),
+                max_tokens=model.max_tokens(scheme),
+            )
+            for scheme in schemes
+        ),
+    )
+    if namespace.out is not None:
+        _write(profile, namespace.out)
+    if namespace.json:
+        json.dump(profile.to_json(), sys.stdout, indent=1)
+        print()
+        return 0
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    console.print(_table(profile))
+    for line in _sources(device):
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _schemes(namespace: argparse.Namespace) -> tuple[list[Scheme], int, int]:
+    """The schemes once each, without ``~``; ranks of the job and of a node."""
+    if namespace.pool is not None:
+        if namespace.num_ranks is not None or namespace.ranks_per_node is not None:
+            raise ConfigurationError(
+                "--pool tells the ranks of job and nodes but --num-ranks or --ranks-per-node does "
+                "too; leave them out"
+            )
+        pool = Pool.read(namespace.pool)
+        found = [scheme for strategy in pool.strategies for scheme in strategy.schemes]
+        num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
+    else:
+        if namespace.num_ranks is None or namespace.num_ranks < 1:
+            raise ConfigurationError(
+                f"--schemes needs --num-ranks of at least 1, over which the optimizer's state is "
+                f"spread, but it is {namespace.num_ranks}; give it"
+            )
+        found = [_scheme(text) for text in namespace.schemes]
+        num_ranks = namespace.num_ranks
+        given = namespace.ranks_per_node
+        ranks_per_node = min(8, num_ranks) if given is None else given
+        if ranks_per_node < 1:
+            raise ConfigurationError(
+                f"--ranks-per-node is at least 1 but is {ranks_per_node}; give a positive number"
+            )
+    full = [Scheme(scheme.tp, scheme.cp, scheme.pp, scheme.layers) for scheme in found]
+    for scheme in full:
+        if scheme.num_ranks > num_ranks:
+            raise ConfigurationError(
+                f"scheme {scheme}: a replica has {scheme.num_ranks} ranks but the job "
+                f"{num_ranks}; leave it out or raise --num-ranks"
+            )
+    return list(dict.fromkeys(full)), num_ranks, ranks_per_node
+
+
+def _scheme(text: str) -> Scheme:
+    terms = parse_terms(text, label=text)
+    scheme = terms[0].scheme
+    if scheme is None or terms != (Term(1, scheme),):
+        raise ConfigurationError(
+            f"--schemes lists schemes without copies and ranks but one is {text!r}; "
+            f"write for example tp4pp2"
+        )
+    return scheme
+
+
+def _recompute(namespace: argparse.Namespace) -> Recompute:
+    modules = tuple(namespace.recompute_modules)
+    if namespace.recompute_granularity == "selective" and not modules:
+        modules = ("core_attn",)  # upstream's default
+    return Recompute(
+        granularity=namespace.recompute_granularity,
+        method=namespace.recompute_method,
+        num_layers=namespace.recompute_num_layers,
+        modules=modules,
+    )
+
+
+def _write(profile: ProfileCostModel, path: str) -> None:
+    try:
+        Path(path).write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"--out {path}: must be a path that can be written but: {error.strerror}; "
+            f"give another path"
+        ) from error
+
+
+def _table(profile: ProfileCostModel) -> Table:
+    table = Table(title=f"estimated cost profile, {profile.device}", title_justify="left")
+    table.add_column("scheme")
+    for column in ("a ms/token²", "b ms/token", "c ms", "max tokens"):
+        table.add_column(column, justify="right")
+    for row in profile.schemes:
+        coefficients = row.coefficients
+        table.add_row(
+            str(row.scheme),
+            f"{coefficients.a_ms_per_token2:.3g}",
+            f"{coefficients.b_ms_per_token:.4g}",
+            f"{coefficients.c_ms:.1f}",
+            str(row.max_tokens) if row.max_tokens else "does not fit",
+        )
+    return table
+
+
+def _sources(device: DeviceConstants) -> list[str]:
+    """Every figure of the device with where it is from."""
+    return [
+        f"peak {device.peak_flops_per_s / 1e12:g} TFLOP/s, memory {device.memory_bytes / 1e9:g} GB "
+        f"of which {device.reserve_bytes / 1e9:g} GB stay free; matrix products reach "
+        f"{device.matmul_fraction:g} of the peak, causal attention {device.attention_fraction:g}; "
+        f"a layer costs {device.layer_overhead_s * 1e3:g} ms a micro-batch: {device.source}",
+        f"inside a node {device.intra_node.bytes_per_s / 1e9:g} GB/s, of which collectives reach "
+        f"{device.link_fraction:g}: {device.intra_node.source}",
+        f"across nodes {device.inter_node.bytes_per_s / 1e9:g} GB/s a rank: "
+        f"{device.inter_node.source}",
+    ]
