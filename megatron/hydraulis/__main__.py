@@ -42,6 +42,16 @@ COMMANDS = (
         "megatron.hydraulis.planner.plan_command",
     ),
     Command(
+        "estimate",
+        "estimate a cost profile from the model's shape, the device and the cluster",
+        "megatron.hydraulis.cost_model.estimate_command",
+    ),
+    Command(
+        "recommend-layout",
+        "rank the layouts of fixed-length training, and say why",
+        "megatron.hydraulis.cost_model.recommend_layout_command",
+    ),
+    Command(
         "predict-layouts",
         "predict step time, MFU and memory of fixed-length layouts in a file",
         "megatron.hydraulis.cost_model.predict_layouts_command",
