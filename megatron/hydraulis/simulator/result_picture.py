@@ -91,12 +91,12 @@ def _draw_way(
     padding = shares["work"] * result.padding_fraction
     parts = {"work": shares["work"] - padding, "padding": padding}
     parts |= {part: shares[part] for part in PARTS if part != "work"}
+    is_cut = iteration_s > longest_s * (1.0 + 1e-9)
+    drawn_s = longest_s if is_cut else iteration_s
     left_s = 0.0
     for part, share in parts.items():
-        visible_s = max(0.0, min(share * iteration_s, longest_s - left_s))
-        axes.barh(place, visible_s, left=left_s, height=0.66, color=_COLORS[part], label=part)
-        left_s += visible_s
-    is_cut = iteration_s > longest_s * (1.0 + 1e-9)
+        axes.barh(place, share * drawn_s, left=left_s, height=0.66, color=_COLORS[part], label=part)
+        left_s += share * drawn_s
     text = f"{result.tokens_per_s:,.0f} tokens/s, {reference.time_s / result.time_s:.2f}x"
     if is_cut:
         text = f"… {iteration_s:,.1f} s: " + text

@@ -16,9 +16,9 @@ _MAX_STRATEGIES = 4
 _HEADS = {
     "work": "work\n%",
     "fill": "fill\n%",
-    "imbalance": "imbal-\nance %",
-    "regroup": "regroup\n%",
-    "planning": "plan-\nning %",
+    "imbalance": "imbal.\n%",
+    "regroup": "regr.\n%",
+    "planning": "plan.\n%",
 }
 
 
@@ -28,11 +28,11 @@ def result_table(results: Sequence[WayResult], reference: WayResult, title: str)
     table.add_column("way", no_wrap=True)
     for name in (
         "tokens/s",
-        "speed-up",
+        "speed-\nup",
         "iter. s",
         *(_HEADS[part] for part in PARTS),
-        "padding\n%",
-        "makespan\n/ mean",
+        "pad.\n%",
+        "slowest\n/ mean",
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
@@ -50,9 +50,9 @@ def result_table(results: Sequence[WayResult], reference: WayResult, title: str)
     table.caption = (
         f"Speed-up over {reference.name!r}. Shares of all ranks' time. work: forward, backward, "
         "padding's included; fill: pipelines filling and draining, parameters not there yet; "
-        "imbalance: done before the slowest replica; regroup: scatter and update that nothing "
-        "hides; planning: no plan yet. padding: of all tokens computed. makespan / mean: slowest "
-        "replica over the mean."
+        "imbal.: done before the slowest replica; regr.: scatter and update that nothing hides; "
+        "plan.: no plan yet. pad.: padding, of all tokens computed. slowest / mean: of the "
+        "replicas' times."
     )
     return table
 
@@ -80,4 +80,5 @@ def _table(title: str) -> Table:
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        show_edge=False,
     )

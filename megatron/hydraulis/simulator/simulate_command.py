@@ -31,6 +31,7 @@ from megatron.hydraulis.simulator.regroup_times import RegroupCosts
 from megatron.hydraulis.simulator.result_picture import draw_results
 from megatron.hydraulis.simulator.result_tables import result_table, strategy_use_table
 from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way
+from megatron.hydraulis.simulator.simulation import IterationTasks
 from megatron.hydraulis.simulator.spans import iteration_spans, stage_leaders
 from megatron.hydraulis.simulator.stage_costs import StageCosts
 from megatron.hydraulis.simulator.ways import PACKING, POOL, WAYS, Ways
@@ -170,10 +171,12 @@ def run(namespace: argparse.Namespace) -> int:
     profile = ProfileCostModel.read(namespace.cost_profile)
     window = _window(namespace)
     shape, setting, context_costs = _setting(namespace, pool, profile)
-    longest = _longest_held(pool, profile)
+    longest = namespace.seq_length
+    if longest is None:
+        longest = _longest_held(pool, profile)
     batches = sample_batches(
         read_corpus_lengths(namespace.lengths),
-        longest=longest if namespace.seq_length is None else namespace.seq_length,
+        longest=longest,
         num_batches=namespace.iterations,
         seed=namespace.seed,
         batch_tokens=namespace.global_batch_tokens,
@@ -187,6 +190,7 @@ def run(namespace: argparse.Namespace) -> int:
             pool=pool,
             profile=profile,
             context_costs=context_costs,
+            seq_length=namespace.seq_length,
             shape=shape,
             plan_time_s=namespace.plan_time,
             advance=lambda: progress.advance(task),
@@ -203,7 +207,7 @@ def run(namespace: argparse.Namespace) -> int:
     if not results:
         raise ConfigurationError(
             f"--ways: no strategy of the kind of {', '.join(left_out)} can be simulated for "
-            f"sequences of {ways.longest} tokens; simulate {POOL!r} too"
+            f"sequences of {ways.limit} tokens; simulate {POOL!r} too"
         )
     reference = next((each for each in results if each.name == PACKING), results[0])
     content = _to_json(results, reference, left_out, ways)
@@ -228,7 +232,7 @@ def run(namespace: argparse.Namespace) -> int:
 def _why_left_out(name: str, ways: Ways) -> str:
     if name == "cp only" and not ways.context_costs.knows_exchange:
         return "what cp costs is not known; give --model and --device, or measure schemes with cp"
-    return f"no strategy of the kind holds a sequence of {ways.longest} tokens"
+    return f"no strategy of the kind holds a sequence of {ways.limit} tokens"
 
 
 def _setting(
@@ -363,12 +367,21 @@ def _write(
             if iteration.number in window:
                 spans = iteration_spans(iteration, started_ms=started_ms)
                 writer.write(spans)
-                # One rank of every stage: all others of it do the same.
-                leaders = set(stage_leaders(iteration))
-                shown: list[Span] = [span for span in spans if span.rank in leaders]
+                shown = _shown_spans(iteration, spans)
                 last = iteration.number
             started_ms = iteration.end_ms
     draw_trace(Spans.of(shown), last, folder / ITERATION_PICTURE_FILE_NAME)
+
+
+def _shown_spans(iteration: IterationTasks, spans: Sequence[Span]) -> list[Span]:
+    """Of one rank of every stage, as all others of it do the same; collectives, alike on all ranks,
+    of the first alone."""
+    leaders = stage_leaders(iteration)
+    return [
+        span
+        for span in spans
+        if span.rank in leaders and (span.track != "regroup" or span.rank == leaders[0])
+    ]
 
 
 def _progress() -> Progress:

@@ -4,9 +4,10 @@
 way                 strategy                                      sequences
 ==================  ============================================  =================================
 static, padding     the best homogeneous one that holds the       padded to the batch's longest,
-                    longest sequence of all batches               dealt in turn
-static, packing     the best such one for this way                rows of the longest sequence at
-                                                                  most, of about equal tokens
+                    limit, for this way                           dealt in turn
+static, fixed rows  the best such one for this way                rows of about equal tokens, at
+                                                                  most the limit, padded to it
+static, packing     the best such one for this way                the same rows without padding
 static, dispatch    the best such one for this way                to the replica that would be done
                                                                   first; rows filled up to the limit
 static, balanced    the best such one for this way                certified planner
@@ -27,6 +28,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -45,10 +47,11 @@ from megatron.hydraulis.strategy import Pool, Strategy
 
 __all__ = ["WAYS", "Ways"]
 
-PADDING, PACKING, DISPATCH = "static, padding", "static, packing", "static, dispatch"
+PADDING, FIXED_ROWS = "static, padding", "static, fixed rows"
+PACKING, DISPATCH = "static, packing", "static, dispatch"
 BALANCED, PER_BATCH = "static, balanced", "best per batch"
 CP_ONLY, POOL = "cp only", "pool"
-WAYS = (PADDING, PACKING, DISPATCH, BALANCED, PER_BATCH, CP_ONLY, POOL)
+WAYS = (PADDING, FIXED_ROWS, PACKING, DISPATCH, BALANCED, PER_BATCH, CP_ONLY, POOL)
 """In the order in which each has one freedom more, but for the last two."""
 
 NUM_SHORTLISTED = 2
@@ -75,6 +78,8 @@ class Ways:
     pool: Pool
     profile: ProfileCostModel
     context_costs: ContextGroupCosts
+    seq_length: int | None = None
+    """Most tokens of a sequence of the corpus; None for those of the batches."""
     shape: ModelShape | None = None
     """Where it is given, strategies that cannot cut the model are left out."""
     plan_time_s: float | None = None
@@ -88,10 +93,21 @@ class Ways:
                 "simulation: there is at least 1 batch but 0 are given; simulate more iterations"
             )
 
+        if self.longest > (self.seq_length or self.longest):
+            raise ConfigurationError(
+                f"simulation: sequences have at most --seq-length {self.seq_length} tokens but "
+                f"one has {self.longest}; raise it or cut the sequences"
+            )
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence of all batches."""
         return max(max(batch) for batch in self.batches)
+
+    @property
+    def limit(self) -> int:
+        """Tokens of the longest sequence that may come: what a static strategy has to hold."""
+        return self.longest if self.seq_length is None else self.seq_length
 
     def candidates(self, way: str) -> list[tuple[CostModel, Works]]:
         """What a way could do, each with the cost model that it takes place in; the best counts.
@@ -111,7 +127,8 @@ class Ways:
             return self._context_parallel()
         make: dict[str, Callable[[Strategy], Works]] = {
             PADDING: self._padded,
-            PACKING: self._fixed_rows,
+            FIXED_ROWS: partial(self._fixed_rows, pads=True),
+            PACKING: partial(self._fixed_rows, pads=False),
             DISPATCH: self._dispatched,
             BALANCED: lambda strategy: self._planned(Pool.of(strategy), self.profile),
         }
@@ -137,7 +154,7 @@ class Ways:
         return [strategy for strategy in self.homogeneous() if self._holds(strategy)]
 
     def _holds(self, strategy: Strategy) -> bool:
-        return self._cost(strategy).max_tokens >= self.longest
+        return self._cost(strategy).max_tokens >= self.limit
 
     def _fits_model(self, strategy: Strategy) -> bool:
         if self.shape is None:
@@ -173,11 +190,20 @@ class Ways:
             self.advance()
         return works
 
-    def _fixed_rows(self, strategy: Strategy) -> Works:
+    def _fixed_rows(self, strategy: Strategy, *, pads: bool) -> Works:
         works = []
         for batch in self.batches:
-            plan = fixed_length_plan(batch, strategy, self.profile, window_tokens=self.longest)
-            works.append(IterationWork.of_plan(plan, strategy, plan_time_s=0.0))
+            plan = fixed_length_plan(batch, strategy, self.profile, window_tokens=self.limit)
+            replicas = tuple(
+                tuple(
+                    MicroBatchWork.packed(
+                        row.lengths, num_padding=self.limit - row.num_tokens if pads else 0
+                    )
+                    for row in replica.micro_batches
+                )
+                for replica in plan.replicas
+            )
+            works.append(IterationWork(strategy, replicas))
             self.advance()
         return works
 
@@ -203,7 +229,7 @@ class Ways:
             self.context_costs,
             num_ranks=self.pool.num_ranks,
             ranks_per_node=self.pool.ranks_per_node,
-            longest=self.longest,
+            longest=self.limit,
         )
         if not pools:
             return []
