@@ -1,0 +1,241 @@
+"""What each idea is worth: padding, packing, dispatch, packing of equal work, dynamic strategies.
+
+Simulated for a 32B model on 64 devices; `README.md` says what is assumed.
+
+    python -m benchmarks.speedup_ladder
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from benchmarks import planner_batches as batches_of
+from benchmarks.emulated_figures import ratio_of_totals
+from benchmarks.long_tail import MEDIAN_TOKENS, TAIL_EXPONENT, LongTail
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
+from megatron.hydraulis.simulator.context_groups import ContextGroupCosts
+from megatron.hydraulis.simulator.model_file import read_model_shape
+from megatron.hydraulis.simulator.regroup_times import RegroupCosts
+from megatron.hydraulis.simulator.result_tables import result_table, strategy_use_table
+from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way
+from megatron.hydraulis.simulator.stage_costs import StageCosts
+from megatron.hydraulis.simulator.ways import (
+    BALANCED,
+    CP_ONLY,
+    DISPATCH,
+    FIXED_ROWS,
+    PACKING,
+    PADDING,
+    PER_BATCH,
+    POOL,
+    WAYS,
+    Ways,
+)
+
+PUBLISHED = (1.32, 2.66)
+"""Least and largest speed-up over existing systems that arXiv 2412.07894 reports, on its devices,
+for its models and corpora."""
+LADDER = (
+    (PADDING, "padding"),
+    (FIXED_ROWS, "packing, rows padded up"),
+    (PACKING, "packing, without padding"),
+    (DISPATCH, "+ dispatch by work"),
+    (BALANCED, "+ packing of equal work"),
+    (POOL, "+ dynamic strategies"),
+)
+BESIDE = ((PER_BATCH, "best homogeneous per batch"), (CP_ONLY, "cp only"))
+NUM_DOCUMENTS = 1_000_000
+DEVICE = "a800-80g"
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Lengths of its documents, in tokens."""
+
+    name: str
+    lengths: npt.NDArray[np.int64]
+
+
+def corpora(median_tokens: float, tail_exponent: float) -> list[Corpus]:
+    """What batches are drawn from."""
+    law = LongTail(median_tokens=median_tokens, tail_exponent=tail_exponent)
+    return [
+        Corpus("CommonCrawl-like", law.corpus(NUM_DOCUMENTS)),
+        Corpus("Wikipedia", read_corpus_lengths(batches_of.DATA / "wikipedia_lengths.csv")),
+    ]
+
+
+def simulate(
+    corpus: Corpus, options: argparse.Namespace, progress: Progress
+) -> tuple[Ways, list[WayResult]]:
+    """All ways on batches of a corpus."""
+    pool, profile = batches_of.pool(), batches_of.cost_model()
+    shape = read_model_shape(batches_of.ROOT / "examples" / "model_llama32b.json")
+    device = device_constants(options.device)
+    cluster = device.cluster(pool.num_ranks, pool.ranks_per_node)
+    regroup = RegroupCosts(
+        shape,
+        cluster,
+        num_atoms=pool.tp_lcm,
+        memory_bytes_per_s=device.memory_bytes_per_s,
+        link_fraction=device.link_fraction,
+    )
+    setting = Setting(
+        stage_costs=StageCosts(profile, shape if options.regroup else None),
+        regroup=regroup if options.regroup else None,
+    )
+    task = progress.add_task(corpus.name, total=None)
+    ways = Ways(
+        batches=sample_batches(
+            corpus.lengths,
+            longest=batches_of.CONTEXT_TOKENS,
+            num_batches=options.iterations,
+            seed=options.seed,
+            batch_tokens=batches_of.BATCH_TOKENS,
+        ),
+        pool=pool,
+        profile=profile,
+        context_costs=ContextGroupCosts(
+            profile=profile, shape=shape, cluster=cluster, link_fraction=device.link_fraction
+        ),
+        seq_length=batches_of.CONTEXT_TOKENS,
+        shape=shape,
+        advance=lambda: progress.advance(task),
+    )
+    results = []
+    for way in WAYS:
+        progress.update(task, description=f"{corpus.name}: {way}")
+        result = simulate_way(way, ways.candidates(way), setting)
+        assert result is not None  # 4*tp16 holds the limit
+        results.append(result)
+    progress.remove_task(task)
+    return ways, results
+
+
+def ladder_table(corpus: Corpus, results: Sequence[WayResult]) -> Table:
+    """A step a row: what it adds, and what it comes to."""
+    by_name = {result.name: result for result in results}
+    table = Table(title=f"{corpus.name}: what each step is worth", title_justify="left")
+    table.add_column("step")
+    for name in ("s / iteration", "step", "over packing [95 %]", "pool over it [95 %]"):
+        table.add_column(name, justify="right")
+    last: WayResult | None = None
+    for way, text in (*LADDER, *BESIDE):
+        if way == BESIDE[0][0]:
+            table.add_section()
+            last = None
+        result = by_name[way]
+        table.add_row(
+            text,
+            f"{result.time_s / len(result.accounts):.3f}",
+            "–" if last is None else f"{last.time_s / result.time_s:.2f}",
+            _ratio(by_name[PACKING], result),
+            _ratio(result, by_name[POOL]),
+            style="bold" if way == POOL else None,
+        )
+        last = None if way in (CP_ONLY, PER_BATCH) else result
+    low, high = PUBLISHED
+    table.caption = (
+        f"Intervals: bootstrap over batches. arXiv 2412.07894 reports {low} to {high} over "
+        "existing systems, which are static or choose among homogeneous strategies."
+    )
+    return table
+
+
+def _ratio(slower: WayResult, faster: WayResult) -> str:
+    estimate = ratio_of_totals(
+        [each.time_ms for each in slower.accounts], [each.time_ms for each in faster.accounts]
+    )
+    return f"{estimate.median:.2f} \\[{estimate.low:.2f}, {estimate.high:.2f}]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate both corpora and print the ladders."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    figures: dict[str, Any] = {}
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} batches"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        for corpus in corpora(options.median, options.tail_exponent):
+            ways, results = simulate(corpus, options, progress)
+            by_name = {result.name: result for result in results}
+            num = len(ways.batches)
+            cut = np.minimum(corpus.lengths, batches_of.CONTEXT_TOKENS)
+            console.print(
+                f"\n{corpus.name}: documents of {corpus.lengths.mean():,.0f} tokens on average, "
+                f"median {np.median(corpus.lengths):,.0f}, 99th percentile "
+                f"{np.percentile(corpus.lengths, 99):,.0f}, cut at {cut.max():,}. {num} batches "
+                f"of {sum(map(sum, ways.batches)) / num:,.0f} tokens.\n"
+            )
+            console.print(ladder_table(corpus, results))
+            title = f"{corpus.name}: where the time goes"
+            console.print(result_table(results, by_name[PACKING], title))
+            console.print(strategy_use_table(results))
+            figures[corpus.name] = [result.to_json(by_name[PACKING]) for result in results]
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        console.print(f"written to {options.json}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speedup_ladder",
+        description="What each idea is worth, simulated for a 32B model on 64 devices.",
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=100, help="batches of each corpus (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the batches (default: %(default)s)")
+    parser.add_argument(
+        "--median",
+        type=float,
+        default=MEDIAN_TOKENS,
+        help="of the law's body, in tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tail-exponent",
+        type=float,
+        default=TAIL_EXPONENT,
+        help="of the law's tail (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--regroup",
+        action="store_true",
+        help="with regrouping and update, from bytes and the device's links; without, an iteration "
+        "is forward and backward alone, as in the profile",
+    )
+    parser.add_argument(
+        "--device",
+        default=DEVICE,
+        help="whose links carry what is exchanged (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
