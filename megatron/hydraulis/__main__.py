@@ -32,6 +32,11 @@ COMMANDS = (
         "megatron.hydraulis.data.preprocess_command",
     ),
     Command(
+        "lengths",
+        "tell and draw how long the sequences of a corpus are",
+        "megatron.hydraulis.lengths.lengths_command",
+    ),
+    Command(
         "profile",
         "measure times and memory of schemes on this machine's ranks, and fit a cost profile",
         "megatron.hydraulis.profiler.command",

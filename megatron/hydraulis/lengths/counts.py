@@ -1,0 +1,169 @@
+"""How many sequences of a corpus have which length."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.hydraulis.data.index import read_index
+from megatron.hydraulis.data.long_sequences import LongSequences
+from megatron.hydraulis.errors import DataError
+from megatron.hydraulis.json_object import read_text
+from megatron.hydraulis.planner.lengths_file import read_lengths
+
+__all__ = ["LengthCounts", "read_length_counts"]
+
+_IDX, _CSV = ".idx", ".csv"
+_HEADER = "length_tokens,count"
+_HISTOGRAM = "histogram of lengths"
+_MAX_NUMBER = 10**15
+"""Sums of products of two numbers are taken as floats; larger numbers are a typing error."""
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class LengthCounts:
+    """Sequences by length.
+
+    Raises DataError unless there is a sequence, lengths rise from 1 on and counts are positive.
+    """
+
+    lengths: IntArray
+    """(num_lengths,) trained tokens of a sequence, rising."""
+    counts: IntArray
+    """(num_lengths,) sequences of each length."""
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) == 0 or len(self.lengths) != len(self.counts):
+            raise DataError(
+                f"lengths: a corpus has at least 1 sequence, each length with its count, but "
+                f"there are {len(self.lengths)} lengths and {len(self.counts)} counts; give "
+                f"another file"
+            )
+        if self.lengths[0] < 1 or (np.diff(self.lengths) <= 0).any() or self.counts.min() < 1:
+            raise DataError(
+                f"lengths: lengths rise from 1 token on and counts are positive but the shortest "
+                f"is {self.lengths[0]} and the least count {self.counts.min()}; correct them"
+            )
+
+    @classmethod
+    def of(cls, lengths: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> "LengthCounts":
+        """Of lengths in any order, each once or with its count; what has no sequence is left out.
+
+        lengths, counts: shape (num,), whole numbers.
+        """
+        values = np.asarray(lengths, dtype=np.int64)
+        weights = np.ones_like(values) if counts is None else np.asarray(counts, dtype=np.int64)
+        distinct, places = np.unique(values, return_inverse=True)
+        sums = np.zeros(len(distinct), dtype=np.int64)
+        np.add.at(sums, places, weights)
+        return cls(distinct[sums > 0], sums[sums > 0])
+
+    @property
+    def num_sequences(self) -> int:
+        """All of them."""
+        return int(self.counts.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens of all sequences."""
+        return int(self.lengths @ self.counts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.lengths[-1])
+
+    def cut(self, seq_length: int, how: LongSequences) -> "LengthCounts":
+        """What training with --seq-length and --long-sequences makes of them.
+
+        ``split`` makes pieces of seq_length and a last one of what is left.
+
+        Raises DataError where nothing is left and, with ``error``, for a longer sequence.
+        """
+        is_long = self.lengths > seq_length
+        if not is_long.any():
+            return self
+        if how == "error":
+            raise DataError(
+                f"lengths: a sequence has at most --seq-length {seq_length} tokens but "
+                f"{int(self.counts[is_long].sum())} have more, the longest {self.longest}; raise "
+                f"it or give --long-sequences split, truncate or drop"
+            )
+        kept, counts = self.lengths[~is_long], self.counts[~is_long]
+        if how == "drop":
+            if len(kept) == 0:
+                raise DataError(
+                    f"lengths: all {self.num_sequences} sequences have more than --seq-length "
+                    f"{seq_length} tokens and are dropped; raise it"
+                )
+            return LengthCounts(kept, counts)
+        long, long_counts = self.lengths[is_long], self.counts[is_long]
+        num_full = long // seq_length if how == "split" else np.ones_like(long)
+        rest = long % seq_length if how == "split" else np.zeros_like(long)
+        has_rest = rest > 0
+        return LengthCounts.of(
+            np.concatenate((kept, rest[has_rest], np.full_like(long, seq_length))),
+            np.concatenate((counts, long_counts[has_rest], long_counts * num_full)),
+        )
+
+
+def read_length_counts(path: str | Path) -> LengthCounts:
+    """The lengths of a corpus in trained tokens, from one of four kinds of files.
+
+    A Megatron index by the suffix ``.idx`` (a document of D tokens trains D-1, one of fewer than 2
+    none; the ``.bin`` is not needed), a histogram by the suffix ``.csv`` with the header
+    ``length_tokens,count``, a JSON list, and text with a number a line.
+
+    Raises DataError for a file that cannot be read, numbers that make no sense, and a file without
+    sequences.
+    """
+    suffix = Path(path).suffix
+    if suffix == _CSV:
+        return _from_histogram(path)
+    if suffix != _IDX:
+        return LengthCounts.of(read_lengths(path))
+    index = read_index(str(path).removesuffix(_IDX), checks_bin=False)
+    trained: npt.NDArray[np.integer[Any]] = index.document_lengths - 1
+    if not (trained > 0).any():
+        raise DataError(
+            f"lengths file {path}: a document of D tokens trains D-1 but none of "
+            f"{index.num_documents} has 2 tokens or more; give another file"
+        )
+    return LengthCounts.of(trained[trained > 0])
+
+
+def _from_histogram(path: str | Path) -> LengthCounts:
+    lines = read_text(path, _HISTOGRAM, DataError).splitlines()
+    if not lines or lines[0].strip() != _HEADER:
+        raise DataError(
+            f"{_HISTOGRAM} {path}: its first line is {_HEADER!r} but is "
+            f"{lines[0].strip() if lines else ''!r:.60}; write that line first"
+        )
+    lengths, counts = [], []
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        words = [word.strip() for word in line.split(",")]
+        if not all(word.isascii() and word.isdigit() for word in words) or len(words) != 2:
+            raise DataError(
+                f"{_HISTOGRAM} {path}: a line is a length and a count, two whole numbers, but "
+                f"line {number} is {line.strip()!r:.60}; correct it"
+            )
+        length, count = int(words[0]), int(words[1])
+        if not 1 <= length <= _MAX_NUMBER or count > _MAX_NUMBER:
+            raise DataError(
+                f"{_HISTOGRAM} {path}: lengths are from 1 on and numbers at most {_MAX_NUMBER} but "
+                f"line {number} is {line.strip()!r:.60}; correct it"
+            )
+        lengths.append(length)
+        counts.append(count)
+    if math.fsum(counts) == 0:
+        raise DataError(
+            f"{_HISTOGRAM} {path}: counts at least 1 sequence but counts 0; give another file"
+        )
+    return LengthCounts.of(lengths, counts)

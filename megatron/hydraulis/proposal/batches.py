@@ -1,0 +1,117 @@
+"""The global batches that strategies are proposed for, drawn as training would draw them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.lengths.counts import LengthCounts
+
+__all__ = ["BatchSize", "Regime", "draw_batches", "regimes_of"]
+
+_DRAWN_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSize:
+    """Size of a global batch, in sequences or in tokens.
+
+    Raises ConfigurationError unless exactly one of them is given, and positive.
+    """
+
+    num_sequences: int | None = None
+    num_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.num_sequences is None) == (self.num_tokens is None):
+            raise ConfigurationError(
+                f"a global batch is measured in sequences or in tokens but --global-batch-size is "
+                f"{self.num_sequences} and --global-batch-tokens {self.num_tokens}; give one"
+            )
+        if (self.num_sequences or self.num_tokens or 0) < 1:
+            raise ConfigurationError(
+                f"a global batch holds at least 1 but its size is "
+                f"{self.num_sequences or self.num_tokens}; raise it"
+            )
+
+
+def draw_batches(
+    counts: LengthCounts, size: BatchSize, num_batches: int, seed: int
+) -> tuple[tuple[int, ...], ...]:
+    """Lengths in tokens of num_batches global batches, sequences drawn with replacement.
+
+    With a budget of tokens a batch ends where the next sequence does not fit; that one begins the
+    next batch.
+
+    Raises ConfigurationError when the longest sequence is longer than the budget.
+    """
+    if num_batches < 1:
+        raise ConfigurationError(
+            f"a proposal needs at least 1 batch but --num-batches is {num_batches}; raise it"
+        )
+    budget = size.num_tokens
+    if budget is not None and counts.longest > budget:
+        raise ConfigurationError(
+            f"a global batch must hold the longest sequence: {counts.longest} tokens are more "
+            f"than --global-batch-tokens {budget}; raise it or lower --seq-length"
+        )
+    generator = np.random.default_rng(seed)
+    shares = counts.counts / counts.counts.sum()
+    batches: list[tuple[int, ...]] = []
+    open_batch: list[int] = []
+    num_tokens = 0
+    while True:
+        for length in generator.choice(counts.lengths, size=_DRAWN_AT_ONCE, p=shares).tolist():
+            is_full = (
+                len(open_batch) == size.num_sequences
+                if budget is None
+                else num_tokens + length > budget
+            )
+            if is_full:
+                batches.append(tuple(open_batch))
+                if len(batches) == num_batches:
+                    return tuple(batches)
+                open_batch, num_tokens = [], 0
+            open_batch.append(length)
+            num_tokens += length
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Batches whose longest sequence lies between two limits: the same schemes can hold it."""
+
+    above: int
+    """Longest sequences have more tokens than this, 0 for the first regime,"""
+    up_to: int
+    """and at most this many."""
+    batches: tuple[int, ...]
+    """Places of the batches, rising."""
+
+
+def regimes_of(
+    batches: Sequence[Sequence[int]], limits: Sequence[int], *, min_batches: int = 1
+) -> tuple[Regime, ...]:
+    """The regimes that batches lie in, shortest first.
+
+    limits: most tokens of a sequence on each scheme. A regime of fewer than min_batches batches
+    goes to the next longer one, whose strategies can run its batches too; the longest stays.
+
+    Every batch's longest sequence is at most the largest limit.
+    """
+    edges = sorted(set(limits))
+    longest = [max(batch) for batch in batches]
+    regimes: list[Regime] = []
+    above, held = 0, 0
+    members: list[int] = []
+    for edge in edges:
+        inside = [place for place, length in enumerate(longest) if held < length <= edge]
+        members += inside
+        held = edge
+        is_last = not any(length > edge for length in longest)
+        if members and (len(members) >= min_batches or is_last):
+            regimes.append(Regime(above, edge, tuple(sorted(members))))
+            members, above = [], edge
+        elif not members:
+            above = edge
+    return tuple(regimes)

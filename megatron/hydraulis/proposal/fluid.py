@@ -1,0 +1,215 @@
+"""A quick estimate of iteration times, for many mixes and batches at once.
+
+Sequences are taken for a fluid: buckets of a batch are spread over the schemes of a mix so that
+all replicas end at the same time. This is the linear program ``max Σ_j min_k λ_k·w_jk`` over the
+weights ``λ`` with ``Σ_k n_k·λ_k = 1`` (the bound of planner/bounds.py with the best weights),
+solved by multiplicative updates on all mixes and batches together: exact to about a percent, and
+no bound.
+``w_jk`` is the work of bucket j on scheme k over the share of a replica's time that goes to work:
+the rest goes to the constant cost of micro-batches and to filling the pipeline.
+
+It says which mixes are worth the planner's bound, and nothing else.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.proposal.menu import Menu, Mix
+
+__all__ = ["FluidModel"]
+
+_NUM_BUCKETS = 20
+_NUM_ROUNDS = 3
+"""Of time and share of work, which depend on each other."""
+_NUM_UPDATES = 10
+_LARGEST_STEP, _LEAST_STEP = 0.6, 0.15
+"""Exponents of the first and the last update of weights."""
+_NUM_GRID_TIMES = 128
+_MOST_MICRO_BATCHES = 256
+_FULL = 0.97
+"""Tokens of a well-packed micro-batch over its limit."""
+_LEAST_SHARE = 1e-4
+_MAX_ELEMENTS = 2_000_000
+"""Of an array; more mixes are taken in turns."""
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class FluidModel:
+    """The estimate for batches of a menu's job.
+
+    Args:
+        batches: shape (num_batches, …), lengths in tokens; each fits some scheme of the menu.
+    """
+
+    def __init__(self, menu: Menu, batches: Sequence[Sequence[int]]) -> None:
+        self._menu = menu
+        costs = menu.costs
+        edges = _edges(batches, [cost.max_tokens for cost in costs])
+        shape = (len(batches), len(edges))
+        tokens, squares, longest = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for row, batch in enumerate(batches):
+            lengths = np.asarray(batch, dtype=np.float64)
+            places = np.searchsorted(edges, lengths)
+            np.add.at(tokens[row], places, lengths)
+            np.add.at(squares[row], places, lengths * lengths)
+            np.maximum.at(longest[row], places, lengths)
+        a, b, c, stages, limits = _columns(costs)
+        # (num_batches, num_buckets, num_schemes)
+        self._work_ms = a * squares[..., None] + b * tokens[..., None]
+        one_ms = a * longest[..., None] ** 2 + b * longest[..., None] + c
+        is_empty = (longest == 0.0)[..., None]
+        self._pass_ms = np.where(longest[..., None] <= limits, stages * one_ms, np.inf)
+        self._pass_ms[np.broadcast_to(is_empty, self._pass_ms.shape)] = 0.0
+        self._grid_ms, self._grid_shares = _work_shares(costs, batches)
+
+    def mean_work_ms(self, batches: Sequence[int]) -> FloatArray:
+        """Work of each bucket on each scheme, mean of batches: shape (num_buckets, num_schemes)."""
+        mean: FloatArray = self._work_ms[list(batches)].mean(axis=0)
+        return mean
+
+    def longest_pass_ms(self, batches: Sequence[int]) -> FloatArray:
+        """Longest way of a sequence of each bucket through all stages, (num_buckets, num_schemes).
+
+        inf where a scheme cannot hold one.
+        """
+        longest: FloatArray = self._pass_ms[list(batches)].max(axis=0)
+        return longest
+
+    def work_shares(self, time_ms: float) -> FloatArray:
+        """Share of a time that a replica of each scheme works in, shape (num_schemes,)."""
+        shares: FloatArray = self._grid_shares[int(self._places(np.array(time_ms)))]
+        return shares
+
+    def times_ms(self, mixes: Sequence[Mix], batches: Sequence[int]) -> FloatArray:
+        """Estimated makespans, shape (num_mixes, len(batches)); inf where a batch does not fit."""
+        if not mixes:
+            return np.zeros((0, len(batches)))
+        counts = np.array(mixes, dtype=np.float64)
+        num_classes = int((counts > 0).sum(axis=1).max())
+        size = len(batches) * self._work_ms.shape[1] * num_classes
+        step = max(1, _MAX_ELEMENTS // size)
+        parts = [
+            self._times_ms(counts[start : start + step], num_classes, np.array(batches))
+            for start in range(0, len(counts), step)
+        ]
+        return np.concatenate(parts)
+
+    def _times_ms(
+        self, counts: FloatArray, num_classes: int, batches: npt.NDArray[np.int64]
+    ) -> FloatArray:
+        # Axes: mixes, batches, buckets, classes of the mix.
+        chosen = np.argsort(-counts, axis=1, kind="stable")[:, :num_classes]
+        num = np.take_along_axis(counts, chosen, axis=1)[:, None, :]
+        is_there = num > 0
+        num = np.where(is_there, num, 1.0)
+        work_ms = np.moveaxis(self._work_ms[batches][:, :, chosen], 2, 0)
+        pass_ms = np.moveaxis(self._pass_ms[batches][:, :, chosen], 2, 0)
+        pass_ms = np.where(is_there[:, :, None, :], pass_ms, np.inf)
+        floor_ms = pass_ms.min(axis=3).max(axis=2)
+        is_held = np.isfinite(floor_ms)
+        floor_ms = np.where(is_held, floor_ms, 1.0)
+        whole_ms = work_ms.sum(axis=2)
+        rates = np.where(is_there, num / np.maximum(whole_ms, 1e-9), 0.0)
+        time_ms = np.maximum(1.0 / np.maximum(rates.sum(axis=2), 1e-12), floor_ms)
+        weights = np.where(is_there, 1.0 / np.maximum(whole_ms, 1e-9), 0.0)
+        for _ in range(_NUM_ROUNDS):
+            shares = self._shares(time_ms, chosen)
+            needed_ms = work_ms / shares[:, :, None, :]
+            is_able = pass_ms <= time_ms[:, :, None, None] * (1.0 + 1e-9)
+            best_ms, weights = _spread(needed_ms, is_able, num, is_there, weights)
+            time_ms = np.maximum(best_ms, floor_ms)
+        return np.where(is_held, time_ms, np.inf)
+
+    def _shares(self, time_ms: FloatArray, chosen: npt.NDArray[np.int64]) -> FloatArray:
+        """Share of work of each class of a mix within a time, from the grid."""
+        return self._grid_shares[self._places(time_ms)[:, :, None], chosen[:, None, :]]
+
+    def _places(self, time_ms: FloatArray) -> npt.NDArray[np.int64]:
+        """The nearest times of the grid."""
+        low, high = self._grid_ms[0], self._grid_ms[-1]
+        position = np.log(np.clip(time_ms, low, high) / low) / np.log(high / low)
+        return np.rint(position * (_NUM_GRID_TIMES - 1)).astype(np.int64)
+
+
+def _spread(
+    needed_ms: FloatArray,
+    is_able: npt.NDArray[np.bool_],
+    num: FloatArray,
+    is_there: npt.NDArray[np.bool_],
+    weights: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
+    """Time of spreading buckets over classes, and the weights of that."""
+    blocked = np.where(is_able, 0.0, np.inf)
+    norm = (weights * num * is_there).sum(axis=2, keepdims=True)
+    weights = weights / norm
+    best_ms = np.zeros(needed_ms.shape[:2])
+    best_weights = weights
+    classes = np.arange(needed_ms.shape[3])
+    for step in np.linspace(_LARGEST_STEP, _LEAST_STEP, _NUM_UPDATES):
+        priced = needed_ms * weights[:, :, None, :] + blocked
+        choice = priced.argmin(axis=3)
+        value_ms = np.take_along_axis(priced, choice[..., None], axis=3)[..., 0].sum(axis=2)
+        is_better = value_ms > best_ms
+        best_ms = np.where(is_better, value_ms, best_ms)
+        best_weights = np.where(is_better[..., None], weights, best_weights)
+        given_ms = (needed_ms * (choice[..., None] == classes)).sum(axis=2) / num
+        ratio = np.clip(given_ms / np.maximum(value_ms, 1e-9)[..., None], 0.25, 4.0)
+        weights = weights * ratio**step
+        weights = weights / (weights * num * is_there).sum(axis=2, keepdims=True)
+    return best_ms, best_weights
+
+
+def _columns(costs: Sequence[SchemeCost]) -> tuple[FloatArray, ...]:
+    rows = [
+        (
+            cost.coefficients.a_ms_per_token2,
+            cost.coefficients.b_ms_per_token,
+            cost.coefficients.c_ms,
+            float(cost.num_stages),
+            float(cost.max_tokens),
+        )
+        for cost in costs
+    ]
+    return tuple(np.array(column) for column in zip(*rows, strict=True))
+
+
+def _edges(batches: Sequence[Sequence[int]], limits: Sequence[int]) -> FloatArray:
+    """Longest lengths of the buckets, rising: the limits, and equal shares of all tokens."""
+    lengths = np.sort(np.concatenate([np.asarray(batch) for batch in batches]))
+    share = np.cumsum(lengths) / lengths.sum()
+    quantiles = np.searchsorted(share, np.linspace(0.0, 1.0, _NUM_BUCKETS + 1)[1:-1])
+    inner = [limit for limit in limits if limit < lengths[-1]]
+    return np.unique(np.concatenate((lengths[quantiles], inner, lengths[-1:]))).astype(np.float64)
+
+
+def _work_shares(
+    costs: Sequence[SchemeCost], batches: Sequence[Sequence[int]]
+) -> tuple[FloatArray, FloatArray]:
+    """A grid of times, and the share of each that a replica works in: (num_times, num_schemes).
+
+    With v micro-batches of equal work, p stages and constant cost c, ``T·v/(v+p-1) - v·c`` is left
+    for work, but no more than v micro-batches hold.
+    """
+    lengths = np.concatenate([np.asarray(batch, dtype=np.float64) for batch in batches])
+    num_micro_batches = np.arange(1, _MOST_MICRO_BATCHES + 1, dtype=np.float64)
+    a, b, c, stages, limits = _columns(costs)
+    fastest_ms = float((b * lengths.min()).min()) + 1e-3
+    slowest_ms = max(
+        float((a * np.square(batch, dtype=np.float64).sum() + b * sum(batch) + c).max())
+        for batch in batches
+    )
+    grid_ms = np.geomspace(fastest_ms, max(slowest_ms, 2.0 * fastest_ms), _NUM_GRID_TIMES)
+    shares = np.empty((_NUM_GRID_TIMES, len(costs)))
+    for place in range(len(costs)):
+        fitting = lengths[lengths <= limits[place]]
+        length = float(fitting @ fitting / fitting.sum()) if len(fitting) else 0.0
+        room_ms = num_micro_batches * _FULL * limits[place] * (a[place] * length + b[place])
+        filled = num_micro_batches / (num_micro_batches + stages[place] - 1.0)
+        work_ms = grid_ms[:, None] * filled - num_micro_batches * c[place]
+        most_ms = np.minimum(work_ms, room_ms).max(axis=1)
+        shares[:, place] = np.clip(most_ms / grid_ms, _LEAST_SHARE, 1.0)
+    return grid_ms, shares
