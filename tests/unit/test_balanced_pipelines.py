@@ -122,7 +122,7 @@ def test_a_dry_run_shows_the_layers(tmp_path: Path) -> None:
 
 def test_a_profile_decides_among_what_was_measured(tmp_path: Path) -> None:
     pool = write_pool(tmp_path, s="4*pp2")
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"b_ms_per_token": 2.0, "max_tokens": 500},
         {"layers": [5, 3], "b_ms_per_token": 1.5, "max_tokens": 400},
         {"layers": [6, 2], "b_ms_per_token": 1.4, "max_tokens": 100},
