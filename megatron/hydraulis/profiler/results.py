@@ -35,8 +35,8 @@ def profile_of(
 ) -> ProfileCostModel:
     """The cost profile of what was measured.
 
-    ``max_tokens`` of a scheme is the largest micro-batch that was run. A scheme of which nothing
-    fits is left out: there are no coefficients for it.
+    ``max_tokens`` of a scheme is the largest size that was run in every packing, and 0 where there
+    is none. A scheme of which nothing fits is left out: there are no coefficients for it.
 
     setup: versions, settings; goes into the profile as it is.
 
@@ -50,12 +50,14 @@ def profile_of(
             notes[str(scheme)] = {"fits": False, "why_not": points[0].why_not if points else ""}
             continue
         fitting = [point for point in points if point.fits]
+        refused = {point.point.num_tokens for point in points if not point.fits}
         largest = max(point.point.num_tokens for point in fitting)
+        whole = {point.point.num_tokens for point in fitting} - refused
         rows.append(
             ProfiledScheme(
                 scheme=scheme,
                 coefficients=fit.coefficients,
-                max_tokens=given_limit(largest, scheme),
+                max_tokens=given_limit(max(whole, default=0), scheme),
             )
         )
         slowest = [point for point in fitting if point.point.num_tokens == largest]

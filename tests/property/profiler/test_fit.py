@@ -1,0 +1,107 @@
+"""The fit finds what made the times, without and with noise, and never below zero."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.profiler.fit import Sample, fit_coefficients, fit_near
+from megatron.hydraulis.profiler.grid import grid
+
+POINTS = grid(8192, longest=8192, short=64, num_sizes=6)
+
+coefficients = st.builds(
+    Coefficients,
+    a_ms_per_token2=st.floats(1e-8, 1e-4),
+    b_ms_per_token=st.floats(1e-4, 1.0),
+    c_ms=st.floats(0.0, 100.0),
+)
+
+
+def measured(truth: Coefficients, noise: float = 0.0, seed: int = 0) -> list[Sample]:
+    draw = random.Random(seed)
+    return [
+        Sample.of(p.lengths, truth.time_ms(p.lengths) * draw.uniform(1 - noise, 1 + noise))
+        for p in POINTS
+    ]
+
+
+@given(truth=coefficients)
+def test_exact_times_give_the_coefficients_back(truth: Coefficients) -> None:
+    fit = fit_coefficients(measured(truth))
+    for point in POINTS:
+        wanted = truth.time_ms(point.lengths)
+        assert fit.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=1e-6)
+    assert fit.r_squared == pytest.approx(1.0, abs=1e-6)
+    assert fit.worst_residual < 1e-6
+    found = fit.coefficients
+    # A term that is a billionth of every time cannot be told.
+    share = truth.a_ms_per_token2 * 8192**2 / truth.time_ms([8192])
+    if share > 1e-3:
+        assert found.a_ms_per_token2 == pytest.approx(truth.a_ms_per_token2, rel=1e-3)
+
+
+@settings(max_examples=40)
+@given(truth=coefficients, seed=st.integers(0, 1000))
+def test_noise_of_a_tenth_moves_predictions_by_no_more(truth: Coefficients, seed: int) -> None:
+    noise = 0.1
+    fit = fit_coefficients(measured(truth, noise, seed))
+    assert fit.median_residual <= noise
+    for point in POINTS:
+        wanted = truth.time_ms(point.lengths)
+        assert fit.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=1.5 * noise)
+
+
+@given(
+    st.lists(
+        st.builds(
+            Sample,
+            sum_of_squares=st.floats(1.0, 1e9),
+            num_tokens=st.floats(1.0, 1e5),
+            time_ms=st.floats(1e-3, 1e5),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_any_times_give_coefficients_that_are_not_negative(samples: list[Sample]) -> None:
+    fit = fit_coefficients(samples)  # Coefficients refuse negative and infinite ones
+    assert len(fit.residuals) == len(samples)
+
+
+@given(truth=coefficients, factor=st.floats(0.5, 2.0))
+def test_alike_micro_batches_scale_what_is_known(truth: Coefficients, factor: float) -> None:
+    """Packs that are all the same say nothing of a, b and c apart from their sum."""
+    lengths = [1024, 512, 512]
+    samples = [Sample.of(lengths, truth.time_ms(lengths) * factor)] * 50
+    scaled = Coefficients(
+        a_ms_per_token2=truth.a_ms_per_token2 * factor,
+        b_ms_per_token=truth.b_ms_per_token * factor,
+        c_ms=truth.c_ms * factor,
+    )
+    fit = fit_near(samples, scaled, prior_weight=8.0)
+    for point in POINTS:
+        wanted = scaled.time_ms(point.lengths)
+        assert fit.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=1e-3)
+
+
+@given(prior=coefficients, truth=coefficients)
+def test_many_different_micro_batches_outweigh_what_was_known(
+    prior: Coefficients, truth: Coefficients
+) -> None:
+    samples = measured(truth)
+    far = fit_near(samples, prior, prior_weight=1e-9)
+    for point in POINTS:
+        wanted = truth.time_ms(point.lengths)
+        assert far.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=0.02)
+
+
+def test_nothing_measured_and_impossible_times_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="measure at least one"):
+        fit_coefficients([])
+    for time_ms in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match="measure it again"):
+            Sample.of([4], time_ms)

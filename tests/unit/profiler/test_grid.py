@@ -1,0 +1,49 @@
+"""The grid of micro-batches: sizes, packings, refusals."""
+
+import pytest
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.profiler.grid import MANY_SHORT, MIXTURE, SAMPLED, SINGLE_LONG, grid
+
+
+def test_sizes_are_halves_and_packings_differ_in_squares_alone() -> None:
+    points = grid(1024, longest=1024, short=64, num_sizes=3)
+    assert [point.num_tokens for point in points] == [256] * 3 + [512] * 3 + [1024] * 3
+    largest = {point.packing: point for point in points if point.num_tokens == 1024}
+    assert largest[SINGLE_LONG].lengths == (1024,)
+    assert largest[MANY_SHORT].lengths == (64,) * 16
+    assert largest[MIXTURE].lengths == (512, *(64,) * 8)
+    squares = [point.sum_of_squares for point in points if point.num_tokens == 1024]
+    assert squares == sorted(set(squares))
+
+
+def test_no_sequence_is_longer_than_the_longest() -> None:
+    points = grid(1000, longest=300, short=50, num_sizes=4)
+    assert max(max(point.lengths) for point in points) == 300
+    assert {point.num_tokens for point in points} == {1000, 500, 250, 125}
+
+
+def test_equal_packings_are_measured_once_and_sizes_end_at_a_short_sequence() -> None:
+    points = grid(64, longest=64, short=32, num_sizes=9)
+    assert {point.num_tokens for point in points} == {64, 32}
+    assert len({point.lengths for point in points}) == len(points)
+
+
+def test_lengths_of_a_corpus_fill_every_size_and_depend_on_the_seed() -> None:
+    def sampled(seed: int) -> list[tuple[int, ...]]:
+        points = grid(512, longest=200, short=32, num_sizes=2, sample_from=(7, 90, 400), seed=seed)
+        return [point.lengths for point in points if point.packing == SAMPLED]
+
+    assert sampled(1) == sampled(1) != sampled(2)
+    assert [sum(lengths) for lengths in sampled(1)] == [256, 512]
+    for lengths in sampled(1):
+        # Longer ones come at the longest, and the last one is cut to fit.
+        assert sum(length not in (7, 90, 200) for length in lengths) <= 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_sizes": 0}, {"short": 0}, {"short": 65}, {"longest": 0}, {"longest": 31}]
+)
+def test_refusals(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match="grid of a profile"):
+        grid(64, **{"longest": 64, "short": 32, "num_sizes": 2} | wrong)

@@ -1,0 +1,224 @@
+"""Drift and slow ranks out of made-up times: seen, named, and told once."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+
+import pytest
+
+from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.cost_model.profile import ProfiledScheme
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.profiler.refit import IterationTimes, OnlineRefit, RefitSettings
+from megatron.hydraulis.runtime.spans import RecordedSpan
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Pool, Strategy
+
+TIMES = Coefficients(a_ms_per_token2=1e-5, b_ms_per_token=0.02, c_ms=3.0)
+SCHEMES = (Scheme(), Scheme(tp=2), Scheme(pp=2))
+MAX_TOKENS = 1024
+PROFILE = ProfileCostModel(
+    device="made up",
+    source="test",
+    date="2026-01-02",
+    schemes=tuple(
+        ProfiledScheme(scheme=scheme, coefficients=TIMES, max_tokens=MAX_TOKENS)
+        for scheme in SCHEMES
+    ),
+)
+OVERHEAD_MS = 7.0
+
+
+class Machine:
+    """Plans batches of one strategy by the profile and runs them by other times."""
+
+    def __init__(self, strategy: str, num_ranks: int = 4) -> None:
+        self.strategy = Strategy.parse(strategy, num_ranks)
+        self._planner = GreedyPlanner(Pool.of(self.strategy), PROFILE)
+        self._draw = random.Random(3)
+        self._iteration = 0
+
+    def run(
+        self,
+        refit: OnlineRefit,
+        num_iterations: int,
+        *,
+        factor: float = 1.0,
+        rank_factors: Mapping[int, float] | None = None,
+        stage_factors: tuple[float, ...] = (1.0, 1.0),
+        noise: float = 0.02,
+    ) -> list[str]:
+        """What the refit says meanwhile. Ranks of a replica wait for its slowest."""
+        news: list[str] = []
+        for _ in range(num_iterations):
+            lengths = [self._draw.randint(20, 900) for _ in range(24)]
+            plan = self._planner.plan(lengths, iteration=self._iteration)
+            self._iteration += 1
+            refit.add(self._times(plan, factor, rank_factors or {}, stage_factors, noise))
+            news += refit.news()
+        return news
+
+    def _times(
+        self,
+        plan: IterationPlan,
+        factor: float,
+        rank_factors: Mapping[int, float],
+        stage_factors: tuple[float, ...],
+        noise: float,
+    ) -> IterationTimes:
+        rank_times_ms: dict[int, list[float]] = {}
+        makespans_ms = [0.0]
+        for replica in plan.replicas:
+            slow = max(rank_factors.get(rank, 1.0) for rank in replica.ranks)
+            work_ms = [
+                TIMES.time_ms(m.lengths)
+                * factor
+                * slow
+                * self._draw.uniform(1.0 - noise, 1.0 + noise)
+                for m in replica.micro_batches
+            ]
+            for rank in replica.ranks:
+                position = replica.replica.position_of(rank)
+                assert position is not None
+                stage = stage_factors[position.stage]
+                rank_times_ms[rank] = [stage * time_ms for time_ms in work_ms]
+            slowest_ms = [max(stage_factors[: replica.scheme.pp]) * t for t in work_ms]
+            makespans_ms.append(pipeline_time_ms(slowest_ms, replica.scheme.pp))
+        return IterationTimes(
+            plan=plan,
+            rank_times_ms=rank_times_ms,
+            iteration_ms=max(makespans_ms) + OVERHEAD_MS,
+        )
+
+
+def test_without_drift_nothing_is_said_and_times_stay() -> None:
+    refit = OnlineRefit(PROFILE)
+    machine = Machine("2*tp1+tp2")
+    assert machine.run(refit, 12) == []
+    newest = refit.refitted()
+    for scheme in (Scheme(), Scheme(tp=2)):
+        assert newest.coefficients(scheme).time_ms([500, 100]) == pytest.approx(
+            TIMES.time_ms([500, 100]), rel=0.03
+        )
+    assert newest.coefficients(Scheme(pp=2)) == TIMES  # never run
+    assert newest.max_tokens(Scheme()) == MAX_TOKENS
+    assert newest.overhead_ms(machine.strategy) == pytest.approx(OVERHEAD_MS)
+
+
+def test_drift_is_named_once_followed_and_its_end_is_told() -> None:
+    refit = OnlineRefit(PROFILE, RefitSettings(num_iterations=5))
+    machine = Machine("4*tp1")
+    assert machine.run(refit, 6) == []
+    news = machine.run(refit, 10, factor=1.4)
+    assert len(news) == 1, news
+    told = re.search(r"cost profile: tp1 takes ([\d.]+) times the profiled time", news[0])
+    assert told is not None
+    assert float(told.group(1)) == pytest.approx(1.4, rel=0.03)
+    assert "more than 10%" in news[0]
+    slower = refit.refitted().coefficients(Scheme())
+    assert slower.time_ms([700]) == pytest.approx(1.4 * TIMES.time_ms([700]), rel=0.05)
+    news = machine.run(refit, 10)
+    assert len(news) == 1, news
+    assert "back at" in news[0]
+
+
+def test_faster_times_are_a_drift_too() -> None:
+    news = Machine("4*tp1").run(OnlineRefit(PROFILE), 6, factor=0.5)
+    assert len(news) == 1
+    assert "-5" in news[0]
+
+
+def test_a_drift_within_the_limit_is_followed_in_silence() -> None:
+    refit = OnlineRefit(PROFILE, RefitSettings(drift=0.5))
+    assert Machine("4*tp1").run(refit, 8, factor=1.3) == []
+    assert refit.refitted().coefficients(Scheme()).time_ms([300]) == pytest.approx(
+        1.3 * TIMES.time_ms([300]), rel=0.05
+    )
+
+
+def test_a_rank_slower_than_the_others_is_named_and_not_taken_for_a_drift() -> None:
+    refit = OnlineRefit(PROFILE, RefitSettings(num_iterations=5))
+    machine = Machine("4*tp1")
+    news = machine.run(refit, 10, rank_factors={2: 1.5})
+    assert len(news) == 1, news
+    assert "slow rank: rank 2 takes 1.5" in news[0]
+    assert "run tp1;" in news[0]
+    assert machine.run(refit, 10) == ["slow rank: rank 2 is as fast as the others again"]
+
+
+def test_ranks_that_wait_for_a_slow_one_are_named_with_it() -> None:
+    news = Machine("2*tp2").run(OnlineRefit(PROFILE), 6, rank_factors={3: 1.5})
+    assert [line.split(" takes")[0] for line in news if "slow rank" in line] == [
+        "slow rank: rank 2",
+        "slow rank: rank 3",
+    ]
+
+
+def test_a_stage_that_has_less_to_do_makes_no_rank_slow() -> None:
+    refit = OnlineRefit(PROFILE)
+    machine = Machine("2*pp2")
+    assert machine.run(refit, 6, stage_factors=(0.4, 1.0)) == []
+    assert refit.refitted().coefficients(Scheme(pp=2)).time_ms([600]) == pytest.approx(
+        TIMES.time_ms([600]), rel=0.05
+    )
+    assert refit.refitted().overhead_ms(machine.strategy) == pytest.approx(OVERHEAD_MS)
+
+
+def test_a_lone_replica_is_compared_with_nobody() -> None:
+    settings = RefitSettings(drift=0.6)
+    machine = Machine("tp2+2*tp1")
+    assert machine.run(OnlineRefit(PROFILE, settings), 6, rank_factors={0: 1.5, 1: 1.5}) == []
+
+
+def test_the_first_iteration_of_a_strategy_counts_for_nothing() -> None:
+    refit = OnlineRefit(PROFILE)
+    machine = Machine("4*tp1")
+    machine.run(refit, 1, factor=100.0)
+    assert machine.run(refit, 6) == []
+    assert refit.refitted().overhead_ms(machine.strategy) == pytest.approx(OVERHEAD_MS)
+
+
+def test_the_next_run_can_begin_with_the_newest_times() -> None:
+    refit = OnlineRefit(PROFILE)
+    machine = Machine("4*tp1")
+    machine.run(refit, 6, factor=2.0)
+    newest = refit.refitted()
+    profile = newest.to_profile(Pool.of(machine.strategy), device="d", source="s", date="x")
+    again = ProfileCostModel.from_json(profile.to_json(), what="profile")
+    assert again.coefficients(Scheme()) == newest.coefficients(Scheme())
+    assert again.overhead_ms(machine.strategy) == newest.overhead_ms(machine.strategy)
+    plan = GreedyPlanner(Pool.of(machine.strategy), newest).plan([500, 400, 300, 200])
+    before = GreedyPlanner(Pool.of(machine.strategy), PROFILE).plan([500, 400, 300, 200])
+    assert plan.makespan_s == pytest.approx(2.0 * before.makespan_s, rel=0.05)
+    assert plan.predicted_time_s == pytest.approx(plan.makespan_s + OVERHEAD_MS / 1e3)
+
+
+def test_a_drift_to_name_is_positive() -> None:
+    with pytest.raises(ConfigurationError, match="positive but is 0"):
+        RefitSettings(drift=0.0)
+
+
+def test_waits_for_parameters_are_no_part_of_a_micro_batch() -> None:
+    from megatron.hydraulis.loop.refitting import micro_batch_times_ms
+
+    def span(name: str, start_ms: float, end_ms: float, micro_batch: int = 0) -> RecordedSpan:
+        detail = {"micro_batch": micro_batch}
+        return RecordedSpan(name, int(start_ms * 1e6), int(end_ms * 1e6), detail)
+
+    spans = [
+        span("forward", 0, 10),
+        span("gather wait", 2, 5),
+        span("gather wait", 9, 12),  # reaches beyond
+        span("pipeline wait", 12, 20),
+        span("forward", 20, 24, 1),
+        span("backward", 30, 36),
+        span("backward", 40, 41, 1),
+        span("optimizer", 50, 60),
+    ]
+    assert micro_batch_times_ms(spans, 2) == [10 - 3 - 1 + 6, 4 + 1]
+    assert micro_batch_times_ms([], 0) == []

@@ -1,0 +1,202 @@
+"""The survey with a rig that only pretends: what is tried, what is not, and going on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.profiler.grid import GridPoint, grid
+from megatron.hydraulis.profiler.measurements import (
+    MAX_ATTEMPTS,
+    MeasuredPoint,
+    MeasuredStrategy,
+    Measurements,
+    RegroupSpeed,
+)
+from megatron.hydraulis.profiler.results import profile_of
+from megatron.hydraulis.profiler.survey import PointOutcome, Survey, expected_peak_bytes
+from megatron.hydraulis.scheme import Scheme
+
+TRUTH = Coefficients(a_ms_per_token2=1e-5, b_ms_per_token=0.01, c_ms=2.0)
+POINTS = grid(1024, longest=1024, short=64, num_sizes=4)
+SETUP = {"model_flags": ["--num-layers", "2"], "num_ranks": 1}
+STATE_BYTES, BYTES_PER_TOKEN = 1000, 10
+
+
+class Interrupted(Exception):
+    """The process is gone."""
+
+
+@dataclass
+class PretendingRig:
+    """Times by TRUTH, on two stages of which the first is faster."""
+
+    num_fitting_tokens: int = 10**9
+    dies_at: int = -1
+    """Number of the call that never comes back."""
+    calls: list[GridPoint] = field(default_factory=list)
+
+    def run_point(self, scheme: str, point: GridPoint) -> PointOutcome:
+        self.calls.append(point)
+        if len(self.calls) - 1 == self.dies_at:
+            raise Interrupted
+        if point.num_tokens > self.num_fitting_tokens:
+            return PointOutcome(why_not="out of memory")
+        time_ms = TRUTH.time_ms(point.lengths)
+        return PointOutcome(
+            stage_ms=(0.5 * time_ms, time_ms),
+            forward_ms=time_ms / 4,
+            peak_bytes=STATE_BYTES + BYTES_PER_TOKEN * point.num_tokens,
+        )
+
+
+class FileLedger:
+    """Measurements as a survey sees them in a job of one rank."""
+
+    def __init__(self, file: Measurements) -> None:
+        self.file = file
+
+    def find(self, scheme: str, point: GridPoint) -> MeasuredPoint | None:
+        return self.file.points.get((scheme, point.lengths))
+
+    def begin(self, scheme: str, point: GridPoint) -> bool:
+        return self.file.begin(scheme, point)
+
+    def add(self, point: MeasuredPoint) -> None:
+        self.file.add_point(point)
+
+
+def survey(path: Path, rig: PretendingRig, limit_bytes: int | None = None) -> list[MeasuredPoint]:
+    ledger = FileLedger(Measurements(path, SETUP))
+    return Survey(rig, ledger, limit_bytes=limit_bytes).run("tp1", POINTS)
+
+
+def profile(points: list[MeasuredPoint]) -> ProfileCostModel:
+    names = {"device": "pretended", "source": "test", "date": "2026-01-02"}
+    return profile_of({Scheme(): points}, [], setup=SETUP, **names)
+
+
+def test_all_points_are_measured_and_the_slowest_stage_counts(tmp_path: Path) -> None:
+    rig = PretendingRig()
+    points = survey(tmp_path / "m.jsonl", rig)
+    assert rig.calls == list(POINTS)
+    found = profile(points)
+    times = found.coefficients(Scheme())
+    assert times.time_ms([1024]) == pytest.approx(TRUTH.time_ms([1024]))
+    assert found.max_tokens(Scheme()) == 1024
+    note = found.measurement["schemes"]["tp1"]
+    assert note["forward_share"] == pytest.approx(0.25)
+    assert note["peak_bytes"] == STATE_BYTES + BYTES_PER_TOKEN * 1024
+    assert ProfileCostModel.from_json(json.loads(json.dumps(found.to_json())), what="p") == found
+
+
+def test_a_rerun_goes_on_where_the_first_run_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    first = PretendingRig(dies_at=5)
+    with pytest.raises(Interrupted):
+        survey(path, first)
+    with path.open("a") as file:
+        file.write('{"kind": "point", "sch')  # a line that was being written
+    second = PretendingRig()
+    points = survey(path, second)
+    assert second.calls == list(POINTS[5:])
+    assert [point.point for point in points] == list(POINTS)
+    assert points == survey(tmp_path / "other.jsonl", PretendingRig())
+    third = PretendingRig()
+    assert survey(path, third) == points
+    assert third.calls == []
+
+
+def test_a_point_that_ends_the_process_again_and_again_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    num_before = 7
+    for _ in range(MAX_ATTEMPTS):
+        # Killed at the same point: the first call after those that are on record.
+        rig = PretendingRig(dies_at=0 if path.exists() else num_before)
+        with pytest.raises(Interrupted):
+            survey(path, rig)
+    points = survey(path, PretendingRig())
+    assert [point.fits for point in points] == [index < num_before for index in range(len(POINTS))]
+    assert "attempts" in points[num_before].why_not
+    # Another packing of the same size did fit: a limit has to hold for all of them.
+    assert POINTS[num_before - 1].num_tokens == POINTS[num_before].num_tokens
+    assert profile(points).max_tokens(Scheme()) == POINTS[num_before].num_tokens // 2
+
+
+def test_what_does_not_fit_is_on_record_and_larger_ones_are_not_tried(tmp_path: Path) -> None:
+    rig = PretendingRig(num_fitting_tokens=300)
+    points = survey(tmp_path / "m.jsonl", rig)
+    tried = [point for point in POINTS if point.num_tokens <= 256]
+    assert rig.calls[: len(tried)] == tried
+    assert len(rig.calls) == len(tried) + 1
+    assert {point.point.num_tokens for point in points if not point.fits} == {512, 1024}
+    assert "out of memory" in points[len(tried)].why_not
+    found = profile(points)
+    assert found.max_tokens(Scheme()) == 256
+    assert found.measurement["schemes"]["tp1"]["num_points_that_do_not_fit"] == len(points) - len(
+        tried
+    )
+
+
+def test_what_is_expected_not_to_fit_is_not_tried(tmp_path: Path) -> None:
+    rig = PretendingRig()
+    points = survey(tmp_path / "m.jsonl", rig, limit_bytes=STATE_BYTES + BYTES_PER_TOKEN * 600)
+    assert max(point.num_tokens for point in rig.calls) == 512
+    refused = [point for point in points if not point.fits]
+    assert {point.point.num_tokens for point in refused} == {1024}
+    assert "expected to take" in refused[0].why_not
+
+
+def test_memory_is_expected_along_the_two_largest_sizes() -> None:
+    def at(num_tokens: int, peak_bytes: int) -> MeasuredPoint:
+        point = GridPoint("any", (num_tokens,))
+        return MeasuredPoint(scheme="tp1", point=point, stage_ms=(1.0,), peak_bytes=peak_bytes)
+
+    assert expected_peak_bytes([at(1, 7)], 10) is None
+    assert expected_peak_bytes([at(10, 900), at(20, 300), at(40, 700)], 60) == 1100
+    assert expected_peak_bytes([at(20, 700), at(40, 300)], 60) == 300
+
+
+def test_a_scheme_of_which_nothing_fits_is_left_out(tmp_path: Path) -> None:
+    nothing = survey(tmp_path / "m.jsonl", PretendingRig(num_fitting_tokens=0))
+    with pytest.raises(ConfigurationError, match="at least 1 scheme"):
+        profile(nothing)
+    some = survey(tmp_path / "n.jsonl", PretendingRig())
+    both = profile_of(
+        {Scheme(): some, Scheme(tp=2): nothing}, [], device="d", source="s", date="x", setup={}
+    )
+    assert [row.scheme for row in both.schemes] == [Scheme()]
+    assert both.measurement["schemes"]["tp2"] == {"fits": False, "why_not": "out of memory"}
+
+
+def test_another_setup_is_refused_unless_told_to_measure_anew(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    survey(path, PretendingRig())
+    with pytest.raises(ConfigurationError, match=r"num_ranks differs; give --restart"):
+        Measurements(path, SETUP | {"num_ranks": 2})
+    assert Measurements(path, SETUP | {"num_ranks": 2}, restart=True).num_found == 0
+    path.write_text(path.read_text() + '{"kind": "point"}\n')
+    with pytest.raises(ConfigurationError, match="not what this version writes"):
+        Measurements(path, SETUP | {"num_ranks": 2})
+
+
+def test_strategies_are_kept_and_what_regrouping_takes_is_never_negative(tmp_path: Path) -> None:
+    speed = RegroupSpeed(gather_bytes=8_000, gather_ms=2.0, scatter_bytes=0, scatter_ms=0.0)
+    strategy = MeasuredStrategy(
+        name="S", iteration_ms=10.0, makespan_ms=6.0, optimizer_ms=1.0, regroup=speed
+    )
+    file = Measurements(tmp_path / "m.jsonl", SETUP)
+    file.add_strategy(strategy)
+    assert Measurements(tmp_path / "m.jsonl", SETUP).strategies == {"S": strategy}
+    assert strategy.regroup_ms == 3.0
+    assert speed.to_json()["gather_bytes_per_s"] == pytest.approx(4e6)
+    assert speed.to_json()["scatter_bytes_per_s"] is None
+    quick = MeasuredStrategy(
+        name="S", iteration_ms=6.5, makespan_ms=6.0, optimizer_ms=1.0, regroup=speed
+    )
+    assert quick.regroup_ms == 0.0
