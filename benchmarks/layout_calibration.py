@@ -13,8 +13,9 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -116,11 +117,11 @@ def read_measured(path: str) -> list[Measured]:
 
 
 def with_values(
-    constants: LayoutConstants, parameters: Sequence[Parameter], logarithms: Sequence[float]
+    constants: LayoutConstants, parameters: Sequence[Parameter], logarithms: np.ndarray
 ) -> LayoutConstants:
     """The constants with other values of the parameters, given as logarithms."""
-    shared: dict[str, float] = {}
-    by_kernel: dict[str, dict[str, float]] = {}
+    shared: dict[str, Any] = {}
+    by_kernel: dict[str, dict[str, Any]] = {}
     for parameter, logarithm in zip(parameters, logarithms, strict=True):
         value = float(np.exp(logarithm))
         if not parameter.kernels:
@@ -216,23 +217,37 @@ def errors_of(
     return Errors(times, num_wrong, len(measured))
 
 
-def groups(measured: Sequence[Measured]) -> Iterator[tuple[str, Callable[[Measured], bool]]]:
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layouts that agree in what is given."""
+
+    name: str
+    kernel: str | None = None
+    micro_batch_size: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    recomputes_layers: bool | None = None
+
+    def holds(self, layout: Layout) -> bool:
+        """Whether a layout belongs to it."""
+        fields = ("kernel", "micro_batch_size", "tp", "pp", "recomputes_layers")
+        wanted = [(getattr(self, field), getattr(layout, field)) for field in fields]
+        return all(mine is None or mine == its for mine, its in wanted)
+
+
+def groups(measured: Sequence[Measured]) -> Iterator[Group]:
     """What is left out of a fit, one after the other."""
-    yield "tp 1", lambda row: row.layout.tp == 1
-    yield "tp 2", lambda row: row.layout.tp == 2
-    yield "pp 1", lambda row: row.layout.pp == 1
-    yield "pp 2", lambda row: row.layout.pp == 2
+    for degree in (1, 2):
+        yield Group(f"tp {degree}", tp=degree)
+        yield Group(f"pp {degree}", pp=degree)
     for size in sorted({row.layout.micro_batch_size for row in measured}):
-        yield f"micro-batch {size}", lambda row, size=size: row.layout.micro_batch_size == size
-    yield "all with recomputation", lambda row: row.layout.recomputes_layers
-    yield "all without recomputation", lambda row: not row.layout.recomputes_layers
+        yield Group(f"micro-batch {size}", micro_batch_size=size)
+    yield Group("all with recomputation", recomputes_layers=True)
+    yield Group("all without recomputation", recomputes_layers=False)
     for name in sorted({row.layout.kernel for row in measured}):
-        yield f"{name}, tp 2", lambda row, n=name: row.layout.kernel == n and row.layout.tp == 2
-        yield f"{name}, pp 2", lambda row, n=name: row.layout.kernel == n and row.layout.pp == 2
-        yield (
-            f"{name}, recomputation",
-            lambda row, n=name: row.layout.kernel == n and row.layout.recomputes_layers,
-        )
+        yield Group(f"{name}, tp 2", kernel=name, tp=2)
+        yield Group(f"{name}, pp 2", kernel=name, pp=2)
+        yield Group(f"{name}, recomputation", kernel=name, recomputes_layers=True)
 
 
 def cross_validate(
@@ -240,15 +255,15 @@ def cross_validate(
 ) -> dict[str, Errors]:
     """Errors on each group by constants that were fitted without it."""
     found = {}
-    for name, is_left_out in groups(measured):
-        kept = [row for row in measured if not is_left_out(row)]
-        left_out = [row for row in measured if is_left_out(row)]
+    for group in groups(measured):
+        kept = [row for row in measured if not group.holds(row.layout)]
+        left_out = [row for row in measured if group.holds(row.layout)]
         if not kept or not left_out:
             continue
         constants = fit_times(kept, device, LAYOUT_CONSTANTS)
         if with_memory:
             constants = fit_memory(kept, device, constants)
-        found[name] = errors_of(left_out, device, constants)
+        found[group.name] = errors_of(left_out, device, constants)
     return found
 
 

@@ -1,0 +1,102 @@
+"""Laws that the layout model keeps for any model, job and layout."""
+
+from dataclasses import fields, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.hydraulis.cost_model.layout import FixedLengthJob, Layout
+from megatron.hydraulis.cost_model.layout_constants import LAYOUT_CONSTANTS
+from megatron.hydraulis.cost_model.layout_time import StepTime
+from megatron.hydraulis.model_shape import ModelShape
+from tests.support.fixed_length import predict
+
+KERNELS = [kernel.name for kernel in LAYOUT_CONSTANTS.kernels]
+POWERS = st.sampled_from([1, 2, 4, 8])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[FixedLengthJob, Layout]:
+    """A job, and a layout that can be run."""
+    groups = draw(st.sampled_from([8, 16]))
+    heads = groups * draw(st.sampled_from([1, 4]))
+    shape = ModelShape(
+        num_layers=draw(st.integers(8, 80)),
+        hidden_size=heads * 128,
+        ffn_hidden_size=heads * 128 * draw(st.integers(2, 4)),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=128,
+        vocab_size=draw(st.sampled_from([32_000, 128_000])),
+        gated_mlp=draw(st.booleans()),
+        tied_embeddings=draw(st.booleans()),
+    )
+    tp, pp, dp, size = draw(POWERS), draw(POWERS), draw(POWERS), draw(POWERS)
+    of = FixedLengthJob(
+        shape=shape,
+        num_ranks=tp * pp * dp,
+        sequence_tokens=draw(st.sampled_from([512, 2048, 8192])),
+        num_sequences=dp * size * draw(st.integers(1, 4)) * 2,
+    )
+    how = Layout(
+        micro_batch_size=size,
+        tp=tp,
+        pp=pp,
+        kernel=draw(st.sampled_from(KERNELS)),
+        sequence_parallel=draw(st.booleans()),
+        recomputes_layers=draw(st.booleans()),
+    )
+    return of, how
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_parts_are_not_negative_and_add_up(case: tuple[FixedLengthJob, Layout]) -> None:
+    prediction = predict(*case)
+    parts = [getattr(prediction.time, field.name) for field in fields(StepTime)]
+    assert min(parts) >= -1e-12 * prediction.time.total_s
+    assert abs(sum(parts) - prediction.time.total_s) <= 1e-9 * prediction.time.total_s
+    assert 0.0 < prediction.mfu < 1.0
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_sequence_parallelism_needs_no_more_memory_or_time(
+    case: tuple[FixedLengthJob, Layout],
+) -> None:
+    of, how = case
+    without, with_it = (predict(of, replace(how, sequence_parallel=sp)) for sp in (False, True))
+    assert with_it.memory.total_bytes <= without.memory.total_bytes
+    assert with_it.time.total_s <= without.time.total_s
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_larger_micro_batches_keep_no_less(case: tuple[FixedLengthJob, Layout]) -> None:
+    of, how = case
+    larger = replace(how, micro_batch_size=2 * how.micro_batch_size)
+    # Fewer micro-batches than stages keep fewer in flight: the same tokens then, at least.
+    memory, more = predict(of, how).memory, predict(of, larger).memory
+    assert more.total_bytes >= memory.total_bytes * (1 - 1e-12)
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_recomputation_is_slower(case: tuple[FixedLengthJob, Layout]) -> None:
+    of, how = case
+    without, with_it = (predict(of, replace(how, recomputes_layers=re)) for re in (False, True))
+    assert with_it.time.total_s > without.time.total_s
+    kept, less = without.memory.activations_bytes, with_it.memory.activations_bytes
+    assert less < kept or without.memory.stage != with_it.memory.stage
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_more_sequences_take_longer_and_change_no_layout_that_fills_its_pipeline(
+    case: tuple[FixedLengthJob, Layout],
+) -> None:
+    of, how = case
+    more = replace(of, num_sequences=2 * of.num_sequences)
+    assert predict(more, how).time.total_s > predict(of, how).time.total_s
+    if how.num_micro_batches(of) >= how.pp:
+        assert predict(more, how).memory == predict(of, how).memory
