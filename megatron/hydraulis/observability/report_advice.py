@@ -17,6 +17,8 @@ MAX_PREDICTION_ERROR = 0.10
 """Of iteration times, median: beyond it the times that plans are made from are worth measuring."""
 MAX_REPLICA_DEVIATION = 0.20
 """Of measured / predicted time, between schemes or between replicas of one."""
+MAX_SLOWDOWN = 0.25
+"""Of measured / predicted time, from the beginning to the end of the run."""
 MAX_PLAN_WAIT = 0.01
 """Of the iterations' time."""
 MAX_IDLE = 0.10
@@ -50,6 +52,7 @@ def advice_on(run: Run, numbers: Numbers) -> tuple[Advice, ...]:
         _skipped,
         _plan_wait,
         _prediction,
+        _slowdown,
         _schemes,
         _slow_replica,
         _idle,
@@ -144,6 +147,19 @@ def _prediction(run: Run, numbers: Numbers) -> Advice | None:
         f"Times come from what is known of the device, not from this machine: measure it "
         f"({PROFILE_COMMAND}) and train with --cost-profile. A factor common to all replicas does "
         "not change plans; what remains beside it does.",
+    )
+
+
+def _slowdown(run: Run, numbers: Numbers) -> Advice | None:
+    ratio = numbers.totals.slowdown
+    if ratio is None or ratio <= 1.0 + MAX_SLOWDOWN:
+        return None
+    return Advice(
+        "act",
+        f"The last third of the iterations took {factor(ratio)} the time of the first third, for "
+        "what the plans expected of them.",
+        "Something became slower during the run: another program on these machines, a device that "
+        "got hot, a network that others use.",
     )
 
 

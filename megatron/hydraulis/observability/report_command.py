@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="trace of the run, for measured times of single replicas; default: the one that the "
-        "run's configuration names, or RUN_DIR/trace",
+        "run's configuration names",
     )
     parser.add_argument(
         "--output-dir",

@@ -43,8 +43,6 @@ INCHES_PER_ROW = 0.18
 MAX_HEIGHT_INCHES = 9.0
 MAX_LABEL_CHARS = 24
 OTHERS = "others"
-HEADROOM = 1.28
-"""What a legend above the lines takes of the axis."""
 _MS_PER_S = 1e3
 _BYTES_PER_MB = 1e6
 
@@ -76,6 +74,11 @@ def figures_of(run: Run, numbers: Numbers) -> Iterator[ReportFigure]:
             _planning(run),
             _regrouping(run),
         ]
+        for one in found:
+            if one is not None:
+                # The layout is made for the ticks of the draw before: without one, labels that
+                # become longer are cut off.
+                one.figure.draw_without_rendering()
     return (figure for figure in found if figure is not None)
 
 
@@ -113,7 +116,7 @@ def _times(run: Run) -> ReportFigure:
         (predicted, PREDICTED, "predicted"),
     ):
         _line(axes, run, [value * scale for value in values], color, label=label)
-    axes.set_ylabel(unit)
+    axes.set_ylabel(f"time, {unit}")
     _legend_above(axes, num_columns=2)
     _iteration_axis(axes, run)
     caption = "What the plan expected of an iteration, and what it took."
@@ -262,7 +265,7 @@ def _planning(run: Run) -> ReportFigure:
     ):
         values = [getattr(record, name) * _MS_PER_S for record in run.records]
         _line(below, run, values, color, label=label)
-    below.set_ylabel("ms")
+    below.set_ylabel("time, ms")
     _legend_above(below, num_columns=2)
     _iteration_axis(above, run, is_labelled=False)
     _iteration_axis(below, run)
@@ -280,7 +283,7 @@ def _regrouping(run: Run) -> ReportFigure | None:
     figure, (above, below) = _stacked()
     megabytes = [_or_nan(record.regroup_bytes) / _BYTES_PER_MB for record in run.records]
     _line(above, run, megabytes, SERIES[5])
-    above.set_ylabel("MB")
+    above.set_ylabel("bytes, MB")
     above.set_ylim(0.0, _top(megabytes) * 1.15 or 1.0)
     for name, color, label in (
         ("gather_wait_s", SERIES[5], "waits for parameters"),
@@ -288,7 +291,7 @@ def _regrouping(run: Run) -> ReportFigure | None:
     ):
         values = [_or_nan(getattr(record, name)) * _MS_PER_S for record in run.records]
         _line(below, run, values, color, label=label)
-    below.set_ylabel("ms")
+    below.set_ylabel("time, ms")
     _legend_above(below, num_columns=2)
     _iteration_axis(above, run, is_labelled=False)
     _iteration_axis(below, run)
@@ -416,10 +419,15 @@ def _iteration_axis(axes: Axes, run: Run, *, is_labelled: bool = True) -> None:
 
 
 def _legend_above(axes: Axes, *, num_columns: int) -> None:
-    """A legend with room of its own above the lines of an axis that begins at 0."""
-    _, top = axes.get_ylim()
-    axes.set_ylim(0.0, max(top, 0.0) * HEADROOM or 1.0)
-    axes.legend(frameon=False, ncols=num_columns, loc="upper left", borderaxespad=0.2)
+    """A legend on top of an axis, which is made to begin at 0."""
+    axes.set_ylim(0.0, max(axes.get_ylim()[1], 0.0) or 1.0)
+    axes.legend(
+        frameon=False,
+        ncols=num_columns,
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        borderaxespad=0.1,
+    )
 
 
 def _colors(names: Sequence[str]) -> dict[str, str]:

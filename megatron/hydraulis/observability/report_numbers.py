@@ -27,6 +27,9 @@ __all__ = [
     "numbers_of",
 ]
 
+MIN_ITERATIONS_TO_COMPARE = 9
+"""Of the beginning and the end of a run: three each."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
@@ -68,6 +71,9 @@ class Totals:
     gather_wait_fraction: float | None
     """Of the iterations' time, on the rank that logs."""
     scatter_wait_fraction: float | None
+    slowdown: float | None
+    """Measured / predicted time in the last third over that in the first; None for few
+    iterations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,6 +224,7 @@ def _totals(run: Run) -> Totals:
         regroup_bytes=_mean(record.regroup_bytes for record in records),
         gather_wait_fraction=_share_of_time(steady, lambda record: record.gather_wait_s),
         scatter_wait_fraction=_share_of_time(steady, lambda record: record.scatter_wait_s),
+        slowdown=_slowdown(steady),
     )
 
 
@@ -292,6 +299,18 @@ def _prediction(pairs: Iterable[tuple[float, float]]) -> Prediction | None:
     return Prediction(
         num_compared=len(known), factor=factor, error=error(1.0), error_beyond_factor=error(factor)
     )
+
+
+def _slowdown(records: Sequence[IterationRecord]) -> float | None:
+    ratios = [
+        record.iteration_time_s / record.predicted_time_s
+        for record in records
+        if min(record.iteration_time_s, record.predicted_time_s) > 0.0
+    ]
+    if len(ratios) < MIN_ITERATIONS_TO_COMPARE:
+        return None
+    third = len(ratios) // 3
+    return statistics.median(ratios[-third:]) / statistics.median(ratios[:third])
 
 
 def _marked(run: Run) -> dict[str, int]:

@@ -30,7 +30,7 @@ CONFIG_FILE_NAME = "config.json"
 REPORT_FILE_NAME = "report.html"
 REPORT_PICTURES_FOLDER_NAME = "report"
 TRACE_FOLDER_NAME = "trace"
-"""Where a trace is looked for in a run folder if the configuration names none that is there."""
+"""Where a trace is looked for in a run folder without a configuration that could name it."""
 
 MAX_TRACE_BYTES = 256 * 2**20
 """A trace beyond that takes longer to read than a reader of reports waits."""
@@ -100,8 +100,8 @@ def read_run(folder: str | Path, *, trace: str | Path | None = None) -> Run:
 
     Args:
         folder: of the run, or the ``earlier.N`` in it.
-        trace: folder of its trace; where None, the one that the configuration names or the
-            folder ``trace`` in the run folder, if there is one.
+        trace: folder of its trace; where None, the one that the configuration names, if it is
+            there; without a configuration the folder ``trace`` in the run folder.
 
     Raises:
         HydraulisError: there is no such folder, no iteration in it, a whole line of its metrics is
@@ -245,10 +245,15 @@ def _read_spans(
         return Spans.of(read_trace(given))
     hydraulis = config.get("hydraulis")
     named = hydraulis.get("trace") if isinstance(hydraulis, Mapping) else None
-    candidates = [folder / TRACE_FOLDER_NAME]
-    if named:
-        # As the run was told, and as it lies if the run folder was moved or copied.
-        candidates = [Path(named), folder / Path(named).name, *candidates]
+    candidates = []
+    if not config:
+        candidates = [folder / TRACE_FOLDER_NAME]
+    elif named:
+        # As it lies if the run folder was moved or copied, then as the run was told.
+        candidates = [folder / Path(named).name]
+        if not _EARLIER_FOLDER.fullmatch(folder.name):
+            # The next run of the folder may have put a trace of its own there.
+            candidates.append(Path(named))
     for path in candidates:
         files = _trace_files(path)
         if not files:

@@ -52,7 +52,7 @@ SETTINGS: dict[Any, Any] = {
 """matplotlib's, while a figure is made and drawn."""
 
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-_FONT_FAMILY = re.compile(r"(font: [^;\"']*?(?:px|pt)) [^;\"]*")
+_FONT_FAMILY = re.compile(r"font-family: [^;\"]*")
 
 
 def inline_svg(figure: Figure, name: str, description: str) -> str:
@@ -74,7 +74,7 @@ def inline_svg(figure: Figure, name: str, description: str) -> str:
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r'(href="#|url\(#)', rf"\1{name}-", svg)
     # The page's own font, whatever fonts the reader's machine has.
-    svg = _FONT_FAMILY.sub(r"\1 var(--font)", svg)
+    svg = _FONT_FAMILY.sub("font-family: var(--font)", svg)
     for color, variable in VARIABLES.items():
         svg = re.sub(color, f"var(--{variable})", svg, flags=re.IGNORECASE)
     opening = re.compile(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>')

@@ -46,7 +46,8 @@ def write_config(
         ],
         "left_out": ["strategy 'wide' is left out: cp is 2"],
         "model": {"num_layers": 4, "hidden_size": 128, "num_parameters": 1_115_264},
-        "hydraulis": {"plan_ahead": 2, "trace": None, "cost_profile": None} | ours,
+        "hydraulis": {"plan_ahead": 2, "trace": str(run_dir / "trace"), "cost_profile": None}
+        | ours,
         "settings": {"train_iters": train_iters, "global_batch_size": 16, "seq_length": 1024},
     }
     (run_dir / "config.json").write_text(json.dumps(config))

@@ -167,6 +167,18 @@ def test_a_run_as_it_should_be_has_nothing_to_act_on(tmp_path: Path) -> None:
     assert f"--trace {tmp_path / 'trace'}" in findings(advice, "know")
 
 
+def test_a_run_that_becomes_slower_is_told(tmp_path: Path) -> None:
+    times_s = [9.0, 2.0, 2.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0]
+    records = [make_record(n, iteration_time_s=time_s) for n, time_s in enumerate(times_s, 1)]
+    run, numbers = of(tmp_path, records)
+    assert numbers.totals.slowdown == pytest.approx(1.5)
+    assert "The last third of the iterations took 1.5× the time" in findings(
+        advice_on(run, numbers)
+    )
+    write_run(tmp_path / "short", records[:9])
+    assert numbers_of(read_run(tmp_path / "short")).totals.slowdown is None
+
+
 def test_marked_plans_are_counted_over_processes(tmp_path: Path) -> None:
     counts = [(1, 0), (2, 1), (3, 1), (4, 2), (3, 1), (4, 1), (5, 2)]
     records = [make_record(n, num_marked_plans=m, plan_status="greedy") for n, m in counts]

@@ -125,7 +125,7 @@ def test_a_folder_without_an_iteration_is_one_error(tmp_path: Path) -> None:
 def test_the_trace_is_found_where_the_run_wrote_it_or_was_moved_to(tmp_path: Path) -> None:
     records = make_records()
     for run_dir, trace, named in (
-        (tmp_path / "a", tmp_path / "a" / "trace", None),
+        (tmp_path / "a", tmp_path / "a" / "trace", str(tmp_path / "a" / "trace")),
         (tmp_path / "b", tmp_path / "elsewhere", str(tmp_path / "elsewhere")),
         (tmp_path / "c", tmp_path / "c" / "spans", "/gone/spans"),
     ):
@@ -139,6 +139,18 @@ def test_the_trace_is_found_where_the_run_wrote_it_or_was_moved_to(tmp_path: Pat
     assert len(given.spans) > 0
     with pytest.raises(HydraulisError, match="give its folder"):
         read_run(tmp_path / "b", trace=tmp_path / "elsewhere")
+
+
+def test_the_trace_of_another_run_in_the_folder_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    records = make_records()
+    write_trace(tmp_path / "trace", records)
+    write_run(tmp_path, records)
+    assert len(read_run(tmp_path).spans) > 0
+    write_config(tmp_path, trace=None)
+    assert len(read_run(tmp_path).spans) == 0
+    earlier = write_run(tmp_path / "earlier.1", records)
+    write_config(earlier, trace=str(tmp_path / "trace"))
+    assert len(read_run(earlier).spans) == 0
 
 
 def test_a_damaged_trace_is_a_note(tmp_path: Path) -> None:

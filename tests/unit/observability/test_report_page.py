@@ -1,0 +1,201 @@
+"""The page and the pictures of a report, from the command line on."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.observability import IterationRecord
+from megatron.hydraulis.observability.report_advice import advice_on
+from megatron.hydraulis.observability.report_figures import figures_of
+from megatron.hydraulis.observability.report_numbers import numbers_of
+from megatron.hydraulis.observability.report_page import make_page
+from megatron.hydraulis.observability.report_run import read_run
+from tests.unit.observability.page_reader import PageReader
+from tests.unit.observability.records_for_tests import make_record
+from tests.unit.observability.run_folders import (
+    make_pool_records,
+    make_records,
+    write_config,
+    write_run,
+    write_trace,
+)
+
+ALWAYS = ["loss", "throughput", "times", "prediction", "idle", "padding", "planning"]
+
+
+def report(run_dir: Path, *flags: str) -> PageReader:
+    assert main(["report", str(run_dir), *flags]) == 0
+    return PageReader((run_dir / "report.html").read_text())
+
+
+def page_alone(run_dir: Path) -> str:
+    """Without the pictures beside it, which take half the time."""
+    run = read_run(run_dir)
+    found = numbers_of(run)
+    return make_page(run, found, advice_on(run, found), figures_of(run, found))
+
+
+def numbers(run_dir: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["report", str(run_dir), "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def of_figures(page: PageReader) -> list[str]:
+    return [name for name in page.ids if name.isalpha() and name != "iterations"]
+
+
+def test_a_page_of_one_strategy_with_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = make_records()
+    write_run(tmp_path, records)
+    write_config(tmp_path)
+    write_trace(tmp_path / "trace", records)
+    page = report(tmp_path)
+    assert capsys.readouterr().out == f"report: {tmp_path / 'report.html'}\n"
+    assert sorted(of_figures(page)) == sorted([*ALWAYS, "ranks", "regrouping", "replicas"])
+    assert page.tags.count("svg") == len(of_figures(page))
+    for name in of_figures(page):
+        with Image.open(tmp_path / "report" / f"{name}.png") as image:
+            assert image.format == "PNG"
+            assert image.width > 600
+            colors = image.convert("RGB").getcolors(maxcolors=1 << 24)
+        assert colors is not None
+        assert len(colors) > 50, f"{name}.png shows nothing"
+    assert len(list((tmp_path / "report").iterdir())) == len(of_figures(page))
+
+
+@pytest.mark.parametrize("kind", ["one", "pool", "nothing known"])
+def test_a_page_refers_to_nothing_outside(tmp_path: Path, kind: str) -> None:
+    records = make_pool_records() if kind == "pool" else make_records()
+    write_run(tmp_path, records)
+    if kind != "nothing known":
+        write_config(tmp_path, ("pairs", "long") if kind == "pool" else ("tp2+2*tp1",))
+    text = page_alone(tmp_path)
+    page = PageReader(text)
+    assert not {"script", "link", "iframe", "img", "object", "embed"} & set(page.tags)
+    assert all(reference.startswith(("#", "data:image/png")) for reference in page.references)
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
+    assert not re.search(r"https?:|//[a-z]|@import|@font-face", text)
+    assert len(set(page.ids)) == len(page.ids)
+    inside = [reference[1:] for reference in page.references if reference.startswith("#")]
+    assert set(inside) | set(re.findall(r"url\(#([^)]+)\)", text)) <= set(page.ids)
+
+
+def test_the_page_shows_the_figures_of_metrics_jsonl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = make_pool_records()
+    write_run(tmp_path, records)
+    write_config(tmp_path, ("pairs", "long"), train_iters=12)
+    page = PageReader(page_alone(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    for line in lines:
+        (row,) = [row for row in page.rows if row[:1] == [str(line["iteration"])]]
+        assert row[1] == line["strategy"]
+        assert float(row[2]) == pytest.approx(line["lm_loss"], abs=6e-5)
+        assert row[3] == f"{line['num_tokens']:,}"
+        assert row[4:6] == ["1.25 s", "1.00 s"]
+    steady = lines[1:]
+    tokens_per_s = sum(line["num_tokens"] for line in steady) / sum(
+        line["iteration_time_s"] for line in steady
+    )
+    assert f"Tokens/s {tokens_per_s:,.0f}" in page.words
+    assert f"{lines[0]['lm_loss']:.4f} → {lines[-1]['lm_loss']:.4f}" in page.words
+    found = numbers(tmp_path, capsys)
+    assert found["totals"]["tokens_per_s"] == pytest.approx(tokens_per_s)
+    assert found["records"] == lines
+    assert found["notes"] == []
+    assert {one["kind"] for one in found["advice"]} <= {"act", "know"}
+    assert all(one["finding"] in page.words for one in found["advice"])
+
+
+def test_json_writes_no_file_and_is_json_of_any_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, [make_record(1, lm_loss=None, plan_gap=None, iteration_time_s=0.0)])
+    found = numbers(tmp_path, capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert found["totals"]["tokens_per_s"] is None
+    assert found["iterations"] is None
+    assert found["notes"]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [make_record(1)],
+        [make_record(1, lm_loss=None, grad_norm=None, replica_times_s=(), predicted_time_s=0.0)],
+        [make_record(1, replica_times_s=(0.0, 0.0), imbalance=1.0, num_tokens=0)],
+        [make_record(n, lm_loss=None if n % 2 else 2.0, plan_gap=None) for n in range(1, 70)],
+        [make_record(n, replica_times_s=(1.0,) * 300) for n in (1, 2)],
+        [make_record(n, strategy=f"<{'long ' * 30}& {n % 9}>") for n in range(1, 40)],
+        [make_record(n) for n in (1, 2, 7, 8)],
+    ],
+    ids=["one", "empty", "no time", "gaps", "replicas", "names", "missing"],
+)
+def test_a_page_of_any_run(tmp_path: Path, records: list[IterationRecord]) -> None:
+    write_run(tmp_path, records)
+    page = PageReader(page_alone(tmp_path))
+    assert "svg" in page.tags
+    for name in {record.strategy for record in records}:
+        assert any(name in row for row in page.rows)
+
+
+def test_a_long_run_stays_a_page_of_moderate_size(tmp_path: Path) -> None:
+    names = ("pairs", "long")
+    write_run(
+        tmp_path,
+        [make_record(n, strategy=names[n % 2], lm_loss=9.0 / (1 + n % 97)) for n in range(1, 6001)],
+    )
+    text = page_alone(tmp_path)
+    page = PageReader(text)
+    assert len(text) < 4e6
+    assert any(reference.startswith("data:image/png") for reference in page.references)
+    assert "The last 200 iterations" in page.words
+
+
+def test_a_report_goes_where_it_is_told_and_replaces_an_earlier_one(tmp_path: Path) -> None:
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    write_run(run_dir, make_records())
+    (out / "report").mkdir(parents=True)
+    (out / "report" / "strategies.png").touch()
+    assert main(["report", str(run_dir), "--output-dir", str(out)]) == 0
+    assert (out / "report.html").is_file()
+    assert not (out / "report" / "strategies.png").exists()
+    assert not (run_dir / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda folder: None, "is of a run folder but"),
+        (lambda folder: folder.mkdir(), "metrics.jsonl: No such file"),
+        (lambda folder: write_run(folder, []), "has 0 whole lines; train an iteration first"),
+    ],
+    ids=["absent", "empty folder", "no iteration"],
+)
+def test_errors_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, wanted: str
+) -> None:
+    make(tmp_path / "run")
+    assert main(["report", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert wanted in told
+    assert told.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_is_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, make_records())
+    (tmp_path / "report.html").mkdir()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "needs files that can be written" in capsys.readouterr().err
