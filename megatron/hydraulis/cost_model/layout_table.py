@@ -41,6 +41,8 @@ _HEAD_SIZE = 128
 class LayoutRow:
     """A row of the file, and what it means."""
 
+    where: str
+    """File and line, for errors."""
     cells: Mapping[str, str]
     job: FixedLengthJob
     layout: Layout
@@ -117,7 +119,7 @@ def _row(cells: Mapping[str, str], what: str) -> LayoutRow:
         if str(error).startswith(what):
             raise
         raise ConfigurationError(f"{what}: {error}") from None
-    return LayoutRow(cells, job, layout)
+    return LayoutRow(what, cells, job, layout)
 
 
 def _integer(cells: Mapping[str, str], name: str, what: str) -> int:

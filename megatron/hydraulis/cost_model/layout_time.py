@@ -43,6 +43,8 @@ _NUM_ALL_REDUCES_FORWARD = 2
 _NUM_BOUNDARY_MESSAGES = 2
 # Gradients in bf16 twice (reduce-scatter, all-gather), parameters once.
 _DATA_PARALLEL_BYTES = 6
+# Gate, up and down: passes over the rows of the MLP are counted for three matrices.
+_GATED_MATRICES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,10 @@ def _layer(
     ) / _matmul_rate(device, constants)
     attention_s = _attention_forward_s(job, layout, device, constants, kernel)
     norm_passes = 0.0 if kernel.has_norm_kernel else constants.norm_passes
+    num_matrices = _GATED_MATRICES if shape.gated_mlp else _GATED_MATRICES - 1
     rows = (
         (constants.hidden_passes + norm_passes) * shape.hidden_size / layout.num_shares_of_hidden()
-    ) + constants.ffn_passes * shape.ffn_hidden_size / tp
+    ) + constants.ffn_passes * num_matrices / _GATED_MATRICES * shape.ffn_hidden_size / tp
     elementwise_s = num_tokens * _BF16_BYTES * rows / device.memory_bytes_per_s
     messages_s = 0.0
     if tp > 1:

@@ -50,13 +50,11 @@ def run(namespace: argparse.Namespace) -> int:
     device = device_constants(namespace.device)
     rows = read_layouts(namespace.layouts)
     predictions = []
-    for index, row in enumerate(rows):
+    for row in rows:
         try:
             predictions.append(predict_layout(row.job, row.layout, device))
         except ConfigurationError as error:
-            raise ConfigurationError(
-                f"layouts {namespace.layouts}, row {index + 1}: {error}"
-            ) from None
+            raise ConfigurationError(f"{row.where}: {error}") from None
     write_predictions(namespace.out, rows, predictions)
     num_fitting = sum(prediction.fits for prediction in predictions)
     if namespace.json:

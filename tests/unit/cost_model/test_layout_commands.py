@@ -1,0 +1,242 @@
+"""``predict-layouts``, ``recommend-layout`` and ``estimate``, end to end."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.cost_model import ProfileCostModel
+from megatron.hydraulis.scheme import Scheme
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+COLUMNS = (
+    "model,seq_len,world_size,act_ckpt,kernel,micro_batch_size,tp,pp,sequence_parallel,layers,"
+    "hidden,ffn,vocab,gbs,remark"
+)
+ROW = "13B,2048,64,disabled,flash_attention2 + RMS kernel,1,2,1,,40,5120,13824,128000,2048,first"
+LLAMA_13B = [
+    *("--num-layers", "40", "--hidden-size", "5120", "--num-attention-heads", "40"),
+    *("--ffn-hidden-size", "13824", "--swiglu", "--untie-embeddings-and-output-weights"),
+    *("--padded-vocab-size", "128000"),
+]
+LLAMA_32B = [
+    *("--num-layers", "60", "--hidden-size", "6656", "--num-attention-heads", "64"),
+    *("--kv-channels", "104", "--ffn-hidden-size", "17920", "--swiglu"),
+    *("--untie-embeddings-and-output-weights", "--vocab-size", "30522"),
+    *("--make-vocab-size-divisible-by", "128"),
+]
+JOB = ["--device", "a100-80g", "--num-ranks", "64", "--seq-length", "2048"]
+
+
+def predict(tmp_path: Path, *lines: str, device: str = "a100-80g") -> int:
+    (tmp_path / "in.csv").write_text("\n".join([COLUMNS, *lines]) + "\n")
+    flags = ["--layouts", str(tmp_path / "in.csv"), "--out", str(tmp_path / "out.csv")]
+    return main(["predict-layouts", *flags, "--device", device])
+
+
+def predicted(tmp_path: Path) -> list[dict[str, str]]:
+    with (tmp_path / "out.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_predicted_columns_follow_those_that_were_given(tmp_path: Path) -> None:
+    second = ROW.replace("RMS kernel,1,2,1,,", "RMS kernel,8,1,1,True,").replace("first", "second")
+    assert predict(tmp_path, ROW, second) == 0
+    first, other = predicted(tmp_path)
+    added = "predicted_step_time_s,predicted_mfu,predicted_fits,predicted_memory_bytes"
+    assert ",".join(first) == f"{COLUMNS},{added}"
+    assert (first["remark"], other["remark"]) == ("first", "second")
+    assert (first["predicted_fits"], other["predicted_fits"]) == ("True", "False")
+    assert 25.0 < float(first["predicted_step_time_s"]) < 40.0
+    assert 0.4 < float(first["predicted_mfu"]) < 0.75
+    assert float(other["predicted_memory_bytes"]) > 85e9 > float(first["predicted_memory_bytes"])
+
+
+def test_a_predicted_file_may_be_predicted_again(tmp_path: Path) -> None:
+    assert predict(tmp_path, ROW) == 0
+    once = (tmp_path / "out.csv").read_text()
+    flags = ["--layouts", str(tmp_path / "out.csv"), "--out", str(tmp_path / "out.csv")]
+    assert main(["predict-layouts", *flags, "--device", "a100-80"]) == 0
+    assert (tmp_path / "out.csv").read_text() == once
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("flash_attention2 + RMS kernel", "xformers", "line 2: .*'xformers'.*'torch'.*'fused'"),
+        ("disabled", "some", "line 2: act_ckpt is one of 'disabled', 'every_layer' .*'some'"),
+        (",1,2,1,,", ",1,2,1,perhaps,", "line 2: sequence_parallel is one of"),
+        (",1,2,1,,", ",1.5,2,1,,", "line 2: micro_batch_size is a whole number but it is '1.5'"),
+        (",1,2,1,,", ",1,3,1,,", "line 2: layout tp 3, pp 1"),
+        (",first", "", "line 2: a row has a value for every column"),
+    ],
+)
+def test_rows_that_make_no_sense(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
+) -> None:
+    assert predict(tmp_path, ROW.replace(old, new)) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_files_and_devices_that_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(tmp_path, ROW, device="a100-81g") == 2
+    assert "a100-81g" in capsys.readouterr().err
+    flags = ["--out", str(tmp_path / "out.csv"), "--device", "a100-80g"]
+    assert main(["predict-layouts", "--layouts", str(tmp_path / "none.csv"), *flags]) == 2
+    assert "none.csv: must be a CSV file that can be read" in capsys.readouterr().err
+    (tmp_path / "short.csv").write_text("tp,pp\n1,1\n")
+    assert main(["predict-layouts", "--layouts", str(tmp_path / "short.csv"), *flags]) == 2
+    assert "has no seq_len, world_size" in capsys.readouterr().err
+
+
+def recommended(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    batch = ["--global-batch-size", "2048", "--json"]
+    assert main(["recommend-layout", *LLAMA_13B, *JOB, *batch, *flags]) == 0
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return content
+
+
+def test_ranked_layouts_fit_and_come_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    content = recommended(capsys)
+    times = [row["predicted_step_time_s"] for row in content["ranked"]]
+    assert times == sorted(times)
+    assert all(row["predicted_fits"] for row in content["ranked"])
+    assert not any(row["predicted_fits"] for row in content["rejected"])
+    first = content["ranked"][0]
+    # What was measured to be the fastest (arXiv 2311.05610).
+    assert (first["micro_batch_size"], first["tp"], first["pp"]) == (1, 1, 1)
+    assert first["recompute"] is None
+    for row in content["ranked"] + content["rejected"]:
+        assert sum(row["time_s"].values()) == pytest.approx(row["predicted_step_time_s"])
+
+
+def test_each_layout_has_the_rule_that_bites(capsys: pytest.CaptureFixture[str]) -> None:
+    content = recommended(capsys)
+    rules = {
+        (row["micro_batch_size"], row["tp"], row["pp"], row["recompute"]): row["rule"]
+        for row in content["ranked"]
+        if not row["sequence_parallel"]
+    }
+    assert rules[1, 1, 1, "full"] == "recompute_s"
+    assert rules[1, 8, 1, None] == "tensor_parallel_s"
+    assert rules[4, 2, 4, None] in ("bubble_s", "wait_s", "imbalance_s")
+    assert {row["rule"] for row in content["rejected"]} == {"memory"}
+    assert all(" GB" in row["why"] for row in content["rejected"])
+    refused = recommended(capsys, "--global-batch-size", "7")["refused"]
+    assert any("7 sequences are not a multiple of 64 replicas" in row["why"] for row in refused)
+    assert any(row["rule"] == "division" and "64 stages share 40" in row["why"] for row in refused)
+
+
+def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--global-batch-size", "2048", "--top", "3"]
+    assert main(["recommend-layout", *LLAMA_13B, *JOB, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "fastest; most goes to" in text
+    assert "out of memory" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_layouts_that_no_job_can_have(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--device", "a100-40g", "--num-ranks", "1", "--seq-length", "2048"]
+    assert main(["recommend-layout", *LLAMA_13B, *few, "--global-batch-size", "8"]) == 2
+    assert "must fit in 42.6 GB of a100-40" in capsys.readouterr().err
+    kernel = ["--global-batch-size", "64", "--kernel", "none"]
+    assert main(["recommend-layout", *LLAMA_13B, *JOB, *kernel]) == 2
+    assert "kernel 'none'" in capsys.readouterr().err
+
+
+def test_an_estimate_is_a_cost_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "profile.json"
+    pool = ["--device", "a800-80g", "--pool", str(EXAMPLES / "pool_64_ranks.json")]
+    assert main(["estimate", *LLAMA_32B, *pool, "--out", str(out), "--json"]) == 0
+    profile = ProfileCostModel.read(out)
+    assert profile.to_json() == json.loads(capsys.readouterr().out)
+    assert "not measured" in profile.source
+    measured = ProfileCostModel.read(EXAMPLES / "cost_profile_llama32b_a800.json")
+    for row in profile.schemes:
+        lengths = [2048, 1024, 512, 512]
+        estimate = row.coefficients.time_ms(lengths)
+        assert estimate == pytest.approx(
+            measured.coefficients(row.scheme).time_ms(lengths), rel=0.15
+        )
+    assert (
+        main(
+            [
+                "plan",
+                *("--lengths", str(EXAMPLES / "lengths_instance_b.json")),
+                *("--cost-profile", str(out), "--pool", str(EXAMPLES / "pool_64_ranks.json")),
+            ]
+        )
+        == 0
+    )
+
+
+def test_schemes_may_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "h100", "--num-ranks", "16", "--schemes", "tp8pp2", "tp8", "tp8"]
+    assert main(["estimate", *LLAMA_32B, *flags, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    profile = ProfileCostModel.from_json(content, what="output")
+    assert [row.scheme for row in profile.schemes] == [Scheme(tp=8, pp=2), Scheme(tp=8)]
+
+
+def test_recomputation_takes_longer_and_holds_more(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "a800-80g", "--num-ranks", "64", "--schemes", "tp4pp2", "--json"]
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+    rows = []
+    for more in ([], [*full, "--recompute-num-layers", "1"]):
+        assert main(["estimate", *LLAMA_32B, *flags, *more]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["schemes"]
+        rows.append(row)
+    without, with_it = rows
+    assert with_it["b_ms_per_token"] > without["b_ms_per_token"]
+    assert with_it["max_tokens"] > without["max_tokens"]
+
+
+def test_the_table_names_every_source(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "h200", "--num-ranks", "8", "--schemes", "tp8", "tp1"]
+    assert main(["estimate", *LLAMA_32B, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit" in text
+    assert text.count("data sheet") >= 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--schemes", "2*tp8", "--num-ranks", "64"], r"without copies and ranks.*'2\*tp8'"),
+        (["--schemes", "tp8"], "--schemes needs --num-ranks"),
+        (["--schemes", "tp8pp2", "--num-ranks", "8"], "a replica has 16 ranks but the job 8"),
+        (["--pool", "POOL", "--num-ranks", "64"], "--pool tells the ranks"),
+        (["--schemes", "tp8", "--num-ranks", "8", "--recompute-granularity", "full"], "method"),
+    ],
+)
+def test_estimates_that_make_no_sense(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    given = [flag.replace("POOL", str(EXAMPLES / "pool_64_ranks.json")) for flag in flags]
+    assert main(["estimate", *LLAMA_32B, "--device", "h100", *given]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-query-groups", "8"], "come together"),
+        (["--num-attention-heads", "63"], "not a multiple of 63 heads"),
+        (["--group-query-attention", "--num-query-groups", "7"], "query groups"),
+        (["--make-vocab-size-divisible-by", "0"], "at least 1 but is 0"),
+    ],
+)
+def test_shapes_that_make_no_sense(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    job = ["--device", "h100", "--num-ranks", "8", "--schemes", "tp8"]
+    assert main(["estimate", *LLAMA_13B, *flags, *job]) == 2
+    assert message in capsys.readouterr().err
