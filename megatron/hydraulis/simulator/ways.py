@@ -116,13 +116,13 @@ class Ways:
         batch cannot be planned at all, StrategyError for a scheme that the profile lacks.
         """
         if way == POOL:
-            return [(self.profile, self._planned(self.pool, self.profile))]
+            return [(self.profile, self.planned(self.pool, self.profile))]
         if way == PER_BATCH:
             homogeneous = self.homogeneous()
             if not any(self._holds(strategy) for strategy in homogeneous):
                 return []
             pool = Pool.of(*homogeneous)
-            return [(self.profile, self._planned(pool, self.profile, shortlists=True))]
+            return [(self.profile, self.planned(pool, self.profile, shortlists=True))]
         if way == CP_ONLY:
             return self._context_parallel()
         make: dict[str, Callable[[Strategy], Works]] = {
@@ -130,7 +130,7 @@ class Ways:
             FIXED_ROWS: partial(self._fixed_rows, pads=True),
             PACKING: partial(self._fixed_rows, pads=False),
             DISPATCH: self._dispatched,
-            BALANCED: lambda strategy: self._planned(Pool.of(strategy), self.profile),
+            BALANCED: lambda strategy: self.planned(Pool.of(strategy), self.profile),
         }
         return [(self.profile, make[way](strategy)) for strategy in self.static()]
 
@@ -238,9 +238,13 @@ class Ways:
             planner = GreedyPlanner(pool, self.context_costs)
             times_s[tp] = sum(planner.plan(batch).predicted_time_s for batch in self.batches)
         best = pools[min(times_s, key=lambda tp: times_s[tp])]
-        return [(self.context_costs, self._planned(best, self.context_costs, shortlists=True))]
+        return [(self.context_costs, self.planned(best, self.context_costs, shortlists=True))]
 
-    def _planned(self, pool: Pool, cost_model: CostModel, *, shortlists: bool = False) -> Works:
+    def planned(self, pool: Pool, cost_model: CostModel, *, shortlists: bool = False) -> Works:
+        """Every batch planned: by the certified planner, or on a short list of strategies.
+
+        Raises PlanError as the planner does.
+        """
         planner: Planner = (
             _ShortlistPlanner(pool, cost_model)
             if shortlists
