@@ -340,8 +340,9 @@ class Engine:
         self._finish_gather()
         self._gathered = None
         setting = self.setting(strategy_name)
-        self.memory.size_parameters(setting.num_elements)
+        # First what is no longer needed, so that it is not held beside what is to come.
         self.memory.release_gradients_unless(setting.num_elements)
+        self.memory.size_parameters(setting.num_elements)
         gather = GatherPass(
             setting.regrouper,
             len(self.layout.buckets),
