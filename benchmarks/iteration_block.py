@@ -125,10 +125,10 @@ class EngineRank:
         )
         for strategy in pool.strategies:
             self.engine.setting(strategy.name)
-        self._forward_step = make_forward_step()
+        self.forward_step = make_forward_step()
 
     def __call__(self, block: Sequence[PlannedIteration]) -> BlockReport:
-        batches = [self._micro_batches(iteration) for iteration in block]
+        batches = [self.micro_batches(iteration) for iteration in block]
         followers = [*block[1:], block[0]]
         reports = []
         self.engine.gather(block[0].strategy)
@@ -140,7 +140,7 @@ class EngineRank:
             outcome = self.engine.train_step(
                 iteration.strategy,
                 mine,
-                self._forward_step,
+                self.forward_step,
                 next_strategy=follower.strategy,
                 phase=self._clock.measure,
             )
@@ -165,7 +165,7 @@ class EngineRank:
         last = self._clock.report(loss=math.nan, gradient_norm=math.nan).phases["gather"]
         return BlockReport(spent, tuple(reports), last)
 
-    def _micro_batches(self, iteration: PlannedIteration) -> list[PackedBatch]:
+    def micro_batches(self, iteration: PlannedIteration) -> list[PackedBatch]:
         """Of this rank's replica; none where it is idle."""
         strategy = self.pool.strategy(iteration.strategy)
         for index, replica in enumerate(strategy.replicas):
