@@ -42,6 +42,11 @@ COMMANDS = (
         "megatron.hydraulis.profiler.command",
     ),
     Command(
+        "propose",
+        "propose a pool of strategies for a corpus, a cost profile and a cluster",
+        "megatron.hydraulis.proposal.propose_command",
+    ),
+    Command(
         "plan",
         "find the best plan for a batch of lengths, a pool and a cost profile",
         "megatron.hydraulis.planner.plan_command",

@@ -23,9 +23,9 @@ _NUM_DESCENTS = 3
 """Starts of a regime from which the search goes on."""
 _NUM_KEPT = 3
 """Mixes of a descent, best first, that are remembered."""
-_MAX_REGIME_BATCHES = 16
+_MAX_REGIME_BATCHES = 10
 _MAX_STEPS = 40
-_MAX_POOL_ROUNDS = 6
+_MAX_POOL_ROUNDS = 3
 _LEAST_GAIN = 1e-4
 """Share of the time that a step has to win: less is below what the estimate can tell."""
 

@@ -21,10 +21,9 @@ from megatron.hydraulis.proposal.menu import Menu, Mix
 
 __all__ = ["FluidModel"]
 
-_NUM_BUCKETS = 20
-_NUM_ROUNDS = 3
-"""Of time and share of work, which depend on each other."""
-_NUM_UPDATES = 10
+_NUM_BUCKETS = 12
+_NUM_UPDATES = (8, 5, 4)
+"""Of weights, in each round of time and share of work, which depend on each other."""
 _LARGEST_STEP, _LEAST_STEP = 0.6, 0.15
 """Exponents of the first and the last update of weights."""
 _NUM_GRID_TIMES = 128
@@ -32,8 +31,8 @@ _MOST_MICRO_BATCHES = 256
 _FULL = 0.97
 """Tokens of a well-packed micro-batch over its limit."""
 _LEAST_SHARE = 1e-4
-_MAX_ELEMENTS = 2_000_000
-"""Of an array; more mixes are taken in turns."""
+_MAX_ELEMENTS = 300_000
+"""Of an array, so that it stays in the cache; more mixes are taken in turns."""
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -116,11 +115,11 @@ class FluidModel:
         rates = np.where(is_there, num / np.maximum(whole_ms, 1e-9), 0.0)
         time_ms = np.maximum(1.0 / np.maximum(rates.sum(axis=2), 1e-12), floor_ms)
         weights = np.where(is_there, 1.0 / np.maximum(whole_ms, 1e-9), 0.0)
-        for _ in range(_NUM_ROUNDS):
+        for num_updates in _NUM_UPDATES:
             shares = self._shares(time_ms, chosen)
             needed_ms = work_ms / shares[:, :, None, :]
             is_able = pass_ms <= time_ms[:, :, None, None] * (1.0 + 1e-9)
-            best_ms, weights = _spread(needed_ms, is_able, num, is_there, weights)
+            best_ms, weights = _spread(needed_ms, is_able, num, is_there, weights, num_updates)
             time_ms = np.maximum(best_ms, floor_ms)
         return np.where(is_held, time_ms, np.inf)
 
@@ -141,6 +140,7 @@ def _spread(
     num: FloatArray,
     is_there: npt.NDArray[np.bool_],
     weights: FloatArray,
+    num_updates: int,
 ) -> tuple[FloatArray, FloatArray]:
     """Time of spreading buckets over classes, and the weights of that."""
     blocked = np.where(is_able, 0.0, np.inf)
@@ -149,7 +149,7 @@ def _spread(
     best_ms = np.zeros(needed_ms.shape[:2])
     best_weights = weights
     classes = np.arange(needed_ms.shape[3])
-    for step in np.linspace(_LARGEST_STEP, _LEAST_STEP, _NUM_UPDATES):
+    for step in np.linspace(_LARGEST_STEP, _LEAST_STEP, num_updates):
         priced = needed_ms * weights[:, :, None, :] + blocked
         choice = priced.argmin(axis=3)
         value_ms = np.take_along_axis(priced, choice[..., None], axis=3)[..., 0].sum(axis=2)
