@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -163,6 +164,7 @@ def _run(namespace: argparse.Namespace) -> None:
     rank = int(os.environ.get("RANK", "0"))
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     quieten_upstream(rank)
+    logging.getLogger("megatron.hydraulis").setLevel(logging.WARNING)  # process groups, each time
     job = _Job.of(namespace, num_ranks=num_ranks, rank=rank)
     if has_cuda:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -76,8 +76,8 @@ class EngineRig:
     """Collective over all ranks of the job, as its engine.
 
     Args:
-        make_engine: builds the engine, its work told to a recorder; called anew once memory has run
-            out, as nobody knows in which state that leaves it.
+        make_engine: builds the engine, its work told to a recorder; called once, and anew after
+            memory has run out, as nobody knows in which state that leaves an engine.
         strategies: by scheme, the strategy that fills the job with its replicas.
         repeats: of everything.
         vocab_size: random tokens lie below.
@@ -105,11 +105,11 @@ class EngineRig:
         self._memory: MemoryMeter = CudaMemory() if torch.cuda.is_available() else CpuMemory()
         self._recorder = MemoryRecorder(CudaClock() if torch.cuda.is_available() else None)
         self._recorder.tracks = frozenset({COMPUTE, REGROUP})
-        self._engine: Engine | None = make_engine(self._recorder)
+        self._engine: Engine | None = None
 
     @property
     def engine(self) -> Engine:
-        """The engine at hand."""
+        """The engine at hand, built when there is something to measure."""
         if self._engine is None:
             self._engine = self._make_engine(self._recorder)
         return self._engine

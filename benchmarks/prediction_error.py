@@ -1,0 +1,178 @@
+"""Profile, plan, train: how far predicted iteration times lie from measured ones.
+
+Three real programs, one after the other, each on the same number of ranks of this machine: the
+command ``profile``, then ``pretrain_gpt.py`` with the profile that it wrote, on sequences of a long
+tail. Every iteration of the run has the time that its plan predicted before it ran and the time
+that it took; the figure is the median of ``|measured / predicted - 1|``. Nothing is fitted to the
+run, unless with --refit, which is reported beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron.hydraulis.observability.metrics_writer import read_metrics
+from megatron.hydraulis.observability.records import IterationRecord
+
+SEQ_LENGTH = 1024
+VOCAB_SIZE = 1024
+NUM_DOCUMENTS = 4000
+# Log-normal: most documents are short, some reach the limit.
+MEDIAN_TOKENS, SIGMA = 90, 1.1
+MODEL_FLAGS = (
+    *("--num-layers", "4", "--hidden-size", "128", "--ffn-hidden-size", "256"),
+    *("--num-attention-heads", "8", "--group-query-attention", "--num-query-groups", "4"),
+    *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"),
+    *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
+    *("--seq-length", str(SEQ_LENGTH), "--tokenizer-type", "NullTokenizer"),
+    *("--vocab-size", str(VOCAB_SIZE - 1), "--max-tokens-per-micro-batch", "1024"),
+)
+NUM_FIRST_LEFT_OUT = 2
+"""Iterations that also build models and start the planner."""
+
+
+@dataclass(frozen=True)
+class RunErrors:
+    """Prediction errors of one training run."""
+
+    name: str
+    strategy: str
+    num_iterations: int
+    median: float
+    worst: float
+    median_signed: float
+    """Measured / predicted - 1: positive where iterations take longer than predicted."""
+    spread: float
+    """Of measured times at equal predicted time: the interquartile range of measured / predicted,
+    over its median. No prediction can be better than about half of it."""
+    load: tuple[float, float, float]
+    """Of the machine, over 1, 5 and 15 minutes, when the run ended."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it all and print a table; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--num-ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument(
+        "--strategies", nargs="+", metavar="SPEC", help="one run each (default: N*tp1 and tpN)"
+    )
+    parser.add_argument("--iterations", type=int, default=24, metavar="N", help="of each run")
+    parser.add_argument("--global-batch-tokens", type=int, default=8192, metavar="N")
+    parser.add_argument("--refit", action="store_true", help="one more run each, refitted online")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="keep profile and runs here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    arguments = parser.parse_args(argv)
+    num_ranks = arguments.num_ranks
+    strategies = arguments.strategies or [f"{num_ranks}*tp1", f"tp{num_ranks}"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        corpus = _write_corpus(folder)
+        found = [
+            errors
+            for strategy in strategies
+            for errors in _errors_of(strategy, folder, corpus, arguments)
+        ]
+    print(f"\n{datetime.date.today()}, {num_ranks} ranks on {os.cpu_count()} cores")
+    print(f"{'run':<34} {'iterations':>10} {'median':>8} {'worst':>8} {'signed':>8} {'spread':>8}")
+    for errors in found:
+        print(
+            f"{errors.name:<34} {errors.num_iterations:>10} {errors.median:>8.1%} "
+            f"{errors.worst:>8.1%} {errors.median_signed:>+8.1%} {errors.spread:>8.1%}   "
+            f"load {' '.join(f'{value:.1f}' for value in errors.load)}"
+        )
+    if arguments.json is not None:
+        content = [vars(errors) for errors in found]
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+def _errors_of(
+    strategy: str, folder: Path, corpus: Path, arguments: argparse.Namespace
+) -> list[RunErrors]:
+    """Profile for a strategy, then train it."""
+    name = "".join(c if c.isalnum() else "_" for c in strategy)
+    profile = folder / f"{name}.json"
+    lengths = folder / "lengths.json"
+    _torchrun(
+        arguments.num_ranks,
+        *("-m", "megatron.hydraulis", "profile", "--out", str(profile)),
+        *("--lengths", str(lengths), "--", *MODEL_FLAGS, "--strategy", strategy),
+    )
+    runs = [(strategy, ())]
+    if arguments.refit:
+        runs.append((f"{strategy}, refitted", ("--refit-cost-profile",)))
+    found = []
+    for index, (label, flags) in enumerate(runs):
+        run_dir = folder / f"{name}_{index}"
+        _torchrun(
+            arguments.num_ranks,
+            *("pretrain_gpt.py", *MODEL_FLAGS, "--strategy", strategy),
+            *("--data-path", str(corpus), "--split", "100,0,0", "--run-dir", str(run_dir)),
+            *("--cost-profile", str(profile), "--train-iters", str(arguments.iterations)),
+            *("--global-batch-tokens", str(arguments.global_batch_tokens)),
+            *("--lr", "1e-3", "--min-lr", "1e-4", *flags),
+        )
+        found.append(_errors(label, strategy, read_metrics(run_dir)[NUM_FIRST_LEFT_OUT:]))
+    return found
+
+
+def _errors(name: str, strategy: str, records: Sequence[IterationRecord]) -> RunErrors:
+    ratios = [record.iteration_time_s / record.predicted_time_s for record in records]
+    errors = [abs(ratio - 1.0) for ratio in ratios]
+    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
+    return RunErrors(
+        name=name,
+        strategy=strategy,
+        num_iterations=len(records),
+        median=statistics.median(errors),
+        worst=max(errors),
+        median_signed=middle - 1.0,
+        spread=(high - low) / middle,
+        load=os.getloadavg(),
+    )
+
+
+def _torchrun(num_ranks: int, *words: str) -> None:
+    """One program on every rank; its output goes on to standard error."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks), *words]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
+
+
+def _write_corpus(folder: Path) -> Path:
+    """Random documents of a long tail, and the lengths of their sequences."""
+    draw = random.Random(1)
+    lengths = [
+        max(2, min(SEQ_LENGTH, round(draw.lognormvariate(np.log(MEDIAN_TOKENS), SIGMA))))
+        for _ in range(NUM_DOCUMENTS)
+    ]
+    tokens = np.random.default_rng(1)
+    prefix = folder / "corpus"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for length in lengths:
+        document = tokens.integers(0, VOCAB_SIZE - 1, size=length + 1)
+        builder.add_document(torch.from_numpy(document), [length + 1])
+    builder.finalize(f"{prefix}.idx")
+    (folder / "lengths.json").write_text(json.dumps(lengths))
+    return prefix
+
+
+if __name__ == "__main__":
+    sys.exit(main())
