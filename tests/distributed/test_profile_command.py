@@ -112,7 +112,7 @@ def test_what_does_not_fit_or_cannot_run_is_told_and_the_rest_measured(folder: P
     outcome.assert_succeeded()
     assert "scheme tp4 needs 4 ranks but 2 were started" in outcome.ranks[0].stderr
     found = ProfileCostModel.read(out)
-    # Two sizes tell how memory grows; from then on nothing is tried, the rest of the second neither.
+    # Two sizes tell how memory grows; then nothing is tried, the rest of the second size neither.
     assert found.max_tokens(Scheme()) == MAX_TOKENS // 4
     assert found.measurement["schemes"]["tp1"]["num_points_that_do_not_fit"] > 0
     assert [row.scheme for row in found.schemes] == [Scheme()]
