@@ -11,44 +11,18 @@ import numpy.typing as npt
 
 from megatron.hydraulis.data.blend import SequenceGroup
 from megatron.hydraulis.data.sampler import LengthSampler
-from megatron.hydraulis.errors import DataError
-from megatron.hydraulis.planner.lengths_file import read_lengths
+from megatron.hydraulis.lengths.counts import read_length_counts
 
-__all__ = ["read_corpus_lengths", "read_length_counts", "sample_batches"]
-
-_COUNTS_SUFFIX = ".csv"
-
-
-def read_length_counts(path: str | Path) -> npt.NDArray[np.int64]:
-    """Shape (num_lengths, 2): length in tokens, and how many documents have it.
-
-    Of a CSV file ``length_tokens,count`` with that line as its head. Raises DataError for any
-    other.
-    """
-    try:
-        counts = np.loadtxt(path, dtype=np.int64, delimiter=",", skiprows=1, ndmin=2)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"lengths file {path}: a .csv has the head length_tokens,count and two whole numbers a "
-            f"line but cannot be read so: {error}; correct it"
-        ) from None
-    if counts.ndim != 2 or counts.shape[1] != 2 or not len(counts) or counts.min() < 1:
-        raise DataError(
-            f"lengths file {path}: a .csv has at least 1 line of two numbers from 1 on but its "
-            f"numbers have the shape {counts.shape}; correct it"
-        )
-    return counts
+__all__ = ["read_corpus_lengths", "sample_batches"]
 
 
 def read_corpus_lengths(path: str | Path) -> npt.NDArray[np.int64]:
-    """Shape (num_sequences,): tokens of each sequence, of a histogram (.csv) or a lengths file.
+    """Shape (num_sequences,): tokens of each sequence, of any file of lengths.counts.
 
-    Raises DataError as read_length_counts and read_lengths do.
+    Raises DataError as read_length_counts does.
     """
-    if Path(path).suffix == _COUNTS_SUFFIX:
-        counts = read_length_counts(path)
-        return np.repeat(counts[:, 0], counts[:, 1])
-    return np.array(read_lengths(path), dtype=np.int64)
+    counts = read_length_counts(path)
+    return np.repeat(counts.lengths, counts.counts)
 
 
 def sample_batches(

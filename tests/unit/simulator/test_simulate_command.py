@@ -1,0 +1,150 @@
+"""``simulate``: files in, tables, JSON, trace and pictures out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.observability.trace_file import read_trace
+from megatron.hydraulis.observability.trace_query import Spans
+from megatron.hydraulis.observability.trace_shares import rank_shares
+
+PNG_HEAD = b"\x89PNG"
+SCHEMES = [
+    {"tp": tp, "cp": 1, "pp": pp, "a_ms_per_token2": 1e-5 / tp, "b_ms_per_token": b, "c_ms": 2.0,
+     "max_tokens": limit}
+    for tp, pp, b, limit in ((1, 1, 1.0, 500), (2, 1, 0.8, 1200), (4, 1, 0.6, 3000))
+]  # fmt: skip
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "gated_mlp": True,
+    "tied_embeddings": False,
+}
+POOL = {
+    "num_ranks": 4,
+    "ranks_per_node": 2,
+    "strategies": [
+        {"name": "mixed", "replicas": "tp2+2*tp1"},
+        {"name": "long", "replicas": "tp4"},
+    ],
+}
+LENGTHS = [400, 300, 1000, 120, 90, 60, 450, 30]
+PROFILE = {"device": "d", "source": "s", "date": "t", "schemes": SCHEMES}
+FILES = {"pool": POOL, "cost-profile": PROFILE, "lengths": LENGTHS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("simulate")
+    for name, content in {**FILES, "model": MODEL}.items():
+        (made / f"{name}.json").write_text(json.dumps(content))
+    return made
+
+
+@pytest.fixture
+def simulate(folder: Path) -> Callable[..., int]:
+    files = [text for name in FILES for text in (f"--{name}", str(folder / f"{name}.json"))]
+    sizes = ["--global-batch-size", "8", "--iterations", "2", "--plan-time", "0.1"]
+    return lambda *flags: main(["simulate", *files, *sizes, *flags])
+
+
+@pytest.fixture
+def regroup(folder: Path) -> list[str]:
+    return ["--model", str(folder / "model.json"), "--device", "cpu"]
+
+
+@pytest.fixture
+def figures(
+    simulate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> Callable[..., dict[str, Any]]:
+    def found(*flags: str) -> dict[str, Any]:
+        assert simulate("--ways", "pool", "--json", *flags) == 0
+        content: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return content
+
+    return found
+
+
+def test_a_table_tells_all_ways_and_what_is_left_out(
+    simulate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate() == 0
+    text = capsys.readouterr().out
+    for way in ("static, padding", "static, packing", "best per batch", "pool"):
+        assert f"\n {way} " in text or f"\n{way} " in text
+    assert "'cp only' is left out: what cp costs is not known" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_same_files_and_flags_give_the_same_figures(
+    figures: Callable[..., dict[str, Any]],
+) -> None:
+    assert figures() == figures()
+
+
+def test_a_bandwidth_changes_the_result(
+    figures: Callable[..., dict[str, Any]], regroup: list[str]
+) -> None:
+    def time_s(*flags: str) -> float:
+        seconds: float = figures(*flags)["ways"][0]["time_s"]
+        return seconds
+
+    plain_s, regrouping_s = time_s(), time_s(*regroup)
+    assert plain_s < regrouping_s < time_s(*regroup, "--inter-node-gb-per-s", "0.1")
+    assert regrouping_s < time_s(*regroup, "--no-regroup-overlap")
+
+
+def test_it_writes_results_pictures_and_a_trace_that_adds_up(
+    tmp_path: Path, figures: Callable[..., dict[str, Any]], regroup: list[str]
+) -> None:
+    content = figures(*regroup, "--out", str(tmp_path), "--trace-iterations", "1..2")
+    assert json.loads((tmp_path / "simulation.json").read_text()) == content
+    for name in ("simulation.png", "iteration.png"):
+        assert (tmp_path / name).read_bytes().startswith(PNG_HEAD)
+    spans = Spans.of(read_trace(tmp_path / "trace.json"))
+    (way,) = content["ways"]
+    assert sorted(set(spans.values("iteration"))) == [1, 2]
+    shares = rank_shares(spans)
+    assert len(shares) == content["num_ranks"] == 4
+    work_us = sum(share.forward_us + share.backward_us for share in shares)
+    gather_waits_us = sum(
+        spans.where(rank=share.rank, name="gather wait").total_us for share in shares
+    )
+    assert work_us - gather_waits_us == pytest.approx(
+        way["shares"]["work"] * 4 * way["time_s"] * 1e6, rel=1e-6
+    )
+    for share in shares:
+        assert share.window_us == pytest.approx(way["time_s"] * 1e6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--iterations", "0"], "--iterations is at least 1 but is 0"),
+        (["--plan-time", "-1"], "--plan-time is not negative but is -1.0 s"),
+        (["--plan-ahead", "-1"], "plan_ahead is -1"),
+        (["--device", "a800-80g"], "--model, which tells how much it carries, is not given"),
+        (["--inter-node-gb-per-s", "3"], "--device is not given"),
+        (["--trace-iterations", "7"], "begin with 7 but --iterations are 2"),
+        (["--lengths", "nowhere.csv"], "nowhere.csv"),
+        (["--ways", "cp only"], "no strategy of the kind of cp only"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(
+    flags: list[str],
+    message: str,
+    simulate: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert simulate(*flags) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1

@@ -1,0 +1,173 @@
+"""Ways to train the same batches, and what is assumed of context parallelism."""
+
+import pytest
+
+from megatron.hydraulis.cost_model import Coefficients, device_constants
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.simulator.context_groups import ContextGroupCosts, context_group_pools
+from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way
+from megatron.hydraulis.simulator.stage_costs import StageCosts
+from megatron.hydraulis.simulator.ways import (
+    BALANCED,
+    CP_ONLY,
+    DISPATCH,
+    FIXED_ROWS,
+    PACKING,
+    PADDING,
+    PER_BATCH,
+    POOL,
+    WAYS,
+    Ways,
+)
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from tests.support.simulation import SMALL_SHAPE
+
+NUM_RANKS = 4
+RATES = {1: 1.0, 2: 0.9, 4: 0.8}
+BATCHES = ((90, 20, 20, 10, 10, 10), (30, 30, 20, 20), (100, 5, 5, 5))
+
+
+def profile(*, overhead_ms: float = 0.0) -> ProfileCostModel:
+    """Two tp ranks do a tenth more than one, four a fifth; wider ones hold more."""
+    rows = (
+        ProfiledScheme(
+            scheme=Scheme(tp=tp, pp=pp),
+            coefficients=Coefficients(0.001 / tp, RATES[tp] / pp, 1.0),
+            max_tokens=limit,
+        )
+        for tp, pp, limit in ((1, 1, 50), (2, 1, 100), (4, 1, 200), (1, 2, 60))
+    )
+    strategies = (ProfiledStrategy(name="mixed", regroup_ms=overhead_ms),)
+    return ProfileCostModel(
+        device="d", source="s", date="t", schemes=tuple(rows), strategies=strategies
+    )
+
+
+def pool() -> Pool:
+    return Pool.of(
+        Strategy.parse("tp2+2*tp1", NUM_RANKS, name="mixed"),
+        Strategy.parse("4*tp1", NUM_RANKS, name="short"),
+    )
+
+
+def ways(*, context: bool = True, seq_length: int | None = None) -> Ways:
+    cluster = device_constants("a100-80").cluster(NUM_RANKS, NUM_RANKS) if context else None
+    costs = ContextGroupCosts(
+        profile=profile(), shape=SMALL_SHAPE if context else None, cluster=cluster
+    )
+    return Ways(
+        batches=BATCHES,
+        pool=pool(),
+        profile=profile(),
+        context_costs=costs,
+        seq_length=seq_length,
+        plan_time_s=0.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, WayResult]:
+    setting = Setting(stage_costs=StageCosts(profile()))
+    found = {}
+    for way in WAYS:
+        result = simulate_way(way, ways().candidates(way), setting)
+        assert result is not None
+        found[way] = result
+    return found
+
+
+def test_every_way_trains_every_token(results: dict[str, WayResult]) -> None:
+    for result in results.values():
+        assert [each.num_tokens for each in result.accounts] == [sum(b) for b in BATCHES]
+
+
+def test_every_freedom_more_saves_time(results: dict[str, WayResult]) -> None:
+    order = (PADDING, FIXED_ROWS, PACKING, BALANCED, PER_BATCH)
+    times_s = [results[way].time_s for way in order]
+    assert times_s == sorted(times_s, reverse=True)
+    assert results[DISPATCH].time_s >= results[BALANCED].time_s - 1e-9
+    assert results[POOL].time_s < results[BALANCED].time_s
+
+
+def test_static_ways_hold_the_longest_sequence_of_all_batches(
+    results: dict[str, WayResult],
+) -> None:
+    for way in (PADDING, FIXED_ROWS, PACKING, DISPATCH, BALANCED):
+        assert set(results[way].num_uses) <= {"2*tp2", "tp4"}
+    assert {strategy.name for strategy in ways(seq_length=150).static()} == {"tp4"}
+    assert "short" in results[PER_BATCH].num_uses
+
+
+def test_padding_is_what_fixed_shapes_add(results: dict[str, WayResult]) -> None:
+    assert results[PADDING].padding_fraction > results[FIXED_ROWS].padding_fraction > 0.0
+    assert all(results[way].padding_fraction == 0.0 for way in (PACKING, BALANCED, POOL))
+    # 6 sequences of at most 90 tokens, 4 of 30, 4 of 100.
+    num_computed = 6 * 90 + 4 * 30 + 4 * 100
+    num_tokens = sum(map(sum, BATCHES))
+    assert results[PADDING].padding_fraction == pytest.approx(1 - num_tokens / num_computed)
+
+
+def test_shares_of_a_way_add_up(results: dict[str, WayResult]) -> None:
+    for result in results.values():
+        assert sum(result.shares.values()) == pytest.approx(1.0)
+        assert result.tokens_per_s == pytest.approx(result.num_tokens / result.time_s)
+    content = results[POOL].to_json(results[PACKING])
+    assert content["speed_up"] == pytest.approx(results[PACKING].time_s / results[POOL].time_s)
+    assert content["utilisation"] == content["shares"]["work"]
+
+
+def test_a_profile_s_own_time_of_a_strategy_counts() -> None:
+    setting = Setting(stage_costs=StageCosts(profile()))
+    free, costly = (
+        simulate_way(
+            POOL,
+            [(profile(overhead_ms=each), ways().candidates(POOL)[0][1])],
+            setting,
+        )
+        for each in (0.0, 50.0)
+    )
+    assert free is not None
+    assert costly is not None
+    num_mixed = free.num_uses["mixed"]
+    assert num_mixed > 0
+    assert costly.time_s - free.time_s == pytest.approx(0.05 * num_mixed)
+
+
+def test_a_sequence_beyond_the_limit_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="at most --seq-length 60 tokens but one has 100"):
+        ways(seq_length=60)
+
+
+class TestContextParallelism:
+    def test_it_is_left_out_where_its_cost_is_unknown(self) -> None:
+        assert ways(context=False).candidates(CP_ONLY) == []
+
+    def test_ranks_share_work_evenly_and_exchange_keys_and_values(self) -> None:
+        cluster = device_constants("a100-80").cluster(NUM_RANKS, NUM_RANKS)
+        ideal = ContextGroupCosts(profile=profile())
+        real = ContextGroupCosts(profile=profile(), shape=SMALL_SHAPE, cluster=cluster)
+        one, two = (ideal.coefficients(Scheme(tp=2, cp=cp)) for cp in (1, 2))
+        assert (two.a_ms_per_token2, two.b_ms_per_token, two.c_ms) == (
+            one.a_ms_per_token2 / 2,
+            one.b_ms_per_token / 2,
+            one.c_ms,
+        )
+        # 3 rounds through 4 layers of half of 64 bf16 numbers a token, cut by tp 2.
+        exchanged_ms = 1e3 * 3 * 4 * (64 * 2 / 2 / 2) / 300e9
+        found = real.coefficients(Scheme(tp=2, cp=2)).b_ms_per_token - two.b_ms_per_token
+        assert found == pytest.approx(exchanged_ms)
+        assert ideal.max_tokens(Scheme(tp=2, cp=2)) == 200
+        assert real.coefficients(Scheme(tp=2)) == profile().coefficients(Scheme(tp=2))
+
+    def test_groups_fill_the_job_and_hold_the_longest_sequence(self) -> None:
+        costs = ContextGroupCosts(profile=profile())
+        pools = context_group_pools(costs, num_ranks=8, ranks_per_node=8, longest=120)
+        assert sorted(pools) == [1, 2, 4]
+        for tp, groups in pools.items():
+            for strategy in groups.strategies:
+                assert not strategy.idle_ranks
+                assert {scheme.tp for scheme in strategy.schemes} == {tp}
+                assert max(map(costs.max_tokens, strategy.schemes)) >= 120
+        assert "tp2cp2+2*tp2" in {strategy.name for strategy in pools[2].strategies}
+        assert not context_group_pools(costs, num_ranks=8, ranks_per_node=8, longest=1000)

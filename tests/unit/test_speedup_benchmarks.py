@@ -1,0 +1,78 @@
+"""Laws, cost models and tables of the benchmarks that simulate, on data whose answer is known."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import flexsp, speedup_ladder
+from benchmarks.long_tail import LongTail
+from benchmarks.planner_batches import DATA
+from megatron.hydraulis.scheme import Scheme
+
+REFERENCE = json.loads((DATA / "flexsp_reference.json").read_text("utf-8"))
+
+
+def test_the_tail_of_the_law_falls_by_its_exponent() -> None:
+    law = LongTail(median_tokens=400.0, sigma=1.0, tail_exponent=1.5)
+    # So far out that a tenth as many documents are longer than 10^(1/1.5) times the length.
+    near, far = law.quantiles(np.array([1 - 1e-4, 1 - 1e-5]))
+    assert near > law.tail_tokens
+    assert far / near == pytest.approx(10 ** (1 / 1.5), rel=1e-6)
+
+
+def test_the_law_is_continuous_and_rises_where_its_tail_begins() -> None:
+    law = LongTail()
+    lengths = law.quantiles(np.linspace(0.001, 0.999, 2000))
+    assert (np.diff(lengths) > 0).all()
+    near_border = lengths[np.abs(np.log(lengths / law.tail_tokens)) < 0.3]
+    # Steps of equal probability grow smoothly: the density does not jump.
+    steps = np.diff(near_border)
+    assert (steps[1:] / steps[:-1]).max() < 1.1
+    corpus = law.corpus(10_001)
+    assert abs(np.median(corpus) / law.median_tokens - 1.0) < 0.05
+
+
+@pytest.mark.parametrize("width", [1, 8, 64])
+def test_flexsp_s_formulas_are_the_cost_model_s(width: int) -> None:
+    profile = flexsp.cost_profile(REFERENCE, "gpt-7b")
+    constants = REFERENCE["models"]["gpt-7b"]
+    lengths = [1024, 3072, 128]
+    num_tokens = sum(lengths)
+    work = sum(constants["a1"] * s * s + constants["a2"] * s for s in lengths) / width
+    exchange = 0.0
+    if width > 1:
+        num_mb = 4 * 2 * 32 * 4096 * num_tokens * 2 / 2**20 / width
+        exchange = num_mb / REFERENCE["alltoall_MB_per_ms"][str(width)]
+    scheme = Scheme(cp=width)
+    assert profile.coefficients(scheme).time_ms(lengths) == pytest.approx(
+        work + exchange + constants["b1"]
+    )
+    states_mb = 7.1174468994 * 16 / 64 * 1024
+    assert profile.max_tokens(scheme) == int((30 * 1024 - states_mb) / 4.480441895 * width)
+
+
+def test_flexsp_s_static_groups_take_about_what_its_solver_predicts() -> None:
+    cell = flexsp.cells(REFERENCE, 8)[0]
+    assert (cell.key, len(cell.batches)) == ("7b-192K-wikipedia", 8)
+    result = flexsp.run_cell(flexsp.Cell(cell.model, cell.corpus, cell.batches[:2]), REFERENCE)
+    assert result.groups.time_s < result.per_batch.time_s < result.best_static.time_s
+    assert result.best_static.time_s < result.static.time_s
+    for way in (result.groups, result.per_batch, result.static):
+        assert result.in_step_s(way) >= way.time_s - 1e-9
+    table = flexsp.gain_table([result], REFERENCE)
+    assert table.row_count == 1
+
+
+def test_a_ladder_has_all_steps_and_gains_in_all_but_rounding() -> None:
+    options = speedup_ladder._parser().parse_args(["--iterations", "1"])
+    corpus = speedup_ladder.corpora(options.median, options.tail_exponent)[1]
+    with flexsp.Progress(disable=True) as progress:
+        ways, results = speedup_ladder.simulate(corpus, options, progress)
+    assert ways.limit == 32_768
+    by_name = {result.name: result.time_s for result in results}
+    times_s = [by_name[way] for way, _ in speedup_ladder.LADDER]
+    for slower_s, faster_s in itertools.pairwise(times_s):
+        assert faster_s <= 1.01 * slower_s
+    assert speedup_ladder.ladder_table(corpus, results).row_count == 8
