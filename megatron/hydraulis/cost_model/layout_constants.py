@@ -149,21 +149,21 @@ def _check_not_negative(constants: KernelConstants | LayoutConstants, what: str)
 
 
 # The first three ran in one generation of their authors' software, the last two in a later one.
-_FIRST_DATA_PARALLEL_FRACTION = 0.0654
-_LATER_DATA_PARALLEL_FRACTION = 0.229
-_FIRST_PIPELINE_WAIT = 0.188
+_FIRST_DATA_PARALLEL_FRACTION = 0.0665
+_LATER_DATA_PARALLEL_FRACTION = 0.231
+_FIRST_PIPELINE_WAIT = 0.186
 
 LAYOUT_CONSTANTS = LayoutConstants(
-    matmul_fraction=1.05,
-    hidden_passes=13.8,
-    ffn_passes=4.9,
-    norm_passes=42.1,
-    logit_passes=25.2,
-    weight_passes=1.79,
+    matmul_fraction=1.08,
+    hidden_passes=29.5,
+    ffn_passes=4.82,
+    norm_passes=44.9,
+    logit_passes=25.3,
+    weight_passes=1.72,
     half_rate_tokens=512.0,
-    layer_launch_s=0.383e-3,
-    tp_link_fraction=0.289,
-    tp_latency_s=20.5e-6,
+    layer_launch_s=0.398e-3,
+    tp_link_fraction=0.42,
+    tp_latency_s=20.6e-6,
     hidden_states_kept=5.24,
     norm_states_kept=6.19,
     attention_states_kept=5.86,
@@ -177,21 +177,21 @@ LAYOUT_CONSTANTS = LayoutConstants(
     kernels=(
         KernelConstants(
             name="torch",
-            score_passes=15.6,
+            score_passes=15.7,
             score_bytes=8.01,
             data_parallel_fraction=_FIRST_DATA_PARALLEL_FRACTION,
             pipeline_wait_micro_batches=_FIRST_PIPELINE_WAIT,
         ),
         KernelConstants(
             name="fused",
-            score_passes=6.84,
+            score_passes=6.91,
             score_bytes=6.69,
             data_parallel_fraction=_FIRST_DATA_PARALLEL_FRACTION,
             pipeline_wait_micro_batches=_FIRST_PIPELINE_WAIT,
         ),
         KernelConstants(
             name="flash_attentionv1.0.8",
-            attention_fraction=0.761,
+            attention_fraction=0.762,
             copied_hidden_states=3.31,
             data_parallel_fraction=_FIRST_DATA_PARALLEL_FRACTION,
             pipeline_wait_micro_batches=_FIRST_PIPELINE_WAIT,
@@ -200,14 +200,14 @@ LAYOUT_CONSTANTS = LayoutConstants(
             name="flash_attention2",
             attention_fraction=1.24,
             data_parallel_fraction=_LATER_DATA_PARALLEL_FRACTION,
-            pipeline_wait_micro_batches=7.57,
+            pipeline_wait_micro_batches=7.54,
         ),
         KernelConstants(
             name="flash_attention2 + RMS kernel",
             attention_fraction=1.24,
             has_norm_kernel=True,
             data_parallel_fraction=_LATER_DATA_PARALLEL_FRACTION,
-            pipeline_wait_micro_batches=4.32,
+            pipeline_wait_micro_batches=4.35,
         ),
     ),
 )

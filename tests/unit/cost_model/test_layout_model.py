@@ -16,6 +16,7 @@ from megatron.hydraulis.cost_model.layout_memory import rank_memory
 from megatron.hydraulis.cost_model.layout_prediction import LayoutPrediction, predict_layout
 from megatron.hydraulis.cost_model.layout_time import StepTime, step_time
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.model_shape import ModelShape
 from tests.support.fixed_length import A100, job, layout, llama, predict
 
 KERNELS = [kernel.name for kernel in LAYOUT_CONSTANTS.kernels]
@@ -244,3 +245,22 @@ def test_impossible_sizes() -> None:
         KernelConstants(name="none", data_parallel_fraction=0.1, pipeline_wait_micro_batches=0.0)
     with pytest.raises(ConfigurationError, match="ffn_passes is -1"):
         replace(LAYOUT_CONSTANTS, ffn_passes=-1.0)
+
+
+def test_published_run_with_tp_8_of_another_model() -> None:
+    """41.5 % MFU for 22B on 8 A100, tp 8, sequence parallelism, 4 sequences in one micro-batch:
+    arXiv 2205.05198, table 5. Nothing was fitted to a tp above 2."""
+    shape = ModelShape(
+        num_layers=48,
+        hidden_size=6144,
+        ffn_hidden_size=4 * 6144,
+        num_attention_heads=64,
+        num_query_groups=64,
+        kv_channels=96,
+        vocab_size=51_200,
+        gated_mlp=False,
+        tied_embeddings=True,
+    )
+    of = FixedLengthJob(shape=shape, num_ranks=8, sequence_tokens=2048, num_sequences=4)
+    prediction = predict(of, layout(4, 8, 1, kernel="fused", sequence_parallel=True))
+    assert prediction.mfu == pytest.approx(0.415, rel=0.1)
