@@ -28,7 +28,7 @@ _LINE = re.compile(
     r" padding: (?P<padding_percent>[\d.]+)% \|"
     r" imbalance: (?P<imbalance>[\d.]+) \|"
     r" plan time \(ms\): (?P<plan_time_ms>[\d.]+) \|"
-    r" ETA (?P<eta>\d+:\d\d:\d\d) \|$",
+    r" ETA (?P<eta>(\d+ days?, )?\d+:\d\d:\d\d) \|$",
     re.MULTILINE,
 )
 _VALIDATION = re.compile(
