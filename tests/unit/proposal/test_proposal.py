@@ -1,0 +1,303 @@
+"""Proposed pools: against all pools of a small job, what they must hold, the command."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.cost_model import ProfileCostModel
+from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.lengths.counts import LengthCounts
+from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.proposal.batches import BatchSize, draw_batches, regimes_of
+from megatron.hydraulis.proposal.fluid import FluidModel
+from megatron.hydraulis.proposal.judge import Judge
+from megatron.hydraulis.proposal.menu import Menu, Mix
+from megatron.hydraulis.proposal.moves import neighbours
+from megatron.hydraulis.proposal.propose import propose
+from megatron.hydraulis.proposal.result import Proposal
+from megatron.hydraulis.proposal.selection import pool_times, select
+from megatron.hydraulis.proposal.starts import range_mixes, single_scheme_mixes
+from megatron.hydraulis.strategy import Pool
+
+_SCHEMES = (
+    # tp, pp, a in ms/token², b in ms/token, c in ms, most tokens
+    (1, 1, 4.0e-5, 0.40, 8.0, 1000),
+    (2, 1, 2.2e-5, 0.22, 9.0, 2500),
+    (1, 2, 2.0e-5, 0.20, 5.0, 1500),
+    (4, 1, 1.3e-5, 0.13, 11.0, 6000),
+    (2, 2, 1.1e-5, 0.11, 6.0, 3500),
+    (8, 1, 0.8e-5, 0.09, 14.0, 12000),
+)
+COUNTS = LengthCounts.of([60, 200, 700, 1400, 3000, 5500], [60, 50, 25, 10, 4, 1])
+SIZE = BatchSize(num_sequences=14)
+
+
+def profile(schemes: Any = _SCHEMES) -> dict[str, Any]:
+    return {
+        "device": "imagined",
+        "source": "made for tests",
+        "date": "2026-01-01",
+        "schemes": [
+            {
+                "tp": tp,
+                "cp": 1,
+                "pp": pp,
+                "a_ms_per_token2": a,
+                "b_ms_per_token": b,
+                "c_ms": c,
+                "max_tokens": limit,
+            }
+            for tp, pp, a, b, c, limit in schemes
+        ],
+    }
+
+
+MODEL = ProfileCostModel.from_json(profile(), what="profile")
+COARSE = ProfileCostModel.from_json(profile(_SCHEMES[1:]), what="profile")
+
+
+def proposal(menu: Menu, batches: Any, *, size: int = 2, model: Any = MODEL) -> Proposal:
+    return propose(menu, model, batches, max_strategies=size, longest=5500)
+
+
+def all_mixes(menu: Menu) -> Iterator[Mix]:
+    """Every mix that leaves no rank idle."""
+    ranges = [range(menu.num_ranks // size + 1) for size in menu.sizes]
+    return (mix for mix in itertools.product(*ranges) if menu.num_idle(mix) == 0)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_pool_of_a_small_job_is_much_better(seed: int) -> None:
+    menu = Menu.of(COARSE, 8, 8)
+    batches = draw_batches(COUNTS, SIZE, 4, seed)
+    judge = Judge(menu, COARSE, batches)
+    mixes = list(all_mixes(menu))
+    times_ms = np.array(
+        [
+            [judge.plan_ms(mix, b) if judge.holds(mix, b) else np.inf for b in range(4)]
+            for mix in mixes
+        ]
+    )
+    for size in (1, 2, 3):
+        best_ms = min(
+            pool_times(times_ms, pool).mean()
+            for pool in itertools.combinations(range(len(mixes)), size)
+            if max(menu.limit(mixes[place]) for place in pool) >= 5500
+        )
+        found = proposal(menu, batches, size=size, model=COARSE)
+        assert found.mean_s * 1e3 <= best_ms * 1.02
+        # What is promised is what the planner finds with the pool.
+        planner = CertifiedPlanner(found.pool, COARSE)
+        planned_s = np.mean([planner.plan(batch).predicted_time_s for batch in batches])
+        assert planned_s <= found.mean_s * (1 + 1e-9)
+
+
+def test_more_strategies_are_no_worse_and_the_first_ones_count_most() -> None:
+    menu = Menu.of(MODEL, 4, 4)
+    batches = draw_batches(COUNTS, SIZE, 6, 3)
+    means_s = [proposal(menu, batches, size=size).mean_s for size in (1, 2, 4)]
+    assert means_s == sorted(means_s, reverse=True)
+    sizes = proposal(menu, batches, size=4).sizes
+    of_sizes_s = [size.mean_s for size in sizes]
+    assert of_sizes_s == sorted(of_sizes_s, reverse=True)
+    assert of_sizes_s[-1] == means_s[-1]
+
+
+def test_same_seed_same_pool() -> None:
+    menu = Menu.of(MODEL, 8, 4)
+    results = []
+    for _ in range(2):
+        content = proposal(menu, draw_batches(COUNTS, SIZE, 4, 5)).to_json()
+        del content["seconds"]
+        results.append(content)
+    assert results[0] == results[1]
+    assert draw_batches(COUNTS, SIZE, 4, 5) != draw_batches(COUNTS, SIZE, 4, 6)
+
+
+def test_a_pool_holds_what_was_not_drawn() -> None:
+    menu = Menu.of(MODEL, 8, 8)
+    batches = [[100, 200, 300] * 6, [400, 500, 900] * 4]
+    found = propose(menu, MODEL, batches, max_strategies=2, longest=11000)
+    assert max(member.longest_tokens for member in found.members) == 12000
+    assert any(member.gain_s is None for member in found.members)
+    for batch in (*batches, [11000]):
+        CertifiedPlanner(found.pool, MODEL).plan(batch)
+    with pytest.raises(PlanError, match=r"the longest has 12001 tokens .* is 12000"):
+        propose(menu, MODEL, batches, max_strategies=2, longest=12001)
+    with pytest.raises(ConfigurationError, match="at least 1 strategy but --max-strategies is 0"):
+        propose(menu, MODEL, batches, max_strategies=0, longest=10)
+
+
+def test_admissible_schemes() -> None:
+    def names(menu: Menu) -> list[str]:
+        return [str(scheme) for scheme in menu.schemes]
+
+    assert names(Menu.of(MODEL, 2, 2)) == ["tp1", "tp2", "pp2"]
+    # Another of four ranks that is slower and holds less, and one without room for the weights.
+    worse = ((1, 4, 1.4e-5, 0.14, 12.0, 900), (4, 2, 1e-9, 1e-9, 1e-9, 0))
+    model = ProfileCostModel.from_json(profile(_SCHEMES + worse), what="profile")
+    assert names(Menu.of(model, 8, 8)) == names(Menu.of(MODEL, 8, 8))
+    allowed = [MODEL.schemes[0].scheme, MODEL.schemes[5].scheme]
+    assert names(Menu.of(MODEL, 8, 8, allowed)) == ["tp1", "tp8"]
+    with pytest.raises(ConfigurationError, match=r"at most 1 ranks .* has 0 of them"):
+        Menu.of(COARSE, 1, 1)
+
+
+def test_every_mix_of_the_search_is_a_strategy() -> None:
+    menu = Menu.of(MODEL, 12, 4)
+    fluid = FluidModel(menu, draw_batches(COUNTS, SIZE, 3, 0))
+    starts = (*single_scheme_mixes(menu), *range_mixes(menu, fluid, range(3)))
+    for start in starts:
+        for mix in (start, *neighbours(menu, start)[:40]):
+            # Ranks of size 1 leave none idle; parsing places the mix or raises.
+            assert menu.num_idle(mix) == 0
+            strategy = menu.strategy(mix)
+            counts = [sum(r.scheme == s for r in strategy.replicas) for s in menu.schemes]
+            assert tuple(counts) == mix
+        assert start not in neighbours(menu, start)
+    idle = Menu.of(ProfileCostModel.from_json(profile(_SCHEMES[3:4]), what="profile"), 6, 6)
+    assert idle.text(single_scheme_mixes(idle)[0]) == "tp4+2*idle"
+
+
+def test_exchanges_reach_every_mix() -> None:
+    menu = Menu.of(MODEL, 4, 4)
+    reached = {single_scheme_mixes(menu)[0]}
+    following = list(reached)
+    while following:
+        around = set(neighbours(menu, following.pop()))
+        following += around - reached
+        reached |= around
+    assert reached == set(all_mixes(menu))
+
+
+def test_the_quick_estimate_is_near_the_plans() -> None:
+    menu = Menu.of(MODEL, 8, 8)
+    batches = draw_batches(COUNTS, BatchSize(num_sequences=60), 3, 2)
+    judge = Judge(menu, MODEL, batches)
+    mixes = [mix for mix in single_scheme_mixes(menu)] + [(2, 1, 0, 1, 0, 0), (0, 0, 2, 1, 0, 0)]
+    estimates_ms = FluidModel(menu, batches).times_ms(mixes, range(3))
+    for row, mix in enumerate(mixes):
+        for batch in range(3):
+            if not judge.holds(mix, batch):
+                assert estimates_ms[row, batch] == np.inf
+                continue
+            assert estimates_ms[row, batch] == pytest.approx(judge.plan_ms(mix, batch), rel=0.2)
+
+
+def test_bounds_lie_below_plans() -> None:
+    menu = Menu.of(MODEL, 8, 8)
+    batches = draw_batches(COUNTS, SIZE, 2, 4)
+    for estimate_ms in (1.0, 400.0, 1e6):
+        judge = Judge(menu, MODEL, batches)
+        for mix in ((0, 2, 0, 1, 0, 0), (0, 0, 0, 1, 1, 0)):
+            for batch in range(2):
+                bounded = judge.bounded(mix, batch, estimate_ms)
+                plan_ms = judge.plan_ms(mix, batch)
+                assert bounded.bound_ms <= plan_ms * (1 + 1e-9)
+                assert plan_ms <= bounded.greedy_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_selection_against_all_pools(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    times = generator.uniform(1.0, 2.0, size=(8, 10))
+    times[generator.uniform(size=times.shape) < 0.2] = np.inf
+    times[0] = np.where(np.isfinite(times[0]), times[0], 5.0)
+    for size in (1, 2, 3):
+        best = min(
+            pool_times(times, pool).mean() for pool in itertools.combinations(range(8), size)
+        )
+        assert pool_times(times, select(times, size)).mean() <= best * 1.05
+    # What changes nothing is left out.
+    assert len(select(np.ones((4, 3)), 3)) == 1
+
+
+def test_regimes() -> None:
+    batches = [[10], [20, 5], [55], [21], [70, 70]]
+    limits = [20, 60, 100, 500]
+    regimes = regimes_of(batches, limits)
+    assert [(r.above, r.up_to, r.batches) for r in regimes] == [
+        (0, 20, (0, 1)),
+        (20, 60, (2, 3)),
+        (60, 100, (4,)),
+    ]
+    merged = regimes_of(batches, limits, min_batches=3)
+    assert [(r.above, r.up_to, r.batches) for r in merged] == [
+        (0, 60, (0, 1, 2, 3)),
+        (60, 100, (4,)),
+    ]
+
+
+def test_batches_keep_their_budget() -> None:
+    batches = draw_batches(COUNTS, BatchSize(num_tokens=6000), 20, 0)
+    assert all(0 < sum(batch) <= 6000 for batch in batches)
+    # Only what did not fit closes a batch.
+    for batch, following in itertools.pairwise(batches):
+        assert sum(batch) + following[0] > 6000
+    with pytest.raises(ConfigurationError, match="5500 tokens are more than --global-batch-tokens"):
+        draw_batches(COUNTS, BatchSize(num_tokens=5000), 1, 0)
+    for size in ({}, {"num_tokens": 1, "num_sequences": 1}, {"num_tokens": 0}):
+        with pytest.raises(ConfigurationError):
+            BatchSize(**size)
+
+
+def _flags(folder: Path) -> list[str]:
+    (folder / "profile.json").write_text(json.dumps(profile()))
+    (folder / "lengths.csv").write_text(
+        "length_tokens,count\n" + "".join(f"{n},{100 // (n // 100)}\n" for n in (100, 500, 3000))
+    )
+    return [
+        *("--lengths", str(folder / "lengths.csv")),
+        *("--cost-profile", str(folder / "profile.json")),
+        *("--num-ranks", "8", "--ranks-per-node", "4", "--num-batches", "3"),
+        *("--global-batch-size", "12", "--max-strategies", "2"),
+    ]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, out = _flags(tmp_path), tmp_path / "pool.json"
+    assert main(["propose", *flags, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "proposed pool" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    pool = Pool.read(out)
+    assert (pool.num_ranks, pool.ranks_per_node) == (8, 4)
+    (tmp_path / "batch.json").write_text("[3000, 500, 500, 100, 100, 100]")
+    files = ["--lengths", str(tmp_path / "batch.json"), *flags[2:4], "--pool", str(out)]
+    assert main(["plan", *files]) == 0
+    capsys.readouterr()
+    assert main(["propose", *flags, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert Pool.from_json(content["pool"]) == pool
+    assert main(["propose", *flags, "--json", "--schemes", "tp4+tp1"]) == 0
+    members = json.loads(capsys.readouterr().out)["members"]
+    assert {term.split("*")[-1] for m in members for term in m["replicas"].split("+")} <= {
+        "tp4",
+        "tp1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--schemes", "tp3"], "tp3 is none of tp1, tp2"),
+        (["--global-batch-tokens", "5000"], "give one"),
+        (["--num-batches", "0"], "--num-batches is 0"),
+        (["--num-ranks", "0"], "--num-ranks is 0"),
+        (["--seq-length", "1000", "--long-sequences", "error"], "2000|3 have more|have more"),
+        (["--out", "/no/such/folder/pool.json"], "must be a path that can be written"),
+    ],
+)
+def test_command_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert main(["propose", *_flags(tmp_path), *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert any(part in error for part in message.split("|"))
