@@ -21,16 +21,14 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
 from megatron.hydraulis.loop.planning import Planning, planners
+from megatron.hydraulis.observability.earlier_run import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.planner.interface import Planner
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.profiler.refit import IterationTimes, OnlineRefit, RefitSettings
 from megatron.hydraulis.runtime.cuda_clock import CudaClock
 from megatron.hydraulis.runtime.spans import COMPUTE, HOST, MemoryRecorder, RecordedSpan
 
-__all__ = ["REFITTED_PROFILE", "RunRefit", "micro_batch_times_ms"]
-
-REFITTED_PROFILE = "cost_profile_refitted.json"
-"""In the run folder, at the end of the run."""
+__all__ = ["RunRefit", "micro_batch_times_ms"]
 
 _NUM_SLOTS = 4
 """Keys of a rank, used in turn. No rank is more than an iteration ahead of another, so that nobody
@@ -158,7 +156,7 @@ class RunRefit:
             source=f"refitted in training; before: {planning.source}",
             date=datetime.date.today().isoformat(),
         )
-        path = folder / REFITTED_PROFILE
+        path = folder / REFITTED_PROFILE_FILE_NAME
         try:
             path.write_text(json.dumps(profile.to_json(), indent=1) + "\n")
         except OSError as error:

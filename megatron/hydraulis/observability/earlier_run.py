@@ -15,7 +15,10 @@ from megatron.hydraulis.observability.report_run import (
 from megatron.hydraulis.observability.summary import SUMMARY_FILE_NAME
 from megatron.hydraulis.observability.trace_file import MERGED_FILE_NAME, rank_files
 
-__all__ = ["set_aside_earlier_run", "set_aside_earlier_trace"]
+__all__ = ["REFITTED_PROFILE_FILE_NAME", "set_aside_earlier_run", "set_aside_earlier_trace"]
+
+REFITTED_PROFILE_FILE_NAME = "cost_profile_refitted.json"
+"""What ``--refit-cost-profile`` leaves at the end of a run."""
 
 _LEFT_BY_A_RUN = (
     METRICS_FILE_NAME,
@@ -24,6 +27,7 @@ _LEFT_BY_A_RUN = (
     "tensorboard",
     REPORT_FILE_NAME,
     REPORT_PICTURES_FOLDER_NAME,
+    REFITTED_PROFILE_FILE_NAME,
 )
 
 

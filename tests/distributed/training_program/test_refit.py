@@ -9,7 +9,7 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
 from megatron.hydraulis.cost_model.profile import ProfiledScheme
-from megatron.hydraulis.loop.refitting import REFITTED_PROFILE
+from megatron.hydraulis.observability.earlier_run import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.scheme import Scheme
 from tests.support.training_run import Launch
 
@@ -51,14 +51,14 @@ def test_plans_follow_measured_times_and_updates_do_not(
     said = run.outcome.ranks[0].stdout
     assert "cost profile: tp1 takes 0.00 times the profiled time" in said
     assert "cost profile: tp1" not in run.outcome.ranks[1].stdout
-    refitted = ProfileCostModel.read(run.run_dir / REFITTED_PROFILE)
+    refitted = ProfileCostModel.read(run.run_dir / REFITTED_PROFILE_FILE_NAME)
     assert refitted.max_tokens(Scheme()) == 96
     assert 0.0 < refitted.coefficients(Scheme()).time_ms([96]) < PROFILED_MS / 10
 
     plain = launch(STRATEGY, NUM_RANKS, *flags)
     assert min(plan.predicted_time_s * 1e3 for plan in plain.plans) >= PROFILED_MS
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert not (plain.run_dir / REFITTED_PROFILE).exists()
+    assert not (plain.run_dir / REFITTED_PROFILE_FILE_NAME).exists()
 
 
 def test_beside_a_trace(launch: Launch, tmp_path: Path) -> None:
@@ -66,4 +66,4 @@ def test_beside_a_trace(launch: Launch, tmp_path: Path) -> None:
         "pp2", NUM_RANKS, "--refit-cost-profile", "--trace", str(tmp_path / "trace"), *SMALL_BATCHES
     )
     assert (tmp_path / "trace" / "trace.json").exists()
-    assert (run.run_dir / REFITTED_PROFILE).exists()
+    assert (run.run_dir / REFITTED_PROFILE_FILE_NAME).exists()
