@@ -131,6 +131,11 @@ class HydraulisConfig:
     """Gather before the first forward and scatter after the last backward, instead of beside them;
     the results are the same bit by bit. For comparison."""
 
+    regroup_owners_for: str | None = field(default=None, metadata=_flag("STRATEGY"))
+    """Strategy of --strategy-pool in which ranks shall own what they hold, as far as may be: it
+    regroups with the fewest bytes, others with a few more or less. The pool's commonest is a good
+    choice. Default: rank r owns share r."""
+
     dry_run: bool = False
     """Print the resolved configuration, the replicas with their ranks and the parameters per rank,
     then exit; needs one process only."""
@@ -218,6 +223,11 @@ class HydraulisConfig:
             raise ConfigurationError(
                 f"--strategy {self.strategy!r} and --strategy-pool {self.strategy_pool} both say "
                 f"which strategies the run uses; give one of them"
+            )
+        if self.regroup_owners_for is not None and self.strategy_pool is None:
+            raise ConfigurationError(
+                f"--regroup-owners-for {self.regroup_owners_for!r} names a strategy of a pool but "
+                f"there is no --strategy-pool; give one, or remove --regroup-owners-for"
             )
         if self.strategy_schedule is None:
             return

@@ -61,6 +61,13 @@ def resolve_pool(
     _check_job(pool, hydraulis, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     resolved = _runnable(pool, hydraulis)
     check_schedule(hydraulis, resolved.pool, resolved.left_out)
+    if hydraulis.regroup_owners_for is not None:
+        _check_name(
+            "--regroup-owners-for names a strategy",
+            hydraulis.regroup_owners_for,
+            resolved.pool,
+            resolved.left_out,
+        )
     _check_limits_given_once(resolved.pool, hydraulis)
     return resolved
 
@@ -113,14 +120,19 @@ def check_schedule(hydraulis: HydraulisConfig, pool: Pool, left_out: Sequence[st
 
     left_out: the lines about strategies of the file that the run goes without.
     """
-    names = [strategy.name for strategy in pool.strategies]
     for name in hydraulis.scheduled_strategies:
-        if name not in names:
-            why = "".join(f" ({line})" for line in left_out if f"strategy {name!r} " in line)
-            raise ConfigurationError(
-                f"--strategy-schedule names strategies of the pool but {name!r} is none of its "
-                f"{len(names)}{why}; use {', '.join(map(repr, names))}"
-            )
+        _check_name("--strategy-schedule names strategies", name, pool, left_out)
+
+
+def _check_name(what: str, name: str, pool: Pool, left_out: Sequence[str]) -> None:
+    """Raise ConfigurationError for a flag's name that no strategy of the pool has."""
+    names = [strategy.name for strategy in pool.strategies]
+    if name not in names:
+        why = "".join(f" ({line})" for line in left_out if f"strategy {name!r} " in line)
+        raise ConfigurationError(
+            f"{what} of the pool but {name!r} is none of its {len(names)}{why}; use "
+            f"{', '.join(map(repr, names))}"
+        )
 
 
 def _check_limits_given_once(pool: Pool, hydraulis: HydraulisConfig) -> None:

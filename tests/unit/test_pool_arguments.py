@@ -109,6 +109,7 @@ _REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
         {"strategies": POOL | {"ring": "4*cp2"}},
         ["'ring' is none", "is left out: context parallelism", "'short'"],
     ),
+    ("--regroup-owners-for wide", {}, ["--regroup-owners-for", "'wide'", "its 3", "'short'"]),
     (
         "--strategy-schedule short --replay-plans plans",
         {},
@@ -134,6 +135,7 @@ def test_what_contradicts_the_pool_is_refused(
     ("typed", "says"),
     [
         ("--strategy-schedule short", "there is no --strategy-pool"),
+        ("--regroup-owners-for short", "there is no --strategy-pool"),
         ("--plan-time-limit 0", "must be positive and finite but is 0.0 s"),
         ("--plan-time-limit nan", "must be positive and finite but is nan s"),
         ("--strategy-pool nowhere.json", "pool file nowhere.json"),

@@ -323,6 +323,7 @@ class _Job:
             ),
             seed=args.seed,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            owners_for=self._resolved.hydraulis.regroup_owners_for,
             overlap=not self._resolved.hydraulis.no_regroup_overlap,
             spans=spans,
         )

@@ -31,11 +31,12 @@ def _pool(path: Path, num_ranks: int, **strategies: str) -> str:
 
 @pytest.fixture(scope="module")
 def scheduled_run(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three strategies in turn, one of which leaves ranks idle."""
+    """Three strategies in turn, one of which leaves ranks idle, and owners chosen for another."""
     path = tmp_path_factory.mktemp("pool") / "pool.json"
     pool = _pool(path, 4, short="4*tp1", mixed="tp2+pp2", idle="tp2@3,1+2*idle")
     schedule = ("--strategy-schedule", "mixed, idle, short")
-    return launch(None, 4, "--strategy-pool", pool, *schedule, *MAIN_FLAGS)
+    owners = ("--regroup-owners-for", "mixed")
+    return launch(None, 4, "--strategy-pool", pool, *schedule, *owners, *MAIN_FLAGS)
 
 
 def test_a_schedule_of_strategies_gives_the_losses_of_one(
