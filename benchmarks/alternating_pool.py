@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from benchmarks.workload import Workload
 
 NUM_RANKS = 4
-DEFAULT_PAIRS = ("4*tp1 / tp4", "2*pp2 / tp2+2*tp1")
+DEFAULT_PAIRS = ("4*tp1 / 2*tp2", "2*pp2 / 4*tp1")
 DEFAULT_TOKENS = 2048
 SEQUENCES_OF_A_MICRO_BATCH = (128, 80, 48)
 """Lengths in tokens: one longer than the others, as in a packed row."""
