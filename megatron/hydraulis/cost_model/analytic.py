@@ -231,7 +231,10 @@ class AnalyticCostModel:
         """A hidden state all-gathered or reduce-scattered over the TP ranks, per token."""
         tp, cp = scheme.tp, scheme.cp
         num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / cp
-        return num_bytes / self._bandwidth(self._tp_link(scheme))
+        link = self._tp_link(scheme)
+        if self.cluster.crosses_nodes(scheme.tp):
+            return num_bytes / (link.bytes_per_s * self.device.network_fraction)
+        return num_bytes / self._bandwidth(link)
 
     def _cp_round_s(self, scheme: Scheme) -> float:
         """Keys and values once round the CP ring, per token."""

@@ -33,6 +33,8 @@ class DeviceConstants:
     """What a layer costs in every micro-batch, forward and backward, however few the tokens."""
     link_fraction: float
     """Share of a link's bandwidth that collectives reach."""
+    network_fraction: float
+    """Share that collectives over several nodes reach of the network of all their ranks."""
     memory_bytes: float
     """Memory of one rank."""
     memory_bytes_per_s: float
@@ -46,7 +48,12 @@ class DeviceConstants:
 
     def __post_init__(self) -> None:
         rates = (self.peak_flops_per_s, self.memory_bytes, self.memory_bytes_per_s)
-        fractions = (self.matmul_fraction, self.attention_fraction, self.link_fraction)
+        fractions = (
+            self.matmul_fraction,
+            self.attention_fraction,
+            self.link_fraction,
+            self.network_fraction,
+        )
         costs = (self.layer_overhead_s, self.reserve_bytes)
         if (
             not all(0.0 < value < math.inf for value in rates)
@@ -120,6 +127,8 @@ _AMPERE_ATTENTION_FRACTION = 0.5
 _LAYER_OVERHEAD_S = 2.0e-3
 # nccl-tests, all-reduce inside an A100 node: about 0.8 of the data sheet's bandwidth (assumption).
 _LINK_FRACTION = 0.8
+# b at tp16 of the 32B profile on A800: 0.1024 ms a token, of which 0.049 are messages.
+_NETWORK_FRACTION = 0.6
 # safe_GiB and gap_MiB of the same file add up to 15 GB for 32B and to 11 GB for 7B.
 _GPU_RESERVE_BYTES = 11e9
 
@@ -139,6 +148,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         attention_fraction=_AMPERE_ATTENTION_FRACTION,
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=_LINK_FRACTION,
+        network_fraction=_NETWORK_FRACTION,
         memory_bytes=80e9,
         memory_bytes_per_s=2.039e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
@@ -153,6 +163,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         attention_fraction=_AMPERE_ATTENTION_FRACTION,
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=_LINK_FRACTION,
+        network_fraction=_NETWORK_FRACTION,
         memory_bytes=40e9,
         memory_bytes_per_s=1.555e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
@@ -167,6 +178,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         attention_fraction=_AMPERE_ATTENTION_FRACTION,
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=_LINK_FRACTION,
+        network_fraction=_NETWORK_FRACTION,
         memory_bytes=80e9,
         memory_bytes_per_s=2.039e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
@@ -181,6 +193,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         attention_fraction=_HOPPER_ATTENTION_FRACTION,
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=_LINK_FRACTION,
+        network_fraction=_NETWORK_FRACTION,
         memory_bytes=80e9,
         memory_bytes_per_s=3.35e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
@@ -195,6 +208,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         attention_fraction=_HOPPER_ATTENTION_FRACTION,
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=_LINK_FRACTION,
+        network_fraction=_NETWORK_FRACTION,
         memory_bytes=141e9,
         memory_bytes_per_s=4.8e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
@@ -211,6 +225,7 @@ DEVICES: tuple[DeviceConstants, ...] = (
         attention_fraction=0.2,
         layer_overhead_s=_LAYER_OVERHEAD_S,
         link_fraction=1.0,
+        network_fraction=1.0,
         memory_bytes=4e9,
         memory_bytes_per_s=10e9,
         reserve_bytes=1e9,
