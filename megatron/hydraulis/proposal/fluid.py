@@ -131,7 +131,8 @@ class FluidModel:
         """The nearest times of the grid."""
         low, high = self._grid_ms[0], self._grid_ms[-1]
         position = np.log(np.clip(time_ms, low, high) / low) / np.log(high / low)
-        return np.rint(position * (_NUM_GRID_TIMES - 1)).astype(np.int64)
+        places: npt.NDArray[np.int64] = np.rint(position * (_NUM_GRID_TIMES - 1)).astype(np.int64)
+        return places
 
 
 def _spread(

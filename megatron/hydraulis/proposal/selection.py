@@ -53,7 +53,7 @@ def select(
 
 def _exchange(costs: FloatArray, pool: list[int]) -> bool:
     """Make the one exchange of a member that helps most; whether there is one."""
-    best_sum = costs[pool].min(axis=0).sum() * (1.0 - _ROUNDING)
+    best_sum = float(costs[pool].min(axis=0).sum()) * (1.0 - _ROUNDING)
     best: tuple[int, int] | None = None
     for place in range(len(pool)):
         others = costs[pool[:place] + pool[place + 1 :]].min(axis=0, initial=np.inf)
