@@ -114,7 +114,7 @@ def _errors_of(
         *("-m", "megatron.hydraulis", "profile", "--out", str(profile)),
         *("--lengths", str(lengths), "--", *MODEL_FLAGS, "--strategy", strategy),
     )
-    runs = [(strategy, ())]
+    runs: list[tuple[str, tuple[str, ...]]] = [(strategy, ())]
     if arguments.refit:
         runs.append((f"{strategy}, refitted", ("--refit-cost-profile",)))
     found = []
@@ -128,11 +128,12 @@ def _errors_of(
             *("--global-batch-tokens", str(arguments.global_batch_tokens)),
             *("--lr", "1e-3", "--min-lr", "1e-4", *flags),
         )
-        found.append(_errors(label, strategy, read_metrics(run_dir)[NUM_FIRST_LEFT_OUT:]))
+        found.append(figures(label, strategy, read_metrics(run_dir)[NUM_FIRST_LEFT_OUT:]))
     return found
 
 
-def _errors(name: str, strategy: str, records: Sequence[IterationRecord]) -> RunErrors:
+def figures(name: str, strategy: str, records: Sequence[IterationRecord]) -> RunErrors:
+    """The errors of the records of a run; all of them have a predicted time."""
     ratios = [record.iteration_time_s / record.predicted_time_s for record in records]
     errors = [abs(ratio - 1.0) for ratio in ratios]
     low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()

@@ -46,4 +46,4 @@ def test_lengths_of_a_corpus_fill_every_size_and_depend_on_the_seed() -> None:
 )
 def test_refusals(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError, match="grid of a profile"):
-        grid(64, **{"longest": 64, "short": 32, "num_sizes": 2} | wrong)
+        grid(64, **{"longest": 64, "short": 32, "num_sizes": 2} | wrong)  # type: ignore[arg-type]
