@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import platform
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -178,7 +180,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for first, second in options.pairs:
             task = progress.add_task(f"{first} / {second}", total=1 + options.blocks)
             found.append(
-                alternate(first, second, workload, options.blocks, progress=progress, task=task)
+                alternate(
+                    first,
+                    second,
+                    workload,
+                    options.blocks,
+                    limit_s=60.0 * options.minutes,
+                    progress=progress,
+                    task=task,
+                )
             )
     console.print(f"Load averages after: {_load()}")
     for table in _tables(found):
@@ -198,10 +208,12 @@ def alternate(
     workload: Workload,
     num_blocks: int,
     *,
+    limit_s: float = math.inf,
     progress: Progress,
     task: int,
 ) -> Alternation:
-    """A block to warm up, then ``num_blocks`` of every run in turn."""
+    """A block to warm up, then ``num_blocks`` of every run in turn, or as many as begin within
+    ``limit_s``, but at least one."""
     from benchmarks.iteration_block import EngineRank
 
     strategies = tuple(Strategy.parse(text, NUM_RANKS, name=text) for text in (first, second))
@@ -220,7 +232,10 @@ def alternate(
                     ),
                 )
             )
+        end_s = time.monotonic() + limit_s
         for index in range(1 + num_blocks):
+            if index > 1 and time.monotonic() > end_s:
+                break
             plans = {run: block_plans(found, workload, index) for run, found in used.items()}
             # Another run comes first each time, so that none always finds the same caches.
             turn = index % len(SIDES)
@@ -363,6 +378,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         default=20,
         help="measured blocks of every run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="begin no more blocks of a pair of strategies after so long (default: no limit)",
     )
     parser.add_argument(
         "--tokens",
