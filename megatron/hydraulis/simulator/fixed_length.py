@@ -34,6 +34,7 @@ __all__ = [
     "equal_rows",
     "first_fit_decreasing",
     "fixed_length_plan",
+    "fixed_length_shares",
     "padded_time_s",
 ]
 
@@ -84,6 +85,16 @@ def _dealt(lengths: Sequence[int], window_tokens: int, num_rows: int) -> list[li
     return rows if max(tokens) <= window_tokens else None
 
 
+def fixed_length_shares(
+    lengths: Sequence[int], window_tokens: int, num_replicas: int
+) -> list[list[list[int]]]:
+    """Indices of the sequences of each row of each replica; a row may be empty.
+
+    Raises ValueError when a sequence is longer than the window.
+    """
+    return _shares(equal_rows(lengths, window_tokens, num_replicas), num_replicas)
+
+
 def _shares(rows: list[list[int]], num_replicas: int) -> list[list[list[int]]]:
     """Rows of each replica: to and fro, so that every replica gets full and less full ones."""
     shares: list[list[list[int]]] = [[] for _ in range(num_replicas)]
@@ -115,8 +126,7 @@ def fixed_length_plan(
             f"{scheme} holds {cost_model.max_tokens(scheme)} tokens but a row has {window_tokens}"
         )
     coefficients = cost_model.coefficients(scheme)
-    num_replicas = len(strategy.replicas)
-    shares = _shares(equal_rows(lengths, window_tokens, num_replicas), num_replicas)
+    shares = fixed_length_shares(lengths, window_tokens, len(strategy.replicas))
     replicas = []
     for replica, rows in zip(strategy.replicas, shares, strict=True):
         micro_batches = tuple(

@@ -24,7 +24,9 @@ class StageCosts:
     cost_model: CostModel
     shape: ModelShape | None = None
     """None where all stages are to be alike."""
-    _known: dict[Scheme, tuple[Coefficients, ...]] = field(default_factory=dict, repr=False)
+    _known: dict[Scheme, tuple[Coefficients, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def coefficients(self, scheme: Scheme) -> tuple[Coefficients, ...]:
         """Shape (pp,), by stage; raises StrategyError as cost model and scheme do."""

@@ -41,7 +41,7 @@ from megatron.hydraulis.planner.interface import Planner
 from megatron.hydraulis.planner.packing import SchemeCost, best_fit
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.simulator.context_groups import ContextGroupCosts, context_group_pools
-from megatron.hydraulis.simulator.fixed_length import deal_padded, fixed_length_plan
+from megatron.hydraulis.simulator.fixed_length import deal_padded, fixed_length_shares
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Strategy
 
@@ -193,19 +193,18 @@ class Ways:
     def _fixed_rows(self, strategy: Strategy, *, pads: bool) -> Works:
         works = []
         for batch in self.batches:
-            plan = fixed_length_plan(batch, strategy, self.profile, window_tokens=self.limit)
+            shares = fixed_length_shares(batch, self.limit, len(strategy.replicas))
             replicas = tuple(
-                tuple(
-                    MicroBatchWork.packed(
-                        row.lengths, num_padding=self.limit - row.num_tokens if pads else 0
-                    )
-                    for row in replica.micro_batches
-                )
-                for replica in plan.replicas
+                tuple(self._row([batch[i] for i in row], pads=pads) for row in share if row)
+                for share in shares
             )
             works.append(IterationWork(strategy, replicas))
             self.advance()
         return works
+
+    def _row(self, lengths: Sequence[int], *, pads: bool) -> MicroBatchWork:
+        num_padding = self.limit - sum(lengths) if pads else 0
+        return MicroBatchWork.packed(lengths, num_padding=num_padding)
 
     def _dispatched(self, strategy: Strategy) -> Works:
         cost = self._cost(strategy)

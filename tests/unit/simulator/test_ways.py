@@ -1,5 +1,7 @@
 """Ways to train the same batches, and what is assumed of context parallelism."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, device_constants
@@ -132,6 +134,18 @@ def test_a_profile_s_own_time_of_a_strategy_counts() -> None:
     num_mixed = free.num_uses["mixed"]
     assert num_mixed > 0
     assert costly.time_s - free.time_s == pytest.approx(0.05 * num_mixed)
+
+
+def test_a_strategy_s_own_limit_counts_in_static_ways() -> None:
+    strategy = Strategy.parse("4*tp1", NUM_RANKS, name="roomy")
+    roomy = replace(strategy, token_limits=((Scheme(), 120),))
+    all_ways = replace(ways(), pool=Pool.of(roomy))
+    assert "roomy" in {each.name for each in all_ways.static()}
+    for way in (PADDING, FIXED_ROWS, PACKING, DISPATCH, BALANCED):
+        works = [works for _, works in all_ways.candidates(way) if works[0].strategy == roomy]
+        assert [work.num_tokens for work in works[0]] == [sum(batch) for batch in BATCHES]
+        rows = [row for work in works[0] for replica in work.replicas for row in replica]
+        assert max(row.num_tokens for row in rows) <= 120
 
 
 def test_a_sequence_beyond_the_limit_is_refused() -> None:
