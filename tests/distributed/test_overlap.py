@@ -15,8 +15,12 @@ from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import LENGTHS, MAIN_MODEL, assert_law, check_law, law_job
 from tests.support.models import Job, RankRun, build_engine, run_job, spread
 from tests.support.overlap_probes import (
+    ChangeProbe,
     MemoryProbe,
+    bytes_of_iterations,
     failures_of,
+    order_of_update,
+    probe_change,
     probe_memory,
     run_there_and_back,
     run_with_evaluation,
@@ -173,6 +177,31 @@ class TestSpans:
             assert all(s.start_ns >= last for s in iteration if s.name == "scatter")
 
 
+def test_a_bucket_is_gathered_for_the_next_strategy_as_soon_as_it_is_updated() -> None:
+    job = changing_job(4, "tp2+2*tp1", "pp3:1,2,1+idle")
+    for num_buckets, log in pool_of(4).run(order_of_update, job):
+        assert num_buckets == MAIN_MODEL.num_layers + 2
+        assert log == [f"{what} {i}" for i in range(num_buckets) for what in ("update", "gather")]
+
+
+def test_bytes_are_those_that_collectives_exchange_whichever_strategy_came_before() -> None:
+    texts = ("tp2@0,2+tp2@1,3", "4*tp1", "tp2@0,1+pp2@3,2", "tp2@2,1+2*idle")
+    schedule = (0, 0, 1, 2, 3, 0, 2)
+    job = replace(
+        changing_job(4, *texts[:3], ranks_per_node=2),
+        strategies=texts,
+        schedule=schedule,
+        assignments=tuple(
+            spread(len(LENGTHS[0]), len(Strategy.parse(texts[i], 4).replicas)) for i in schedule
+        ),
+        batches=law_job(4, texts[0]).batches[:1] * len(schedule),
+    )
+    for iterations in pool_of(4).run(bytes_of_iterations, job):
+        assert all(exchanged == told > 0 for _, exchanged, told in iterations), iterations
+        for text in texts:
+            assert len({told for strategy, _, told in iterations if strategy == text}) == 1
+
+
 class TestKinds:
     """All three kinds of transfer, with nodes of two ranks."""
 
@@ -260,6 +289,20 @@ class TestMemory:
             # Grows to the largest bucket of any strategy, in which some rank holds it whole.
             assert seven.staging <= 1.05 * by_pool[3][rank].staging
         assert by_pool[7][3].arenas["tp2+2*idle"] == 0
+
+    @pytest.mark.parametrize(
+        "texts", [("tp4", "4*tp1"), ("4*tp1", "tp2@3,0+2*idle"), ("2*tp2", "tp2@0,1+2*tp1")]
+    )
+    def test_a_strategy_makes_way_for_the_next(self, texts: tuple[str, str]) -> None:
+        probes: list[ChangeProbe] = pool_of(4).run(probe_change, changing_job(4, *texts))
+        for probe in probes:
+            assert not any(probe.while_built), "nothing is kept while a model is built"
+            to_second, to_first = probe.after_update
+            assert to_second == probe.parameters[1]
+            # Gradients of the same size wait for the next forward, others are given back.
+            stays = probe.gradients[0] if probe.gradients[0] == probe.gradients[1] else 0
+            assert to_first == probe.parameters[0] + stays
+        assert any(len(probe.while_built) > 0 for probe in probes)
 
     def test_strategies_of_one_role_share_a_model(self) -> None:
         text = "2*tp2"

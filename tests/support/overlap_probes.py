@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine as engine_module
+from megatron.hydraulis.runtime import routes as routes_module
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from megatron.hydraulis.runtime.routes import OneStepRoute
 from megatron.hydraulis.runtime.spans import MemoryRecorder, RecordedSpan
@@ -74,6 +75,112 @@ def probe_memory(job: Job) -> MemoryProbe:
     models = {id(engine.setting(s.name).model) for s in engine.pool.strategies}
     models.discard(id(None))
     return MemoryProbe(arenas, needed, engine.staging.num_bytes, len(models))
+
+
+@dataclass(frozen=True)
+class ChangeProbe:
+    """Bytes of one rank's arenas where strategies make way for one another."""
+
+    while_built: list[int]
+    """Whenever a part of the second strategy's model was about to be bound."""
+    after_update: list[int]
+    """When the gather is on its way for the second strategy, and for the first one again."""
+    parameters: list[int]
+    """That each of the two needs."""
+    gradients: list[int]
+
+
+def probe_change(job: Job) -> ChangeProbe:
+    """On every rank: an iteration of each strategy, told that the other one comes next."""
+    engine = build_engine(job)
+    engine.gather(engine.pool.strategies[0].name)
+    while_built: list[int] = []
+    after_update: list[int] = []
+    reaching = engine.memory.reaching
+
+    def noted(num_elements: int) -> Any:
+        while_built.append(engine.memory.num_bytes)
+        return reaching(num_elements)
+
+    with patch.object(engine.memory, "reaching", noted):
+        for i, strategy in enumerate(engine.pool.strategies):
+            batches = packs_of_rank(strategy, job.assignments[i], job.batches[i], engine.rank)
+            other = engine.pool.strategies[1 - i].name
+            engine.train_step(strategy.name, batches, make_forward_step(), next_strategy=other)
+            after_update.append(engine.memory.num_bytes)
+    engine.finish_regrouping()
+    needed = [engine.setting(strategy.name).num_elements for strategy in engine.pool.strategies]
+    item_bytes = engine.shards.gradients.element_size()
+    return ChangeProbe(
+        while_built,
+        after_update,
+        [num_elements * engine.dtype.itemsize for num_elements in needed],
+        [num_elements * item_bytes for num_elements in needed],
+    )
+
+
+def order_of_update(job: Job) -> tuple[int, list[str]]:
+    """On every rank: the number of buckets, and what the optimizer and the track were given in the
+    update of an iteration that is told the next strategy."""
+    engine = build_engine(job)
+    first, second = engine.pool.strategies
+    batches = packs_of_rank(first, job.assignments[0], job.batches[0], engine.rank)
+    log: list[str] = []
+    step_by_bucket, submit = engine.optimizer.step_by_bucket, engine._track.submit
+
+    def noted_step(gradient_norm: float) -> Iterator[int]:
+        log.clear()
+        for bucket in step_by_bucket(gradient_norm):
+            log.append(f"update {bucket}")
+            yield bucket
+
+    def noted_submit(submitted: Any) -> Any:
+        log.append(f"{submitted.span} {submitted.detail['bucket']}")
+        return submit(submitted)
+
+    with (
+        patch.object(engine.optimizer, "step_by_bucket", noted_step),
+        patch.object(engine._track, "submit", noted_submit),
+    ):
+        engine.train_step(first.name, batches, make_forward_step(), next_strategy=second.name)
+    engine.finish_regrouping()
+    return len(engine.layout.buckets), log
+
+
+def bytes_of_iterations(job: Job) -> list[tuple[str, int, int]]:
+    """On every rank, of each iteration: strategy, bytes that the collectives of regrouping
+    exchanged with other ranks, and what the engine told."""
+    engine = build_engine(job)
+    group, rank, num_ranks = engine.groups.regroup, engine.rank, dist.get_world_size()
+    exchanged: list[int] = []
+    all_to_all, all_gather = dist.all_to_all_single, routes_module._all_gather
+
+    def counted_all_to_all(
+        received: torch.Tensor, sent: torch.Tensor, *sizes: Any, **named: Any
+    ) -> Any:
+        if named.get("group") is group:
+            for tensor, of_ranks in zip((received, sent), sizes, strict=True):
+                assert sum(of_ranks) == tensor.numel()
+                exchanged.append((sum(of_ranks) - of_ranks[rank]) * tensor.element_size())
+        return all_to_all(received, sent, *sizes, **named)
+
+    def counted_all_gather(received: torch.Tensor, sent: torch.Tensor, **named: Any) -> Any:
+        assert named["group"] is group
+        exchanged.append(2 * (num_ranks - 1) * sent.numel() * sent.element_size())
+        return all_gather(received, sent, **named)
+
+    found = []
+    with (
+        patch.object(dist, "all_to_all_single", counted_all_to_all),
+        patch.object(routes_module, "_all_gather", counted_all_gather),
+    ):
+        for i, which in enumerate(job.schedule):
+            strategy = engine.pool.strategies[which]
+            batches = packs_of_rank(strategy, job.assignments[i], job.batches[i], rank)
+            outcome = engine.train_step(strategy.name, batches, make_forward_step())
+            found.append((strategy.name, sum(exchanged), outcome.regroup_bytes))
+            exchanged.clear()
+    return found
 
 
 def run_there_and_back(job: Job) -> tuple[list[np.ndarray], list[np.ndarray]]:

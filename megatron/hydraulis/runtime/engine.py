@@ -238,7 +238,7 @@ class Engine:
         with self._in_phase("evaluation", strategy_name, untimed), torch.no_grad():
             reports = self._run(setting, batches, forward_step, None)
             self._finish_gather()
-        return self._total(setting, reports)[0]
+            return self._total(setting, reports)[0]
 
     def gather(self, strategy_name: str, *, phase: Phase = untimed) -> None:
         """Bring the current parameters into the strategy's layout, if they are not there yet.
@@ -339,6 +339,10 @@ class Engine:
         """The arena is the strategy's from here on; nothing is posted yet."""
         self._finish_gather()
         self._gathered = None
+        if strategy_name not in self._settings:
+            # Nothing in the arenas is needed any more: a model is not built beside it.
+            self.memory.size_parameters(0)
+            self.memory.size_gradients(0)
         setting = self.setting(strategy_name)
         # First what is no longer needed, so that it is not held beside what is to come.
         self.memory.release_gradients_unless(setting.num_elements)
@@ -398,7 +402,8 @@ class Engine:
             bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]
         if self.rank == 0 and next_strategy is not None:
             total[2] = 1 + names.index(self.pool.strategy(next_strategy).name)
-        dist.all_reduce(total)
+        with self._in_phase("loss", setting.strategy.name, untimed):
+            dist.all_reduce(total)
         loss_sum, num_tokens, number = total.tolist()
         told = names[round(number) - 1] if number else None
         return LossTotal(loss_sum, round(num_tokens)), tuple(bad), told
