@@ -64,6 +64,15 @@ def test_a_predicted_file_may_be_predicted_again(tmp_path: Path) -> None:
     assert (tmp_path / "out.csv").read_text() == once
 
 
+def test_a_summary_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.csv").write_text(f"{COLUMNS}\n{ROW}\n")
+    out = str(tmp_path / "out.csv")
+    flags = ["--layouts", str(tmp_path / "in.csv"), "--out", out, "--device", "h200", "--json"]
+    assert main(["predict-layouts", *flags]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary == {"device": "h200", "num_layouts": 1, "num_fitting": 1, "out": out}
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
