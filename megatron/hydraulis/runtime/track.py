@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.runtime.staging import Staging, StagingSlot
 
@@ -64,7 +65,7 @@ class Track(Protocol):
     """Whether a job that waits for other ranks may hold up what this rank's compute does after."""
 
     def submit(self, job: Job) -> Ticket:
-        """Put a job at the end of the sequence; returns at once."""
+        """Put a job at the end of the sequence; returns at once. Not after `close`."""
         ...
 
     def close(self) -> None:
@@ -136,10 +137,16 @@ class ThreadTrack:
         self._events: queue.SimpleQueue[_ThreadTicket | str] = queue.SimpleQueue()
         self._runner = _Runner(self._events, staging, spans)
         self._thread: threading.Thread | None = None
+        self._is_closed = False
         # The thread must not keep the track alive, or nobody would ever close it.
         weakref.finalize(self, self._events.put, _CLOSE)
 
     def submit(self, job: Job) -> Ticket:
+        if self._is_closed:
+            raise HydraulisError(
+                f"{_describe(job)} comes after the end of regrouping, so that nobody would run it; "
+                "close the engine after its last iteration and evaluation"
+            )
         ticket = _ThreadTicket(job)
         if self._thread is None:
             # A thread of OpenMP's own choice of threads would fight with compute for the cores.
@@ -154,6 +161,7 @@ class ThreadTrack:
         return ticket
 
     def close(self) -> None:
+        self._is_closed = True
         self._events.put(_CLOSE)
 
 

@@ -66,6 +66,12 @@ def test_metrics_hold_one_object_an_iteration(main_run: Run) -> None:
     }
     assert all(wanted <= set(found) for found in objects)
     assert all(found["predicted_time_s"] > 0 < found["iteration_time_s"] for found in objects)
+    # One strategy: the same bytes in every iteration, for which compute stands still at times.
+    assert len({found["regroup_bytes"] for found in objects}) == 1
+    assert objects[0]["regroup_bytes"] > 0
+    for wait in ("gather_wait_s", "scatter_wait_s"):
+        assert sum(found[wait] for found in objects) > 0
+        assert all(found[wait] < found["iteration_time_s"] for found in objects)
 
 
 def test_tensorboard_holds_upstreams_names(main_run: Run) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.runtime import passes
 from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, Waits
 from megatron.hydraulis.runtime.role_model import _parts
 
@@ -133,6 +134,17 @@ class TestGather:
         self.gather_pass(track, waits_at_once=True).post_rest()
         expected = [f"{what} {i}" for i in range(NUM_BUCKETS) for what in ("post", "wait")]
         assert track.log == expected
+
+
+def test_waits_add_up_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = iter((1.0, 1.5, 10.0, 12.25))
+    monkeypatch.setattr(passes.time, "perf_counter", lambda: next(clock_s))
+    waits = Waits("gather wait")
+    tickets = [FakeTicket([], bucket) for bucket in range(2)]
+    for ticket in (*tickets, *tickets):  # what has ended is not waited for, and costs no time
+        waits.wait_for(ticket)
+    assert waits.take_s() == 0.5 + 2.25
+    assert waits.take_s() == 0.0
 
 
 def test_hooks_stand_on_the_largest_modules_that_are_called_and_have_one_unit() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.runtime.spans import MemoryRecorder
 from megatron.hydraulis.runtime.staging import Staging, StagingSlot
 from megatron.hydraulis.runtime.track import Step, ThreadTrack
@@ -164,6 +165,13 @@ def test_spans_go_from_the_posting_to_the_end() -> None:
     first, second = spans.take()
     assert (first.detail["bucket"], second.detail["bucket"]) == (0, 1)
     assert second.start_ns < first.end_ns <= second.end_ns
+
+
+def test_a_closed_track_takes_no_job_that_would_be_waited_for_in_vain() -> None:
+    track = ThreadTrack(Staging(CPU))
+    track.close()
+    with pytest.raises(HydraulisError, match="gather of bucket 0, unit layer 0 comes after"):
+        track.submit(FakeJob(0, []))
 
 
 def test_a_track_that_nobody_holds_ends_its_thread() -> None:
