@@ -9,6 +9,9 @@ from megatron.hydraulis.errors import HydraulisError
 
 __all__ = ["JsonObject", "parse_json", "read_json", "read_text"]
 
+# Larger whole numbers are typing errors, and neither numpy nor a float can hold all of them.
+_MOST = 10**18
+
 
 class JsonObject:
     """A JSON object whose values are read by key and type, and which has to be read whole.
@@ -73,6 +76,8 @@ class JsonObject:
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, "a number", value)
+        if isinstance(value, int) and abs(value) > _MOST:
+            raise self._wrong(key, "a number of usual size", value)
         return float(value)
 
     def text(self, key: str) -> str:
@@ -107,6 +112,8 @@ class JsonObject:
     def _integer(self, key: str, expected: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(key, expected, value)
+        if abs(value) > _MOST:
+            raise self._wrong(key, f"{expected} of usual size", value)
         return value
 
     def _wrong(self, key: str, expected: str, value: Any) -> HydraulisError:

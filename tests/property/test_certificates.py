@@ -61,7 +61,9 @@ class Instance:
         ]  # Their costs are given apart: only the number of stages has to be true.
         text = "+".join(map(str, schemes))
         strategy = Strategy.parse(text, sum(scheme.num_ranks for scheme in schemes))
-        packers = {cost: ReplicaPacker(cost, self.lengths) for cost in self.costs}
+        packers = {
+            cost: ReplicaPacker(cost, self.lengths, Solver(Deadline(None))) for cost in self.costs
+        }
         search = StrategySearch(
             strategy,
             self.costs,

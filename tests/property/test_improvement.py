@@ -59,7 +59,7 @@ def assigned(
     lengths: list[int], replicas: list[SchemeCost], *, effort: float = PLENTY
 ) -> Assignment:
     """The greedy dispatch, packed."""
-    packers = {cost: ReplicaPacker(cost, lengths) for cost in replicas}
+    packers = {cost: ReplicaPacker(cost, lengths, Solver(Deadline(None))) for cost in replicas}
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     shares = dispatch(order, lengths, replicas)
     return Assignment([packers[cost] for cost in replicas], shares, Effort(effort))
@@ -123,7 +123,7 @@ def test_improving_again_gives_the_same_plan(
 def test_improvement_ends_at_its_target_and_when_it_is_told() -> None:
     lengths = [40, 30, 30, 20, 20, 10, 10, 10]
     slow = SchemeCost(Coefficients(0.0, 1.0, 0.0), 100, 1)
-    packer = ReplicaPacker(slow, lengths)
+    packer = ReplicaPacker(slow, lengths, Solver(Deadline(None)))
 
     def piled_up() -> Assignment:
         return Assignment([packer, packer], [list(range(8)), []], Effort(PLENTY))
@@ -201,7 +201,7 @@ def test_sequences_are_put_back_once_where_they_fit(
     lengths: list[int], replicas: list[SchemeCost], num_buckets: int, share: float
 ) -> None:
     """Whatever a program owes to whom, also nonsense."""
-    packers = {cost: ReplicaPacker(cost, lengths) for cost in replicas}
+    packers = {cost: ReplicaPacker(cost, lengths, Solver(Deadline(None))) for cost in replicas}
     of_replica = [packers[cost] for cost in replicas]
     relaxation = Relaxation(
         ReplicaClass.of(replicas),

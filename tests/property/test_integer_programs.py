@@ -312,7 +312,7 @@ def test_no_dispatch_that_exists_is_called_impossible(
     lengths: list[int], costs: list[SchemeCost], num_buckets: int, share: float
 ) -> None:
     """Also with so few buckets that most lengths are rounded."""
-    packers = {cost: ReplicaPacker(cost, lengths) for cost in costs}
+    packers = {cost: ReplicaPacker(cost, lengths, Solver(Deadline(None))) for cost in costs}
     of_replica = [packers[cost] for cost in costs]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     greedy = Assignment(of_replica, dispatch(order, lengths, costs), Effort(1e7))

@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
@@ -35,8 +35,13 @@ def replica_costs(draw: st.DrawFn) -> list[SchemeCost]:
 LENGTHS = st.lists(st.integers(LIMIT // 4, LIMIT), min_size=1, max_size=6).map(sorted)
 
 
+FREE = SchemeCost(Coefficients(0.0, 0.0, 0.0), LIMIT, 2)
+
+
 @settings(max_examples=60)
 @given(replica_costs(), LENGTHS)
+@example([FREE], [LIMIT // 2 + 1])
+@example([FREE], [LIMIT] * 6)
 def test_the_least_possible_time_is_not_impossible(
     costs: list[SchemeCost], lengths: list[int]
 ) -> None:

@@ -27,6 +27,7 @@ from megatron.hydraulis.planner.pipeline_shape import (
 )
 from megatron.hydraulis.planner.polish import Effort
 from megatron.hydraulis.planner.replica_packing import ReplicaPacker
+from megatron.hydraulis.planner.solver import Deadline, Solver
 
 ROUNDING = 1e-9
 WORKS = st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any)
@@ -68,7 +69,7 @@ def test_best_works_keep_their_limits_and_beat_others(
     least: list[int], num_stages: int, more: int
 ) -> None:
     total_ms, largest_ms = float(sum(least) + more), float(max(least) + more)
-    works_ms = best_works_ms(num_stages, least, total_ms, largest_ms)
+    works_ms = best_works_ms(num_stages, least, total_ms, largest_ms, Solver(Deadline(None)))
     assert works_ms is not None
     assert math.fsum(works_ms) == pytest.approx(total_ms)
     for work_ms, least_ms in zip(works_ms, least, strict=True):
@@ -161,7 +162,7 @@ def test_nor_are_the_best_works_around_a_lump(
     for total_ms in (60.0, 100.0, 300.0, 900.0):
         if total_ms > 60.0 * len(least_ms):
             continue
-        works_ms = best_works_ms(num_stages, least_ms, total_ms, 60.0)
+        works_ms = best_works_ms(num_stages, least_ms, total_ms, 60.0, Solver(Deadline(None)))
         assert works_ms is not None
         time_ms = pipeline_time_ms([max(0.0, work) for work in works_ms], num_stages)
         assert orders.least_time_ms(len(least_ms), total_ms) <= time_ms * (1 + 1e-6)
@@ -233,7 +234,7 @@ def test_packers_pack_every_sequence_within_the_limit(
     cost: SchemeCost, num_stages: int, lengths: list[int]
 ) -> None:
     cost = SchemeCost(cost.coefficients, cost.max_tokens, num_stages)
-    packer = ReplicaPacker(cost, lengths)
+    packer = ReplicaPacker(cost, lengths, Solver(Deadline(None)))
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     plain = packer.pack(order, Effort(1e9))
     thorough = packer.pack_thoroughly(order, 20, Effort(1e9))
@@ -257,7 +258,7 @@ def test_packers_pack_every_sequence_within_the_limit(
 def test_an_exchange_changes_one_sequence(
     cost: SchemeCost, lengths: list[int], data: st.DataObject
 ) -> None:
-    packer = ReplicaPacker(cost, lengths)
+    packer = ReplicaPacker(cost, lengths, Solver(Deadline(None)))
     held = sorted(range(1, len(lengths)), key=lambda i: (-lengths[i], i))
     packed = packer.pack(held, Effort(1e9))
     gone = data.draw(st.sampled_from([None, *held]))

@@ -1,6 +1,5 @@
 """What the planner asks of a cost model, measured or analytic."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +8,10 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Strategy
 
-__all__ = ["Coefficients", "CostModel", "given_limit"]
+__all__ = ["MOST_MS", "Coefficients", "CostModel", "given_limit"]
+
+MOST_MS = 1e100
+"""Nothing takes so long, and sums of squared lengths times it are still finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Coefficients:
     ``t = a·Σ s_i² + b·Σ s_i + c`` over the lengths s_i of the sequences in it, in tokens: the
     time model of Hydraulis (arXiv 2412.07894).
 
-    Raises ConfigurationError when a coefficient is negative or not finite.
+    Raises ConfigurationError when a coefficient is negative, not finite, or not below MOST_MS.
     """
 
     a_ms_per_token2: float
@@ -31,7 +33,7 @@ class Coefficients:
 
     def __post_init__(self) -> None:
         for value in (self.a_ms_per_token2, self.b_ms_per_token, self.c_ms):
-            if not (math.isfinite(value) and value >= 0.0):
+            if not 0.0 <= value < MOST_MS:
                 raise ConfigurationError(
                     f"coefficients of a cost model must be finite and not negative but are "
                     f"a = {self.a_ms_per_token2} ms/token², b = {self.b_ms_per_token} ms/token, "

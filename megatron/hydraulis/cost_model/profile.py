@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
+from megatron.hydraulis.cost_model.interface import MOST_MS, Coefficients, given_limit
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.scheme import Scheme
@@ -74,7 +74,7 @@ class ProfiledStrategy:
 
     def __post_init__(self) -> None:
         for value in (self.regroup_ms, self.optimizer_ms):
-            if not 0.0 <= value < math.inf:
+            if not 0.0 <= value < MOST_MS:
                 raise ConfigurationError(
                     f"cost profile: times of strategy {self.name!r} must be finite and not "
                     f"negative but are regroup_ms {self.regroup_ms} and optimizer_ms "

@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 _VERSION = 1
+# Larger whole numbers are typing errors, which numpy cannot hold.
+_MOST = 10**18
 _IDX_HEADER = struct.Struct("<9sQBQQ")
 _IDX_MAGIC = b"MMIDIDX\0\0"
 
@@ -104,13 +106,16 @@ def read_lengths(path: str) -> list[int]:
         return _lengths_of_index(path)
     text = _text(path)
     try:
-        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
-        lengths = [int(value) if isinstance(value, str) else value for value in values]
+        is_list = text.lstrip().startswith("[")
+        words = (line.strip() for line in text.splitlines())
+        lengths = json.loads(text) if is_list else [int(word) for word in words if word]
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: lengths are numbers but: {error}; correct the file") from error
     for length in lengths:
-        if type(length) is not int or length < 1:
-            raise DataError(f"{path}: a length is at least 1 but one is {length!r}; correct it")
+        if type(length) is not int or not 1 <= length <= _MOST:
+            raise DataError(
+                f"{path}: a length is from 1 to {_MOST} but one is {length!r:.60}; correct it"
+            )
     if not lengths:
         raise DataError(
             f"{path}: a batch has at least 1 sequence but this has 0; give another file"
@@ -146,21 +151,29 @@ def read_job(pool_path: str, profile_path: str) -> Job:
         return _job(pool, profile)
     except KeyError as error:
         raise DataError(f"{pool_path}, {profile_path}: needs {error} but lacks it") from error
-    except (TypeError, ValueError, AttributeError, BrokenRule) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise DataError(f"{pool_path}, {profile_path}: {error}; correct the file") from error
 
 
 def _job(pool: Any, profile: Any) -> Job:
     _check_version(pool)
     _check_version(profile)
-    rows = {_shape(row): row for row in profile["schemes"]}
-    overheads_ms = {
-        row["name"]: row.get("regroup_ms", 0.0) + row.get("optimizer_ms", 0.0)
-        for row in profile.get("strategies", [])
-    }
-    strategies = {}
-    for entry in pool["strategies"]:
-        placed = read_strategy(entry["replicas"], pool["num_ranks"], pool["ranks_per_node"])
+    rows = _once("scheme", [(_shape(row), row) for row in profile["schemes"]])
+    overheads_ms = _once(
+        "strategy of the profile",
+        [
+            (
+                row["name"],
+                _number(row.get("regroup_ms", 0.0)) + _number(row.get("optimizer_ms", 0.0)),
+            )
+            for row in profile.get("strategies", [])
+        ],
+    )
+    strategies = []
+    entries = pool["strategies"]
+    num_ranks, ranks_per_node = _whole(pool["num_ranks"]), _whole(pool["ranks_per_node"])
+    for entry in entries:
+        placed = read_strategy(entry["replicas"], num_ranks, ranks_per_node)
         limits = {read_shape(key): limit for key, limit in entry.get("max_tokens", {}).items()}
         figures = []
         for shape, _ in placed:
@@ -176,9 +189,20 @@ def _job(pool: Any, profile: Any) -> Job:
                     num_stages=shape.pp,
                 )
             )
-        name = entry["name"]
-        strategies[name] = StrategyFigures(name, placed, figures, overheads_ms.get(name, 0.0))
-    return Job(strategies)
+        name = _word(entry["name"])
+        figures_of = StrategyFigures(name, placed, figures, overheads_ms.get(name, 0.0))
+        strategies.append((name, figures_of))
+    return Job(_once("strategy of the pool", strategies))
+
+
+def _once[Key, Value](noun: str, entries: list[tuple[Key, Value]]) -> dict[Key, Value]:
+    """The entries by their keys; ValueError when two have the same."""
+    found: dict[Key, Value] = {}
+    for key, value in entries:
+        if key in found:
+            raise ValueError(f"a {noun} is listed once but {key} twice")
+        found[key] = value
+    return found
 
 
 def read_plan(path: str) -> Plan:
@@ -187,7 +211,7 @@ def read_plan(path: str) -> Plan:
     try:
         _check_version(content)
         return Plan(
-            strategy=content["strategy"],
+            strategy=_word(content["strategy"]),
             replicas=[_replica(entry) for entry in content["replicas"]],
             predicted_time_s=_number(content["predicted_time_s"]),
             claims={
@@ -198,7 +222,7 @@ def read_plan(path: str) -> Plan:
         )
     except KeyError as error:
         raise BrokenRule(Rule.PLAN_FORMAT, f"the plan needs {error} but lacks it") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise BrokenRule(Rule.PLAN_FORMAT, f"the plan is not written as one: {error}") from error
 
 
@@ -237,15 +261,21 @@ def _shape(entry: Any) -> Shape:
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"a whole number from 0 on is expected but there is {value!r}")
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise ValueError(f"a whole number from 0 to {_MOST} is expected but there is {value!r:.60}")
     return value
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float) or not 0.0 <= value < math.inf:
-        raise ValueError(f"a finite number from 0 on is expected but there is {value!r}")
+        raise ValueError(f"a finite number from 0 on is expected but there is {value!r:.60}")
     return float(value)
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a name is expected but there is {value!r:.60}")
+    return value
 
 
 def _check_version(content: Any) -> None:

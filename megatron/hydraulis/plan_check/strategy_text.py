@@ -18,6 +18,8 @@ _TERM = re.compile(
     r"(?::(?P<layers>\d+(?:,\d+)*))?"
     r"(?:@(?P<ranks>\d+(?:,\d+)*))?"
 )
+# Of a job: what is larger is a typing error, and would not fit the memory.
+_MOST_RANKS = 10**7
 _DEGREE = re.compile(r"(tp|cp|pp)(\d+)(~?)")
 
 
@@ -56,6 +58,8 @@ def read_shape(text: str) -> Shape:
 
 def read_strategy(text: str, num_ranks: int, ranks_per_node: int) -> list[tuple[Shape, list[int]]]:
     """Shape and ranks of every replica, in the order of the text; ValueError if impossible."""
+    if num_ranks > _MOST_RANKS:
+        raise ValueError(f"a job has at most {_MOST_RANKS} ranks but num_ranks is {num_ranks}")
     shapes: list[Shape] = []
     named: list[list[int] | None] = []
     num_idle = 0
@@ -68,6 +72,10 @@ def read_strategy(text: str, num_ranks: int, ranks_per_node: int) -> list[tuple[
             num_idle += copies
             continue
         shape = _shape(match)
+        if copies * shape.num_ranks > num_ranks:
+            raise ValueError(f"{term!r} needs more ranks than the {num_ranks} of the job")
+        if shape.num_ranks < 1:
+            raise ValueError(f"{term!r} has a degree of 0")
         ranks = None if match["ranks"] is None else _numbers(match["ranks"])
         size = shape.num_ranks
         if ranks is not None and len(ranks) != copies * size:

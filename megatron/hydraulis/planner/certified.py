@@ -57,7 +57,7 @@ class CertifiedPlanner:
         self._seed = seed
         self._time_limit_s = time_limit_s
 
-    def plan(self, lengths: Sequence[int], iteration: int = 0) -> IterationPlan:
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
         """Plan one iteration for lengths of shape (num_sequences,), in tokens.
 
         Raises PlanError for an empty batch, a length below 1 and a sequence that no strategy can
@@ -91,7 +91,7 @@ class CertifiedPlanner:
 
         def packer_of(cost: SchemeCost) -> ReplicaPacker:
             if cost not in packers:
-                packers[cost] = ReplicaPacker(cost, batch)
+                packers[cost] = ReplicaPacker(cost, batch, solver)
             return packers[cost]
 
         try:

@@ -19,7 +19,7 @@ from megatron.hydraulis.planner.solver import SolverLimits
 
 __all__ = ["IntegerAnswer", "solve_dispatch"]
 
-_LIMITS = SolverLimits(num_nodes=100, relative_gap=1e-3, guard_s=2.0)
+_LIMITS = SolverLimits(num_nodes=100, relative_gap=1e-3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ _DUAL_FEASIBLE_FUNCTIONS = (1, 2, 3, 4, 5, 6, 7, 8)
 _LEFT_OVER_FRACTION = 1e-6
 # Instead of no work at all, so that shares of it are finite.
 _LEAST_WORK_MS = 1e-9
+_ROUNDING = 1e-9
 # Buckets, and sequences that are too many to be the few that decide.
 _NUM_BUCKETS = 32
 _MAX_SEQUENCES = 128
@@ -205,9 +206,12 @@ class LongSequences:
         modes: dict[int, float] = {}
         most = 0
         if lumps:
-            # As many of the shortest would fill the time.
-            shortest_ms = max(float(times_ms[lumps].min()), _LEAST_WORK_MS)
-            most = min(int(time_ms / shortest_ms) - cost.num_stages + 1, len(self.lengths))
+            most = len(self.lengths)
+            shortest_ms = float(times_ms[lumps].min())
+            if shortest_ms > _LEAST_WORK_MS:
+                # As many of the shortest would fill the time; one lump fits, or none were able.
+                num_full = int(time_ms / shortest_ms * (1.0 + _ROUNDING))
+                most = min(most, max(num_full - cost.num_stages + 1, 1))
         for num in range(1, most + 1):
             if num > _MAX_LUMPS:
                 # Their shape is left open.

@@ -18,7 +18,7 @@ from megatron.hydraulis.planner.solver import LinearModel, Solution, Solver, Sol
 
 __all__ = ["PackingAnswer", "largest_tokens", "shortest_pipeline"]
 
-_LIMITS = SolverLimits(num_nodes=200, relative_gap=1e-4, guard_s=2.0)
+_LIMITS = SolverLimits(num_nodes=200, relative_gap=1e-4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from megatron.hydraulis.planner.pipeline_program import PipelineColumns
 from megatron.hydraulis.planner.solver import (
     LinearModel,
     Outcome,
+    Solver,
     SolverError,
     SolverLimits,
     solve,
@@ -140,16 +141,20 @@ def _best_shape(
 
 
 def best_works_ms(
-    num_stages: int, least_ms: Sequence[float], total_ms: float, largest_ms: float
+    num_stages: int,
+    least_ms: Sequence[float],
+    total_ms: float,
+    largest_ms: float,
+    solver: Solver,
 ) -> list[float] | None:
     """Works of micro-batches, in their order, of least 1F1B time for a total work.
 
     least_ms: shape (num_micro_batches,), what each takes at least, together at most total_ms;
-    largest_ms: what each takes at most. None when the solver has no answer.
+    largest_ms: what each takes at most. None when the solver has no answer, which it remembers.
     """
     scale = 1.0 / total_ms
     model = _model(num_stages, np.array(least_ms) * scale, 1.0, largest_ms * scale, FORWARD_SHARE)
-    solution = solve(model, SolverLimits())
+    solution = solver.solve(model, SolverLimits())
     if not solution.is_usable or solution.values is None:
         return None
     return [float(share) * total_ms for share in solution.values[: len(least_ms)]]

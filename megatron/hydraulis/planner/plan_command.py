@@ -20,6 +20,8 @@ from megatron.hydraulis.strategy import Pool
 
 __all__ = ["add_arguments", "run"]
 
+_MOST_SEED = 2**31 - 1
+"""What HiGHS takes."""
 _WIDTH = 110
 """Columns of the tables where the output is no terminal."""
 
@@ -80,6 +82,10 @@ def run(namespace: argparse.Namespace) -> int:
     if limit_s is not None and not limit_s > 0.0:
         raise ConfigurationError(
             f"--plan-time-limit is more than 0 s but is {limit_s} s; raise it or leave it out"
+        )
+    if not 0 <= namespace.seed <= _MOST_SEED:
+        raise ConfigurationError(
+            f"--seed is from 0 to {_MOST_SEED} but is {namespace.seed}; give another one"
         )
     lengths = read_lengths(namespace.lengths)
     cost_model = ProfileCostModel.read(namespace.cost_profile)

@@ -30,6 +30,7 @@ from megatron.hydraulis.planner.pipeline_shape import (
 )
 from megatron.hydraulis.planner.polish import Effort, polish
 from megatron.hydraulis.planner.replica_plan import MicroBatch
+from megatron.hydraulis.planner.solver import Solver
 
 __all__ = ["Packed", "ReplicaPacker"]
 
@@ -56,11 +57,12 @@ class Packed:
 class ReplicaPacker:
     """Packs shares of one batch for replicas of one cost."""
 
-    def __init__(self, cost: SchemeCost, lengths: Sequence[int]) -> None:
+    def __init__(self, cost: SchemeCost, lengths: Sequence[int], solver: Solver) -> None:
         """lengths: shape (num_sequences,), the whole batch, in any order."""
         self.cost = cost
         self.lengths = lengths
         self.works_ms = [cost.sequence_time_ms(length) for length in lengths]
+        self._solver = solver
         self._works_array_ms = np.array(self.works_ms)
         self._lengths_array = np.array(lengths, dtype=np.int64)
         self._lump_lines = lump_lines(cost.num_stages)
@@ -155,7 +157,9 @@ class ReplicaPacker:
         lumps += [None] * order.num_after
         least_ms = [c_ms + (0.0 if lump is None else self.works_ms[lump]) for lump in lumps]
         total_ms = math.fsum(self.works_ms[s] for s in sequences) + len(lumps) * c_ms
-        works_ms = best_works_ms(self.cost.num_stages, least_ms, total_ms, self._largest_ms)
+        works_ms = best_works_ms(
+            self.cost.num_stages, least_ms, total_ms, self._largest_ms, self._solver
+        )
         if works_ms is None:
             return None
         lacking_ms = [work - least for work, least in zip(works_ms, least_ms, strict=True)]

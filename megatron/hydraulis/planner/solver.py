@@ -74,7 +74,9 @@ class SolverLimits:
     num_iterations: int = 20_000
     """Simplex iterations of a linear program."""
     relative_gap: float = 1e-4
-    guard_s: float = 10.0
+    guard_s: float = 30.0
+    """Wall clock. The programs here take milliseconds, so that load alone does not get there, and a
+    single program gone astray ends before a planner process counts as hung (lookahead.GRACE_S)."""
     seed: int = 0
 
 
@@ -174,7 +176,12 @@ class Solver:
         *,
         start: Sequence[float] | FloatArray | None = None,
     ) -> Solution:
-        """As the function solve; the guard ends at the deadline at the latest."""
+        """As the function solve; the guard ends at the deadline at the latest.
+
+        After an overrun integer programs are not run any more: the next one may take as long.
+        """
+        if self.trouble is Outcome.OVERRUN and model.is_integral is not None:
+            return Solution(outcome=Outcome.OVERRUN)
         guard_s = min(limits.guard_s, self.deadline.remaining_s)
         limits = dataclasses.replace(limits, guard_s=guard_s, seed=self._seed)
         solution = solve(model, limits, start=start)

@@ -124,7 +124,9 @@ class Judge:
 
         def packer_of(cost: SchemeCost) -> ReplicaPacker:
             if (cost, batch) not in self._packers:
-                self._packers[cost, batch] = ReplicaPacker(cost, self.batches[batch])
+                self._packers[cost, batch] = ReplicaPacker(
+                    cost, self.batches[batch], Solver(Deadline(None), seed=self._seed)
+                )
             return self._packers[cost, batch]
 
         search = StrategySearch(

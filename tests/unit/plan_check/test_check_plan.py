@@ -36,6 +36,14 @@ def time_that_is_no_number(plan: Content) -> None:
     plan["predicted_time_s"] = float("nan")
 
 
+def time_beyond_floats(plan: Content) -> None:
+    plan["replicas"][0]["predicted_time_s"] = 10**400
+
+
+def list_for_a_name(plan: Content) -> None:
+    plan["strategy"] = []
+
+
 def other_strategy(plan: Content) -> None:
     plan["strategy"] = "short"
 
@@ -113,6 +121,8 @@ DAMAGES: list[tuple[Callable[[Content], None], Rule, str]] = [
     (missing_key, Rule.PLAN_FORMAT, "needs 'ranks'"),
     (text_for_a_number, Rule.PLAN_FORMAT, "there is 'fast'"),
     (time_that_is_no_number, Rule.PLAN_FORMAT, "there is nan"),
+    (time_beyond_floats, Rule.PLAN_FORMAT, "int too large to convert to float"),
+    (list_for_a_name, Rule.PLAN_FORMAT, "a name is expected but there is []"),
     (other_strategy, Rule.UNKNOWN_STRATEGY, "for 'short' but the pool has mixed, long"),
     (replica_left_out, Rule.REPLICA_COUNT, "2 replicas but strategy 'mixed' has 3"),
     (
@@ -135,6 +145,11 @@ DAMAGES: list[tuple[Callable[[Content], None], Rule, str]] = [
     (bound_above_the_plan, Rule.STAGE_BOUND, "the bound of packing"),
     (flattering_gap, Rule.STAGE_GAP, "the gap of dispatch"),
 ]
+
+
+def one_strategy(replicas: str, *, name: Any = "only") -> Content:
+    """The pool with this strategy alone."""
+    return {**POOL, "strategies": [{"name": name, "replicas": replicas}]}
 
 
 def test_every_rule_has_its_damage() -> None:
@@ -212,12 +227,36 @@ def test_lengths_from_lines_and_from_an_index(tmp_path: Path) -> None:
     [
         ({"plan": "no plan"}, None),
         ({"lengths": []}, "a batch has at least 1 sequence but this has 0"),
-        ({"lengths": [3, 0]}, "a length is at least 1 but one is 0"),
-        ({"lengths": ["3", "x"]}, "lengths are numbers but"),
+        ({"lengths": [3, 0]}, "a length is from 1 to 1000000000000000000 but one is 0"),
+        ({"lengths": ["3", "x"]}, "but one is '3'"),
         ({"pool": POOL | {"num_ranks": 9}}, "is for 8 ranks but the job has 9"),
         ({"pool": {"num_ranks": 8}}, "needs 'strategies' but lacks it"),
         ({"cost_profile": PROFILE | {"schemes": []}}, "uses tp4cp1pp1, which has no row"),
         ({"cost_profile": PROFILE | {"version": 9}}, "version 1 can be read but this is 9"),
+        (
+            {"cost_profile": PROFILE | {"schemes": PROFILE["schemes"] * 2}},
+            "a scheme is listed once but tp4cp1pp1 twice",
+        ),
+        (
+            {"cost_profile": PROFILE | {"strategies": [{"name": "long", "regroup_ms": -1.0}]}},
+            "a finite number from 0 on is expected but there is -1.0",
+        ),
+        (
+            {"cost_profile": PROFILE | {"strategies": [{"name": "long", "regroup_ms": 10**400}]}},
+            "int too large to convert to float",
+        ),
+        (
+            {"pool": POOL | {"strategies": POOL["strategies"] * 2}},
+            "a strategy of the pool is listed once but mixed twice",
+        ),
+        ({"pool": one_strategy("2*tp4", name=["x"])}, "a name is expected but there is ['x']"),
+        ({"pool": one_strategy("999999999*tp4")}, "needs more ranks than the 8 of the job"),
+        ({"pool": one_strategy("tp0+2*tp4")}, "'tp0' has a degree of 0"),
+        (
+            {"pool": one_strategy(f"{10**17}*idle") | {"num_ranks": 10**17}},
+            "a job has at most 10000000 ranks",
+        ),
+        ({"lengths": [10**30]}, "a length is from 1 to 1000000000000000000 but one is 1000"),
     ],
 )
 def test_files_that_cannot_be_used_are_status_2(

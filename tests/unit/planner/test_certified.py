@@ -1,5 +1,6 @@
 """The certified planner on ordinary odd batches, its marks, and the same plan everywhere."""
 
+import inspect
 import json
 import logging
 import os
@@ -17,6 +18,8 @@ from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.greedy import GreedyPlanner
 from megatron.hydraulis.planner.interface import Planner
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.replay import RecordedPlans
+from megatron.hydraulis.planner.scheduled import ScheduledPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 
@@ -28,6 +31,16 @@ MODEL = TableCostModel(
 
 def pool_of(*texts: str, num_ranks: int = 4) -> Pool:
     return Pool.of(*(Strategy.parse(text, num_ranks) for text in texts))
+
+
+@pytest.mark.parametrize(
+    "planner", [CertifiedPlanner, GreedyPlanner, RecordedPlans, ScheduledPlanner]
+)
+def test_every_planner_is_called_alike(planner: type[Planner]) -> None:
+    expected, found = (inspect.signature(kind.plan).parameters for kind in (Planner, planner))
+    assert [(p.name, p.kind, p.default) for p in found.values()] == [
+        (p.name, p.kind, p.default) for p in expected.values()
+    ]
 
 
 def planned(lengths: list[int], *texts: str, model: TableCostModel = MODEL) -> IterationPlan:
@@ -200,7 +213,7 @@ def test_another_process_with_other_hashes_makes_the_same_plans() -> None:
             capture_output=True,
             check=True,
             text=True,
-            timeout=120,
+            timeout=600,
         ).stdout
         for hash_seed in ("0", "1")
     }

@@ -25,6 +25,12 @@ EXAMPLE_FLAGS = [
 ]
 
 
+def profile_with(**changes: Any) -> dict[str, Any]:
+    """The profile with other figures of its first scheme."""
+    first, *others = PROFILE["schemes"]
+    return {**PROFILE, "schemes": [first | changes, *others]}
+
+
 def test_one_line_and_a_plan_that_keeps_all_rules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +93,9 @@ def test_seed_and_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["check-plan", *EXAMPLE_FLAGS, "--plan", str(out)]) == 0
     assert main(["plan", *EXAMPLE_FLAGS, "--plan-time-limit", "0"]) == 2
     assert "--plan-time-limit is more than 0 s but is 0.0 s" in capsys.readouterr().err
+    for seed in ("-1", str(2**31)):
+        assert main(["plan", *EXAMPLE_FLAGS, "--seed", seed]) == 2
+        assert f"--seed is from 0 to 2147483647 but is {seed}" in capsys.readouterr().err
 
 
 def test_replicas_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +149,9 @@ def test_documents_of_an_index(tmp_path: Path) -> None:
         ({"pool": POOL | {"num_ranks": 4}}, "3 replicas use 8 ranks but the job has 4"),
         ({"cost_profile": PROFILE | {"schemes": PROFILE["schemes"][:1]}}, "which has tp4; measure"),
         ({"cost_profile": []}, "must be an object but is []"),
+        ({"cost_profile": profile_with(c_ms=10**400)}, "c_ms must be a number of usual size"),
+        ({"cost_profile": profile_with(a_ms_per_token2=1e308)}, "but are a = 1e+308 ms/token²"),
+        ({"cost_profile": profile_with(max_tokens=10**400)}, "a whole number of usual size"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
