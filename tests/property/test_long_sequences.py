@@ -1,6 +1,7 @@
 """Long sequences on few replicas: their program bounds, and their search finds real plans."""
 
 import math
+from dataclasses import replace
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,8 @@ FREE = SchemeCost(Coefficients(0.0, 0.0, 0.0), LIMIT, 2)
 @given(replica_costs(), LENGTHS)
 @example([FREE], [LIMIT // 2 + 1])
 @example([FREE], [LIMIT] * 6)
+@example([replace(FREE, num_stages=1)], [100, 100, 201])
+@example([FREE, replace(FREE, num_stages=1)], [LIMIT] * 6)
 def test_the_least_possible_time_is_not_impossible(
     costs: list[SchemeCost], lengths: list[int]
 ) -> None:

@@ -184,10 +184,12 @@ class LongSequences:
                 ):
                     entries = {column: float(counted[bucket]) for bucket, column in columns}
                     program.row({**entries, mode: -room}, -np.inf, 0.0)
-            # With half the room to spare, first fit packs whatever the work allows.
-            densest = float((self._low / np.maximum(works_ms, _LEAST_WORK_MS))[able].max())
-            if num * cost.max_tokens >= 2.0 * room_ms * densest:
-                break
+            # With half the room to spare, first fit packs whatever the work allows: all of it
+            # where nothing is work.
+            if works_ms[able].min() > 0.0:
+                densest = float((self._low[able] / works_ms[able]).max())
+                if num * cost.max_tokens >= 2.0 * room_ms * densest:
+                    break
         program.row(modes, 0.0, replica_class.num_replicas)
         return found
 
