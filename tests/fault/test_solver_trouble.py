@@ -16,21 +16,11 @@ import numpy as np
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.planner import pipeline_shape, replica_packing, strategy_search
-from megatron.hydraulis.planner import solver as solver_module
+from megatron.hydraulis.planner import pipeline_shape, strategy_search
 from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.pipeline_shape import best_works_ms
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.solver import (
-    Deadline,
-    LinearModel,
-    Outcome,
-    Solution,
-    Solver,
-    SolverLimits,
-    solve,
-)
+from megatron.hydraulis.planner.solver import LinearModel, Outcome, SolverLimits, solve
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 
@@ -385,40 +375,6 @@ def test_an_answer_that_comes_late_is_no_answer() -> None:
 
 def test_no_time_at_all_is_an_overrun() -> None:
     assert solve(market_split(), SolverLimits(guard_s=0.0)).outcome is Outcome.OVERRUN
-
-
-def test_after_an_overrun_no_integer_program_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each could take as long as the guard allows; linear programs end by their iterations."""
-    asked: list[LinearModel] = []
-
-    def overrun(model: LinearModel, *_: object, **__: object) -> Solution:
-        asked.append(model)
-        return Solution(outcome=Outcome.OVERRUN)
-
-    monkeypatch.setattr(solver_module, "solve", overrun)
-    solver = Solver(Deadline(None))
-    integral = market_split()
-    linear = dataclasses.replace(integral, is_integral=None)
-    for model in (integral, integral, linear):
-        assert solver.solve(model, SolverLimits()).outcome is Outcome.OVERRUN
-    assert asked == [integral, linear]
-
-
-def test_works_of_a_pipeline_that_nobody_computed_are_remembered() -> None:
-    solver = Solver(Deadline(0.0))
-    assert best_works_ms(2, [1.0, 1.0], 4.0, 3.0, solver) is None
-    assert solver.trouble is Outcome.OVERRUN
-
-
-def test_a_packing_without_the_best_works_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any) -> None:
-        arguments[-1].trouble = Outcome.FAILED
-
-    monkeypatch.setattr(replica_packing, "best_works_ms", fails)
-    case = CASES["pipelines"]
-    plan = case.plan()
-    case.check(plan)
-    assert statuses(plan) == {"solver failed"}
 
 
 def test_a_start_is_an_answer_when_the_limit_leaves_none_better() -> None:

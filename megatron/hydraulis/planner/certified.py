@@ -112,7 +112,7 @@ class CertifiedPlanner:
         except Exception as error:  # Whatever it is, training goes on with the greedy plan.
             logger.warning(
                 "plan of iteration %d: the search failed and the greedy plan is used: %r",
-                iteration,
+                iteration + 1,
                 error,
             )
             plan = self._greedy.plan(batch, iteration=iteration)

@@ -150,7 +150,7 @@ class IterationPlan:
             )
 
     def _error(self, message: str) -> PlanError:
-        return PlanError(f"plan of iteration {self.iteration}: {message}")
+        return PlanError(f"plan of iteration {self.iteration + 1}: {message}")
 
     @property
     def makespan_s(self) -> float:

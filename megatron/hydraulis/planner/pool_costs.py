@@ -71,13 +71,13 @@ class PoolCosts:
             first = self.pool.strategies[0]
             scheme = next(s for s in first.schemes if self.max_tokens(first, s) == 0)
             return (
-                f"plan of iteration {iteration}: every replica needs room for its weights and "
+                f"plan of iteration {iteration + 1}: every replica needs room for its weights and "
                 f"a token but in each of {len(self.pool.strategies)} strategies some scheme has "
                 f"none, in {first.name!r} {scheme}; use larger degrees"
             )
         limit, strategy = max(fitting, key=operator.itemgetter(0))
         return (
-            f"plan of iteration {iteration}: a sequence must fit one micro-batch but sequence "
+            f"plan of iteration {iteration + 1}: a sequence must fit one micro-batch but sequence "
             f"{batch.index(longest)} has {longest} tokens and the largest limit, in strategy "
             f"{strategy.name!r}, is {limit}; split or drop long sequences, raise the limit of "
             f"tokens per micro-batch, or add a replica with a larger tp or cp"
@@ -89,12 +89,12 @@ def checked_batch(lengths: Sequence[int], iteration: int) -> list[int]:
     batch = [int(length) for length in lengths]
     if not batch:
         raise PlanError(
-            f"plan of iteration {iteration}: a batch holds at least 1 sequence but has 0; "
+            f"plan of iteration {iteration + 1}: a batch holds at least 1 sequence but has 0; "
             f"plan only batches with sequences"
         )
     if min(batch) < 1:
         raise PlanError(
-            f"plan of iteration {iteration}: a sequence has at least 1 token but sequence "
+            f"plan of iteration {iteration + 1}: a sequence has at least 1 token but sequence "
             f"{batch.index(min(batch))} has {min(batch)}; drop empty sequences from the batch"
         )
     return batch

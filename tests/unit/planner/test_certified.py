@@ -189,7 +189,7 @@ def test_a_search_that_fails_leaves_the_greedy_plan(
     assert plan.replicas == greedy.replicas
     assert plan.dispatch is not None
     assert plan.dispatch.status == "greedy: ZeroDivisionError"
-    assert "plan of iteration 7" in caplog.text
+    assert "plan of iteration 8" in caplog.text
     assert planner.explain(lengths).plan.replicas == greedy.replicas
 
 

@@ -160,7 +160,7 @@ def test_reports_bound_the_objective() -> None:
 
 
 def test_a_batch_without_sequences_is_refused() -> None:
-    with pytest.raises(PlanError, match="iteration 4: a batch holds at least 1 sequence but has 0"):
+    with pytest.raises(PlanError, match="iteration 5: a batch holds at least 1 sequence but has 0"):
         planner("4*tp1").plan([], iteration=4)
 
 

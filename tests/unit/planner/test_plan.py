@@ -96,7 +96,7 @@ def test_a_valid_plan_passes() -> None:
 def test_plans_for_something_else(
     lengths: list[int], strategy: Strategy, max_tokens: int, message: str
 ) -> None:
-    with pytest.raises(PlanError, match="plan of iteration 7: ") as raised:
+    with pytest.raises(PlanError, match="plan of iteration 8: ") as raised:
         make_plan().validate(lengths, strategy, lambda scheme: max_tokens)
     assert raised.match(message)
 

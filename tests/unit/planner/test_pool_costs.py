@@ -50,5 +50,5 @@ def test_replicas_of_one_scheme_cost_the_same() -> None:
 
 def test_lengths_become_ints() -> None:
     assert checked_batch([3.0, 4.0], 0) == [3, 4]  # type: ignore[list-item]
-    with pytest.raises(PlanError, match=r"iteration 9: .* sequence 2 has -1"):
+    with pytest.raises(PlanError, match=r"iteration 10: .* sequence 2 has -1"):
         checked_batch([5, 6, -1], 9)
