@@ -8,6 +8,7 @@ everything to torch but maps CUDA to the CPU. torch itself is not touched.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def _set_no_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: boo
     """Nothing to restore."""
 
 
-_RNG_STATE_REPLACEMENTS: dict[str, Any] = {
+RNG_STATE_REPLACEMENTS: dict[str, Any] = {
     "_get_cuda_rng_state": _get_no_rng_state,
     "_set_cuda_rng_state": _set_no_rng_state,
 }
@@ -155,4 +156,12 @@ _RNG_STATE_REPLACEMENTS: dict[str, Any] = {
 
 def stand_in_for_rng_state(original: Any) -> Any:
     """What takes the place of one of upstream's two functions; it says whose place that is."""
-    return functools.wraps(original)(_RNG_STATE_REPLACEMENTS[original.__name__])
+    replacement = RNG_STATE_REPLACEMENTS[original.__name__]
+
+    # A function of its own each time, and wrapped around upstream's even where an earlier patch
+    # is in its place: wrapped around itself it would have no signature and no source.
+    @functools.wraps(inspect.unwrap(original))
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs)
+
+    return stand_in

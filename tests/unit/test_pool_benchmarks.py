@@ -17,7 +17,7 @@ def block(wall_s: float, cpu_s: float) -> BlockReport:
 
 def alternation(walls_s: dict[str, float], *, without_overlap_s: float) -> Alternation:
     """Three blocks on two ranks, each disturbed as a whole; rank 1 is the slower one."""
-    blocks = {}
+    blocks: dict[tuple[str, bool], list[tuple[BlockReport, ...]]] = {}
     for run, overlap in SIDES:
         wall_s = walls_s[run] if overlap else without_overlap_s
         blocks[run, overlap] = [

@@ -68,7 +68,7 @@ def write_trace(
 
 
 def _spans(record: IterationRecord, rank: int, start_us: float, scale: float) -> list[Span]:
-    detail = {"iteration": record.iteration, "strategy": record.strategy}
+    detail: dict[str, int | str] = {"iteration": record.iteration, "strategy": record.strategy}
     end_us = start_us + record.iteration_time_s * 1e6
     spans = [
         Span(
