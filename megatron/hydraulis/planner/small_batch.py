@@ -90,7 +90,8 @@ class _Shares:
         self._best: dict[int, tuple[int, ...]] = {0: ()}
         is_member = (np.arange(num_shares)[:, None] >> np.arange(len(lengths))) & 1
         tokens = is_member @ np.array(lengths, dtype=np.int64)
-        works_ms = is_member @ np.array([cost.sequence_time_ms(length) for length in lengths])
+        each_ms = np.array([cost.sequence_time_ms(length) for length in lengths], dtype=np.float64)
+        works_ms = is_member @ each_ms
         works_ms += cost.coefficients.c_ms
         for packings in _packings(len(lengths)):
             works = works_ms[packings]

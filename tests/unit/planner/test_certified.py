@@ -54,6 +54,14 @@ def planned(lengths: list[int], *texts: str, model: TableCostModel = MODEL) -> I
     return plan
 
 
+def test_coefficients_may_be_whole_numbers() -> None:
+    # A cost model of a user's own need not give floats.
+    model = TableCostModel(default_limit=60, times=lambda _: Coefficients(0, 0, 5))
+    plan = planned([20], "pp4", "4*tp1", model=model)
+    assert plan.dispatch is not None
+    assert (plan.dispatch.objective_s, plan.dispatch.status) == (0.005, "certified")
+
+
 def test_it_is_a_planner() -> None:
     planner: Planner = CertifiedPlanner(pool_of("4*tp1"), MODEL)
     assert planner.plan([5], iteration=3).iteration == 3
