@@ -57,6 +57,8 @@ from megatron.hydraulis.runtime.span_pair import told
 from megatron.hydraulis.runtime.spans import SpanRecorder
 
 EXIT_STATUS_OF_ERROR = 2
+EXIT_STATUS_OF_UNFORESEEN_ERROR = 1
+"""That of an uncaught exception in Python."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 Corpora = tuple[Corpus | None, Corpus | None, Corpus | None]
@@ -74,12 +76,24 @@ class UserHooks:
 
 
 def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> None:
-    """Train as the flags say; exits with status 2 and one line on what is wrong with them."""
+    """Train as the flags say; exits with status 2 and one line on what is wrong with them.
+
+    Once ranks have met, the process of a rank that raises ends at once, with status 1 and a
+    traceback if the error is not one of ours.
+    """
     try:
         _run(argv, hooks or UserHooks())
     except HydraulisError as error:
-        error_report.report(error, ranks_have_met=dist.is_initialized())
+        ranks_have_met = dist.is_initialized()
+        error_report.report(error, ranks_have_met=ranks_have_met)
+        if ranks_have_met:
+            error_report.end_process(EXIT_STATUS_OF_ERROR)
         sys.exit(EXIT_STATUS_OF_ERROR)
+    except Exception as error:
+        if not dist.is_initialized():
+            raise
+        error_report.report_unforeseen(error)
+        error_report.end_process(EXIT_STATUS_OF_UNFORESEEN_ERROR)
 
 
 def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
@@ -114,7 +128,7 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     except SystemExit:  # how upstream's loop ends upon an exit condition
         dist.destroy_process_group()
         raise
-    # After any other exception ranks may still be in a collective: the process just ends.
+    # After any other exception ranks may still be in a collective, so the groups stay: see `main`.
     dist.destroy_process_group()
 
 

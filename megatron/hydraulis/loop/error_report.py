@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import time
+import traceback
+from typing import NoReturn
 
 from megatron.hydraulis.errors import (
     ConfigurationError,
@@ -15,7 +18,7 @@ from megatron.hydraulis.errors import (
     PlanError,
 )
 
-__all__ = ["report", "seconds_before_speaking"]
+__all__ = ["end_process", "report", "report_unforeseen", "seconds_before_speaking"]
 
 SECONDS_TO_KEEP_STILL = 3.0
 """Time for whoever speaks first to end, and for its launcher to end the others."""
@@ -60,3 +63,21 @@ def report(error: HydraulisError, *, ranks_have_met: bool) -> None:
     # Notes say in which part of an iteration an error was met.
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     print(f"error: {where}{error}{notes}", file=sys.stderr, flush=True)
+
+
+def report_unforeseen(error: Exception) -> None:
+    """Print the traceback of an error that is not one of ours, with host and rank."""
+    error.add_note(f"met on {socket.gethostname()}, rank {os.environ.get('RANK', '0')}")
+    traceback.print_exception(error)
+
+
+def end_process(status: int) -> NoReturn:
+    """End at once, without the interpreter's way out.
+
+    That way joins threads and destroys process groups, which wait for collectives that other ranks
+    will never complete: launchers, who end the others, would hear of the error that much later.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
+            stream.flush()
+    os._exit(status)

@@ -140,6 +140,38 @@ def test_every_rank_regroups_every_bucket_and_updates(traced: Traced) -> None:
     assert len(buckets) == 1, "all ranks take part in the scatter of all buckets"
 
 
+def regroups_beside_compute(spans: Spans) -> tuple[bool, bool]:
+    """Whether, on any rank in any iteration, a scatter starts before the last backward ends; and
+    whether a gather of parameters of the same iteration ends after the first forward began."""
+    scatters_early = gathers_late = False
+    for rank in range(NUM_RANKS):
+        for number in TRACED:
+            own = spans.where(rank=rank, iteration=number, is_planned=False)
+            forwards = own.where(name="forward")
+            scatters = own.where(name="scatter")
+            scatters_early |= scatters.first_start_us < own.where(name="backward").last_end_us
+            gathers_late |= any(
+                # One that starts later is for the next iteration.
+                gather.start_us < forwards.last_end_us and gather.end_us > forwards.first_start_us
+                for gather in own.where(name="gather")
+            )
+    return scatters_early, gathers_late
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--no-regroup-overlap",)], ids=["overlapped", "not overlapped"]
+)
+def test_regrouping_runs_beside_compute_unless_told_otherwise(
+    flags: tuple[str, ...], launch: Launch, tmp_path: Path
+) -> None:
+    # A plan made when its iteration begins: parameters are not gathered ahead.
+    extra = ("--plan-ahead", "0", "--eval-iters", "0", "--train-iters", str(TRACED[-1]), *flags)
+    launch(STRATEGY, NUM_RANKS, "--trace", str(tmp_path), *FLAGS, *extra)
+    spans = Spans.of(read_trace(tmp_path / "trace.json"))
+    is_overlapped = not flags
+    assert regroups_beside_compute(spans) == (is_overlapped, is_overlapped)
+
+
 def test_planned_spans_end_when_the_plan_says(traced: Traced) -> None:
     for number, plan in traced.plans.items():
         starts = []

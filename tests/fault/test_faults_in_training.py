@@ -1,0 +1,80 @@
+"""A rank that raises while it trains ends the job on all ranks, and says where it was."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.hydraulis.loop import entry
+from megatron.hydraulis.runtime.engine import Engine
+from tests.support.forked_job import run_job
+from tests.support.overlap_probes import fault_in
+from tests.support.tiny_corpus import tiny_command, write_corpus
+
+pytestmark = pytest.mark.fault
+
+NUM_RANKS, CULPRIT = 3, 1
+STRATEGY = "pp2+tp1"
+"""A neighbour of the culprit's pipeline waits for its messages, a replica of one rank does not."""
+NUM_GOOD_ITERATIONS = 1
+TIMEOUT_S = 45.0
+"""Less than the minute after which collectives give up by themselves."""
+WAY_OUT = "THE INTERPRETER'S WAY OUT"
+
+
+@pytest.mark.parametrize(
+    ("phase", "where"),
+    [
+        ("gather", "gather of bucket "),
+        ("forward", "rank 1, phase 'forward-backward'"),
+        ("scatter", "scatter of bucket "),
+        ("optimizer", "rank 1, phase 'optimizer'"),
+    ],
+)
+def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
+    phase: str, where: str, tmp_path: Path
+) -> None:
+    def program(argv: Sequence[str]) -> None:
+        train_step = Engine.train_step
+        num_steps = 0
+
+        def faulty_step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            is_faulty = num_steps > NUM_GOOD_ITERATIONS and os.environ["RANK"] == str(CULPRIT)
+            with fault_in(phase, on_this_rank=is_faulty):
+                return train_step(*args, **kwargs)
+
+        Engine.train_step = faulty_step  # type: ignore[method-assign]  # in a forked process
+        atexit.register(print, WAY_OUT)
+        entry.main(argv)
+
+    argv = tiny_command(
+        write_corpus(tmp_path / "tiny"),
+        tmp_path / "run",
+        *("--strategy", STRATEGY, "--split", "100,0,0", "--train-iters", "100000"),
+    )
+    # Without a launcher: what ends the others is that the culprit's connections are gone.
+    outcome = run_job(
+        argv,
+        NUM_RANKS,
+        tmp_path / "output",
+        program=program,
+        ends_others=False,
+        timeout_s=TIMEOUT_S,
+    )
+    assert not outcome.timed_out, f"statuses {outcome.statuses}\n{outcome.stderr}"
+    assert 0 not in outcome.statuses
+    assert f"iteration {NUM_GOOD_ITERATIONS:8d}/" in outcome.stdout
+    for rank, of_rank in outcome.ranks.items():
+        assert (f"InjectedFault: injected in {phase}" in of_rank.stderr) == (rank == CULPRIT)
+    said = outcome.ranks[CULPRIT].stderr
+    assert where in said
+    assert f"rank {CULPRIT}" in said
+    # There threads are joined and groups destroyed, which wait for the other ranks.
+    assert WAY_OUT not in outcome.ranks[CULPRIT].stdout
