@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import os
 import platform
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,13 +25,12 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.command import counted_progress, import_on_cpu, positive, wide_console
 from benchmarks.paired_statistics import RatioEstimate, paired_ratio
 from benchmarks.rank_set import RankSet
-from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.strategy import Pool, Strategy
 
@@ -152,17 +149,10 @@ class Alternation:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all pairs of strategies; exit status 1 if overlap changed a loss."""
     options = _parser().parse_args(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    # Of upstream and torch, from every rank: deprecations, experimental modules.
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    with console.status("importing torch and Megatron"):
-        torch.set_num_threads(1)
-        apply_cpu_backend()
-        # Upstream's modules import one another by value: only now do they see the CPU.
-        from benchmarks.workload import Workload
+    console = wide_console(WIDTH)
+    import_on_cpu(console)
+    from benchmarks.workload import Workload
+
     workload = Workload(
         hidden_size=options.hidden_size,
         ffn_hidden_size=options.hidden_size * 11 // 4,
@@ -176,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{torch.__version__}; load averages before: {_load()}"
     )
     found = []
-    with _progress(console) as progress:
+    with counted_progress(console, "blocks") as progress:
         for first, second in options.pairs:
             task = progress.add_task(f"{first} / {second}", total=1 + options.blocks)
             found.append(
@@ -375,7 +365,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--blocks",
-        type=_positive,
+        type=positive,
         default=20,
         help="measured blocks of every run (default: %(default)s)",
     )
@@ -387,12 +377,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tokens",
-        type=_positive,
+        type=positive,
         default=DEFAULT_TOKENS,
         help="of a global batch (default: %(default)s)",
     )
     parser.add_argument(
-        "--hidden-size", type=_positive, default=256, help="of the model (default: %(default)s)"
+        "--hidden-size", type=positive, default=256, help="of the model (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
     return parser
@@ -410,24 +400,6 @@ def _pair(text: str) -> tuple[str, str]:
         except HydraulisError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
     return parts[0], parts[1]
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 but is {value}")
-    return value
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("blocks"),
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 if __name__ == "__main__":

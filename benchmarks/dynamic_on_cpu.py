@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import platform
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,10 +28,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks.command import import_on_cpu, wide_console
 from benchmarks.emulated_cluster import LENGTHS_FILE, static_strategies
 from benchmarks.emulated_figures import ratio_of_totals
 from benchmarks.rank_set import RankSet
-from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
@@ -130,17 +128,10 @@ class Side:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure a profile, plan all batches, run both sides in turn, print the figures."""
     options = _parser().parse_args(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    # Of upstream and torch, from every rank: deprecations, experimental modules.
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    with console.status("importing torch and Megatron"):
-        torch.set_num_threads(1)
-        apply_cpu_backend()
-        # Upstream's modules import one another by value: only now do they see the CPU.
-        from benchmarks.workload import Workload
+    console = wide_console(WIDTH)
+    import_on_cpu(console)
+    from benchmarks.workload import Workload
+
     workload = Workload(
         hidden_size=options.hidden_size,
         ffn_hidden_size=options.hidden_size * 2,

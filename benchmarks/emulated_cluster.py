@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import platform
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -24,12 +22,11 @@ from statistics import fmean, median
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks.command import counted_progress, import_on_cpu, positive, wide_console
 from benchmarks.emulated_figures import PREDICTION_GOAL, Iteration, SideRun, ratio_of_totals
 from benchmarks.rank_set import RankSet, Worker
-from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.planner.certified import CertifiedPlanner
@@ -49,8 +46,6 @@ TOKENS_PER_RANK = 200_000 / 64
 DYNAMIC, BALANCED, FIXED = "dynamic", "static, balanced", "static, fixed"
 RANKS_AT_FULL_TIME = 16
 """So many ranks take the device's own times; more of them need more time for their tiny tensors."""
-WIDTH = 100
-"""Columns of the output where it is no terminal."""
 
 Lengths = tuple[int, ...]
 
@@ -58,17 +53,11 @@ Lengths = tuple[int, ...]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan all batches, run all sides in turn, print the figures."""
     options = _parser().parse_args(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    # Of upstream and torch, from every rank: deprecations, experimental modules.
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    console = wide_console()
     try:
-        with console.status("importing torch and Megatron"):
-            torch.set_num_threads(1)
-            apply_cpu_backend()
-            from megatron.hydraulis.runtime.emulation import EmulatedDevice
+        import_on_cpu(console)
+        from megatron.hydraulis.runtime.emulation import EmulatedDevice
+
         pool = Pool.read(options.pool or DATA / f"pool_{options.ranks}_ranks.json")
         if options.emulate_scale is None:
             options.emulate_scale = pool.num_ranks / RANKS_AT_FULL_TIME
@@ -158,7 +147,7 @@ def run_sides(
     done: dict[str, list[Iteration]] = {name: [] for name in plans}
     used = {plan.strategy: plan for side in plans.values() for plan in side}
     num_batches = len(plans[DYNAMIC])
-    with _progress(console) as progress:
+    with counted_progress(console, "iterations") as progress:
         task = progress.add_task("starting ranks", total=num_batches * len(plans))
         with RankSet("emulated cluster", pool.num_ranks, make_worker) as ranks:
             progress.update(task, description="warming up")
@@ -338,31 +327,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--iterations",
-        type=_positive,
+        type=positive,
         default=20,
         help="batches, each run once by every side (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the batches (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 but is {value}")
-    return value
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("iterations"),
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.command import wide_console
 from benchmarks.long_tail import LongTail
 from benchmarks.planner_batches import DATA
 from megatron.hydraulis.cost_model.interface import Coefficients
@@ -53,7 +53,6 @@ NUM_ALL_TO_ALLS = 8
 BYTES_PER_MB = 2**20
 MODELS = ("gpt-7b", "gpt-13b", "gpt-30b")
 MS_PER_S = 1e3
-WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -299,9 +298,7 @@ def _shown(value: float | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate all cells and print both tables."""
     options = _parser().parse_args(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = wide_console()
     reference = json.loads((DATA / "flexsp_reference.json").read_text("utf-8"))
     results = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks import planner_batches as batches_of
+from benchmarks.command import wide_console
 from benchmarks.planner_ablation import Ablation
 from benchmarks.planner_batches import LengthDistribution
 from benchmarks.planner_measure import (
@@ -201,9 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
     core = max(os.sched_getaffinity(0)) if options.core is None else options.core
     os.sched_setaffinity(0, {core})
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=100)
+    console = wide_console()
     figures: dict[str, Any] = {}
     with Progress(
         TextColumn("{task.description}"),

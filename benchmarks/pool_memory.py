@@ -12,11 +12,9 @@ import argparse
 import ctypes
 import gc
 import json
-import logging
 import os
 import platform
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -25,12 +23,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.command import import_on_cpu, wide_console
 from benchmarks.rank_set import RankSet
-from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.strategy import Pool, Strategy
 
 if TYPE_CHECKING:
@@ -144,17 +141,10 @@ class PoolMemory:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all pools, print the tables."""
     options = _parser().parse_args(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    # Of upstream and torch, from every rank: deprecations, experimental modules.
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    with console.status("importing torch and Megatron"):
-        torch.set_num_threads(1)
-        apply_cpu_backend()
-        # Upstream's modules import one another by value: only now do they see the CPU.
-        from benchmarks.workload import Workload
+    console = wide_console(WIDTH)
+    import_on_cpu(console)
+    from benchmarks.workload import Workload
+
     workload = Workload(
         hidden_size=options.hidden_size,
         ffn_hidden_size=options.hidden_size * 3,

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import planner_batches as batches_of
+from benchmarks.command import wide_console
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
@@ -141,9 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sections asked for."""
     options = _parser().parse_args(arguments)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=100)
+    console = wide_console()
     efforts: list[tuple[str, Proposal, float]] = []
     figures: dict[str, Any] = {}
     for section in options.sections:

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from benchmarks import planner_batches as batches_of
+from benchmarks.command import wide_console
 from benchmarks.emulated_figures import ratio_of_totals
 from benchmarks.long_tail import MEDIAN_TOKENS, TAIL_EXPONENT, LongTail
 from megatron.hydraulis.cost_model.device import device_constants
@@ -59,7 +59,6 @@ LADDER = (
 BESIDE = ((PER_BATCH, "best homogeneous per batch"), (CP_ONLY, "cp only"))
 NUM_DOCUMENTS = 1_000_000
 DEVICE = "a800-80g"
-WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -166,9 +165,7 @@ def _ratio(slower: WayResult, faster: WayResult) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate both corpora and print the ladders."""
     options = _parser().parse_args(arguments)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = wide_console()
     figures: dict[str, Any] = {}
     with Progress(
         TextColumn("{task.description}"),

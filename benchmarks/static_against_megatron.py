@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import platform
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,13 +21,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
+from benchmarks.command import counted_progress, import_on_cpu, positive
 from benchmarks.comparison import LOSS_TOLERANCE, Comparison, SideSteps, loss_difference
 from benchmarks.rank_set import RankSet, Worker
 from benchmarks.step_report import StepReport
 from benchmarks.tables import comparison_tables
-from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.strategy import Strategy
 
@@ -46,14 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; exit status 1 if the two sides do not train alike."""
     options = _parser().parse_args(arguments)
     console = Console()
-    # Of upstream and torch, from every rank: deprecations, experimental modules.
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    with console.status("importing torch and Megatron"):
-        torch.set_num_threads(1)
-        apply_cpu_backend()
-        # Upstream's modules import one another by value: only now do they see the CPU.
-        from benchmarks.workload import Workload
+    import_on_cpu(console)
+    from benchmarks.workload import Workload
+
     workload = Workload()
     console.print(
         f"{workload.shape.num_parameters / 1e6:.1f} M parameters, {NUM_RANKS} gloo ranks on "
@@ -61,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{workload.num_tokens_per_micro_batch} tokens a step, fp32, torch {torch.__version__}"
     )
     comparisons = []
-    with _progress(console) as progress:
+    with counted_progress(console, "pairs") as progress:
         for text in options.strategies:
             task = progress.add_task(text, total=NUM_WARM_UPS + options.pairs)
             comparison = compare(text, workload, options, progress=progress, task=task)
@@ -155,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--pairs",
-        type=_positive,
+        type=positive,
         default=20,
         help="measured pairs of steps per strategy (default: %(default)s)",
     )
@@ -175,13 +168,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 but is {value}")
-    return value
-
-
 def _homogeneous(text: str) -> str:
     try:
         strategy = Strategy.parse(text, NUM_RANKS)
@@ -194,17 +180,6 @@ def _homogeneous(text: str) -> str:
             f"something else: give one like {', '.join(DEFAULT_STRATEGIES)}"
         )
     return text
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("pairs"),
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 def _report(comparisons: Sequence[Comparison], options: argparse.Namespace) -> dict[str, object]:

@@ -30,7 +30,10 @@ from tests.support.fixed_length import A100, job, layout
 
 MEASURED = Path(__file__).parents[3] / "shared" / "data" / "layouts_measured_a100.csv"
 KERNELS = [kernel.name for kernel in LAYOUT_CONSTANTS.kernels]
-needs_measured = pytest.mark.skipif(not MEASURED.exists(), reason=f"{MEASURED} is absent")
+needs_measured = pytest.mark.skipif(
+    not MEASURED.exists(),
+    reason=f"measured data whose licence keeps it out of this project: {MEASURED} is absent",
+)
 
 
 def made_up(constants_factor: float = 1.0) -> list[Measured]:
