@@ -26,10 +26,11 @@ from rich.table import Table
 from benchmarks.command import wide_console
 from benchmarks.long_tail import LongTail
 from benchmarks.planner_batches import DATA
+from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
 from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.simulator.context_groups import ContextGroupCosts, context_group_pools
+from megatron.hydraulis.simulator.context_groups import context_group_pools
 from megatron.hydraulis.simulator.replica_tasks import ReplicaTasks
 from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way
 from megatron.hydraulis.simulator.stage_costs import StageCosts
@@ -167,7 +168,7 @@ def _falling_ms(replica: ReplicaTasks) -> list[float]:
 def run_cell(cell: Cell, reference: Mapping[str, Any]) -> CellResult:
     """All ways on the batches of a cell."""
     profile = cost_profile(reference, cell.model)
-    costs = ContextGroupCosts(profile=profile)
+    costs = ContextCosts(profile=profile)
     static = Strategy.parse(
         f"{NUM_RANKS // STATIC_WIDTH}*cp{STATIC_WIDTH}", NUM_RANKS, ranks_per_node=RANKS_PER_NODE
     )

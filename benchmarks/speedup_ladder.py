@@ -24,9 +24,9 @@ from benchmarks import planner_batches as batches_of
 from benchmarks.command import wide_console
 from benchmarks.emulated_figures import ratio_of_totals
 from benchmarks.long_tail import MEDIAN_TOKENS, TAIL_EXPONENT, LongTail
+from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.simulator.context_groups import ContextGroupCosts
 from megatron.hydraulis.simulator.model_file import read_model_shape
 from megatron.hydraulis.simulator.regroup_times import RegroupCosts
 from megatron.hydraulis.simulator.result_tables import result_table, strategy_use_table
@@ -108,7 +108,7 @@ def simulate(
         ),
         pool=pool,
         profile=profile,
-        context_costs=ContextGroupCosts(
+        context_costs=ContextCosts(
             profile=profile, shape=shape, cluster=cluster, link_fraction=device.link_fraction
         ),
         seq_length=batches_of.CONTEXT_TOKENS,

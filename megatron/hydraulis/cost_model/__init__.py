@@ -1,6 +1,7 @@
 """What a micro-batch costs on a scheme, and how long a replica takes over its micro-batches."""
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.cost_model.memory import MemoryModel
@@ -19,6 +20,7 @@ __all__ = [
     "FORWARD_SHARE",
     "AnalyticCostModel",
     "Coefficients",
+    "ContextCosts",
     "CostModel",
     "DeviceConstants",
     "MemoryModel",

@@ -28,6 +28,11 @@ runs at the pace of its slowest stage.
 from dataclasses import dataclass, replace
 
 from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cost_model.context import (
+    NUM_RING_ROUNDS,
+    NUM_RING_ROUNDS_FORWARD,
+    ring_bytes_per_token,
+)
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
 from megatron.hydraulis.cost_model.memory import MemoryModel
@@ -49,9 +54,6 @@ _NUM_PASSES = 3
 # MLP; the backward mirrors them.
 _NUM_TP_COLLECTIVES_FORWARD = 2
 _NUM_TP_COLLECTIVES = 8
-# Rounds of keys and values over the CP ring: one forward, two backward.
-_NUM_CP_ROUNDS_FORWARD = 1
-_NUM_CP_ROUNDS = 3
 # The activation to the next stage and its gradient back.
 _NUM_PP_MESSAGES = 2
 
@@ -173,7 +175,7 @@ class AnalyticCostModel:
         seconds = num_layers * self._layer_s_per_token(scheme)
         seconds += again.num_layers_again(num_layers) * self._projections_again_s(scheme)
         seconds += again.num_mlps_again(num_layers) * self._mlp_again_s(scheme)
-        ring_s = _NUM_CP_ROUNDS_FORWARD * self._cp_round_s(scheme)
+        ring_s = NUM_RING_ROUNDS_FORWARD * self._cp_round_s(scheme)
         seconds += again.num_attentions_again(num_layers) * ring_s
         return seconds + self._output_layer_s_per_token(scheme) if is_last else seconds
 
@@ -194,8 +196,8 @@ class AnalyticCostModel:
             _NUM_TP_COLLECTIVES * num_layers + _NUM_TP_COLLECTIVES_FORWARD * num_halves_again
         )
         num_rounds = (
-            _NUM_CP_ROUNDS * num_layers
-            + _NUM_CP_ROUNDS_FORWARD * again.num_attentions_again(num_layers)
+            NUM_RING_ROUNDS * num_layers
+            + NUM_RING_ROUNDS_FORWARD * again.num_attentions_again(num_layers)
         )
         overhead_s = self.device.layer_overhead_s * num_layers
         return overhead_s + num_collectives * tp_s + num_rounds * cp_s
@@ -225,7 +227,7 @@ class AnalyticCostModel:
         num_entries = self.shape.num_matrix_parameters_per_layer
         compute_s = self._matmul_s_per_token(num_entries, _NUM_PASSES, scheme)
         tp_s = _NUM_TP_COLLECTIVES * self._tp_collective_s(scheme)
-        return compute_s + tp_s + _NUM_CP_ROUNDS * self._cp_round_s(scheme)
+        return compute_s + tp_s + NUM_RING_ROUNDS * self._cp_round_s(scheme)
 
     def _tp_collective_s(self, scheme: Scheme) -> float:
         """A hidden state all-gathered or reduce-scattered over the TP ranks, per token."""
@@ -238,9 +240,7 @@ class AnalyticCostModel:
 
     def _cp_round_s(self, scheme: Scheme) -> float:
         """Keys and values once round the CP ring, per token."""
-        tp, cp = scheme.tp, scheme.cp
-        key_value_size = 2 * self.shape.num_query_groups * self.shape.kv_channels
-        num_bytes = (cp - 1) / cp * key_value_size * self.parameter_bytes / tp
+        num_bytes = ring_bytes_per_token(self.shape, scheme, self.parameter_bytes)
         return num_bytes / self._bandwidth(self._cp_link(scheme))
 
     def _boundary(self, scheme: Scheme) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
@@ -25,7 +26,6 @@ from megatron.hydraulis.observability.trace_query import Spans
 from megatron.hydraulis.observability.trace_window import TraceWindow
 from megatron.hydraulis.planner.native_output import native_prints_to_stderr
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.simulator.context_groups import ContextGroupCosts
 from megatron.hydraulis.simulator.model_file import read_model_shape
 from megatron.hydraulis.simulator.regroup_times import RegroupCosts
 from megatron.hydraulis.simulator.result_picture import draw_results
@@ -237,7 +237,7 @@ def _why_left_out(name: str, ways: Ways) -> str:
 
 def _setting(
     namespace: argparse.Namespace, pool: Pool, profile: ProfileCostModel
-) -> tuple[ModelShape | None, Setting, ContextGroupCosts]:
+) -> tuple[ModelShape | None, Setting, ContextCosts]:
     """Shape of the model, and what all ways have in common."""
     shape = None if namespace.model is None else read_model_shape(namespace.model)
     setting = Setting(
@@ -252,7 +252,7 @@ def _setting(
                 "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
                 "--device is not given; give --model and --device"
             )
-        return shape, setting, ContextGroupCosts(profile=profile)
+        return shape, setting, ContextCosts(profile=profile)
     if shape is None:
         raise ConfigurationError(
             f"--device {namespace.device} tells how fast regrouping is but --model, which tells "
@@ -268,7 +268,7 @@ def _setting(
         memory_bytes_per_s=device.memory_bytes_per_s,
         link_fraction=device.link_fraction,
     )
-    context_costs = ContextGroupCosts(
+    context_costs = ContextCosts(
         profile=profile, shape=shape, cluster=cluster, link_fraction=device.link_fraction
     )
     return shape, replace(setting, regroup=regroup), context_costs

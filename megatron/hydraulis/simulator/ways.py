@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -40,7 +41,7 @@ from megatron.hydraulis.planner.greedy import GreedyPlanner
 from megatron.hydraulis.planner.interface import Planner
 from megatron.hydraulis.planner.packing import SchemeCost, best_fit
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.simulator.context_groups import ContextGroupCosts, context_group_pools
+from megatron.hydraulis.simulator.context_groups import context_group_pools
 from megatron.hydraulis.simulator.fixed_length import deal_padded, fixed_length_shares
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -77,7 +78,7 @@ class Ways:
     """Lengths of the sequences of each iteration, in tokens."""
     pool: Pool
     profile: ProfileCostModel
-    context_costs: ContextGroupCosts
+    context_costs: ContextCosts
     seq_length: int | None = None
     """Most tokens of a sequence of the corpus; None for those of the batches."""
     shape: ModelShape | None = None

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, device_constants
+from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.simulator.context_groups import ContextGroupCosts, context_group_pools
+from megatron.hydraulis.simulator.context_groups import context_group_pools
 from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way
 from megatron.hydraulis.simulator.stage_costs import StageCosts
 from megatron.hydraulis.simulator.ways import (
@@ -55,9 +56,7 @@ def pool() -> Pool:
 
 def ways(*, context: bool = True, seq_length: int | None = None) -> Ways:
     cluster = device_constants("a100-80").cluster(NUM_RANKS, NUM_RANKS) if context else None
-    costs = ContextGroupCosts(
-        profile=profile(), shape=SMALL_SHAPE if context else None, cluster=cluster
-    )
+    costs = ContextCosts(profile=profile(), shape=SMALL_SHAPE if context else None, cluster=cluster)
     return Ways(
         batches=BATCHES,
         pool=pool(),
@@ -157,25 +156,8 @@ class TestContextParallelism:
     def test_it_is_left_out_where_its_cost_is_unknown(self) -> None:
         assert ways(context=False).candidates(CP_ONLY) == []
 
-    def test_ranks_share_work_evenly_and_exchange_keys_and_values(self) -> None:
-        cluster = device_constants("a100-80").cluster(NUM_RANKS, NUM_RANKS)
-        ideal = ContextGroupCosts(profile=profile())
-        real = ContextGroupCosts(profile=profile(), shape=SMALL_SHAPE, cluster=cluster)
-        one, two = (ideal.coefficients(Scheme(tp=2, cp=cp)) for cp in (1, 2))
-        assert (two.a_ms_per_token2, two.b_ms_per_token, two.c_ms) == (
-            one.a_ms_per_token2 / 2,
-            one.b_ms_per_token / 2,
-            one.c_ms,
-        )
-        # 3 rounds through 4 layers of half of 64 bf16 numbers a token, cut by tp 2.
-        exchanged_ms = 1e3 * 3 * 4 * (64 * 2 / 2 / 2) / 300e9
-        found = real.coefficients(Scheme(tp=2, cp=2)).b_ms_per_token - two.b_ms_per_token
-        assert found == pytest.approx(exchanged_ms)
-        assert ideal.max_tokens(Scheme(tp=2, cp=2)) == 200
-        assert real.coefficients(Scheme(tp=2)) == profile().coefficients(Scheme(tp=2))
-
     def test_groups_fill_the_job_and_hold_the_longest_sequence(self) -> None:
-        costs = ContextGroupCosts(profile=profile())
+        costs = ContextCosts(profile=profile())
         pools = context_group_pools(costs, num_ranks=8, ranks_per_node=8, longest=120)
         assert sorted(pools) == [1, 2, 4]
         for tp, groups in pools.items():

@@ -1,0 +1,137 @@
+"""What is assumed of widths of cp that were not measured."""
+
+import pytest
+
+from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cost_model import AnalyticCostModel, Coefficients, ContextCosts
+from megatron.hydraulis.cost_model.context import ring_bytes_per_token
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
+from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Strategy
+from tests.support.simulation import SMALL_SHAPE
+
+CLUSTER = Cluster(
+    num_nodes=2,
+    ranks_per_node=4,
+    intra_node=Link(bytes_per_s=1e9, latency_s=0.0, source="test"),
+    inter_node=Link(bytes_per_s=1e8, latency_s=0.0, source="test"),
+)
+TIMES = Coefficients(0.004, 0.8, 5.0)
+
+
+def profile(rows: dict[Scheme, tuple[Coefficients, int]]) -> ProfileCostModel:
+    """By scheme, its coefficients and limit."""
+    schemes = tuple(
+        ProfiledScheme(scheme=scheme, coefficients=times, max_tokens=limit)
+        for scheme, (times, limit) in rows.items()
+    )
+    return ProfileCostModel(
+        device="d",
+        source="s",
+        date="t",
+        schemes=schemes,
+        strategies=(ProfiledStrategy(name="long", regroup_ms=3.0, optimizer_ms=4.0),),
+    )
+
+
+def exchange_ms(cp: int, tp: int = 1, bytes_per_s: float = 1e9) -> float:
+    """3 rounds through 4 layers of all but a cp-th of 64 bf16 numbers a token."""
+    return 1e3 * 3 * 4 * (cp - 1) / cp * 64 * 2 / tp / bytes_per_s
+
+
+def test_ranks_share_work_and_memory_evenly() -> None:
+    costs = ContextCosts(profile=profile({Scheme(tp=2): (TIMES, 100)}))
+    assert costs.coefficients(Scheme(tp=2)) == TIMES
+    assert costs.coefficients(Scheme(tp=2, cp=4)) == Coefficients(0.001, 0.2, 5.0)
+    assert costs.max_tokens(Scheme(tp=2, cp=4)) == 400
+
+
+def test_keys_and_values_are_exchanged_over_the_group_s_slowest_link() -> None:
+    costs = ContextCosts(
+        profile=profile({Scheme(tp=2): (TIMES, 100)}), shape=SMALL_SHAPE, cluster=CLUSTER
+    )
+    inside, across = (costs.coefficients(Scheme(tp=2, cp=cp)).b_ms_per_token for cp in (2, 4))
+    assert inside == pytest.approx(0.4 + exchange_ms(2, tp=2))
+    assert across == pytest.approx(0.2 + exchange_ms(4, tp=2, bytes_per_s=1e8))
+    slow = ContextCosts(
+        profile=costs.profile, shape=SMALL_SHAPE, cluster=CLUSTER, link_fraction=0.5
+    )
+    found = slow.coefficients(Scheme(tp=2, cp=2)).b_ms_per_token
+    assert found == pytest.approx(0.4 + 2 * exchange_ms(2, tp=2))
+
+
+def test_the_nearest_measured_width_is_taken() -> None:
+    wide = Coefficients(0.001, 0.3, 6.0)
+    costs = ContextCosts(profile=profile({Scheme(cp=8): (wide, 800), Scheme(): (TIMES, 90)}))
+    # Three doublings lie between 1 and 8: 2 is nearer to 1, 4 to 8, 16 to 8.
+    assert costs.coefficients(Scheme(cp=2)).a_ms_per_token2 == pytest.approx(0.002)
+    assert costs.coefficients(Scheme(cp=4)) == Coefficients(0.002, 0.6, 6.0)
+    assert [costs.max_tokens(Scheme(cp=cp)) for cp in (1, 2, 4, 8, 16)] == [90, 180, 400, 800, 1600]
+
+
+def test_a_narrower_group_than_measured_exchanges_less() -> None:
+    wide = Coefficients(0.001, 0.5 + exchange_ms(4), 6.0)
+    costs = ContextCosts(
+        profile=profile({Scheme(cp=4): (wide, 400)}), shape=SMALL_SHAPE, cluster=CLUSTER
+    )
+    narrow, one = (costs.coefficients(Scheme(cp=cp)) for cp in (2, 1))
+    assert narrow.b_ms_per_token == pytest.approx(1.0 + exchange_ms(2))
+    assert one.b_ms_per_token == pytest.approx(2.0)
+    # A row that is faster than its exchange alone has nothing left to share.
+    fast = ContextCosts(
+        profile=profile({Scheme(cp=4): (Coefficients(0.0, 0.0, 1.0), 400)}),
+        shape=SMALL_SHAPE,
+        cluster=CLUSTER,
+    )
+    assert fast.coefficients(Scheme(cp=1)).b_ms_per_token == 0.0
+
+
+def test_a_splitting_width_is_its_full_width() -> None:
+    costs = ContextCosts(profile=profile({Scheme(cp=2): (TIMES, 100)}))
+    assert costs.is_measured(Scheme(cp=2, splits_cp=True))
+    assert costs.coefficients(Scheme(cp=2, splits_cp=True)) == TIMES
+    assert not costs.is_measured(Scheme(cp=4, splits_cp=True))
+
+
+def test_layers_of_the_stages_are_kept_apart() -> None:
+    uneven = Coefficients(0.002, 0.6, 5.0)
+    costs = ContextCosts(
+        profile=profile({Scheme(pp=2): (TIMES, 100), Scheme(pp=2, layers=(3, 1)): (uneven, 60)})
+    )
+    assert costs.max_tokens(Scheme(cp=2, pp=2, layers=(3, 1))) == 120
+    assert costs.coefficients(Scheme(cp=2, pp=2)).b_ms_per_token == 0.4
+    with pytest.raises(StrategyError, match=r"measure pp2:1,3, or take"):
+        costs.coefficients(Scheme(cp=2, pp=2, layers=(1, 3)))
+
+
+def test_a_given_limit_holds_for_every_width() -> None:
+    costs = ContextCosts(profile=profile({Scheme(): (TIMES, 100)}), max_tokens_per_micro_batch=50)
+    # Padding to 2·cp comes out of it.
+    assert [costs.max_tokens(Scheme(cp=cp)) for cp in (1, 2, 8)] == [50, 48, 48]
+
+
+def test_time_beside_the_makespan_is_the_profile_s() -> None:
+    costs = ContextCosts(profile=profile({Scheme(): (TIMES, 100)}))
+    assert costs.overhead_ms(Strategy.parse("tp1", 1, name="long")) == 7.0
+
+
+def test_the_analytic_model_exchanges_as_much() -> None:
+    """Of the same shape and links; it also waits for latencies, in c."""
+    device = device_constants("a100-80")
+    cluster = device.cluster(8, 4)
+    analytic = AnalyticCostModel(shape=SMALL_SHAPE, device=device, cluster=cluster)
+    one = analytic.coefficients(Scheme())
+    costs = ContextCosts(
+        profile=profile({Scheme(): (one, 1000)}),
+        shape=SMALL_SHAPE,
+        cluster=cluster,
+        link_fraction=device.link_fraction,
+    )
+    for cp in (2, 4, 8):
+        scheme = Scheme(cp=cp)
+        assert ring_bytes_per_token(SMALL_SHAPE, scheme, 2) == (cp - 1) / cp * 64 * 2
+        found, wanted = costs.coefficients(scheme), analytic.coefficients(scheme)
+        assert found.a_ms_per_token2 == pytest.approx(wanted.a_ms_per_token2)
+        assert found.b_ms_per_token == pytest.approx(wanted.b_ms_per_token)
