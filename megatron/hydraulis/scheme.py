@@ -1,5 +1,6 @@
 """Scheme, position, replica: the shape of one copy of the model and where its ranks sit."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.hydraulis.errors import StrategyError
@@ -51,6 +52,30 @@ class Scheme:
     def num_ranks(self) -> int:
         """Ranks of a replica of this scheme."""
         return self.tp * self.cp * self.pp
+
+    def of_context_group(self, size: int) -> "Scheme":
+        """What a group of so many of the cp ranks costs and holds: the scheme with that cp."""
+        return Scheme(self.tp, size, self.pp, self.layers)
+
+    @property
+    def token_quantum(self) -> int:
+        """What the tokens of a row are padded to a multiple of.
+
+        tp ranks share a row evenly under sequence parallelism, and each of cp ranks holds two
+        chunks of it.
+        """
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+
+    def row_tokens(self, lengths: Iterable[int]) -> int:
+        """Tokens of the row in which sequences of these lengths run, padding included.
+
+        With cp > 1 every sequence is padded to a multiple of 2·cp, so that each rank has two chunks
+        of each; the row is padded to the token_quantum. Without sequences it is one quantum of
+        padding. The cp ranks hold an equal part each.
+        """
+        multiple = 2 * self.cp if self.cp > 1 else 1
+        num_tokens = sum(-(-length // multiple) * multiple for length in lengths)
+        return max(1, -(-num_tokens // self.token_quantum)) * self.token_quantum
 
     def layers_per_stage(self, num_layers: int) -> tuple[int, ...]:
         """How many of num_layers each of the pp stages holds.

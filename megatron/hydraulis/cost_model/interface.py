@@ -82,5 +82,4 @@ def given_limit(max_tokens: int, scheme: Scheme) -> int:
     It includes the padding that the scheme's tp and cp make necessary, so it is rounded down to
     their multiple.
     """
-    divisor = scheme.tp * (2 * scheme.cp if scheme.cp > 1 else 1)
-    return max_tokens - max_tokens % divisor
+    return max_tokens - max_tokens % scheme.token_quantum

@@ -11,6 +11,8 @@ Plans are immutable and validate themselves. As JSON a plan is::
      "packing": null}
 
 A scheme also has ``layers`` (a list) and ``splits_cp`` (true) where they differ from the default.
+A micro-batch of a scheme that splits its cp ranks may have ``groups``, a list of ``[offset, size,
+number of sequences]`` that cuts both its cp ranks and its sequences into runs.
 A plan may say ``"version": 1``; one without a version has this one.
 """
 
@@ -23,11 +25,24 @@ from typing import Any
 
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.json_object import JsonObject
-from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan, check_time
+from megatron.hydraulis.planner.replica_plan import (
+    ContextGroup,
+    GroupShare,
+    MicroBatch,
+    ReplicaPlan,
+    check_time,
+)
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Strategy
 
-__all__ = ["IterationPlan", "MicroBatch", "ReplicaPlan", "StageReport"]
+__all__ = [
+    "ContextGroup",
+    "GroupShare",
+    "IterationPlan",
+    "MicroBatch",
+    "ReplicaPlan",
+    "StageReport",
+]
 
 _FORMAT_VERSION = 1
 
@@ -200,22 +215,31 @@ class IterationPlan:
         """Check the plan against what it was made for.
 
         lengths: shape (num_sequences,), the global batch; max_tokens: the most tokens of one
-        micro-batch on a scheme.
+        micro-batch on a scheme, with cp > 1 the padding in it included.
 
         Raises PlanError when the plan is for another strategy, when a sequence is missing,
-        unknown or of another length, and when a micro-batch exceeds the limit of its scheme.
+        unknown or of another length, and when a micro-batch, or a context group of it, exceeds
+        the limit of its scheme.
         """
         self._check_strategy(strategy)
         self._check_sequences(lengths)
         for index, replica in enumerate(self.replicas):
-            limit = max_tokens(replica.scheme) if replica.micro_batches else 0
             for place, micro_batch in enumerate(replica.micro_batches):
-                if micro_batch.num_tokens > limit:
-                    raise self._error(
-                        f"micro-batch {place} of replica {index} ({replica.scheme}) has "
-                        f"{micro_batch.num_tokens} tokens but the limit is {limit}; "
-                        f"move sequences to other micro-batches"
-                    )
+                for scheme, share in replica.shares(micro_batch):
+                    if share.lengths:
+                        where = f"micro-batch {place} of replica {index} ({replica.scheme})"
+                        self._check_limit(where, scheme, share, max_tokens(scheme))
+
+    def _check_limit(self, where: str, scheme: Scheme, share: GroupShare, limit: int) -> None:
+        with_padding = scheme.cp > 1
+        num_tokens = scheme.row_tokens(share.lengths) if with_padding else share.num_tokens
+        if num_tokens > limit:
+            columns = share.group.columns
+            padded = f" with padding on cp ranks {columns[0]} to {columns[-1]}"
+            raise self._error(
+                f"{where} has {num_tokens} tokens{padded if with_padding else ''} but the limit is "
+                f"{limit}; move sequences to other micro-batches"
+            )
 
     def _check_strategy(self, strategy: Strategy) -> None:
         if self.strategy != strategy.name:

@@ -6,72 +6,23 @@ from typing import Any
 
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.json_object import JsonObject
+from megatron.hydraulis.planner.micro_batch import (
+    ContextGroup,
+    GroupShare,
+    MicroBatch,
+    check_fits_scheme,
+)
 from megatron.hydraulis.scheme import Replica, Scheme
 
-__all__ = ["MicroBatch", "ReplicaPlan", "check_time"]
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Sequences packed into one row and run as one unit of a replica's schedule.
-
-    Raises PlanError when it is empty, when a sequence comes twice, or when a length is below 1.
-    """
-
-    sequences: tuple[int, ...]
-    """Indices into the lengths of the global batch, in the order of packing."""
-    lengths: tuple[int, ...]
-    """Tokens of each of these sequences."""
-
-    def __post_init__(self) -> None:
-        if not self.sequences:
-            raise PlanError(
-                "a micro-batch holds at least 1 sequence but has 0; leave empty micro-batches out"
-            )
-        if len(self.sequences) != len(self.lengths):
-            raise PlanError(
-                f"a micro-batch has one length a sequence but {len(self.sequences)} sequences "
-                f"and {len(self.lengths)} lengths; list as many of both"
-            )
-        if len(set(self.sequences)) != len(self.sequences) or min(self.sequences) < 0:
-            raise PlanError(
-                f"a micro-batch lists distinct sequences counted from 0 but has "
-                f"{list(self.sequences)}; name each sequence once"
-            )
-        if min(self.lengths) < 1:
-            raise PlanError(
-                f"a sequence has at least 1 token but a length is {min(self.lengths)}; "
-                f"drop empty sequences from the batch"
-            )
-
-    @property
-    def num_tokens(self) -> int:
-        """Σ s: what fills memory."""
-        return sum(self.lengths)
-
-    @property
-    def sum_of_squares(self) -> int:
-        """Σ s²: what attention computes."""
-        return sum(length * length for length in self.lengths)
-
-    def to_json(self) -> dict[str, Any]:
-        """``{"sequences": [...], "lengths": [...]}``."""
-        return {"sequences": list(self.sequences), "lengths": list(self.lengths)}
-
-    @classmethod
-    def from_json(cls, content: JsonObject) -> "MicroBatch":
-        """Read what to_json wrote; PlanError for anything else."""
-        micro_batch = cls(content.integers("sequences"), content.integers("lengths"))
-        content.check_all_read()
-        return micro_batch
+__all__ = ["ContextGroup", "GroupShare", "MicroBatch", "ReplicaPlan", "check_time"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
     """The share of one replica, possibly none.
 
-    Raises PlanError for a predicted time that is negative or not finite and for ranks that are
-    not those of the scheme.
+    Raises PlanError for a predicted time that is negative or not finite, for ranks that are not
+    those of the scheme, and for context groups that do not fit it.
     """
 
     scheme: Scheme
@@ -87,6 +38,8 @@ class ReplicaPlan:
         except StrategyError as error:
             raise PlanError(f"replica of a plan: {error}") from None
         check_time("predicted_time_s of a replica", self.predicted_time_s)
+        for micro_batch in self.micro_batches:
+            check_fits_scheme(micro_batch, self.scheme)
 
     @property
     def replica(self) -> Replica:
@@ -102,6 +55,13 @@ class ReplicaPlan:
     def num_tokens(self) -> int:
         """Tokens of all micro-batches."""
         return sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
+
+    def shares(self, micro_batch: MicroBatch) -> tuple[tuple[Scheme, GroupShare], ...]:
+        """What each context group of a micro-batch runs, and the scheme that it costs like."""
+        return tuple(
+            (self.scheme.of_context_group(share.group.size), share)
+            for share in micro_batch.shares(self.scheme.cp)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """``{"scheme": ..., "ranks": ..., "predicted_time_s": ..., "micro_batches": [...]}``."""
