@@ -1,9 +1,11 @@
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.hydraulis.data.context_split import gathered_places
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import DataError
 
@@ -81,3 +83,90 @@ def test_refused_input() -> None:
         pack([np.array([1, 2]), np.array([3])])
     with pytest.raises(ValueError, match="pad_multiple is at least 1 but is 0"):
         pack(SEQUENCES, 0)
+
+
+def parts_of(
+    sequences: list[np.ndarray], tp: int, size: int, **kwargs: bool
+) -> tuple[list[PackedBatch], np.ndarray]:
+    """The parts of all ranks, and the place in the row of each of their tokens."""
+    parts = [
+        pack(sequences, tp, context_size=size, context_rank=rank, **kwargs) for rank in range(size)
+    ]
+    return parts, gathered_places(parts[0].cu_seqlens_padded.diff().tolist(), size)
+
+
+def whole_row(parts: list[PackedBatch], places: np.ndarray, name: str) -> list[float]:
+    """The row that the parts were cut from."""
+    gathered = torch.cat([getattr(part, name)[0] for part in parts])
+    restored: list[float] = gathered[places.argsort()].tolist()
+    return restored
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parts_of_a_group_make_up_the_row(size: int, tp: int) -> None:
+    sequences = [np.arange(100 * n, 100 * n + length + 1) for n, length in enumerate([13, 1, 16])]
+    parts, places = parts_of(sequences, tp, size)
+    tokens, labels, mask, positions = (
+        whole_row(parts, places, name) for name in ("tokens", "labels", "loss_mask", "position_ids")
+    )
+    borders = parts[0].cu_seqlens_padded.tolist()
+    for sequence, start, stop in zip(sequences, borders, borders[1:], strict=False):
+        length = len(sequence) - 1
+        num_pads = stop - start - length
+        assert stop - start == -(-length // (2 * size)) * 2 * size
+        assert tokens[start:stop] == [*sequence[:-1], *[0] * num_pads]
+        assert labels[start:stop] == [*sequence[1:], *[0] * num_pads]
+        assert mask[start:stop] == [1.0] * length + [0.0] * num_pads
+        assert positions[start:stop] == [*range(length), *[0] * num_pads]
+    tail = borders[len(sequences)]
+    assert mask[tail:] == labels[tail:] == tokens[tail:] == [0] * (len(tokens) - tail)
+    assert positions[tail:] == list(range(len(tokens) - tail))
+    assert len(tokens) % (tp * 2 * size) == 0
+    assert sum(part.num_tokens for part in parts) == 30
+    for part in parts:
+        assert part.tokens.shape == (1, len(tokens) // size)
+        assert part.tokens.shape[1] % tp == 0
+        assert part.num_tokens == part.loss_mask.sum()
+        assert part.num_tokens + part.num_padding == part.tokens.shape[1]
+        assert part.sequence_lengths == (13, 1, 16)
+        assert part.max_seqlen == max(np.diff(borders))
+        assert torch.equal(part.cu_seqlens_padded, parts[0].cu_seqlens_padded)
+        assert part.cu_seqlens.diff().tolist()[:3] == [13, 1, 16]
+
+
+@pytest.mark.parametrize(("size", "tp", "length"), [(1, 1, 1), (1, 2, 2), (2, 1, 4), (4, 2, 16)])
+def test_a_row_of_padding_alone(size: int, tp: int, length: int) -> None:
+    parts, _ = parts_of([], tp, size, allow_empty=True)
+    for part in parts:
+        assert part.tokens.shape == (1, length // size)
+        assert (part.num_tokens, part.num_padding) == (0, length // size)
+        assert part.loss_mask.sum() == 0
+        assert part.cu_seqlens.tolist() == part.cu_seqlens_padded.tolist() == [0, length]
+        assert part.max_seqlen == length
+        assert part.sequence_lengths == ()
+
+
+class Group:
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def test_a_part_knows_its_group() -> None:
+    part = pack(SEQUENCES, context_size=2, context_rank=1)
+    group: Any = Group(2, 1)
+    assert part.in_group(group).context_group is group
+    assert part.in_group(group).to("meta").context_group is group
+    assert pack(SEQUENCES).in_group(None).context_group is None
+    alone: Any = Group(1, 0)
+    assert pack(SEQUENCES).in_group(alone).context_group is None
+    other: Any = Group(2, 0)
+    for wrong in (None, other):
+        with pytest.raises(DataError, match="cut for rank 1 of 2 was given"):
+            part.in_group(wrong)
