@@ -195,3 +195,16 @@ def test_a_planner_process_does_not_outlive_training() -> None:
     output, errors = training.communicate(timeout=300.0)
     assert (output, errors) == ("11\n", "")
     assert training.returncode == -signal.SIGKILL
+
+
+def test_planning_ahead_gives_way_to_the_ranks() -> None:
+    process = PlannerProcess(greedy())
+    try:
+        process.request(0, LENGTHS)
+        process.result(0)
+        here = os.getpriority(os.PRIO_PROCESS, 0)
+        # 19 is the lowest priority there is.
+        wanted = min(here + process_module.NICENESS, 19)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == wanted
+    finally:
+        process.close()

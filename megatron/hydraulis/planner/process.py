@@ -26,6 +26,8 @@ from megatron.hydraulis.planner.plan import IterationPlan
 __all__ = ["PlannerProcess", "PlannerProcessDied", "PlannerProcessHung"]
 
 _SIZE_BYTES = 8
+NICENESS = 10
+"""How far the process steps back: plans are made ahead, so a rank that wants the core has it."""
 SECONDS_TO_STOP = 5.0
 """How long a planner process may take to end once its input is closed."""
 
@@ -211,6 +213,7 @@ def _receive(requests: IO[bytes], received: queue.SimpleQueue[Any]) -> None:
 
 def main() -> None:
     """Serve the parent until it closes our input or dies."""
+    os.nice(NICENESS)
     # Whatever a solver prints must not get between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
