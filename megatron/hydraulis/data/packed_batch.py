@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +61,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         """The same batch with its tensors on ``device``."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=non_blocking)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
