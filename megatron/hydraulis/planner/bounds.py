@@ -4,6 +4,7 @@ Sums are exactly rounded (math.fsum), so that bounds are the same on every machi
 """
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -24,21 +25,28 @@ def dispatch_bound_ms(lengths: Sequence[int], costs: Sequence[SchemeCost]) -> fl
     """
     counts = Counter(lengths)
     num_replicas = Counter(costs)
+    effective_ms = {cost: [_effective_ms(cost, s) for s in counts] for cost in num_replicas}
     whole_batch_ms = {
-        cost: math.fsum(_effective_ms(cost, s) * num for s, num in counts.items())
-        for cost in num_replicas
+        cost: math.fsum(map(operator.mul, of_cost_ms, counts.values()))
+        for cost, of_cost_ms in effective_ms.items()
     }
     if min(whole_batch_ms.values()) == 0.0:
         return 0.0
     norm = math.fsum(num / whole_batch_ms[cost] for cost, num in num_replicas.items())
-    weights = {cost: 1.0 / (norm * whole_batch_ms[cost]) for cost in num_replicas}
+    weighted = [
+        (cost.max_tokens, 1.0 / (norm * whole_batch_ms[cost]), of_cost_ms)
+        for cost, of_cost_ms in effective_ms.items()
+    ]
     shared_ms = math.fsum(
-        num * min(weights[cost] * _effective_ms(cost, s) for cost in _able(num_replicas, s))
-        for s, num in counts.items()
+        num * min(weight * each_ms[i] for limit, weight, each_ms in weighted if s <= limit)
+        for i, (s, num) in enumerate(counts.items())
     )
-    single_ms = max(
-        min(cost.num_stages * cost.coefficients.time_ms((s,)) for cost in _able(num_replicas, s))
-        for s in counts
+    # No shorter sequence takes longer: each replica is faster with it, and no fewer can hold it.
+    longest = max(counts)
+    single_ms = min(
+        cost.num_stages * cost.coefficients.time_ms((longest,))
+        for cost in num_replicas
+        if longest <= cost.max_tokens
     )
     return max(shared_ms, single_ms)
 
@@ -62,7 +70,3 @@ def packing_bound_ms(lengths: Sequence[int], cost: SchemeCost) -> float:
 def _effective_ms(cost: SchemeCost, length: int) -> float:
     share_ms = cost.coefficients.c_ms * length / cost.max_tokens
     return cost.sequence_time_ms(length) + share_ms
-
-
-def _able(costs: Counter[SchemeCost], length: int) -> list[SchemeCost]:
-    return [cost for cost in costs if length <= cost.max_tokens]
