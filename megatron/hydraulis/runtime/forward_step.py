@@ -42,7 +42,19 @@ def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor,
 
 
 def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
-    """Upstream's description of a pack; ``max_seqlen`` is the longest sequence, not the pack."""
+    """Upstream's description of a pack, of the whole row where a group shares it.
+
+    ``max_seqlen`` is the longest sequence, not the pack. The context-parallel group is the
+    micro-batch's own: `ContextAttention` and `follow_context_groups` read it here.
+
+    Raises:
+        ConfigurationError: the batch is one rank's part of a row but was not told of its group.
+    """
+    if batch.context_size > 1 and batch.context_group is None:
+        raise ConfigurationError(
+            f"a micro-batch is the part of rank {batch.context_rank} of {batch.context_size} but "
+            "has no context-parallel group; give it one with PackedBatch.in_group"
+        )
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
@@ -51,6 +63,8 @@ def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
         cu_seqlens_kv_padded=batch.cu_seqlens_padded,
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
+        local_cp_size=batch.context_size,
+        cp_group=batch.context_group,
     )
 
 

@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.packed_attention import SegmentAttention
+from megatron.hydraulis.runtime.context_attention import ContextAttention
+from megatron.hydraulis.runtime.context_rope import follow_context_groups
 from megatron.hydraulis.transfer.role import Role
 
 
@@ -182,6 +183,7 @@ def build_role_model(
     for numbered in model.modules():
         if isinstance(getattr(numbered, "layer_number", None), int):
             numbered.layer_number += role.first_layer
+    follow_context_groups(model)
     model.config = config
     return model
 
@@ -234,7 +236,7 @@ def _stage_spec(definition: ModelDefinition, role: Role) -> TransformerBlockSubm
     return packed_block_spec(spec, role.num_layers)
 
 
-_REPLACED = {DotProductAttention: SegmentAttention, WrappedTorchNorm: PackedNorm}
+_REPLACED = {DotProductAttention: ContextAttention, WrappedTorchNorm: PackedNorm}
 
 
 def _for_packed_input(spec: Any) -> Any:

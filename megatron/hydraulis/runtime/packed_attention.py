@@ -81,7 +81,23 @@ class SegmentAttention(torch.nn.Module):
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
             lengths = [query.size(0)]
         else:
-            lengths = _segment_lengths(packed_seq_params)
+            lengths = segment_lengths(packed_seq_params)
+        context = self.attend(query, key, value, lengths)
+        context = context.reshape(context.size(0), -1)
+        return context.unsqueeze(1) if unpacked else context
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        """Causal attention inside every segment of a whole row.
+
+        Args:
+            query: (tokens, heads, head size).
+            key: (tokens, query groups, head size).
+            value: as ``key``.
+            lengths: of the segments, which cover the row.
+
+        Returns:
+            (tokens, heads, head size).
+        """
         segments = []
         parts = (query.split(lengths), key.split(lengths), value.split(lengths))
         for q, k, v in zip(*parts, strict=True):
@@ -94,13 +110,14 @@ class SegmentAttention(torch.nn.Module):
                 enable_gqa=q.size(1) != k.size(1),
             )
             segments.append(attended.squeeze(0).transpose(0, 1))
-        context = torch.cat(segments) if len(segments) > 1 else segments[0]
-        context = context.reshape(context.size(0), -1)
-        return context.unsqueeze(1) if unpacked else context
+        return torch.cat(segments) if len(segments) > 1 else segments[0]
 
 
-def _segment_lengths(packed_seq_params: PackedSeqParams) -> list[int]:
-    """Padded lengths: padding inside a segment comes last, so causality hides it from the rest."""
+def segment_lengths(packed_seq_params: PackedSeqParams) -> list[int]:
+    """Padded lengths: padding inside a segment comes last, so causality hides it from the rest.
+
+    Of the whole row, also where this rank holds a part of it.
+    """
     # Reading them makes the host wait for the device: once a micro-batch, not once a layer.
     known: list[int] | None = getattr(packed_seq_params, _LENGTHS, None)
     if known is not None:

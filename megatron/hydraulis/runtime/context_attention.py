@@ -1,0 +1,261 @@
+"""Core attention over a packed row that a context-parallel group holds in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from megatron.hydraulis.data.context_split import gathered_places, local_stretches
+from megatron.hydraulis.runtime.context_ways import choose_way
+from megatron.hydraulis.runtime.packed_attention import SegmentAttention, segment_lengths
+
+_CONTEXT = "hydraulis_context"
+"""Attribute that the first layer leaves on a pack's description for the others."""
+
+QUERY_BLOCK = 512
+"""Queries that attend at once, in tokens: the mask of a block is as high, and a block looks at no
+more keys than half its height too many."""
+
+
+class ContextAttention(SegmentAttention):
+    """`SegmentAttention` whose queries, keys and values are one context rank's part of the row.
+
+    The group is that of the micro-batch, ``packed_seq_params.cp_group``, not the model's. Without
+    one, or in a group of one rank, this is `SegmentAttention` bit by bit. How the ranks exchange is
+    ``config.cp_comm_type``, see `context_ways`. Keys and values that were gathered stay in memory
+    until the backward; those of an all-to-all take no more than the part that was given.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Upstream hands the type to core attention only where the model's own cp is above 1.
+        self.cp_comm_type: str = self.config.cp_comm_type or "auto"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend inside every sequence of the row. Collective over the micro-batch's group.
+
+        Args:
+            query: (T, heads, head size), this rank's tokens in the order of `local_places`.
+            key: (T, query groups, head size), likewise.
+            value: as ``key``.
+            attention_mask: not used.
+            packed_seq_params: borders of the whole row, the group, its size.
+
+        Returns:
+            (T, heads · head size).
+
+        Raises:
+            ConfigurationError: an all-to-all that the heads do not allow was asked for.
+        """
+        if packed_seq_params is None or context_size_of(packed_seq_params) == 1:
+            return super().forward(
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type,
+                attention_bias,
+                packed_seq_params,
+            )
+        row = shared_row(packed_seq_params, query.device)
+        way = choose_way(self.cp_comm_type, query.size(1), key.size(1), row.size)
+        if way == "a2a":
+            context = self._attend_to_share_of_heads(query, key, value, row)
+        else:
+            context = self._attend_to_gathered(query, key, value, row)
+        return context.reshape(context.size(0), -1)
+
+    def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
+        num_groups = key.size(1)
+        gathered: Tensor = _Gather.apply(torch.cat([key, value], dim=1), row)
+        # Split by segment first: the gradient of a slice is as large as what it was cut from.
+        segments = gathered.split(row.lengths)
+        attended = []
+        for block, q in zip(row.blocks, query.split(row.block_lengths), strict=True):
+            keys_and_values = segments[block.segment][: block.num_keys].transpose(0, 1).unsqueeze(0)
+            k, v = keys_and_values.split(num_groups, dim=1)
+            is_square = block.num_queries == block.num_keys
+            context = F.scaled_dot_product_attention(
+                q.transpose(0, 1).unsqueeze(0),
+                k,
+                v,
+                attn_mask=None if is_square else row.mask_of(block),
+                is_causal=is_square,
+                scale=self.softmax_scale,
+                enable_gqa=q.size(1) != num_groups,
+            )
+            attended.append(context.squeeze(0).transpose(0, 1))
+        return torch.cat(attended)
+
+    def _attend_to_share_of_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow
+    ) -> Any:
+        num_groups = key.size(1)
+        if num_groups < row.size:
+            num_copies = row.size // num_groups
+            key = key.repeat_interleave(num_copies, dim=1)
+            value = value.repeat_interleave(num_copies, dim=1)
+        # Shares of one rank beside each other, so that one collective moves all three.
+        shares = [each.unflatten(1, (row.size, -1)) for each in (query, key, value)]
+        num_heads = [share.size(2) for share in shares]
+        exchanged: Tensor = _TokensForHeads.apply(torch.cat(shares, dim=2), row)
+        q, k, v = exchanged.split(num_heads, dim=1)
+        return _HeadsForTokens.apply(self.attend(q, k, v, row.lengths), row).flatten(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryBlock:
+    """Neighbouring queries of this rank, which attend to the beginning of their segment."""
+
+    segment: int
+    num_queries: int
+    num_keys: int
+    """Up to the last query, itself included."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRow:
+    """What every layer has to know of a row that a group shares; found out once a micro-batch."""
+
+    group: dist.ProcessGroup
+    size: int
+    """Ranks of the group, c."""
+    lengths: list[int]
+    """Of the segments of the whole row, padding included, in tokens."""
+    by_place: Tensor
+    """(R,) int64: takes parts laid out by rank into the order of the row."""
+    by_rank: Tensor
+    """(R,) int64: takes the row into parts laid out by rank."""
+    blocks: list[QueryBlock]
+    """This rank's tokens in their order."""
+    block_lengths: list[int]
+    mask: Tensor
+    """(queries of the largest block, keys of the longest) bool, True where attended: the last query
+    attends to all keys, each earlier one to one less. Smaller masks are its lower right corner."""
+
+    def mask_of(self, block: QueryBlock) -> Tensor:
+        """(queries, keys) bool, a view."""
+        return self.mask[-block.num_queries :, -block.num_keys :]
+
+
+def context_size_of(packed_seq_params: PackedSeqParams) -> int:
+    """Ranks that share the row; 1 where its description names no group."""
+    group = packed_seq_params.cp_group
+    return 1 if group is None else int(group.size())
+
+
+def shared_row(packed_seq_params: PackedSeqParams, device: torch.device) -> SharedRow:
+    """What layers need to know of a row, kept with its description.
+
+    Args:
+        packed_seq_params: with a ``cp_group`` of more than one rank.
+        device: of queries and keys.
+    """
+    known: SharedRow | None = getattr(packed_seq_params, _CONTEXT, None)
+    if known is None:
+        lengths = segment_lengths(packed_seq_params)
+        known = _shared_row(lengths, packed_seq_params.cp_group, device)
+        setattr(packed_seq_params, _CONTEXT, known)
+    return known
+
+
+def _shared_row(lengths: list[int], group: dist.ProcessGroup, device: torch.device) -> SharedRow:
+    size = group.size()
+    blocks = [
+        QueryBlock(segment, min(QUERY_BLOCK, stop - begin), min(begin + QUERY_BLOCK, stop))
+        for segment, length in enumerate(lengths)
+        for start, stop in local_stretches(length, size, group.rank())
+        for begin in range(start, stop, QUERY_BLOCK)
+    ]
+    by_rank = torch.from_numpy(gathered_places(lengths, size)).to(device)
+    num_rows = max(block.num_queries for block in blocks)
+    num_columns = max(block.num_keys for block in blocks)
+    mask = torch.ones(num_rows, num_columns, dtype=torch.bool, device=device)
+    return SharedRow(
+        group=group,
+        size=size,
+        lengths=lengths,
+        by_place=by_rank.argsort(),
+        by_rank=by_rank,
+        blocks=blocks,
+        block_lengths=[block.num_queries for block in blocks],
+        mask=mask.tril_(num_columns - num_rows),
+    )
+
+
+class _Gather(Function):
+    """(T, …) of every rank into (R, …) in the order of the row; gradients are added up and cut."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, row: SharedRow) -> Tensor:
+        ctx.row = row
+        gathered = part.new_empty(row.size * part.size(0), *part.shape[1:])
+        dist.all_gather_into_tensor(gathered, part.contiguous(), group=row.group)
+        return gathered.index_select(0, row.by_place)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        row: SharedRow = ctx.row
+        part = gradient.new_empty(gradient.size(0) // row.size, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(part, gradient.index_select(0, row.by_rank), group=row.group)
+        return part, None
+
+
+class _TokensForHeads(Function):
+    """(T, c, heads of a rank, size) into (R, heads of this rank, size) in the order of the row."""
+
+    @staticmethod
+    def forward(ctx: Any, shares: Tensor, row: SharedRow) -> Tensor:
+        ctx.row = row
+        return _scatter_heads(shares, row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather_heads(gradient, ctx.row), None
+
+
+class _HeadsForTokens(Function):
+    """(R, heads of this rank, size) into (T, c, heads of a rank, size): the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, row: SharedRow) -> Tensor:
+        ctx.row = row
+        return _gather_heads(whole, row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _scatter_heads(gradient, ctx.row), None
+
+
+def _scatter_heads(shares: Tensor, row: SharedRow) -> Tensor:
+    sent = shares.transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=row.group)
+    return received.flatten(0, 1).index_select(0, row.by_place)
+
+
+def _gather_heads(whole: Tensor, row: SharedRow) -> Tensor:
+    sent = whole.index_select(0, row.by_rank)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=row.group)
+    return received.unflatten(0, (row.size, -1)).transpose(0, 1)

@@ -1,0 +1,58 @@
+"""Attention shared by a context-parallel group is that of one rank, forward and backward."""
+
+import pytest
+import torch
+
+from tests.support.context_probes import SharedAttention, shared_beside_whole
+from tests.support.gloo_pool import WorkerFailure, pool_of
+
+pytestmark = pytest.mark.distributed
+
+FP64_TOLERANCE = 1e-10
+LENGTHS = {
+    "unequal": (37, 8, 21),
+    "below 2·cp": (3, 5, 1, 2),
+    "one token": (1,),
+    "one after another": (1, 1, 1, 1, 1),
+    "longer than a block": (2100,),
+}
+GROUPS = {
+    "cp2": ((0, 1),),
+    "cp2 turned round": ((1, 0),),
+    "cp4": ((0, 1, 2, 3),),
+    "two of cp2": ((0, 1), (2, 3)),
+    "cp1 beside cp2": ((0,), (2, 1), (3,)),
+}
+
+
+def check(case: SharedAttention, tolerance: float = FP64_TOLERANCE) -> None:
+    num_ranks = sum(len(group) for group in case.groups)
+    for errors in pool_of(num_ranks).run(shared_beside_whole, case):
+        assert len(errors) == 4
+        assert max(errors) < tolerance, errors
+
+
+@pytest.mark.parametrize("way", ["all_gather", "a2a"])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_equals_one_rank(way: str, groups: str, lengths: str) -> None:
+    check(SharedAttention(GROUPS[groups], LENGTHS[lengths], way))
+
+
+@pytest.mark.parametrize("way", ["all_gather", "a2a", "auto", "p2p"])
+@pytest.mark.parametrize(("num_heads", "num_groups"), [(8, 4), (8, 2), (4, 1)])
+def test_fewer_groups_than_heads(way: str, num_heads: int, num_groups: int) -> None:
+    lengths = LENGTHS["unequal"]
+    check(SharedAttention(GROUPS["cp4"], lengths, way, num_heads, num_groups))
+
+
+def test_heads_that_cannot_be_shared_out_are_gathered() -> None:
+    check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], "auto", 6, 6))
+    with pytest.raises(WorkerFailure, match="a2a over 4 context-parallel ranks needs a multiple"):
+        check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], "a2a", 6, 6))
+
+
+@pytest.mark.parametrize("way", ["all_gather", "a2a"])
+def test_low_precision(way: str) -> None:
+    check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], way, dtype=torch.float32), 1e-5)
+    check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], way, dtype=torch.bfloat16), 0.05)
