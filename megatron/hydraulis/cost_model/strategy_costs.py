@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel, given_limit
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Strategy
 
@@ -21,9 +21,21 @@ class StrategyCosts:
         return self.cost_model.coefficients(scheme)
 
     def max_tokens(self, scheme: Scheme) -> int:
-        """Most tokens of a micro-batch: what the strategy says, else what the cost model says."""
+        """Most tokens of a micro-batch: what the strategy says, else what the cost model says.
+
+        What it says of ``cp8~`` holds for a group of c of its cp ranks as c/8 of it.
+        """
         limit = self.strategy.token_limit(scheme)
+        if limit is None and scheme not in self.strategy.schemes:
+            limit = self._limit_as_group(scheme)
         return self.cost_model.max_tokens(scheme) if limit is None else limit
+
+    def _limit_as_group(self, scheme: Scheme) -> int | None:
+        """The strategy's limit of a scheme that splits its cp ranks into groups like this one."""
+        for split, limit in self.strategy.token_limits:
+            if split.splits_cp and split.of_context_group(scheme.cp) == scheme:
+                return given_limit(limit * scheme.cp // split.cp, scheme)
+        return None
 
     @property
     def overhead_ms(self) -> float:

@@ -47,7 +47,7 @@ def proved_strategy_bound_ms(lengths: Sequence[int], replicas: Sequence[SchemeFi
             _pass_ms(figures, length)
             for figures in counts
             for length in set(lengths)
-            if length <= figures.max_tokens
+            if length <= figures.longest
         }
     )
     bounds_ms: dict[int, float] = {}
@@ -76,7 +76,7 @@ def _bound_within_ms(
             (
                 length
                 for length in set(lengths)
-                if length <= figures.max_tokens and _pass_ms(figures, length) <= time_ms
+                if length <= figures.longest and _pass_ms(figures, length) <= time_ms
             ),
             default=0,
         )

@@ -28,10 +28,15 @@ class Rule(Enum):
     """… with the lengths of the batch."""
     MISSING_SEQUENCE = "missing-sequence"
     """… it names all of them."""
+    CONTEXT_GROUPS = "context-groups"
+    """… the groups of a micro-batch cut the cp ranks of a scheme with ``~``, and its sequences,
+    into runs: aligned powers of two of cp ranks, for which the profile has a row."""
     TOKEN_LIMIT = "token-limit"
-    """… no micro-batch has more tokens than its scheme's limit."""
+    """… no micro-batch, or group of one, has more tokens than its scheme's limit, with cp > 1
+    the padding included."""
     REPLICA_TIME = "replica-time"
-    """… a replica's predicted time is that of 1F1B over its micro-batches, in their order."""
+    """… a replica's predicted time is that of 1F1B over its micro-batches, in their order; of one
+    in groups that of the slowest group."""
     ITERATION_TIME = "iteration-time"
     """… the predicted time is the makespan and what the strategy takes beside it."""
     STAGE_OBJECTIVE = "stage-objective"

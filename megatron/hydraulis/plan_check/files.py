@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.plan_check.broken_rule import BrokenRule, Rule
@@ -19,6 +19,7 @@ from megatron.hydraulis.plan_check.strategy_text import Shape, read_shape, read_
 __all__ = [
     "Job",
     "Plan",
+    "PlannedMicroBatch",
     "PlannedReplica",
     "SchemeFigures",
     "StageClaim",
@@ -44,6 +45,44 @@ class SchemeFigures:
     c_ms: float
     max_tokens: int
     num_stages: int
+    tp: int = 1
+    cp: int = 1
+    groups: "tuple[SchemeFigures, ...]" = ()
+    """Where the cp ranks split, the figures of the groups of each size that the profile has."""
+    longest_tokens: int | None = None
+    """The longest sequence that fits, where that is not max_tokens."""
+
+    @property
+    def longest(self) -> int:
+        """No longer sequence fits."""
+        return self.max_tokens if self.longest_tokens is None else self.longest_tokens
+
+    def held_tokens(self, lengths: list[int]) -> int:
+        """What counts against the limit: with cp > 1 each sequence fills 2·cp equal chunks, and
+        the row is shared by tp ranks."""
+        if self.cp == 1:
+            return sum(lengths)
+        chunks = 2 * self.cp
+        padded = sum(math.ceil(length / chunks) * chunks for length in lengths)
+        return math.ceil(padded / (chunks * self.tp)) * chunks * self.tp
+
+    @property
+    def at_best(self) -> "SchemeFigures":
+        """What bounds may take for the scheme: no micro-batch is faster or holds more.
+
+        A wave takes at least the mean over its cp ranks, so a sequence in a group of c of W ranks
+        adds at least ``(a_c·s² + b_c·s)·c/W``, and a group without sequences takes its c.
+        """
+        if not self.groups:
+            return self
+        return SchemeFigures(
+            a_ms_per_token2=min(g.cp * g.a_ms_per_token2 for g in self.groups) / self.cp,
+            b_ms_per_token=min(g.cp * g.b_ms_per_token for g in self.groups) / self.cp,
+            c_ms=min(g.c_ms for g in self.groups),
+            max_tokens=max(self.cp // g.cp * g.max_tokens for g in self.groups),
+            num_stages=self.num_stages,
+            longest_tokens=max(g.max_tokens for g in self.groups),
+        )
 
     def time_ms(self, lengths: list[int]) -> float:
         """Forward and backward of a micro-batch on one stage."""
@@ -70,13 +109,21 @@ class Job:
     strategies: dict[str, StrategyFigures]
 
 
+class PlannedMicroBatch(NamedTuple):
+    """Sequences and their lengths; groups as (offset, size, sequences), none for a plain one."""
+
+    sequences: list[int]
+    lengths: list[int]
+    groups: list[tuple[int, int, int]]
+
+
 @dataclass(frozen=True)
 class PlannedReplica:
-    """A replica of the plan: micro-batches as (sequences, lengths)."""
+    """A replica of the plan."""
 
     shape: Shape
     ranks: list[int]
-    micro_batches: list[tuple[list[int], list[int]]]
+    micro_batches: list[PlannedMicroBatch]
     predicted_time_s: float
 
 
@@ -179,20 +226,36 @@ def _job(pool: Any, profile: Any) -> Job:
         for shape, _ in placed:
             if shape.at_full_width not in rows:
                 raise ValueError(f"strategy {entry['name']!r} uses {shape}, which has no row")
-            row = rows[shape.at_full_width]
-            figures.append(
-                SchemeFigures(
-                    a_ms_per_token2=_number(row["a_ms_per_token2"]),
-                    b_ms_per_token=_number(row["b_ms_per_token"]),
-                    c_ms=_number(row["c_ms"]),
-                    max_tokens=_whole(limits.get(shape, row["max_tokens"])),
-                    num_stages=shape.pp,
-                )
-            )
+            figures.append(_figures(shape, rows, limits.get(shape)))
         name = _word(entry["name"])
         figures_of = StrategyFigures(name, placed, figures, overheads_ms.get(name, 0.0))
         strategies.append((name, figures_of))
     return Job(_once("strategy of the pool", strategies))
+
+
+def _figures(shape: Shape, rows: dict[Shape, Any], limit: Any) -> SchemeFigures:
+    """Of a scheme with its groups; limit: the strategy's own, shared out evenly over cp ranks."""
+    row = rows[shape.at_full_width]
+    groups = []
+    size = shape.cp if shape.splits_cp else 0
+    while size:
+        narrow = shape.at_full_width._replace(cp=size)
+        if narrow in rows:
+            of_group = None if limit is None else _whole(limit) * size // shape.cp
+            if of_group is not None:
+                of_group -= of_group % (shape.tp * (2 * size if size > 1 else 1))
+            groups.append(_figures(narrow, rows, of_group))
+        size //= 2
+    return SchemeFigures(
+        a_ms_per_token2=_number(row["a_ms_per_token2"]),
+        b_ms_per_token=_number(row["b_ms_per_token"]),
+        c_ms=_number(row["c_ms"]),
+        max_tokens=_whole(row["max_tokens"] if limit is None else limit),
+        num_stages=shape.pp,
+        tp=shape.tp,
+        cp=shape.cp,
+        groups=tuple(groups),
+    )
 
 
 def _once[Key, Value](noun: str, entries: list[tuple[Key, Value]]) -> dict[Key, Value]:
@@ -231,14 +294,20 @@ def _replica(entry: Any) -> PlannedReplica:
         shape=_shape(entry["scheme"]),
         ranks=[_whole(rank) for rank in entry["ranks"]],
         micro_batches=[
-            (
+            PlannedMicroBatch(
                 [_whole(sequence) for sequence in micro_batch["sequences"]],
                 [_whole(length) for length in micro_batch["lengths"]],
+                [_group(group) for group in micro_batch.get("groups", [])],
             )
             for micro_batch in entry["micro_batches"]
         ],
         predicted_time_s=_number(entry["predicted_time_s"]),
     )
+
+
+def _group(entry: Any) -> tuple[int, int, int]:
+    offset, size, num_sequences = entry
+    return _whole(offset), _whole(size), _whole(num_sequences)
 
 
 def _claim(entry: Any) -> StageClaim:

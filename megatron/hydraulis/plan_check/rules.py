@@ -9,8 +9,16 @@ from megatron.hydraulis.plan_check.bounds import (
     proved_strategy_bound_ms,
 )
 from megatron.hydraulis.plan_check.broken_rule import BrokenRule, Rule
-from megatron.hydraulis.plan_check.files import Job, Plan, PlannedReplica, StrategyFigures
+from megatron.hydraulis.plan_check.files import (
+    Job,
+    Plan,
+    PlannedMicroBatch,
+    PlannedReplica,
+    SchemeFigures,
+    StrategyFigures,
+)
 from megatron.hydraulis.plan_check.schedule import simulated_time_ms
+from megatron.hydraulis.plan_check.strategy_text import Shape
 
 __all__ = ["Findings", "check_plan"]
 
@@ -52,12 +60,16 @@ def check_plan(plan: Plan, lengths: Sequence[int], job: Job) -> Findings:
     )
     _check_claims(plan, makespan_s)
     shares = [
-        [length for _, lengths in replica.micro_batches for length in lengths]
+        [length for micro_batch in replica.micro_batches for length in micro_batch.lengths]
         for replica in plan.replicas
     ]
-    packing_bounds_ms = map(proved_packing_bound_ms, shares, strategy.figures)
+    at_best = {
+        name: [figures.at_best for figures in other.figures]
+        for name, other in job.strategies.items()
+    }
+    packing_bounds_ms = map(proved_packing_bound_ms, shares, at_best[plan.strategy])
     bounds_ms = {
-        name: proved_strategy_bound_ms(lengths, other.figures)
+        name: proved_strategy_bound_ms(lengths, at_best[name])
         for name, other in job.strategies.items()
     }
     return Findings(
@@ -108,7 +120,7 @@ def _strategy(plan: Plan, job: Job) -> StrategyFigures:
 def _check_sequences(plan: Plan, lengths: Sequence[int]) -> None:
     seen: set[int] = set()
     for index, replica in enumerate(plan.replicas):
-        for place, (sequences, planned) in enumerate(replica.micro_batches):
+        for place, (sequences, planned, _) in enumerate(replica.micro_batches):
             where = f"micro-batch {place} of replica {index}"
             if not sequences or len(sequences) != len(planned):
                 raise BrokenRule(
@@ -144,14 +156,15 @@ def _check_sequences(plan: Plan, lengths: Sequence[int]) -> None:
 def _checked_time_ms(index: int, replica: PlannedReplica, strategy: StrategyFigures) -> float:
     """The time of a replica, after checking limits and the predicted time."""
     figures = strategy.figures[index]
-    for place, (_, lengths) in enumerate(replica.micro_batches):
-        if sum(lengths) > figures.max_tokens:
-            raise BrokenRule(
-                Rule.TOKEN_LIMIT,
-                f"micro-batch {place} of replica {index} has {sum(lengths)} tokens but the limit "
-                f"is {figures.max_tokens}",
+    times_ms = [
+        max(
+            _group_time_ms(f"micro-batch {place} of replica {index}{where}", lengths, of_group)
+            for where, lengths, of_group in _groups(
+                index, place, micro_batch, replica.shape, figures
             )
-    times_ms = [figures.time_ms(lengths) for _, lengths in replica.micro_batches]
+        )
+        for place, micro_batch in enumerate(replica.micro_batches)
+    ]
     time_ms = simulated_time_ms(times_ms, figures.num_stages)
     _check_equal(
         Rule.REPLICA_TIME,
@@ -161,6 +174,49 @@ def _checked_time_ms(index: int, replica: PlannedReplica, strategy: StrategyFigu
         f"1F1B over {len(times_ms)} micro-batches on {figures.num_stages} stages was simulated",
     )
     return time_ms
+
+
+def _groups(
+    index: int,
+    place: int,
+    micro_batch: PlannedMicroBatch,
+    shape: Shape,
+    figures: SchemeFigures,
+) -> list[tuple[str, list[int], SchemeFigures]]:
+    """What runs at a time: place, lengths and figures of each group, of all cp ranks if none is
+    listed."""
+    if not micro_batch.groups:
+        return [("", micro_batch.lengths, figures)]
+    of_size = {group.cp: group for group in figures.groups}
+    found = []
+    num_ranks = num_sequences = 0
+    for offset, size, count in micro_batch.groups:
+        if offset != num_ranks or size not in of_size or offset % size:
+            break
+        lengths = micro_batch.lengths[num_sequences : num_sequences + count]
+        found.append((f" on cp ranks {offset} to {offset + size - 1}", lengths, of_size[size]))
+        num_ranks += size
+        num_sequences += count
+    if num_ranks != shape.cp or num_sequences != len(micro_batch.lengths):
+        sizes = ", ".join(map(str, sorted(of_size))) or "none"
+        raise BrokenRule(
+            Rule.CONTEXT_GROUPS,
+            f"micro-batch {place} of replica {index} has {len(micro_batch.lengths)} sequences and "
+            f"groups {micro_batch.groups} as (offset, size, sequences) on {shape}, of which the "
+            f"profile knows groups of {sizes}",
+        )
+    return found
+
+
+def _group_time_ms(what: str, lengths: list[int], figures: SchemeFigures) -> float:
+    held = figures.held_tokens(lengths)
+    if held > figures.max_tokens:
+        raise BrokenRule(
+            Rule.TOKEN_LIMIT,
+            f"{what} has {held} tokens{' with padding' if figures.cp > 1 else ''} but the limit "
+            f"is {figures.max_tokens}",
+        )
+    return figures.time_ms(lengths)
 
 
 def _check_claims(plan: Plan, makespan_s: float) -> None:

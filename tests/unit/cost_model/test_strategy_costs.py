@@ -31,6 +31,18 @@ def test_own_limits_come_before_the_cost_model() -> None:
     assert own.coefficients(Scheme()) == MODEL.coefficients(Scheme())
 
 
+def test_groups_of_cp_ranks_hold_their_part_of_an_own_limit() -> None:
+    entry = {"name": "own", "replicas": "tp2cp4~", "max_tokens": {"tp2cp4~": 1001}}
+    (strategy,) = Pool.from_json(
+        {"num_ranks": 8, "ranks_per_node": 8, "strategies": [entry]}
+    ).strategies
+    costs = StrategyCosts(MODEL, strategy)
+    limits = [costs.max_tokens(Scheme(tp=2, cp=cp)) for cp in (1, 2, 4)]
+    # Rounded down to what tp and cp ranks share evenly.
+    assert limits == [250, 496, 992]
+    assert costs.max_tokens(Scheme()) == 1000
+
+
 def test_the_planner_keeps_to_own_limits() -> None:
     lengths = [600] * 12
     assert GreedyPlanner(pool(tp1=1200), MODEL).plan(lengths).strategy == "own"

@@ -91,6 +91,11 @@ def too_many_tokens(plan: Content) -> None:
     del batches(plan, 1)[1]
 
 
+def groups_without_splitting(plan: Content) -> None:
+    first = batches(plan, 1)[0]
+    first["groups"] = [[0, 1, len(first["sequences"])]]
+
+
 def optimistic_replica(plan: Content) -> None:
     plan["replicas"][2]["predicted_time_s"] *= 0.999
 
@@ -137,6 +142,7 @@ DAMAGES: list[tuple[Callable[[Content], None], Rule, str]] = [
     (repeated_sequence, Rule.REPEATED_SEQUENCE, "once more"),
     (missing_sequence, Rule.MISSING_SEQUENCE, "of 12 sequences are in no micro-batch"),
     (other_length, Rule.SEQUENCE_LENGTH, "sequence 0 with 2999 tokens but it has 3000"),
+    (groups_without_splitting, Rule.CONTEXT_GROUPS, "of which the profile knows groups of none"),
     (too_many_tokens, Rule.TOKEN_LIMIT, "but the limit is 900"),
     (optimistic_replica, Rule.REPLICA_TIME, "the predicted time of replica 2"),
     (other_order, Rule.REPLICA_TIME, "the predicted time of replica 1"),
