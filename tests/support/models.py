@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from megatron.hydraulis.runtime.model_building import ModelDefinition
@@ -93,6 +94,22 @@ class Assignment:
     """A plan in its plainest form: for each replica, micro-batches of sequence indices."""
 
     replicas: tuple[tuple[tuple[int, ...], ...], ...]
+    groups: tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...] = ()
+    """For each replica and micro-batch the context groups of a wave, as [offset, size, sequences];
+    one group of all cp ranks where nothing is listed."""
+
+    def micro_batches(self, replica: int, batch: tuple[np.ndarray, ...]) -> list[MicroBatch]:
+        """Those of a replica, as a plan has them."""
+        shares = self.replicas[replica]
+        groups = self.groups[replica] if self.groups else [()] * len(shares)
+        return [
+            MicroBatch(
+                indices,
+                tuple(len(batch[i]) - 1 for i in indices),
+                tuple(ContextGroup(*group) for group in wave),
+            )
+            for indices, wave in zip(shares, groups, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -265,13 +282,24 @@ def packs_of_rank(
     rank: int,
     pad_multiple: int = 1,
 ) -> list[PackedBatch]:
-    """The micro-batches of the rank's replica."""
-    for replica, micro_batches in zip(strategy.replicas, assignment.replicas, strict=True):
-        if rank in replica.ranks:
-            return [
-                pack([batch[i] for i in indices], math.lcm(replica.scheme.tp, pad_multiple))
-                for indices in micro_batches
-            ]
+    """The micro-batches of the rank's replica, its own part of each."""
+    for index, replica in enumerate(strategy.replicas):
+        position = replica.position_of(rank)
+        if position is None:
+            continue
+        packs = []
+        for micro_batch in assignment.micro_batches(index, batch):
+            share = micro_batch.share_of(position.cp, replica.scheme.cp)
+            packs.append(
+                pack(
+                    [batch[i] for i in share.sequences],
+                    math.lcm(replica.scheme.tp, pad_multiple),
+                    context_size=share.group.size,
+                    context_rank=position.cp - share.group.offset,
+                    allow_empty=True,
+                )
+            )
+        return packs
     return []
 
 

@@ -37,11 +37,12 @@ class PlannedBatch:
     batch: GlobalBatch
     plan: IterationPlan
     micro_batches: tuple[PackedBatch, ...]
-    """Of this rank's replica; empty where it is idle or has no sequence."""
+    """Of this rank's replica, its own part of each where that has cp > 1; empty where it is idle or
+    the replica has no sequence."""
     num_padding_tokens: int
     """Over all replicas, counted once each."""
     micro_batch_sequences: tuple[tuple[int, ...], ...]
-    """Sequence ids of ``micro_batches``."""
+    """Sequence ids of ``micro_batches``, those that this rank has a part of."""
     plan_wait_s: float = 0.0
     """How long training stood still because the planner had no plan yet; equal on every rank."""
     plan_fetch_s: float = 0.0
@@ -134,11 +135,19 @@ class PlannedBatches:
         mine = plan.replica_of(self._rank)
         packs: list[PackedBatch] = []
         ids: list[tuple[int, ...]] = []
-        if mine is not None:
+        position = None if mine is None else mine.replica.position_of(self._rank)
+        if mine is not None and position is not None:
             for micro_batch in mine.micro_batches:
-                members = tuple(batch.sequence_ids[i] for i in micro_batch.sequences)
+                share = micro_batch.share_of(position.cp, mine.scheme.cp)
+                members = tuple(batch.sequence_ids[i] for i in share.sequences)
                 sequences = [self.corpus.tokens(sequence_id) for sequence_id in members]
-                packed = pack(sequences, mine.scheme.tp).to(self._device)
+                packed = pack(
+                    sequences,
+                    mine.scheme.tp,
+                    context_size=share.group.size,
+                    context_rank=position.cp - share.group.offset,
+                    allow_empty=True,
+                ).to(self._device)
                 packs.append(packed if self._run_as is None else self._run_as(packed, mine.scheme))
                 ids.append(members)
         return PlannedBatch(
@@ -202,9 +211,10 @@ class PlannedBatches:
 
 
 def num_padding_tokens(plan: IterationPlan) -> int:
-    """Tokens added so that tensor parallelism divides every micro-batch's row."""
+    """Tokens added so that tp and cp ranks share every row evenly."""
     return sum(
-        -micro_batch.num_tokens % replica.scheme.tp
+        scheme.row_tokens(share.lengths) - share.num_tokens
         for replica in plan.replicas
         for micro_batch in replica.micro_batches
+        for scheme, share in replica.shares(micro_batch)
     )

@@ -113,8 +113,6 @@ class Engine:
         self.device = device_of_job()
         self.dtype: torch.dtype = definition.transformer.params_dtype
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        for strategy in pool.strategies:
-            _check_runnable(strategy)
         num_atoms = pool.tp_lcm if num_atoms is None else num_atoms
         if num_atoms < 1 or num_atoms % pool.tp_lcm:
             raise ConfigurationError(
@@ -177,7 +175,8 @@ class Engine:
 
         Args:
             strategy_name: of the pool; the same on every rank.
-            batches: micro-batches of this rank's replica, on the job's device; empty where idle.
+            batches: micro-batches of this rank's replica, its own part of each where it has
+                cp > 1, on the job's device; empty where idle.
             forward_step: upstream's signature.
             next_strategy: of the next iteration, or what gives it after the last backward; None
                 where it is not known. Each bucket is gathered for it as soon as it is updated.
@@ -313,10 +312,16 @@ class Engine:
         if not batches:
             return []
         assert self._gathered is not None
+        grouped = [
+            batch.in_group(
+                self.groups.context_group(setting.strategy, batch.context_size, batch.context_rank)
+            )
+            for batch in batches
+        ]
         with setting.bound.regrouping(self._gathered[1], scatter):
             return run_micro_batches(
                 setting.bound.model,
-                batches,
+                grouped,
                 forward_step,
                 forward_only=scatter is None,
                 spans=self._spans,
@@ -389,7 +394,7 @@ class Engine:
         reports: Sequence[dict[str, Tensor]],
         next_strategy: str | None = None,
     ) -> tuple[LossTotal, tuple[int, ...], str | None]:
-        """Sum over micro-batches and replicas, each replica counted once; bad micro-batches.
+        """Sum over micro-batches, replicas and cp ranks, each part counted once; bad micro-batches.
 
         And rank 0's word of the next strategy, which travels along so that all decide alike.
         """
@@ -451,12 +456,3 @@ class Engine:
 def _first_report(report: dict[str, Tensor]) -> Tensor:
     """(sum of losses, tokens) of a micro-batch: the loss function's first entry."""
     return next(iter(report.values())).reshape(-1)[:2]
-
-
-def _check_runnable(strategy: Strategy) -> None:
-    for replica in strategy.replicas:
-        if replica.scheme.cp > 1:
-            raise StrategyError(
-                f"strategy '{strategy.name}': replica {replica.scheme} has cp="
-                f"{replica.scheme.cp}, but this version runs cp=1 only; use tp or pp instead"
-            )

@@ -30,7 +30,10 @@ class RoleModel:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this rank speaks for its replica: TP rank 0 of the last stage."""
+        """Whether this rank speaks for its pipeline: TP rank 0 of the last stage.
+
+        Of a replica with cp > 1 every cp rank has a pipeline, and the loss of its own tokens.
+        """
         is_last = bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
         return is_last and self.groups.tp.rank() == 0
 
@@ -45,9 +48,11 @@ def run_micro_batches(
 ) -> list[dict[str, Tensor]]:
     """All micro-batches of this rank's replica, forward and backward, in 1F1B order.
 
+    The cp ranks of a replica run a pipeline each, all of them the same number of micro-batches.
+
     Args:
         role: this rank's model and groups.
-        batches: the micro-batches in their order; none is an ordinary case.
+        batches: this rank's part of the micro-batches in their order; none is an ordinary case.
         forward_step: upstream's signature.
         forward_only: evaluation.
         spans: is told of every forward, backward and wait for a neighbour.

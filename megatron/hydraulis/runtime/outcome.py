@@ -47,7 +47,8 @@ class StepOutcome:
     """After division by the tokens, before clipping; None where nothing was trained."""
     updated: bool
     bad_micro_batches: tuple[int, ...]
-    """Micro-batches of this rank's replica whose loss is not finite (last stage only)."""
+    """Micro-batches of this rank's replica whose loss, on this rank's part of them, is not finite
+    (last stage only)."""
     regroup_bytes: int = 0
     """What this rank receives from others and sends to them in one gather and one scatter of the
     iteration's strategy."""

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,8 @@ GroupRanks = tuple[int, ...]
 def groups_of(strategy: Strategy) -> list[GroupRanks]:
     """Rank tuples of the tp, cp and pp groups that ``strategy`` needs, in a fixed order.
 
-    Groups of one rank are left out: every rank has its own.
+    Of a scheme that splits its cp ranks, like ``cp8~``, every group that a wave may ask for. Groups
+    of one rank are left out: every rank has its own.
     """
     needed: dict[GroupRanks, None] = {}
     for replica in strategy.replicas:
@@ -31,11 +33,21 @@ def groups_of(strategy: Strategy) -> list[GroupRanks]:
             for cp in range(scheme.cp):
                 needed[replica.tp_ranks(stage, cp)] = None
             for tp in range(scheme.tp):
-                needed[replica.cp_ranks(stage, tp)] = None
+                columns = replica.cp_ranks(stage, tp)
+                for size in _context_sizes(scheme):
+                    for offset in range(0, scheme.cp, size):
+                        needed[columns[offset : offset + size]] = None
         for cp in range(scheme.cp):
             for tp in range(scheme.tp):
                 needed[replica.pp_ranks(cp, tp)] = None
     return [ranks for ranks in needed if len(ranks) > 1]
+
+
+def _context_sizes(scheme: Scheme) -> list[int]:
+    """Sizes of the context-parallel groups that micro-batches of a scheme may run in."""
+    if not scheme.splits_cp:
+        return [scheme.cp]
+    return [1 << power for power in range(1, scheme.cp.bit_length())]
 
 
 class GroupRegistry:
@@ -98,6 +110,9 @@ class GroupRegistry:
         """What Megatron's modules and schedules take for this rank; None where it is idle.
 
         The embedding group is None: gradients of tied embeddings meet on the canonical shards.
+        To modules and schedules a rank is alone in its cp group (docs/architecture.md says what
+        that keeps upstream from doing): the ranks that really share a micro-batch come with it, see
+        `context_group`.
         """
         replica = strategy.replica_of(self._rank)
         if replica is None:
@@ -106,9 +121,33 @@ class GroupRegistry:
         assert position is not None
         collection = single_rank_collection(self.of_self)
         collection.tp = self.group(replica.tp_ranks(position.stage, position.cp))
-        collection.cp = self.group(replica.cp_ranks(position.stage, position.tp))
         collection.pp = self.group(replica.pp_ranks(position.cp, position.tp))
         return collection
+
+    def context_group(self, strategy: Strategy, size: int, place: int) -> dist.ProcessGroup:
+        """The group of so many cp ranks in which this rank has a place, from 0.
+
+        Raises:
+            StrategyError: this rank is idle, or such a group is not cut from its replica.
+        """
+        replica = strategy.replica_of(self._rank)
+        position = None if replica is None else replica.position_of(self._rank)
+        if replica is None or position is None:
+            raise StrategyError(
+                f"rank {self._rank} is idle in strategy '{strategy.name}' and in no context group; "
+                f"a plan gives work to replicas only"
+            )
+        offset = position.cp - place
+        sizes = [1, *_context_sizes(replica.scheme)] if replica.scheme.splits_cp else None
+        if size not in (sizes or [replica.scheme.cp]) or not 0 <= place < size or offset % size:
+            raise StrategyError(
+                f"rank {self._rank} cannot be number {place} of a context group of {size}: it is "
+                f"cp rank {position.cp} of a replica {replica.scheme}, whose groups are "
+                + ("aligned powers of two" if sizes else f"of all {replica.scheme.cp} cp ranks")
+                + "; pack micro-batches by the plan"
+            )
+        columns = replica.cp_ranks(position.stage, position.tp)
+        return self.group(columns[offset : offset + size])
 
 
 def single_rank_collection(of_self: dist.ProcessGroup) -> ProcessGroupCollection:

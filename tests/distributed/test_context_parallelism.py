@@ -1,0 +1,166 @@
+"""cp ranks share every micro-batch, and waves group them anew: the update is that of one process.
+
+The job is that of the same-update law: sequences of 1 to 33 tokens, so shorter and longer than
+the 2·cp chunks that each is cut into.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.strategy import Strategy
+from tests.support.gloo_pool import WorkerFailure, pool_of
+from tests.support.law import LENGTHS, MAIN_MODEL, check_law, law_job
+from tests.support.models import Assignment, Job, build_engine
+
+pytestmark = pytest.mark.distributed
+
+SHORT_MODEL = replace(MAIN_MODEL, num_layers=2)
+FP32_MODEL = replace(SHORT_MODEL, dtype=torch.float32)
+MODELS = {
+    "tied embeddings": replace(SHORT_MODEL, tied=True),
+    "multi-head attention": replace(SHORT_MODEL, num_groups=8),
+    "two query groups, no sequence parallelism": replace(
+        SHORT_MODEL, num_groups=2, sequence_parallel=False
+    ),
+    "q/k norms": replace(SHORT_MODEL, qk_layernorm=True),
+    "GPT-2 like": replace(
+        SHORT_MODEL,
+        normalization="LayerNorm",
+        swiglu=False,
+        bias=True,
+        tied=True,
+        position_embedding="learned_absolute",
+    ),
+}
+
+STRATEGIES = [
+    (2, "cp2"),
+    (4, "cp4"),
+    (4, "tp2cp2"),
+    (4, "cp2pp2"),
+    (4, "cp2@2,0+tp2@3,1"),
+    (3, "cp3"),
+    (4, "cp2+pp2"),
+]
+
+SPLITS = {
+    "4": [(0, 4)],
+    "2+2": [(0, 2), (2, 2)],
+    "2+1+1": [(0, 2), (2, 1), (3, 1)],
+    "1+1+2": [(0, 1), (1, 1), (2, 2)],
+    "1+1+1+1": [(0, 1), (1, 1), (2, 1), (3, 1)],
+}
+"""Every way to cut a width of 4 into aligned groups: offsets and sizes."""
+
+
+def waves(splits: list[list[tuple[int, int]]], lengths: tuple[list[int], ...]) -> Job:
+    """The law's job on one replica, its micro-batches in groups of the given splits, in turn.
+
+    Groups get unequal shares, some of them none: which ones changes from wave to wave.
+    """
+    width = sum(size for _, size in splits[0])
+    assignments = []
+    turn = 0
+    for batch in lengths:
+        shares, groups = [], []
+        for start in range(0, len(batch), 3):
+            indices = tuple(range(start, min(start + 3, len(batch))))
+            split = splits[turn % len(splits)]
+            counts = [0] * len(split)
+            for i in range(len(indices)):
+                counts[(i + turn) % len(split)] += 1
+            shares.append(indices)
+            groups.append(
+                tuple((*place, count) for place, count in zip(split, counts, strict=True))
+            )
+            turn += 1
+        assignments.append(Assignment((tuple(shares),), (tuple(groups),)))
+    return replace(
+        law_job(width, f"cp{width}", SHORT_MODEL),
+        strategies=(f"cp{width}~",),
+        assignments=tuple(assignments),
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "text"), STRATEGIES)
+def test_cp_ranks_give_the_same_update(num_ranks: int, text: str) -> None:
+    check_law(law_job(num_ranks, text, SHORT_MODEL), num_ranks)
+
+
+@pytest.mark.parametrize(("num_ranks", "text"), STRATEGIES[:4])
+def test_cp_ranks_give_the_same_update_in_fp32(num_ranks: int, text: str) -> None:
+    check_law(law_job(num_ranks, text, FP32_MODEL), num_ranks)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("text", ["tp2cp2", "cp2pp2"])
+def test_every_model_obeys_the_law(text: str, name: str) -> None:
+    check_law(law_job(4, text, MODELS[name]), 4)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_every_split_of_a_wave_gives_the_same_update(name: str) -> None:
+    check_law(waves([SPLITS[name]], LENGTHS), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_waves_may_be_cut_differently(dtype: torch.dtype) -> None:
+    job = waves(list(SPLITS.values()), LENGTHS)
+    model = replace(SHORT_MODEL, dtype=dtype)
+    settings = law_job(4, "cp4", model).settings
+    check_law(replace(job, model=model, settings=settings), 4)
+
+
+@pytest.mark.parametrize("text", ["cp2~pp2", "tp2cp2~", "tp2cp2~@3,1,0,2"])
+def test_pipelines_and_tensor_parallel_ranks_may_split(text: str) -> None:
+    job = waves([[(0, 1), (1, 1)], [(0, 2)], [(0, 1), (1, 1)]], LENGTHS)
+    check_law(replace(job, strategies=(text,)), 4)
+
+
+def test_a_wave_may_leave_groups_without_sequences() -> None:
+    job = waves([SPLITS["1+1+1+1"], SPLITS["2+2"]], LENGTHS)
+    counts = [[group[2] for group in wave] for a in job.assignments for wave in a.groups[0]]
+    assert any(0 in wave and sum(wave) for wave in counts)
+    assert any(wave[0] == 0 for wave in counts)
+
+
+def test_strategies_with_and_without_cp_may_alternate() -> None:
+    jobs = [law_job(4, text, SHORT_MODEL) for text in ("tp2cp2", "cp2~+2*tp1", "4*tp1")]
+    job = replace(
+        jobs[0],
+        strategies=tuple(job.strategies[0] for job in jobs),
+        schedule=(0, 1, 2),
+        assignments=tuple(job.assignments[i] for i, job in enumerate(jobs)),
+    )
+    check_law(job, 4)
+
+
+def run_uncut(job: Job) -> None:
+    """On every rank: whole rows where parts belong."""
+    engine = build_engine(job)
+    engine.train_step(job.strategies[0], [pack(job.batches[0])], make_forward_step())
+
+
+def run_misplaced(job: Job) -> None:
+    """On every rank: a group that does not begin at a multiple of its size."""
+    engine = build_engine(job)
+    part = pack(job.batches[0], context_size=2, context_rank=(engine.rank + 1) % 2)
+    engine.train_step(job.strategies[0], [part], make_forward_step())
+
+
+def test_packs_of_groups_that_no_plan_has_are_refused() -> None:
+    """Each rank would train whole rows, and every token count twice."""
+    with pytest.raises(WorkerFailure, match=r"context group of 1: .* of all 2 cp ranks"):
+        pool_of(2).run(run_uncut, law_job(2, "cp2", SHORT_MODEL))
+    with pytest.raises(WorkerFailure, match="aligned powers of two; pack micro-batches by"):
+        pool_of(4).run(run_misplaced, law_job(4, "cp4~", SHORT_MODEL))
+
+
+def test_every_job_has_short_sequences() -> None:
+    """What the tests above claim to cover."""
+    assert all(1 in batch for batch in LENGTHS[1:])
+    assert Strategy.parse("cp4", 4).replicas[0].scheme.cp * 2 > min(LENGTHS[0])
