@@ -96,6 +96,7 @@ def simulate(
     setting = Setting(
         stage_costs=StageCosts(profile, shape if options.regroup else None),
         regroup=regroup if options.regroup else None,
+        keeps=lambda _: False,
     )
     task = progress.add_task(corpus.name, total=None)
     ways = Ways(

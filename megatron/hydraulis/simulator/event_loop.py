@@ -92,6 +92,8 @@ class EventLoop:
                 dependent.num_awaited -= 1
                 if not dependent.num_awaited:
                     may_start.append(dependent.lane)
+            # Whoever keeps a task is not to keep all that came after it.
+            ended.dependents = []
         if self._num_waiting:
             stuck = [str(lane) for lane, queue in self._lanes.items() if queue]
             raise HydraulisError(

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Replica, Strategy
 from megatron.hydraulis.transfer.alike import alike_buckets
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit
 from megatron.hydraulis.transfer.collective import (
@@ -79,6 +79,9 @@ class RegroupCosts:
     """Of a parameter on the wire."""
     gradient_bytes: int = 4
     """Of a gradient on the wire."""
+    _known: dict[tuple[Replica, ...], RegroupTimes] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if not (self.memory_bytes_per_s > 0.0 and 0.0 < self.link_fraction <= 1.0):
@@ -108,6 +111,11 @@ class RegroupCosts:
                 f"regrouping: strategy {strategy.name!r} is for {strategy.num_ranks} ranks but the "
                 f"cluster has {self.cluster.num_ranks}; describe the cluster of the strategies"
             )
+        if strategy.replicas not in self._known:
+            self._known[strategy.replicas] = self._of(strategy)
+        return self._known[strategy.replicas]
+
+    def _of(self, strategy: Strategy) -> RegroupTimes:
         strategy.check_model(self.shape)
         roles = roles_of(strategy, self.shape.num_layers, self.shape.tied_embeddings)
         per_node = self.cluster.ranks_per_node

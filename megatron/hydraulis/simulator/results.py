@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -23,6 +25,11 @@ PARTS = ("work", "fill", "imbalance", "regroup", "planning")
 """What the time of a rank consists of; see accounts.py."""
 
 
+def _keeps_all(_: int) -> bool:
+    """Tasks of few iterations need no choice."""
+    return True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
     """What all ways have in common."""
@@ -31,6 +38,8 @@ class Setting:
     regroup: RegroupCosts | None = None
     plan_ahead: int = 2
     overlaps_regrouping: bool = True
+    keeps: Callable[[int], bool] = _keeps_all
+    """Whether the tasks of an iteration, by its number, are kept with the results."""
 
     def simulator(self, cost_model: CostModel) -> Simulator:
         """One for the cost model of a way."""
@@ -49,6 +58,7 @@ class WayResult:
     name: str
     accounts: tuple[IterationAccount, ...]
     iterations: tuple[IterationTasks, ...]
+    """Those of which the tasks were kept."""
     strategies: dict[str, str]
     """By name of a strategy in use, its text."""
 
@@ -147,22 +157,36 @@ def _simulated(
     name: str, cost_model: CostModel, works: Sequence[IterationWork], setting: Setting
 ) -> WayResult:
     simulator = setting.simulator(cost_model)
-    iterations = simulator.run(works)
     accounts: list[IterationAccount] = []
     ended_ms = 0.0
-    for iteration in iterations:
-        times = simulator.regroup_times(iteration.work.strategy)
-        accounts.append(
-            account(
-                iteration,
-                started_ms=ended_ms,
-                received_bytes=0.0 if times is None else times.received_bytes,
+    with _no_garbage_collection():
+        iterations = simulator.run(works)
+        for iteration in iterations:
+            times = simulator.regroup_times(iteration.work.strategy)
+            accounts.append(
+                account(
+                    iteration,
+                    started_ms=ended_ms,
+                    received_bytes=0.0 if times is None else times.received_bytes,
+                )
             )
-        )
-        ended_ms = iteration.end_ms
+            ended_ms = iteration.end_ms
     return WayResult(
         name=name,
         accounts=tuple(accounts),
-        iterations=tuple(iterations),
+        iterations=tuple(each for each in iterations if setting.keeps(each.number)),
         strategies={work.strategy.name: str(work.strategy) for work in works},
     )
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Hundreds of thousands of tasks live until the last one has run; looking through them for
+    garbage, of which there is none, would take as long as the simulation."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -171,6 +171,10 @@ def run(namespace: argparse.Namespace) -> int:
     profile = ProfileCostModel.read(namespace.cost_profile)
     window = _window(namespace)
     shape, setting, context_costs = _setting(namespace, pool, profile)
+    if namespace.out is None:
+        setting = replace(setting, keeps=lambda _: False)
+    else:  # with the iteration before each, whose end is the beginning of it
+        setting = replace(setting, keeps=lambda each: each in window or each + 1 in window)
     longest = namespace.seq_length
     if longest is None:
         longest = _longest_held(pool, profile)
