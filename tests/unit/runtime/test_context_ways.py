@@ -51,7 +51,7 @@ def test_heads_of_an_all_to_all(heads: int, groups: int, allowed: bool) -> None:
 
 
 def test_refusals_say_rule_numbers_and_fix() -> None:
-    with pytest.raises(ConfigurationError, match="multiple of 4 query heads .* there are 6; use"):
+    with pytest.raises(ConfigurationError, match=r"multiple of 4 query heads .* there are 6; use"):
         choose_way("a2a", 6, 6, 4)
     with pytest.raises(ConfigurationError, match="multiple or a divisor of 4 but there are 3; use"):
         choose_way("a2a", 12, 3, 4)
