@@ -195,6 +195,10 @@ class TestAWrongRuleIsCaught:
         wrong = self.wrong("tied output end forgotten", 3, "pp2+tp1", MODELS["tied embeddings"])
         assert wrong == {"embedding.word_embeddings.weight"}
 
+    def test_second_cp_rank_forgotten(self) -> None:
+        wrong = self.wrong("second cp rank forgotten", 2, "cp2", MODELS["two query groups"])
+        assert wrong == set(law_reference(MODELS["two query groups"]).gradients[0])
+
     def test_mean_of_each_micro_batch(self) -> None:
         wrong = self.wrong("mean of each micro-batch", 2, "2*tp1", MAIN_MODEL)
         assert wrong == set(law_reference(MAIN_MODEL).gradients[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -53,6 +52,10 @@ def _halves_not_cut_apart() -> Any:
     return _with_specs(lambda spec: dataclasses.replace(spec, stride=1))
 
 
+def _engine_without_overlap(*arguments: Any, **named: Any) -> Engine:
+    return Engine(*arguments, **{**named, "overlap": False})
+
+
 @contextmanager
 def _tied_output_end_forgotten() -> Iterator[None]:
     right = Engine._run
@@ -69,7 +72,25 @@ def _tied_output_end_forgotten() -> Iterator[None]:
     # Without overlap, or the gradients would be gone before they are forgotten.
     with (
         patch.object(Engine, "_run", run),
-        patch.object(models, "Engine", partial(Engine, overlap=False)),
+        patch.object(models, "Engine", _engine_without_overlap),
+    ):
+        yield
+
+
+@contextmanager
+def _second_cp_rank_forgotten() -> Iterator[None]:
+    right = Engine._run
+
+    def run(self: Engine, setting: Any, batches: Any, *others: Any) -> Any:
+        reports = right(self, setting, batches, *others)
+        if any(batch.context_rank == 1 for batch in batches):
+            setting.arena.zero_gradients()
+        return reports
+
+    # Without overlap, or the gradients would be gone before they are forgotten.
+    with (
+        patch.object(Engine, "_run", run),
+        patch.object(models, "Engine", _engine_without_overlap),
     ):
         yield
 
@@ -97,5 +118,6 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     ),
     "gate and up not cut apart": _halves_not_cut_apart,
     "tied output end forgotten": _tied_output_end_forgotten,
+    "second cp rank forgotten": _second_cp_rank_forgotten,
     "mean of each micro-batch": _mean_of_each_micro_batch,
 }

@@ -60,28 +60,57 @@ def placed_strategies(draw: st.DrawFn, num_ranks: int) -> str:
     free = list(order)
     while free and (not replicas or draw(st.integers(0, 3)) > 0):
         tp = draw(st.sampled_from([tp for tp in (1, 2, 4) if tp <= len(free)]))
-        pp = draw(st.integers(1, min(MODELS[0].num_layers, len(free) // tp)))
+        cp = draw(st.sampled_from([cp for cp in (1, 2, 3, 4) if tp * cp <= len(free)]))
+        pp = draw(st.integers(1, min(MODELS[0].num_layers, len(free) // (tp * cp))))
         cuts = draw(st.permutations(range(1, MODELS[0].num_layers)))
         borders = [0, *sorted(cuts[: pp - 1]), MODELS[0].num_layers]
         layers = tuple(stop - start for start, stop in itertools.pairwise(borders))
-        scheme = Scheme(tp=tp, pp=pp, layers=layers)
-        replicas.append(Replica(scheme, tuple(free[: tp * pp])))
-        del free[: tp * pp]
+        splits = cp in (2, 4) and draw(st.booleans())
+        scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=layers, splits_cp=splits)
+        replicas.append(Replica(scheme, tuple(free[: scheme.num_ranks])))
+        del free[: scheme.num_ranks]
     return str(Strategy("drawn", tuple(replicas), num_ranks))
 
 
 @st.composite
-def assignments(draw: st.DrawFn, num_sequences: int, num_replicas: int) -> Assignment:
-    """Any dispatch, replicas without sequences included, and any packing."""
+def assignments(draw: st.DrawFn, num_sequences: int, strategy: Strategy) -> Assignment:
+    """Any dispatch, replicas without sequences included, any packing, and any waves."""
+    num_replicas = len(strategy.replicas)
     homes = draw(
         st.lists(st.integers(0, num_replicas - 1), min_size=num_sequences, max_size=num_sequences)
     )
     shares: list[tuple[tuple[int, ...], ...]] = []
-    for replica in range(num_replicas):
-        mine = [i for i, home in enumerate(homes) if home == replica]
+    groups: list[tuple[Groups, ...]] = []
+    for index, replica in enumerate(strategy.replicas):
+        mine = [i for i, home in enumerate(homes) if home == index]
         size = draw(st.integers(1, 3))
-        shares.append(tuple(tuple(mine[i : i + size]) for i in range(0, len(mine), size)))
-    return Assignment(tuple(shares))
+        share = tuple(tuple(mine[i : i + size]) for i in range(0, len(mine), size))
+        shares.append(share)
+        groups.append(tuple(draw(waves(replica.scheme, len(indices))) for indices in share))
+    return Assignment(tuple(shares), tuple(groups))
+
+
+@st.composite
+def cuts(draw: st.DrawFn, offset: int, size: int) -> list[tuple[int, int]]:
+    """Offsets and sizes of any aligned groups of a width that is a power of two."""
+    if size == 1 or draw(st.booleans()):
+        return [(offset, size)]
+    half = size // 2
+    return [*draw(cuts(offset, half)), *draw(cuts(offset + half, half))]
+
+
+Groups = tuple[tuple[int, int, int], ...]
+"""Offset, size, number of sequences of each context group."""
+
+
+@st.composite
+def waves(draw: st.DrawFn, scheme: Scheme, num_sequences: int) -> Groups:
+    """Any aligned groups of the scheme's cp ranks, some possibly without sequences."""
+    if not scheme.splits_cp or draw(st.booleans()):
+        return ()
+    places = draw(cuts(0, scheme.cp))
+    homes = [draw(st.integers(0, len(places) - 1)) for _ in range(num_sequences)]
+    return tuple((*place, homes.count(i)) for i, place in enumerate(places))
 
 
 @st.composite
@@ -97,9 +126,9 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, Job]:
     )
     seed = draw(st.integers(0, NUM_BATCH_SEEDS - 1), label="batches")
     batches = batches_of_seed(seed)
-    counts = [len(Strategy.parse(text, num_ranks).replicas) for text in pool]
+    parsed = [Strategy.parse(text, num_ranks) for text in pool]
     plans = [
-        draw(assignments(len(batch), counts[which]), label="plan")
+        draw(assignments(len(batch), parsed[which]), label="plan")
         for which, batch in zip(schedule, batches, strict=True)
     ]
     nodes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
