@@ -17,6 +17,7 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         "attention_dropout": 0.0,
         "max_position_embeddings": flags.args.seq_length,
         "num_workers": 0,
+        "cp_comm_type": ["auto"],
         "tensorboard_dir": str(run_dir / "tensorboard"),
         # Upstream would put it into the folder of checkpoints.
         "wandb_save_dir": str(run_dir / "wandb"),

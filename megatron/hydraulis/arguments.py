@@ -26,6 +26,7 @@ from megatron.training.models import GPTModelConfig
 from megatron.hydraulis import argument_checks
 from megatron.hydraulis.argument_defaults import set_defaults
 from megatron.hydraulis.config import HydraulisConfig
+from megatron.hydraulis.context_arguments import check_context
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flag_parser import FlagParser, ParsedFlags
 from megatron.hydraulis.model_shape import ModelShape
@@ -112,6 +113,7 @@ def parse_arguments(
     shape = _model_shape(args)
     check_vocabulary_parts(strategies.pool, vocabulary.padded_size)
     strategies.pool.check_model(shape)
+    check_context(args, strategies.pool, shape)
     with _upstream_errors():
         gpt_model_config(args)
     args.world_size = num_ranks

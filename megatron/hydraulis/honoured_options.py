@@ -219,10 +219,15 @@ _PARALLEL = {
     "--tensor-model-parallel-size": Honoured("tp of a strategy of equal replicas"),
     "--pipeline-model-parallel-size": Honoured("pp of a strategy of equal replicas"),
     "--context-parallel-size": Honoured(
-        "no context parallelism",
+        "cp stands in the strategy",
         only=(1,),
-        otherwise="context parallelism comes in a later version; use 1, and tp or pp for long "
-        "sequences",
+        otherwise="how many ranks share a sequence belongs to a replica, not to the job; use 1, "
+        "and name cp in --strategy or --strategy-pool, for example cp2 or tp2cp4",
+    ),
+    "--cp-comm-type": Honoured(
+        "one of auto, p2p, all_gather, a2a for all layers; auto, the default, takes the one that "
+        "moves fewest bytes; p2p is run as all_gather",
+        differs=True,
     ),
     "--sequence-parallel": Honoured(
         "on wherever tp > 1, unless --no-sequence-parallel", differs=True

@@ -170,9 +170,11 @@ _FAMILIES = (
     ),
     Family(
         "context parallelism",
-        "context parallelism comes in a later version",
-        "remove it; use tp or pp for long sequences",
-        r".*context-parallel|cp-comm|max-seqlen-per-dp-cp",
+        "how many ranks share a sequence belongs to a replica, not to the job, and may differ from "
+        "one micro-batch to the next",
+        "remove it; name cp in --strategy or --strategy-pool, for example cp2, or cp8~ where "
+        "micro-batches may split it",
+        r".*context-parallel|max-seqlen-per-dp-cp",
     ),
     Family(
         "checkpoints",

@@ -57,7 +57,7 @@ def test_help_says_what_is_so_here_and_which_values_are_taken(
     for text in (
         "--transformer-impl {local} ",
         "Here: layers of megatron-core; only local.",
-        "Here: no context parallelism; only 1.",
+        "Here: cp stands in the strategy; only 1.",
         "Here: on wherever tp > 1, unless --no-sequence-parallel.",
         "Here: state sharded over all ranks: always so here.",
         "--exit-signal NAME ",

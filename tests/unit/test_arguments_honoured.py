@@ -164,6 +164,7 @@ ROWS: dict[str, Row] = {
     "--tensor-model-parallel-size": Row("2", "strategy", "4*tp2"),
     "--pipeline-model-parallel-size": Row("2", "strategy", "4*pp2"),
     "--context-parallel-size": Row("1", "strategy", "8*tp1", always=True),
+    "--cp-comm-type": _model("a2a", "cp_comm_type", "a2a"),
     "--sequence-parallel": Row(
         "", "hydraulis.sequence_parallel", True, beside="--no-sequence-parallel"
     ),
