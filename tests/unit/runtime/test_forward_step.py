@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.forward_step import LossFunction, loss_func, make_forward_step
 
@@ -116,3 +117,26 @@ def test_the_check_leaves_the_gradient_alone() -> None:
     (parameter,) = model.parameters()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [[1.0] * 7]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_losses_of_a_group_add_up_to_those_of_one_rank(size: int, tp: int) -> None:
+    generator = np.random.default_rng(size)
+    sequences = [generator.integers(61, size=length + 1) for length in (37, 1, 16, 5)]
+    # The loss of a token as any function of what the model is given for it.
+    table = torch.from_numpy(generator.random((61, 61, 64)))
+
+    def total(batch: PackedBatch) -> list[float]:
+        losses = table[batch.tokens, batch.labels, batch.position_ids]
+        loss, num_tokens, report = loss_func(batch.loss_mask, losses)
+        assert report["lm loss"].tolist() == [float(loss), float(num_tokens)]
+        assert num_tokens == batch.num_tokens
+        return [float(loss), float(num_tokens)]
+
+    whole = total(pack(sequences, tp))
+    parts = [
+        total(pack(sequences, tp, context_size=size, context_rank=rank)) for rank in range(size)
+    ]
+    assert np.sum(parts, axis=0) == pytest.approx(whole, rel=1e-12)
+    assert whole[1] == 59
