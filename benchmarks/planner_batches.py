@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.lengths_file import read_lengths
 from megatron.hydraulis.strategy import Pool, Strategy
 
@@ -38,9 +39,9 @@ class LengthDistribution:
     """Lengths of documents with the number of documents that have them."""
 
     def __init__(self, path: Path = DATA / "wikipedia_lengths.csv") -> None:
-        table = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64)
-        self._lengths = table[:, 0]
-        self._shares = table[:, 1] / table[:, 1].sum()
+        found = read_length_counts(path)
+        self._lengths = found.lengths
+        self._shares = found.counts / found.counts.sum()
 
     def batch(self, seed: int, num_tokens: int, cut_tokens: int = CONTEXT_TOKENS) -> list[int]:
         """Documents drawn with replacement until they have num_tokens; the last one is cut."""

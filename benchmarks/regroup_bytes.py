@@ -18,6 +18,7 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
+from megatron.hydraulis.cost_model.model_file import read_model_shape
 from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -35,17 +36,7 @@ from megatron.hydraulis.transfer.traffic import (
 )
 
 DEFAULT_POOL = Path("examples/pool_64_ranks.json")
-LLAMA_32B = ModelShape(
-    num_layers=60,
-    hidden_size=6656,
-    ffn_hidden_size=17920,
-    num_attention_heads=64,
-    num_query_groups=64,
-    kv_channels=104,
-    vocab_size=30592,
-    gated_mlp=True,
-    tied_embeddings=False,
-)
+DEFAULT_MODEL = Path("examples/model_llama32b.json")
 PARAMETER_BYTES = 2
 """bf16 on the wire."""
 GRADIENT_BYTES = 4
@@ -263,20 +254,20 @@ def _mean_and_max(num_bytes: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print both tables; exit status 2 for a pool that cannot be read or does not fit."""
+    """Print both tables; exit status 2 for a pool or model that cannot be read, or do not fit."""
     options = _parser().parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=options.width)
     try:
-        pool = Pool.read(options.pool)
-        pool.check_model(LLAMA_32B)
+        pool, shape = Pool.read(options.pool), read_model_shape(options.model)
+        pool.check_model(shape)
         commonest = options.commonest or pool.strategies[0].name
         pool.strategy(commonest)
     except HydraulisError as error:
         console.print(f"error: {error}", style="red", markup=False)
         return EXIT_BAD_INPUT
-    traffic = PoolTraffic(pool, LLAMA_32B, commonest)
+    traffic = PoolTraffic(pool, shape, commonest)
     console.print(
-        f"{LLAMA_32B.num_parameters / 1e9:.1f} G parameters in {len(traffic.layout.buckets)} "
+        f"{shape.num_parameters / 1e9:.1f} G parameters in {len(traffic.layout.buckets)} "
         f"buckets, {pool.num_ranks} ranks, T = {pool.tp_lcm} atoms"
     )
     console.print(volume_table(traffic))
@@ -287,10 +278,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.regroup_bytes",
-        description="Bytes of regrouping a Llama of 32B parameters, counted from transfer plans.",
+        description="Bytes of regrouping a model, counted from transfer plans.",
     )
     parser.add_argument(
         "--pool", type=Path, default=DEFAULT_POOL, help="pool file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model", type=Path, default=DEFAULT_MODEL, help="its shape (default: %(default)s)"
     )
     parser.add_argument(
         "--commonest",

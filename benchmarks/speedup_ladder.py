@@ -26,8 +26,8 @@ from benchmarks.emulated_figures import ratio_of_totals
 from benchmarks.long_tail import MEDIAN_TOKENS, TAIL_EXPONENT, LongTail
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.model_file import read_model_shape
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.simulator.model_file import read_model_shape
 from megatron.hydraulis.simulator.regroup_times import RegroupCosts
 from megatron.hydraulis.simulator.result_tables import result_table, strategy_use_table
 from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way

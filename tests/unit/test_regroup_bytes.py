@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.regroup_bytes import LLAMA_32B, main
+from benchmarks.regroup_bytes import main
+from tests.support.planning import LLAMA_32B
 
 POOL = Path(__file__).resolve().parents[2] / "examples" / "pool_64_ranks.json"
 
@@ -39,6 +40,7 @@ def test_both_tables_name_every_strategy(
     [
         (["--pool", "nowhere.json"], "nowhere.json"),
         (["--pool", str(POOL), "--commonest", "S9"], "strategy 'S9'"),
+        (["--pool", str(POOL), "--model", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_bad_input_is_named(

@@ -1,24 +1,45 @@
-"""Flags of a model's shape, named as upstream names them, for commands that build no model."""
+"""A model's shape for commands that build no model: a file, or flags named as upstream's."""
 
 import argparse
 import math
 
+from megatron.hydraulis.cost_model.model_file import read_model_shape
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 
-__all__ = ["add_shape_arguments", "shape_of"]
+__all__ = ["add_shape_arguments", "given_shape", "shape_of"]
 
 # Upstream's defaults of the same flags.
 _FFN_OVER_HIDDEN = 4
 _VOCABULARY_MULTIPLE = 128
 
+_NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads")
+_OTHERS = (
+    "--ffn-hidden-size",
+    "--group-query-attention",
+    "--num-query-groups",
+    "--kv-channels",
+    "--swiglu",
+    "--untie-embeddings-and-output-weights",
+    "--padded-vocab-size",
+    "--vocab-size",
+    "--make-vocab-size-divisible-by",
+)
+
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags; shape_of reads them."""
-    group = parser.add_argument_group("model, by upstream's names")
-    group.add_argument("--num-layers", type=int, required=True, metavar="N")
-    group.add_argument("--hidden-size", type=int, required=True, metavar="N")
-    group.add_argument("--num-attention-heads", type=int, required=True, metavar="N")
+    """Declare the flags; shape_of and given_shape read them."""
+    group = parser.add_argument_group(
+        "model", "--model, or --num-layers and so on by upstream's names"
+    )
+    group.add_argument(
+        "--model",
+        metavar="FILE",
+        help="shape of the model, JSON, such as examples/model_llama32b.json",
+    )
+    group.add_argument("--num-layers", type=int, metavar="N")
+    group.add_argument("--hidden-size", type=int, metavar="N")
+    group.add_argument("--num-attention-heads", type=int, metavar="N")
     group.add_argument(
         "--ffn-hidden-size", type=int, metavar="N", help="width of the MLP (default: 4 x hidden)"
     )
@@ -31,25 +52,52 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--swiglu", action="store_true", help="gated MLP")
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
-    vocabulary = group.add_mutually_exclusive_group(required=True)
+    vocabulary = group.add_mutually_exclusive_group()
     vocabulary.add_argument("--padded-vocab-size", type=int, metavar="N", help="entries as padded")
     vocabulary.add_argument("--vocab-size", type=int, metavar="N", help="entries before padding")
     group.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,
-        default=_VOCABULARY_MULTIPLE,
         metavar="N",
-        help="pads --vocab-size (default: %(default)s)",
+        help=f"pads --vocab-size (default: {_VOCABULARY_MULTIPLE})",
     )
+
+
+def given_shape(namespace: argparse.Namespace) -> ModelShape | None:
+    """The shape that the flags describe; None where there is none of them.
+
+    Raises ConfigurationError as shape_of does.
+    """
+    is_given = namespace.model is not None or _given_flags(namespace)
+    return shape_of(namespace) if is_given else None
 
 
 def shape_of(namespace: argparse.Namespace) -> ModelShape:
     """The shape that the flags describe.
 
-    Raises ConfigurationError for sizes that are not positive or do not fit together.
+    Raises ConfigurationError for a file that cannot be read, for a file beside flags, and for
+    sizes that are missing, not positive or do not fit together.
     """
+    flags = _given_flags(namespace)
+    if namespace.model is not None:
+        if flags:
+            raise ConfigurationError(
+                f"--model {namespace.model} describes the whole model but {flags[0]} is given too; "
+                f"leave one of them out"
+            )
+        return read_model_shape(namespace.model)
+    missing = [flag for flag in _NEEDED if flag not in flags]
+    if "--padded-vocab-size" not in flags and "--vocab-size" not in flags:
+        missing.append("--padded-vocab-size")
+    if missing:
+        raise ConfigurationError(
+            f"the model is described by --model FILE or by flags but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing; give either"
+        )
     hidden, heads = namespace.hidden_size, namespace.num_attention_heads
     multiple = namespace.make_vocab_size_divisible_by
+    if multiple is None:
+        multiple = _VOCABULARY_MULTIPLE
     for flag, value in (
         ("--hidden-size", hidden),
         ("--num-attention-heads", heads),
@@ -85,3 +133,13 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
         gated_mlp=namespace.swiglu,
         tied_embeddings=not namespace.untie_embeddings_and_output_weights,
     )
+
+
+def _given_flags(namespace: argparse.Namespace) -> list[str]:
+    values = vars(namespace)
+    flags = (*_NEEDED, *_OTHERS)
+    return [
+        flag
+        for flag in flags
+        if values[flag.removeprefix("--").replace("-", "_")] not in (None, False)
+    ]

@@ -16,6 +16,7 @@ from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, given_shape
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
@@ -26,7 +27,6 @@ from megatron.hydraulis.observability.trace_query import Spans
 from megatron.hydraulis.observability.trace_window import TraceWindow
 from megatron.hydraulis.planner.native_output import native_prints_to_stderr
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.simulator.model_file import read_model_shape
 from megatron.hydraulis.simulator.regroup_times import RegroupCosts
 from megatron.hydraulis.simulator.result_picture import draw_results
 from megatron.hydraulis.simulator.result_tables import result_table, strategy_use_table
@@ -118,30 +118,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="what a plan takes, in s (default: the CPU time that it takes here)",
     )
-    model = parser.add_argument_group(
-        "regrouping and stages", "without these two, regrouping and update take the profile's times"
+    add_shape_arguments(parser)
+    links = parser.add_argument_group(
+        "regrouping",
+        "with --device and the model, from bytes and links; without, the profile's times of it",
     )
-    model.add_argument(
-        "--model",
-        metavar="FILE",
-        help="shape of the model, JSON: regrouping's bytes, times of unequal stages",
+    links.add_argument(
+        "--device",
+        metavar="NAME",
+        help="whose links and memory regrouping takes: a100-80g, a100-40g, a800-80g, h100, h200",
     )
-    model.add_argument(
-        "--device", metavar="NAME", help="whose links and memory regrouping takes, e.g. a800-80g"
-    )
-    model.add_argument(
+    links.add_argument(
         "--intra-node-gb-per-s",
         type=float,
         metavar="X",
         help="bandwidth of a rank inside its node, one direction, in GB/s (default: the device's)",
     )
-    model.add_argument(
+    links.add_argument(
         "--inter-node-gb-per-s",
         type=float,
         metavar="X",
         help="bandwidth of a rank across nodes, one direction, in GB/s (default: the device's)",
     )
-    model.add_argument(
+    links.add_argument(
         "--no-regroup-overlap",
         action="store_true",
         help="regrouping and compute take turns",
@@ -235,7 +234,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _why_left_out(name: str, ways: Ways) -> str:
     if name == "cp only" and not ways.context_costs.knows_exchange:
-        return "what cp costs is not known; give --model and --device, or measure schemes with cp"
+        return "what cp costs is not known; give --device and the model, or measure schemes with cp"
     return f"no strategy of the kind holds a sequence of {ways.limit} tokens"
 
 
@@ -243,7 +242,7 @@ def _setting(
     namespace: argparse.Namespace, pool: Pool, profile: ProfileCostModel
 ) -> tuple[ModelShape | None, Setting, ContextCosts]:
     """Shape of the model, and what all ways have in common."""
-    shape = None if namespace.model is None else read_model_shape(namespace.model)
+    shape = given_shape(namespace)
     setting = Setting(
         stage_costs=StageCosts(profile, shape),
         plan_ahead=namespace.plan_ahead,
@@ -254,13 +253,13 @@ def _setting(
         if any(each is not None for each in bandwidths):
             raise ConfigurationError(
                 "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
-                "--device is not given; give --model and --device"
+                "--device is not given; give --device and the model"
             )
         return shape, setting, ContextCosts(profile=profile)
     if shape is None:
         raise ConfigurationError(
-            f"--device {namespace.device} tells how fast regrouping is but --model, which tells "
-            f"how much it carries, is not given; give both"
+            f"--device {namespace.device} tells how fast regrouping is but the model, which tells "
+            f"how much it carries, is not described; give --model, or its flags"
         )
     device = device_constants(namespace.device)
     cluster = _cluster(device, pool, *bandwidths)

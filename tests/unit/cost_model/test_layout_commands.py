@@ -234,6 +234,38 @@ def test_estimates_that_make_no_sense(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_a_model_is_described_by_a_file_or_by_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    file = ["--model", str(EXAMPLES / "model_llama32b.json")]
+    jobs = {
+        "estimate": ["--device", "a800-80g", "--num-ranks", "16", "--schemes", "tp8pp2", "--json"],
+        "recommend-layout": [*JOB, "--global-batch-size", "64", "--json"],
+    }
+    for command, job in jobs.items():
+        printed = []
+        for model in (file, LLAMA_32B):
+            assert main([command, *model, *job]) == 0
+            printed.append(capsys.readouterr().out)
+        assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (["--model", "m.json", "--swiglu"], "m.json describes the whole model but --swiglu"),
+        (["--model", "nowhere.json"], "nowhere.json"),
+        ([], "--num-layers, --hidden-size, --num-attention-heads, --padded-vocab-size are missing"),
+        (LLAMA_13B[:-2], "--padded-vocab-size is missing"),
+        (LLAMA_13B[2:], "--num-layers is missing"),
+    ],
+)
+def test_models_that_are_described_twice_or_in_part(
+    capsys: pytest.CaptureFixture[str], model: list[str], message: str
+) -> None:
+    job = ["--device", "h100", "--num-ranks", "8", "--schemes", "tp8"]
+    assert main(["estimate", *model, *job]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

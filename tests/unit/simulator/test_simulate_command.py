@@ -1,5 +1,6 @@
 """``simulate``: files in, tables, JSON, trace and pictures out."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -124,13 +125,29 @@ def test_it_writes_results_pictures_and_a_trace_that_adds_up(
         assert share.window_us == pytest.approx(way["time_s"] * 1e6, rel=1e-3)
 
 
+def test_the_model_may_be_described_by_flags(
+    simulate: Callable[..., int], regroup: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {name: f"--{name.replace('_', '-')}" for name in MODEL} | {
+        "vocab_size": "--padded-vocab-size"
+    }
+    sizes = [(names[name], str(size)) for name, size in MODEL.items() if size not in (True, False)]
+    flags = [*itertools.chain(*sizes), "--swiglu", "--untie-embeddings-and-output-weights"]
+    printed = []
+    for model in (regroup[:2], flags):
+        assert simulate(*model, *regroup[2:], "--ways", "pool", "--json") == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert json.loads(printed[0])["ways"][0]["received_bytes_per_iteration"] > 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--iterations", "0"], "--iterations is at least 1 but is 0"),
         (["--plan-time", "-1"], "--plan-time is not negative but is -1.0 s"),
         (["--plan-ahead", "-1"], "plan_ahead is -1"),
-        (["--device", "a800-80g"], "--model, which tells how much it carries, is not given"),
+        (["--device", "a800-80g"], "the model, which tells how much it carries, is not described"),
         (["--inter-node-gb-per-s", "3"], "--device is not given"),
         (["--trace-iterations", "7"], "begin with 7 but --iterations are 2"),
         (["--lengths", "nowhere.csv"], "nowhere.csv"),
