@@ -48,8 +48,6 @@ class Resolved:
     hydraulis: HydraulisConfig
     pool: Pool
     """The strategies that the run may use, as far as flags and files tell."""
-    left_out: tuple[str, ...]
-    """One line for every strategy of the pool file that this version cannot run."""
     explicit: frozenset[str]
     """Option strings that were given, as typed."""
     settings: tuple[str, ...]
@@ -83,7 +81,7 @@ def parse_arguments(
     has_cuda = torch.cuda.is_available()
 
     argument_checks.check_required(args)
-    strategies = resolve_pool(
+    pool = resolve_pool(
         args,
         hydraulis,
         num_ranks=num_ranks,
@@ -111,17 +109,16 @@ def parse_arguments(
     vocabulary = resolve_vocabulary(args)
     args.padded_vocab_size = vocabulary.padded_size
     shape = _model_shape(args)
-    check_vocabulary_parts(strategies.pool, vocabulary.padded_size)
-    strategies.pool.check_model(shape)
-    check_context(args, strategies.pool, shape)
+    check_vocabulary_parts(pool, vocabulary.padded_size)
+    pool.check_model(shape)
+    check_context(args, pool, shape)
     with _upstream_errors():
         gpt_model_config(args)
     args.world_size = num_ranks
     return Resolved(
         args=args,
         hydraulis=hydraulis,
-        pool=strategies.pool,
-        left_out=strategies.left_out,
+        pool=pool,
         explicit=flags.explicit,
         settings=flag_parser.honoured_dests,
         shape=shape,

@@ -3,22 +3,12 @@
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.strategy import Pool, Strategy
 
-__all__ = ["ResolvedPool", "check_schedule", "check_vocabulary_parts", "resolve_pool"]
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedPool:
-    """What the flags say about strategies."""
-
-    pool: Pool
-    left_out: tuple[str, ...] = ()
-    """One line for every strategy of the file that this version cannot run."""
+__all__ = ["check_schedule", "check_vocabulary_parts", "resolve_pool"]
 
 
 def resolve_pool(
@@ -28,14 +18,14 @@ def resolve_pool(
     num_ranks: int,
     ranks_per_node: int | None,
     degrees_given: bool,
-) -> ResolvedPool:
+) -> Pool:
     """The strategies that the flags describe, placed on the job's ranks.
 
     ranks_per_node: None where neither flags nor launcher tell it: then the pool file does, and a
     single strategy takes the job for one node.
 
-    Raises ConfigurationError when strategies are described twice, when the pool is for another job
-    and when none can be run; StrategyError when one cannot be read or placed.
+    Raises ConfigurationError when strategies are described twice and when the pool is for another
+    job; StrategyError when one cannot be read or placed.
     """
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     source = None
@@ -45,31 +35,21 @@ def resolve_pool(
         source = f"--strategy-pool {hydraulis.strategy_pool}"
     if source is None:
         strategy = Strategy.homogeneous(num_ranks, tp=tp, pp=pp, ranks_per_node=ranks_per_node)
-        return ResolvedPool(Pool.of(strategy))
+        return Pool.of(strategy)
     if degrees_given:
         raise ConfigurationError(
             f"{source} and --tensor-model-parallel-size {tp}, --pipeline-model-parallel-size {pp} "
             f"both lay out the replicas; give {source.split()[0]} or the sizes"
         )
     if hydraulis.strategy is not None:
-        strategy = Strategy.parse(hydraulis.strategy, num_ranks, ranks_per_node=ranks_per_node)
-        why = _why_not_runnable(strategy)
-        if why is not None:
-            raise ConfigurationError(f"strategy {strategy.name!r}: {why}; use tp or pp instead")
-        return ResolvedPool(Pool.of(strategy))
+        return Pool.of(Strategy.parse(hydraulis.strategy, num_ranks, ranks_per_node=ranks_per_node))
     pool = Pool.read(str(hydraulis.strategy_pool))
     _check_job(pool, hydraulis, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
-    resolved = _runnable(pool, hydraulis)
-    check_schedule(hydraulis, resolved.pool, resolved.left_out)
+    check_schedule(hydraulis, pool)
     if hydraulis.regroup_owners_for is not None:
-        _check_name(
-            "--regroup-owners-for names a strategy",
-            hydraulis.regroup_owners_for,
-            resolved.pool,
-            resolved.left_out,
-        )
-    _check_limits_given_once(resolved.pool, hydraulis)
-    return resolved
+        _check_name("--regroup-owners-for names a strategy", hydraulis.regroup_owners_for, pool)
+    _check_limits_given_once(pool, hydraulis)
+    return pool
 
 
 def _check_job(
@@ -91,30 +71,6 @@ def _check_job(
         )
 
 
-def _why_not_runnable(strategy: Strategy) -> str | None:
-    for scheme in strategy.schemes:
-        if scheme.cp > 1:
-            return f"context parallelism comes in a later version but {scheme} has cp {scheme.cp}"
-    return None
-
-
-def _runnable(pool: Pool, hydraulis: HydraulisConfig) -> ResolvedPool:
-    """The pool without what this version cannot run."""
-    reasons = {strategy: _why_not_runnable(strategy) for strategy in pool.strategies}
-    kept = [strategy for strategy, why in reasons.items() if why is None]
-    left_out = tuple(
-        f"strategy {strategy.name!r} is left out: {why}"
-        for strategy, why in reasons.items()
-        if why is not None
-    )
-    if not kept:
-        raise ConfigurationError(
-            f"--strategy-pool {hydraulis.strategy_pool}: a run needs at least 1 strategy but of "
-            f"{len(left_out)} none can be run: {left_out[0]}; add one of tp and pp alone"
-        )
-    return ResolvedPool(Pool.of(*kept), left_out)
-
-
 def check_schedule(hydraulis: HydraulisConfig, pool: Pool, left_out: Sequence[str] = ()) -> None:
     """Raise ConfigurationError when --strategy-schedule names a strategy that is not in the pool.
 
@@ -124,7 +80,7 @@ def check_schedule(hydraulis: HydraulisConfig, pool: Pool, left_out: Sequence[st
         _check_name("--strategy-schedule names strategies", name, pool, left_out)
 
 
-def _check_name(what: str, name: str, pool: Pool, left_out: Sequence[str]) -> None:
+def _check_name(what: str, name: str, pool: Pool, left_out: Sequence[str] = ()) -> None:
     """Raise ConfigurationError for a flag's name that no strategy of the pool has."""
     names = [strategy.name for strategy in pool.strategies]
     if name not in names:

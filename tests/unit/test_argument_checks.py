@@ -45,7 +45,6 @@ _BAD_INPUT = [
         ["tp must divide the padded vocabulary size", "tp 4", "is 202", "size 204"],
     ),
     ("--strategy pp8", (), ["8 stages but the model has 4 layers", "use at most pp4"]),
-    ("--strategy 4*cp2", (), ["context parallelism comes in a later version", "cp 2", "use tp"]),
     (
         "--strategy 4*tp2 --pipeline-model-parallel-size 2",
         (),

@@ -62,7 +62,6 @@ def names(planning_or_resolved: Any) -> list[str]:
 def test_a_pool_is_placed_on_the_ranks_of_the_job(tmp_path: Path) -> None:
     resolved = parse(tmp_path, "--strategy-pool", write_pool(tmp_path))
     assert names(resolved) == list(POOL)
-    assert resolved.left_out == ()
     assert resolved.pool.tp_lcm == 4
 
 
@@ -75,13 +74,9 @@ def test_without_a_launcher_the_pool_tells_the_nodes(
     assert resolved.pool.ranks_per_node == 4
 
 
-def test_context_parallelism_is_left_out_by_name(tmp_path: Path) -> None:
-    pool = write_pool(tmp_path, POOL | {"ring": "2*tp2cp2"})
-    resolved = parse(tmp_path, "--strategy-pool", pool)
-    assert names(resolved) == list(POOL)
-    (line,) = resolved.left_out
-    assert "strategy 'ring' is left out" in line
-    assert "tp2cp2 has cp 2" in line
+def test_strategies_may_have_context_parallelism(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path, POOL | {"ring": "2*tp2cp2", "waves": "cp4~pp2"})
+    assert names(parse(tmp_path, "--strategy-pool", pool)) == [*POOL, "ring", "waves"]
 
 
 _REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -90,7 +85,6 @@ _REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("", {"num_ranks": 16, "strategies": {"a": "4*tp4"}}, ["for 16 ranks", "has 8", "start 16"]),
     ("--ranks-per-node 4", {}, ["8 ranks a node", "the job 4", "--ranks-per-node 8"]),
     ("", {"strategies": {"a": "9*tp1"}}, ["pool.json", "9 ranks but the job has 8"]),
-    ("", {"strategies": {"a": "4*cp2"}}, ["at least 1 strategy", "of 1 none", "cp2 has cp 2"]),
     (
         "--padded-vocab-size 202",
         {"strategies": {"a": "8*tp1", "b": "2*tp4"}},
@@ -104,11 +98,6 @@ _REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     ("--strategy-schedule short,wide", {}, ["'wide'", "its 3", "'short', 'long', 'mixed'"]),
     ("--strategy-schedule short,,long", {}, ["comma between", "'short,,long'", "for example"]),
-    (
-        "--strategy-schedule ring",
-        {"strategies": POOL | {"ring": "4*cp2"}},
-        ["'ring' is none", "is left out: context parallelism", "'short'"],
-    ),
     ("--regroup-owners-for wide", {}, ["--regroup-owners-for", "'wide'", "its 3", "'short'"]),
     (
         "--strategy-schedule short --replay-plans plans",

@@ -94,7 +94,7 @@ class Planning:
             for strategy in given.strategies
         }
         kept = [strategy for strategy, why in reasons.items() if why is None]
-        left_out = resolved.left_out + tuple(
+        left_out = tuple(
             f"strategy {strategy.name!r} is left out: {why}"
             for strategy, why in reasons.items()
             if why is not None
