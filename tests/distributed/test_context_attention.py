@@ -5,6 +5,7 @@ import torch
 
 from tests.support.context_probes import SharedAttention, shared_beside_whole
 from tests.support.gloo_pool import WorkerFailure, pool_of
+from tests.support.varlen_stand_in import SharedVarlen, varlen_beside_whole
 
 pytestmark = pytest.mark.distributed
 
@@ -56,3 +57,11 @@ def test_heads_that_cannot_be_shared_out_are_gathered() -> None:
 def test_low_precision(way: str) -> None:
     check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], way, dtype=torch.float32), 1e-5)
     check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], way, dtype=torch.bfloat16), 0.05)
+
+
+@pytest.mark.parametrize("way", ["all_gather", "a2a"])
+@pytest.mark.parametrize("lengths", ["unequal", "below 2·cp"])
+def test_one_kernel_a_pack(way: str, lengths: str) -> None:
+    case = SharedVarlen(GROUPS["cp1 beside cp2"], LENGTHS[lengths], way, num_heads=4, num_groups=2)
+    for errors in pool_of(4).run(varlen_beside_whole, case):
+        assert max(errors) < FP64_TOLERANCE, errors

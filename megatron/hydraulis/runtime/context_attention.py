@@ -84,7 +84,7 @@ class ContextAttention(SegmentAttention):
 
     def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
         num_groups = key.size(1)
-        gathered: Tensor = _Gather.apply(torch.cat([key, value], dim=1), row)
+        gathered = gather_row(torch.cat([key, value], dim=1), row)
         # Split by segment first: the gradient of a slice is as large as what it was cut from.
         segments = gathered.split(row.lengths)
         attended = []
@@ -198,6 +198,13 @@ def _shared_row(lengths: list[int], group: dist.ProcessGroup, device: torch.devi
         block_lengths=[block.num_queries for block in blocks],
         mask=mask.tril_(num_columns - num_rows),
     )
+
+
+def gather_row(part: Tensor, row: SharedRow) -> Tensor:
+    """(T, …) of every rank into (R, …) in the order of the row. Collective, also in the backward,
+    where gradients are added up and cut."""
+    gathered: Tensor = _Gather.apply(part, row)
+    return gathered
 
 
 class _Gather(Function):

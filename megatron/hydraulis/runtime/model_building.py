@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +19,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.context_attention import ContextAttention
 from megatron.hydraulis.runtime.context_rope import follow_context_groups
+from megatron.hydraulis.runtime.core_attention import CoreAttentionName, builder_of
+from megatron.hydraulis.runtime.te_layers import (
+    canonical_name,
+    te_attention_wrapper,
+    te_replacements,
+)
 from megatron.hydraulis.transfer.role import Role
 
 
@@ -48,6 +54,11 @@ class ModelDefinition:
     """Sequence parallelism wherever tp > 1."""
     model_provider: Callable[..., torch.nn.Module] | None = None
     """A user's own ``model_provider(pre_process, post_process, config=, pg_collection=)``."""
+    built_layer_spec: ModuleSpec | None = None
+    """What roles are built of, where that is not ``layer_spec``: other modules with the same
+    parameters, such as Transformer Engine's. Names, order and initial values are ``layer_spec``'s.
+    """
+    core_attention: CoreAttentionName = "sdpa"
 
     def __post_init__(self) -> None:
         if self.vocab_size > self.padded_vocab_size:
@@ -55,6 +66,13 @@ class ModelDefinition:
                 f"the vocabulary has {self.vocab_size} tokens but the model's embedding only "
                 f"{self.padded_vocab_size} rows; raise --padded-vocab-size or leave it away"
             )
+
+    @property
+    def as_built(self) -> ModelDefinition:
+        """The same model by the layers that roles are built of."""
+        if self.built_layer_spec is None:
+            return self
+        return dataclasses.replace(self, layer_spec=self.built_layer_spec, built_layer_spec=None)
 
     def role_config(self, role: Role) -> TransformerConfig:
         """Upstream's configuration as this role's stage sees it.
@@ -178,7 +196,7 @@ def build_role_model(
     """
     config = definition.role_config(role)
     with torch.device("meta"):
-        model = build_model(definition, config, role, pg_collection)
+        model = build_model(definition.as_built, config, role, pg_collection)
     numbered: Any  # Megatron's modules carry attributes that torch's type does not know
     for numbered in model.modules():
         if isinstance(getattr(numbered, "layer_number", None), int):
@@ -189,17 +207,20 @@ def build_role_model(
 
 
 def global_name(local_name: str, role: Role) -> str:
-    """The name in the whole model of a parameter of the stage."""
+    """The name in the whole model of a parameter of the stage, whichever layers it is built of."""
     if local_name == "output_layer.weight" and role.tied_embeddings:
         return "embedding.word_embeddings.weight"
     parts = local_name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) + role.first_layer)
-    return ".".join(parts)
+    return canonical_name(".".join(parts))
 
 
 def packed_block_spec(
-    layer_spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int
+    layer_spec: ModuleSpec | TransformerBlockSubmodules,
+    num_layers: int,
+    *,
+    core_attention: CoreAttentionName = "sdpa",
 ) -> TransformerBlockSubmodules:
     """Layers, and the final norm, that take packed input and know about sequence parallelism.
 
@@ -209,6 +230,7 @@ def packed_block_spec(
     Args:
         layer_spec: upstream's spec of one layer, or of all.
         num_layers: layers of the stage, where one spec stands for all.
+        core_attention: takes the place of upstream's.
 
     Returns:
         What `GPTModel` takes as ``transformer_layer_spec``.
@@ -217,7 +239,13 @@ def packed_block_spec(
         layer_spec = TransformerBlockSubmodules(
             layer_specs=[layer_spec] * num_layers, layer_norm=WrappedTorchNorm
         )
-    packed: TransformerBlockSubmodules = _for_packed_input(layer_spec)
+    attention = builder_of(core_attention)
+    replaced = te_replacements() | {
+        WrappedTorchNorm: PackedNorm,
+        DotProductAttention: attention,
+        te_attention_wrapper(): attention,
+    }
+    packed: TransformerBlockSubmodules = _for_packed_input(layer_spec, replaced)
     return packed
 
 
@@ -233,21 +261,21 @@ def _stage_spec(definition: ModelDefinition, role: Role) -> TransformerBlockSubm
             )
         stop = role.first_layer + role.num_layers
         spec = dataclasses.replace(spec, layer_specs=spec.layer_specs[role.first_layer : stop])
-    return packed_block_spec(spec, role.num_layers)
+    return packed_block_spec(spec, role.num_layers, core_attention=definition.core_attention)
 
 
-_REPLACED = {DotProductAttention: ContextAttention, WrappedTorchNorm: PackedNorm}
-
-
-def _for_packed_input(spec: Any) -> Any:
-    """The same spec with upstream's local attention and norms replaced, wherever they stand."""
-    if isinstance(spec, type) and spec in _REPLACED:
-        return _REPLACED[spec]
+def _for_packed_input(spec: Any, replaced: Mapping[Any, Any]) -> Any:
+    """The same spec with some of upstream's modules replaced, wherever they stand."""
+    if isinstance(spec, type):
+        return replaced.get(spec, spec)
     if isinstance(spec, list):
-        return [_for_packed_input(entry) for entry in spec]
+        return [_for_packed_input(entry, replaced) for entry in spec]
+    if isinstance(spec, functools.partial):
+        named = {key: _for_packed_input(value, replaced) for key, value in spec.keywords.items()}
+        return functools.partial(spec.func, *spec.args, **named)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         changed = {
-            field.name: _for_packed_input(getattr(spec, field.name))
+            field.name: _for_packed_input(getattr(spec, field.name), replaced)
             for field in dataclasses.fields(spec)
             if field.init
         }

@@ -1,0 +1,125 @@
+"""Core attention over packed sequences by one variable-length kernel of torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from megatron.hydraulis.data.context_split import local_stretches
+from megatron.hydraulis.runtime.context_attention import (
+    ContextAttention,
+    SharedRow,
+    context_size_of,
+    gather_row,
+)
+
+CAUSAL_WINDOW = (-1, 0)
+"""How ``varlen_attn`` is told to be causal: all to the left, none to the right of a query. The last
+query of a segment stands at its last key, so that fewer queries than keys are its end."""
+
+
+class VarlenAttention(ContextAttention):
+    """`ContextAttention` with one kernel a pack in the place of one a sequence. CUDA only.
+
+    The kernel is FlashAttention 2: bf16 or fp16, gradients of queries added up in an order that
+    differs from run to run.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """As `ContextAttention.forward`."""
+        if packed_seq_params is not None and context_size_of(packed_seq_params) == 1:
+            borders = packed_seq_params.cu_seqlens_q_padded
+            if borders is None:
+                borders = packed_seq_params.cu_seqlens_q
+            longest = packed_seq_params.max_seqlen_q
+            context = self._attend_between(query, key, value, borders, borders, longest, longest)
+            return context.flatten(1, 2)
+        return super().forward(
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type,
+            attention_bias,
+            packed_seq_params,
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        """As `SegmentAttention.attend`."""
+        borders, longest = _borders(lengths, query.device), max(lengths)
+        return self._attend_between(query, key, value, borders, borders, longest, longest)
+
+    def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
+        """Each stretch of this rank's queries is a segment, with the keys up to its end.
+
+        Keys that both stretches of a sequence attend to are there twice: one and a half times the
+        row at most, where blocks of queries would launch a kernel each.
+        """
+        segments = gather_row(torch.cat([key, value], dim=1), row).split(row.lengths)
+        stretches = [
+            (segment, start, stop)
+            for segment, length in enumerate(row.lengths)
+            for start, stop in local_stretches(length, row.size, row.group.rank())
+        ]
+        keys_and_values = torch.cat([segments[segment][:stop] for segment, _, stop in stretches])
+        k, v = keys_and_values.split(key.size(1), dim=1)
+        num_queries = [stop - start for _, start, stop in stretches]
+        num_keys = [stop for _, _, stop in stretches]
+        return self._attend_between(
+            query,
+            k,
+            v,
+            _borders(num_queries, query.device),
+            _borders(num_keys, query.device),
+            max(num_queries),
+            max(num_keys),
+        )
+
+    def _attend_between(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_borders: Tensor,
+        key_borders: Tensor,
+        most_queries: int,
+        most_keys: int,
+    ) -> Tensor:
+        """(queries, heads, head size); borders are (segments + 1,) int32."""
+        context = varlen_attn(
+            query,
+            key,
+            value,
+            query_borders,
+            key_borders,
+            most_queries,
+            most_keys,
+            scale=self.softmax_scale,
+            window_size=CAUSAL_WINDOW,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+        assert isinstance(context, Tensor)  # a pair only where more is asked for
+        return context
+
+
+def _borders(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """(segments + 1,) int32, from 0."""
+    sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if device.type == "cuda":
+        sums = sums.pin_memory()
+    return sums.to(device, non_blocking=True)

@@ -1,0 +1,92 @@
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.core_attention import (
+    CORE_ATTENTIONS,
+    Surroundings,
+    builder_of,
+    choose,
+    surroundings_here,
+)
+
+HOPPER = Surroundings(
+    compute_capability=(9, 0),
+    dtype=torch.bfloat16,
+    head_size=128,
+    why_no_te=None,
+    why_no_varlen=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "why"),
+    [
+        ({}, "te", "the best there is"),
+        (
+            {"why_no_te": "Transformer Engine is not installed"},
+            "torch",
+            "not te: Transformer Engine is not installed",
+        ),
+        ({"compute_capability": (7, 5)}, "te", "the best there is"),
+        (
+            {"compute_capability": (7, 5), "why_no_te": "it is not installed"},
+            "sdpa",
+            "not te: it is not installed; not torch: its kernel needs compute capability 8.0 but "
+            "this GPU has 7.5",
+        ),
+        (
+            {"head_size": 100, "why_no_te": "it is not installed"},
+            "sdpa",
+            "not te: it is not installed; not torch: its kernel takes heads of a multiple of 8 up "
+            "to 256 but they have 100",
+        ),
+        (
+            {"dtype": torch.float32},
+            "sdpa",
+            "not te: its kernels take bf16 but the model computes in float32; not torch: its "
+            "kernels take bf16 but the model computes in float32",
+        ),
+        (
+            {"compute_capability": None},
+            "sdpa",
+            "not te: there is no CUDA device; not torch: there is no CUDA device",
+        ),
+        (
+            {"why_no_te": "it is old", "why_no_varlen": "torch 2.9 has none"},
+            "sdpa",
+            "not te: it is old; not torch: torch 2.9 has none",
+        ),
+    ],
+)
+def test_auto_takes_the_best_and_says_why(changes: dict[str, object], name: str, why: str) -> None:
+    chosen = choose("auto", dataclasses.replace(HOPPER, **changes))  # type: ignore[arg-type]
+    assert (chosen.name, chosen.why) == (name, why)
+
+
+@pytest.mark.parametrize("name", CORE_ATTENTIONS)
+def test_what_is_asked_for_is_taken(name: str) -> None:
+    assert choose(name, HOPPER).name == name
+    assert choose(name, HOPPER).why == "asked for"
+
+
+def test_what_is_not_there_is_refused_with_what_is() -> None:
+    here = dataclasses.replace(HOPPER, why_no_te="Transformer Engine is not installed")
+    with pytest.raises(
+        ConfigurationError,
+        match="--core-attention te cannot be used: Transformer Engine is not installed; choose "
+        "torch or sdpa, or auto",
+    ):
+        choose("te", here)
+    with pytest.raises(ConfigurationError, match="--core-attention flash is none of the 4"):
+        choose("flash", here)
+
+
+def test_on_this_machine() -> None:
+    here = surroundings_here(dtype=torch.bfloat16, head_size=64)
+    if not torch.cuda.is_available():
+        assert choose("auto", here).name == "sdpa"
+    for name in CORE_ATTENTIONS:
+        assert isinstance(builder_of(name), type)

@@ -1,0 +1,145 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.packed_attention import SegmentAttention
+from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
+from megatron.hydraulis.runtime.te_attention import TEAttention, choose_te_way, packed_arguments
+from tests.support.context_probes import packed, run_attention
+from tests.support.models import SmallModel
+from tests.support.te_stand_in import DotProductAttention
+
+MODEL = SmallModel(hidden_size=32, num_heads=4, num_groups=2)
+HEAD_SIZE = 8
+
+
+def attention(cp_comm_type: Any = None, **changes: Any) -> TEAttention:
+    config = MODEL.transformer()
+    config.cp_comm_type = cp_comm_type
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return TEAttention(
+        config,
+        3,
+        AttnMaskType.causal,
+        "self",
+        softmax_scale=0.25,
+        cp_comm_type="ignored",
+        make_attention=DotProductAttention,
+        pg_collection=local_collection(),
+    )
+
+
+def tensors(num_tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes: list[tuple[int, ...]] = [(num_tokens, heads, HEAD_SIZE) for heads in (4, 2, 2)]
+    shapes.append((num_tokens, 32))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def test_how_it_is_built() -> None:
+    built = attention(tensor_model_parallel_size=2, sequence_parallel=True).attention.built
+    group = built["tp_group"]
+    assert isinstance(group, LocalGroup)
+    expected = {
+        "num_attention_heads": 4,
+        "kv_channels": 8,
+        "num_gqa_groups": 2,
+        "attention_dropout": 0.0,
+        "qkv_format": "thd",
+        "attn_mask_type": "padding_causal",
+        "sequence_parallel": True,
+        "tp_size": 2,
+        "layer_number": 3,
+        "attention_type": "self",
+        "softmax_scale": 0.25,
+    }
+    assert {name: built[name] for name in expected} == expected
+
+
+def test_holds_no_parameters() -> None:
+    assert not list(attention().parameters())
+
+
+def test_whole_rows_attend_as_segments_do() -> None:
+    lengths = [5, 1, 9, 2]  # the last is padding: a segment like the others
+    given = tensors(17)
+    reference = SegmentAttention(
+        MODEL.transformer(), 1, AttnMaskType.causal, "self", softmax_scale=0.25
+    )
+    found = run_attention(attention(), given, packed(lengths, lengths))  # type: ignore[arg-type]
+    expected = run_attention(reference, given, packed(lengths, lengths))  # type: ignore[arg-type]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_true_and_padded_borders_of_a_whole_row_are_one() -> None:
+    told = packed_arguments(packed([5, 3], [5, 3]))
+    assert told["cu_seqlens_q"] is told["cu_seqlens_q_padded"]
+    assert told["cu_seqlens_kv"] is told["cu_seqlens_kv_padded"]
+    assert told["pad_between_seqs"] is False
+    assert (told["max_seqlen_q"], told["max_seqlen_kv"]) == (5, 5)
+    assert told["qkv_format"] == "thd"
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 6])
+    return LocalGroup(size=2)
+
+
+def test_a_shared_row_comes_with_its_group_and_both_borders(group: Any) -> None:
+    module = attention()
+    row = packed([5, 3], [8, 4], group)
+    query, key, value, _ = tensors(6)
+    module(query, key, value, None, packed_seq_params=row)
+    assert module.attention.context[:3] == (group, [4, 6], None)
+    told = module.attention.told
+    assert told["cu_seqlens_q"].tolist() == [0, 5, 8]
+    assert told["cu_seqlens_q_padded"].tolist() == [0, 8, 12]
+    assert told["max_seqlen_q"] == 8
+    assert told["pad_between_seqs"] is True
+    assert told["attention_mask"] is None
+
+
+def test_the_group_of_one_micro_batch_is_not_left_to_the_next(group: Any) -> None:
+    module = attention()
+    query, key, value, _ = tensors(6)
+    module(query, key, value, None, packed_seq_params=packed([5, 3], [8, 4], group))
+    module(query, key, value, None, packed_seq_params=packed([6], [6]))
+    assert module.attention.context[:3] == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("wish", "heads", "groups", "size", "way"),
+    [
+        ("auto", 32, 32, 4, "a2a"),  # 96 head vectors against 192
+        ("auto", 32, 8, 4, "p2p"),  # 60 against 48
+        ("auto", 32, 8, 8, "a2a"),  # 70 against 112
+        ("auto", 32, 2, 8, "p2p"),  # groups are not repeated
+        ("p2p", 32, 32, 4, "p2p"),
+        ("all_gather", 32, 32, 4, "all_gather"),
+        ("a2a", 32, 8, 8, "a2a"),
+    ],
+)
+def test_way(wish: str, heads: int, groups: int, size: int, way: str) -> None:
+    assert choose_te_way(wish, heads, groups, size) == way
+
+
+def test_heads_that_cannot_be_shared_out() -> None:
+    with pytest.raises(ConfigurationError, match=r"multiples of 8 heads and query groups on .* 2;"):
+        choose_te_way("a2a", 32, 2, 8)
+    with pytest.raises(ConfigurationError, match="--cp-comm-type ring is none of the 4"):
+        choose_te_way("ring", 32, 2, 8)
+
+
+def test_unpacked_input_and_dropout_are_refused() -> None:
+    query, key, value, _ = tensors(6)
+    with pytest.raises(ConfigurationError, match="packed rows but was given"):
+        attention()(query, key, value, None)
+    with pytest.raises(ConfigurationError, match=r"attention dropout is 0\.1"):
+        attention(attention_dropout=0.1)

@@ -1,0 +1,84 @@
+from typing import Any
+
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.hydraulis.runtime.catalogue import catalogue
+from megatron.hydraulis.runtime.model_building import build_role_model, global_name
+from megatron.hydraulis.runtime.process_groups import local_collection
+from megatron.hydraulis.runtime.te_layers import canonical_name, on_meta
+from megatron.hydraulis.transfer.role import Role
+from tests.support.fused_layers import FusedNormLinear, FusedSmallModel
+from tests.support.gloo_pool import prepare_parent
+from tests.support.models import SmallModel
+
+
+@pytest.mark.parametrize(
+    ("built", "canonical"),
+    [
+        (
+            "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight",
+            "decoder.layers.3.input_layernorm.weight",
+        ),
+        (
+            "decoder.layers.3.mlp.linear_fc1.layer_norm_bias",
+            "decoder.layers.3.pre_mlp_layernorm.bias",
+        ),
+        ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc1.weight"),
+        ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
+    ],
+)
+def test_names(built: str, canonical: str) -> None:
+    assert canonical_name(built) == canonical
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_catalogue_is_that_of_local_layers_and_covers_what_is_built(bias: bool) -> None:
+    prepare_parent()
+    options: dict[str, Any] = {
+        "normalization": "LayerNorm" if bias else "RMSNorm",
+        "bias": bias,
+        "qk_layernorm": True,
+    }
+    fused = FusedSmallModel(**options).definition()
+    catalogued = catalogue(fused)
+    assert [entry.spec for entry in catalogued] == [
+        entry.spec for entry in catalogue(SmallModel(**options).definition())
+    ]
+    role = Role(1, 0, 1, 2, 4, False)  # layers 1 and 2 of 4
+    model: Any = build_role_model(fused, role, local_collection())
+    built = {global_name(name, role): tuple(p.shape) for name, p in model.named_parameters()}
+    expected = {
+        entry.spec.name: entry.spec.shape
+        for entry in catalogued
+        if entry.spec.name.startswith(("decoder.layers.1.", "decoder.layers.2."))
+    }
+    assert built == expected
+    assert isinstance(model.decoder.layers[0].mlp.linear_fc1, FusedNormLinear)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class Module:
+    """A wrapper of upstream's, as far as it names a device."""
+
+    def __init__(self, size: int, *, config: TransformerConfig) -> None:
+        self.size, self.config = size, config
+
+
+class Norm:
+    """Upstream's norm: a function in the clothes of a class."""
+
+    def __new__(cls, config: TransformerConfig, size: int) -> Any:
+        return Module(size, config=config)
+
+
+@pytest.mark.parametrize("wrapper", [Module, Norm])
+def test_wrappers_are_told_to_build_on_meta(wrapper: Any) -> None:
+    config = SmallModel().transformer()
+    config.use_cpu_initialization = True
+    built = on_meta(wrapper)(config=config, size=3)
+    assert isinstance(built, Module)
+    assert built.size == 3
+    assert not built.config.use_cpu_initialization
+    assert built.config.init_model_with_meta_device
+    assert config.use_cpu_initialization  # local modules read it

@@ -1,0 +1,38 @@
+import inspect
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch.nn.attention import varlen
+
+from megatron.hydraulis.runtime import varlen_attention
+from megatron.hydraulis.runtime.packed_attention import SegmentAttention
+from megatron.hydraulis.runtime.varlen_attention import VarlenAttention
+from tests.support import varlen_stand_in
+from tests.support.context_probes import packed, run_attention
+from tests.support.models import SmallModel
+
+MODEL = SmallModel(hidden_size=32, num_heads=4, num_groups=2)
+
+
+def test_the_stand_in_has_the_signature_of_the_real_one() -> None:
+    real = inspect.signature(varlen.varlen_attn).parameters
+    for name, parameter in inspect.signature(varlen_stand_in.varlen_attn).parameters.items():
+        assert real[name].kind == parameter.kind, name
+        assert real[name].default == parameter.default, name
+
+
+@pytest.mark.parametrize("lengths", [[5, 1, 9, 2], [17]])
+def test_attends_as_segments_do(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen_attention, "varlen_attn", varlen_stand_in.varlen_attn)
+    generator = torch.Generator().manual_seed(1)
+    shapes: list[tuple[int, ...]] = [(17, heads, 8) for heads in (4, 2, 2)]
+    shapes.append((17, 32))
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    config = MODEL.transformer()
+    own = VarlenAttention(config, 1, AttnMaskType.causal, "self")
+    reference = SegmentAttention(config, 1, AttnMaskType.causal, "self")
+    found = run_attention(own, given, packed(lengths, lengths))
+    expected = run_attention(reference, given, packed(lengths, lengths))  # type: ignore[arg-type]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
