@@ -27,6 +27,7 @@ from benchmarks.long_tail import MEDIAN_TOKENS, TAIL_EXPONENT, LongTail
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.model_file import read_model_shape
+from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
 from megatron.hydraulis.simulator.regroup_times import RegroupCosts
 from megatron.hydraulis.simulator.result_tables import result_table, strategy_use_table
@@ -119,7 +120,13 @@ def simulate(
     results = []
     for way in WAYS:
         progress.update(task, description=f"{corpus.name}: {way}")
-        result = simulate_way(way, ways.candidates(way), setting)
+        try:
+            result = simulate_way(way, ways.candidates(way), setting)
+        except PlanError as error:
+            if way != CP_ONLY:
+                raise
+            progress.console.print(f"{way!r} is left out: {error}", markup=False)
+            continue
         assert result is not None  # 4*tp16 holds the limit
         results.append(result)
     progress.remove_task(task)
@@ -138,6 +145,8 @@ def ladder_table(corpus: Corpus, results: Sequence[WayResult]) -> Table:
         if way == BESIDE[0][0]:
             table.add_section()
             last = None
+        if way not in by_name:
+            continue
         result = by_name[way]
         table.add_row(
             text,

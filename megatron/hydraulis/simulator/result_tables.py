@@ -65,7 +65,8 @@ def strategy_use_table(results: Sequence[WayResult]) -> Table:
     table.add_column("a rank receives\nGB/iteration", justify="right")
     for result in results:
         uses = result.num_uses.most_common()
-        shown = [f"{num}x {result.strategies[name]}" for name, num in uses[:_MAX_STRATEGIES]]
+        # Never broken between the number and the strategy.
+        shown = [f"{num}x\u00a0{result.strategies[name]}" for name, num in uses[:_MAX_STRATEGIES]]
         if len(uses) > _MAX_STRATEGIES:
             shown.append(f"{len(uses) - _MAX_STRATEGIES} more")
         received = f"{result.received_bytes / 1e9:.2f}" if result.received_bytes else "–"

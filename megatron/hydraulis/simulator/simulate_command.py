@@ -18,7 +18,7 @@ from megatron.hydraulis.cost_model.device import DeviceConstants, device_constan
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, given_shape
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.observability.trace_events import Span
 from megatron.hydraulis.observability.trace_file import MERGED_FILE_NAME, TraceWriter
@@ -34,7 +34,7 @@ from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_wa
 from megatron.hydraulis.simulator.simulation import IterationTasks
 from megatron.hydraulis.simulator.spans import iteration_spans, stage_leaders
 from megatron.hydraulis.simulator.stage_costs import StageCosts
-from megatron.hydraulis.simulator.ways import PACKING, POOL, WAYS, Ways
+from megatron.hydraulis.simulator.ways import CP_ONLY, PACKING, POOL, WAYS, Ways
 from megatron.hydraulis.strategy import Pool
 
 __all__ = ["add_arguments", "run"]
@@ -102,7 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=WAYS,
         default=WAYS,
         metavar="WAY",
-        help=f"what to simulate, of {', '.join(map(repr, WAYS))} (default: all)",
+        help=f"what to simulate, of {', '.join(map(repr, WAYS))} (default: all); what each is: "
+        "docs/metrics.md",
     )
     planning = parser.add_argument_group("planning")
     planning.add_argument(
@@ -199,12 +200,19 @@ def run(namespace: argparse.Namespace) -> int:
             advance=lambda: progress.advance(task),
         )
         results: list[WayResult] = []
-        left_out: list[str] = []
+        left_out: dict[str, str] = {}
         for number, name in enumerate(names, start=1):
             progress.update(task, description=f"{number}/{len(names)} {name}")
-            result = simulate_way(name, ways.candidates(name), setting)
+            try:
+                result = simulate_way(name, ways.candidates(name), setting)
+            except PlanError as error:
+                # Widths that nobody asked for may not hold a batch; the others are still of use.
+                if name != CP_ONLY:
+                    raise
+                left_out[name] = str(error)
+                continue
             if result is None:
-                left_out.append(name)
+                left_out[name] = _why_left_out(name, ways)
             else:
                 results.append(result)
     if not results:
@@ -225,15 +233,15 @@ def run(namespace: argparse.Namespace) -> int:
         console = Console(width=_WIDTH)
     console.print(result_table(results, reference, _title(ways)))
     console.print(strategy_use_table(results))
-    for name in left_out:
-        console.print(f"{name!r} is left out: {_why_left_out(name, ways)}.", markup=False)
+    for name, why in left_out.items():
+        console.print(f"{name!r} is left out: {why}.", markup=False)
     if namespace.out is not None:
         console.print(f"written to {namespace.out}", markup=False)
     return 0
 
 
 def _why_left_out(name: str, ways: Ways) -> str:
-    if name == "cp only" and not ways.context_costs.knows_exchange:
+    if name == CP_ONLY and not ways.context_costs.knows_exchange:
         return "what cp costs is not known; give --device and the model, or measure schemes with cp"
     return f"no strategy of the kind holds a sequence of {ways.limit} tokens"
 
@@ -332,7 +340,7 @@ def _title(ways: Ways) -> str:
 
 
 def _to_json(
-    results: Sequence[WayResult], reference: WayResult, left_out: Sequence[str], ways: Ways
+    results: Sequence[WayResult], reference: WayResult, left_out: dict[str, str], ways: Ways
 ) -> dict[str, Any]:
     return {
         "num_ranks": ways.pool.num_ranks,
@@ -341,7 +349,7 @@ def _to_json(
         "longest_tokens": ways.longest,
         "reference": reference.name,
         "ways": [result.to_json(reference) for result in results],
-        "left_out": {name: _why_left_out(name, ways) for name in left_out},
+        "left_out": left_out,
     }
 
 
