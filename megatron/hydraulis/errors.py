@@ -6,6 +6,7 @@ use 20 ranks but the job has 16; remove a replica or start 20 ranks``.
 """
 
 __all__ = [
+    "CheckpointError",
     "ConfigurationError",
     "DataError",
     "HydraulisError",
@@ -34,6 +35,10 @@ class PlanError(HydraulisError):
 
 class DataError(HydraulisError):
     """A corpus, index, tokenizer or vocabulary that is damaged or does not fit the job."""
+
+
+class CheckpointError(HydraulisError):
+    """A checkpoint that is damaged, incomplete or cannot be written."""
 
 
 class NonFiniteLossError(HydraulisError):

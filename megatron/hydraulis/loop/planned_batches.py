@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,7 @@ class PlannedBatches:
         plan_dir: where rank 0 writes each plan, if anywhere.
         run_as: what a replica of a scheme runs for a micro-batch; the micro-batch itself where
             None.
+        first_iteration: of the first batch, counted from 0; the sampler already stands there.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class PlannedBatches:
         num_ahead: int = 0,
         plan_dir: Path | None = None,
         run_as: Callable[[PackedBatch, Scheme], PackedBatch] | None = None,
+        first_iteration: int = 0,
     ) -> None:
         self.corpus = corpus
         self.sampler = sampler
@@ -104,10 +107,12 @@ class PlannedBatches:
         self._num_ahead = num_ahead if planner is not None else 0
         self._plan_dir = plan_dir
         self._run_as = run_as
-        self._sampled: deque[GlobalBatch] = deque()
-        self._num_sampled = 0
-        self._iteration = 0
-        self._num_published = 0
+        self._sampled: deque[tuple[GlobalBatch, dict[str, Any]]] = deque()
+        """With the sampler's state after each."""
+        self._num_sampled = first_iteration
+        self._iteration = first_iteration
+        self._num_published = first_iteration
+        self._sampler_state = sampler.state_dict()
         self._upcoming: dict[int, str] = {}
         """Strategies of published plans, on rank 0."""
         self._rank = dist.get_rank()
@@ -118,7 +123,7 @@ class PlannedBatches:
     def __next__(self) -> PlannedBatch:
         while len(self._sampled) <= self._num_ahead:
             self._sample()
-        batch = self._sampled.popleft()
+        batch, self._sampler_state = self._sampled.popleft()
         start_s = time.perf_counter()
         if self._planner is not None and self._num_published <= self._iteration:
             self._publish_next(self._planner)
@@ -160,6 +165,14 @@ class PlannedBatches:
             plan_fetch_s=plan_fetch_s,
         )
 
+    @property
+    def sampler_state(self) -> dict[str, Any]:
+        """Where the sampler stood after the batch that was taken last, however far it is by now.
+
+        What a checkpoint needs: batches that are sampled or planned ahead are not consumed.
+        """
+        return self._sampler_state
+
     def next_strategy(self) -> str | None:
         """The strategy of the next batch, where its plan is ready; on rank 0, never waiting."""
         if self._planner is not None:
@@ -173,7 +186,7 @@ class PlannedBatches:
 
     def _sample(self) -> None:
         batch = self.sampler.next_batch()
-        self._sampled.append(batch)
+        self._sampled.append((batch, self.sampler.state_dict()))
         if self._planner is not None:
             self._planner.submit(self._num_sampled, batch.lengths)
         self._num_sampled += 1

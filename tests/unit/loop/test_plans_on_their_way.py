@@ -52,7 +52,14 @@ class SlowFirst:
 
 
 class Sampler:
+    def __init__(self) -> None:
+        self.num_batches = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_batches": self.num_batches}
+
     def next_batch(self) -> GlobalBatch:
+        self.num_batches += 1
         return cast(
             GlobalBatch,
             SimpleNamespace(lengths=(5, 7), sequence_ids=(0, 1), num_tokens=12, num_sequences=2),
@@ -127,3 +134,11 @@ def test_a_line_for_several_iterations_counts_their_strategies() -> None:
     record = interval.mean_record
     assert record is not None
     assert record.strategy == "long"
+
+
+def test_batches_planned_ahead_do_not_count_as_consumed(batches: PlannedBatches) -> None:
+    assert batches.sampler_state == {"num_batches": 0}
+    for num_taken in (1, 2, 3):
+        next(batches)
+        assert batches.sampler.state_dict() == {"num_batches": num_taken + NUM_AHEAD}
+        assert batches.sampler_state == {"num_batches": num_taken}
