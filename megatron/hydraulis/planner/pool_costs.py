@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Sequence
 
-from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.interface import CostModel, given_limit
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.planner.packing import SchemeCost
@@ -24,10 +24,11 @@ class PoolCosts:
         costs = {strategy: StrategyCosts(cost_model, strategy) for strategy in pool.strategies}
         self.overheads_ms = {strategy.name: costs[strategy].overhead_ms for strategy in costs}
         """By the name of a strategy: what an iteration takes beside its makespan."""
+        self._limits_of = {strategy.name: costs[strategy].max_tokens for strategy in costs}
         self._costs = {
             (strategy.name, scheme): SchemeCost(
                 coefficients=costs[strategy].coefficients(scheme),
-                max_tokens=costs[strategy].max_tokens(scheme),
+                max_tokens=_limit_of_rows(costs[strategy].max_tokens(scheme), scheme),
                 num_stages=scheme.pp,
             )
             for strategy in pool.strategies
@@ -35,8 +36,8 @@ class PoolCosts:
         }
 
     def max_tokens(self, strategy: Strategy, scheme: Scheme) -> int:
-        """Most tokens of a micro-batch."""
-        return self._costs[strategy.name, scheme].max_tokens
+        """Most tokens of a micro-batch, or of a context group with the cost of a scheme."""
+        return self._limits_of[strategy.name](scheme)
 
     def replica_costs(self, strategy: Strategy) -> list[SchemeCost]:
         """Shape (num_replicas,), equal for replicas of one scheme."""
@@ -58,7 +59,7 @@ class PoolCosts:
         raise PlanError(self._unable_message(batch, iteration))
 
     def _limits(self, strategy: Strategy) -> list[int]:
-        return [self.max_tokens(strategy, scheme) for scheme in strategy.schemes]
+        return [self._costs[strategy.name, scheme].max_tokens for scheme in strategy.schemes]
 
     def _unable_message(self, batch: Sequence[int], iteration: int) -> str:
         longest = max(batch)
@@ -82,6 +83,11 @@ class PoolCosts:
             f"{strategy.name!r}, is {limit}; split or drop long sequences, raise the limit of "
             f"tokens per micro-batch, or add a replica with a larger tp or cp"
         )
+
+
+def _limit_of_rows(max_tokens: int, scheme: Scheme) -> int:
+    """The limit as sequences see it: with cp > 1 rows come padded, so part of it may be no use."""
+    return given_limit(max_tokens, scheme) if scheme.cp > 1 else max_tokens
 
 
 def checked_batch(lengths: Sequence[int], iteration: int) -> list[int]:
