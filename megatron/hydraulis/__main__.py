@@ -37,6 +37,11 @@ COMMANDS = (
         "megatron.hydraulis.lengths.lengths_command",
     ),
     Command(
+        "preflight",
+        "check that the ranks of a job can meet and talk, before they train",
+        "megatron.hydraulis.loop.preflight_command",
+    ),
+    Command(
         "profile",
         "measure times and memory of schemes on this machine's ranks, and fit a cost profile",
         "megatron.hydraulis.profiler.command",

@@ -1,0 +1,325 @@
+# shellcheck shell=bash
+# Sourced by the Slurm scripts of this folder: the settings of a job, what is checked before it
+# starts, and how its ranks are started, warned, ended and queued again. Settings are environment
+# variables, so that one script serves every cluster; `print_settings` names all of them.
+
+# The last value of an option among flags, as argparse reads them: `--name value` or `--name=value`.
+flag_value() {
+    local name="$1" value='' previous='' argument
+    shift
+    for argument in "$@"; do
+        [[ $previous != "$name" ]] || value="$argument"
+        [[ $argument != "$name="* ]] || value="${argument#*=}"
+        previous="$argument"
+    done
+    printf '%s' "$value"
+}
+
+has_flag() {
+    local name="$1" argument
+    shift
+    for argument in "$@"; do
+        [[ $argument != "$name" && $argument != "$name="* ]] || return 0
+    done
+    return 1
+}
+
+say() {
+    echo "$(date -Is) $*"
+}
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# Each setting that is a count, with the least it may be.
+check_counts() {
+    local setting name least
+    for setting in num_nodes:1 ranks_per_node:1 min_nodes:1 master_port:1 max_restarts:0 \
+        max_requeues:0 exit_grace_s:1 rendezvous_timeout_s:1 preflight_timeout_s:1 save_interval:1; do
+        name="${setting%:*}" least="${setting#*:}"
+        if ! [[ ${!name} =~ ^[0-9]+$ ]] || ((${!name} < least)); then
+            fail "${name^^} is a whole number of at least $least but is '${!name}'; set it to one"
+        fi
+    done
+    if ((min_nodes > num_nodes)); then
+        fail "MIN_NODES is $min_nodes but the job has $num_nodes nodes; set at most $num_nodes"
+    fi
+}
+
+# Settings from variables, or their defaults; arguments are the flags of pretrain_gpt.py.
+resolve_settings() {
+    local nodes=() variable
+    root="${HYDRAULIS_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}"
+    [[ -f $root/pretrain_gpt.py && -f $root/scripts/node.sh ]] ||
+        fail "the folder of the repository has pretrain_gpt.py and scripts/node.sh but '$root' does" \
+            "not; submit from it or set HYDRAULIS_ROOT to it"
+    job_id="${SLURM_JOB_ID:-0}"
+    restart="${SLURM_RESTART_COUNT:-0}"
+    if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
+        mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    fi
+    # Outside a job, that is with --dry-run on a login node, NUM_NODES stands for the allocation.
+    num_nodes="${NUM_NODES:-1}"
+    ((${#nodes[@]} == 0)) || num_nodes="${#nodes[@]}"
+    ranks_per_node="${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
+    [[ -n $ranks_per_node ]] ||
+        fail "Slurm names no GPUs, of which each would get a rank; set RANKS_PER_NODE"
+
+    container_image="${CONTAINER_IMAGE:-}"
+    container_mounts="${CONTAINER_MOUNTS:-$root:$root}"
+    python="${PYTHON:-}"
+    if [[ -z $python ]]; then
+        python=python3
+        [[ -n $container_image || ! -x $root/.venv/bin/python ]] || python="$root/.venv/bin/python"
+    fi
+    # srun starts in another folder when told to, and torchrun needs a path that holds there.
+    [[ $python != */* || $python == /* ]] || python="$root/$python"
+
+    # Where files go. What the flags say themselves counts.
+    run_dir="$(flag_value --run-dir "$@")"
+    run_dir="${run_dir:-${RUN_DIR:-runs/$job_id}}"
+    [[ $run_dir == /* ]] || run_dir="$root/$run_dir"
+    save_dir="$(flag_value --save "$@")"
+    save_dir="${save_dir:-${CHECKPOINT_DIR-$run_dir/checkpoints}}"
+    [[ -z $save_dir || $save_dir == /* ]] || save_dir="$root/$save_dir"
+    save_interval="${SAVE_INTERVAL:-500}"
+    log_dir="$run_dir/logs/start-$restart"
+
+    # One rendezvous for the whole job, derived here and nowhere else.
+    master_port="${MASTER_PORT:-$((20000 + job_id % 10000))}"
+    master_addr="${MASTER_ADDR:-}"
+    if [[ -z $master_addr ]]; then
+        master_addr="${nodes[0]:-localhost}"
+        # The name of a node need not be one that the network knows; its address is.
+        if ((${#nodes[@]})) && ! getent hosts "$master_addr" >/dev/null; then
+            master_addr="$(scontrol show node --oneliner "${nodes[0]}" |
+                sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
+        fi
+    fi
+
+    min_nodes="${MIN_NODES:-$num_nodes}"
+    max_restarts="${MAX_RESTARTS:-$([[ -n $save_dir ]] && echo 3 || echo 0)}"
+    max_requeues="${MAX_REQUEUES:-100}"
+    exit_grace_s="${EXIT_GRACE_S:-240}"
+    rendezvous_timeout_s="${RENDEZVOUS_TIMEOUT_S:-600}"
+    preflight="${PREFLIGHT:-1}"
+    preflight_timeout_s="${PREFLIGHT_TIMEOUT_S:-180}"
+    check_counts
+
+    # The ranks' threads do little beside a GPU.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+    # Upstream's overlap of communication and compute relies on one launch queue.
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    # torchrun and Python see these; a value of the submitting shell would send ranks elsewhere.
+    for variable in RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE; do
+        unset "$variable"
+    done
+
+    program_flags=(--exit-signal-handler)
+    has_flag --run-dir "$@" || program_flags+=(--run-dir "$run_dir")
+    if [[ -n $save_dir ]]; then
+        has_flag --save "$@" || program_flags+=(--save "$save_dir")
+        has_flag --save-interval "$@" || program_flags+=(--save-interval "$save_interval")
+    fi
+    program_flags+=("$@")
+    # Last, so that a job that goes on takes its own checkpoint, whatever it once started from.
+    if [[ -n $save_dir && -f $save_dir/latest_checkpointed_iteration.txt ]]; then
+        program_flags+=(--load "$save_dir")
+    fi
+
+    step=(srun --nodes "$num_nodes" --ntasks-per-node 1)
+    if ((min_nodes < num_nodes)); then
+        # The loss of a node is not the end of the others.
+        step+=(--no-kill --kill-on-bad-exit=0)
+    else
+        step+=(--kill-on-bad-exit=1)
+    fi
+    # srun gives a task one CPU unless told; what the job asked for does not reach it by itself.
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || step+=(--cpus-per-task "$SLURM_CPUS_PER_TASK")
+    if [[ -n $container_image ]]; then
+        step+=(--container-image="$container_image" --container-mounts="$container_mounts"
+            --container-workdir="$root")
+    else
+        step+=(--chdir="$root")
+    fi
+    launcher=(--nnodes "$num_nodes" --nproc-per-node "$ranks_per_node")
+    ((min_nodes == num_nodes)) || launcher[1]="$min_nodes:$num_nodes"
+    launcher+=(--rdzv-backend c10d --rdzv-endpoint "$master_addr:$master_port")
+}
+
+print_settings() {
+    cat <<EOT
+job              $job_id, restart $restart, nodes ${SLURM_JOB_NODELIST:-(none: not in a job)}
+NUM_NODES        $num_nodes
+RANKS_PER_NODE   $ranks_per_node
+MIN_NODES        $min_nodes
+MASTER_ADDR      $master_addr
+MASTER_PORT      $master_port
+HYDRAULIS_ROOT   $root
+PYTHON           $python
+RUN_DIR          $run_dir
+CHECKPOINT_DIR   ${save_dir:-(none: no checkpoints)}
+SAVE_INTERVAL    $save_interval
+MAX_RESTARTS     $max_restarts
+MAX_REQUEUES     $max_requeues
+EXIT_GRACE_S     $exit_grace_s
+RENDEZVOUS_TIMEOUT_S $rendezvous_timeout_s
+PREFLIGHT        $preflight
+PREFLIGHT_TIMEOUT_S  $preflight_timeout_s
+CONTAINER_IMAGE  ${container_image:-(none)}
+CONTAINER_MOUNTS $container_mounts
+OMP_NUM_THREADS  $OMP_NUM_THREADS
+CUDA_DEVICE_MAX_CONNECTIONS $CUDA_DEVICE_MAX_CONNECTIONS
+logs of ranks    $log_dir/rank-NNNN.log
+EOT
+    printf 'step            '
+    printf ' %q' "${training_step[@]}"
+    printf '\n'
+}
+
+# The command of the training itself, as one array.
+compose_training() {
+    training_step=("${step[@]}"
+        bash "$root/scripts/node.sh" "${launcher[@]}"
+        --rdzv-id "$job_id-$restart" --max-restarts "$max_restarts"
+        --rdzv-conf "join_timeout=$rendezvous_timeout_s" -- pretrain_gpt.py "${program_flags[@]}")
+}
+
+# The program's own --dry-run, on one node: what would run, or what is wrong with the flags.
+describe_run() {
+    local command=("$python" pretrain_gpt.py "${program_flags[@]}" --dry-run
+        --num-ranks "$((num_nodes * ranks_per_node))" --ranks-per-node "$ranks_per_node")
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        srun --nodes 1 --ntasks 1 "${step[@]:5}" "${command[@]}"
+    elif [[ -n $container_image ]]; then
+        echo "the flags themselves are checked inside the container, once the job has started"
+    else
+        (cd "$root" && "${command[@]}")
+    fi
+}
+
+# Every node answers and sees the same files; the flags hold; all ranks pass two collectives.
+run_preflight() {
+    local folder="$run_dir/preflight-$job_id-$restart" node missing=() status=0
+    say "pre-flight 1 of 3: every node starts Python and writes to the run folder"
+    mkdir -p "$folder"
+    # shellcheck disable=SC2016  # the node's shell expands these
+    timeout --kill-after=10 "$preflight_timeout_s" "${step[@]}" --kill-on-bad-exit=0 bash -c '
+        "$1" -W ignore -c "import torch, megatron.core, highspy" && : >"$2/${SLURMD_NODENAME:-$(hostname)}"
+    ' node "$python" "$folder" || status=$?
+    while IFS= read -r node; do
+        [[ -e $folder/$node ]] || missing+=("$node")
+    done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    rm -rf "$folder"
+    if ((${#missing[@]})); then
+        fail "pre-flight: each of $num_nodes nodes must start $python, import this package's" \
+            "dependencies and write to $run_dir within $preflight_timeout_s s, but" \
+            "${#missing[@]} did not: ${missing[*]}; look at what they printed above, exclude them" \
+            "by sbatch --exclude, or correct PYTHON, RUN_DIR or CONTAINER_MOUNTS"
+    fi
+    say "pre-flight 2 of 3: the flags, as --dry-run tells them"
+    describe_run || fail "pre-flight: pretrain_gpt.py refuses these flags, see above; correct them"
+    say "pre-flight 3 of 3: two collectives among $((num_nodes * ranks_per_node)) ranks"
+    status=0
+    timeout --kill-after=10 "$((2 * preflight_timeout_s))" "${step[@]}" \
+        "$python" -m torch.distributed.run "${launcher[@]}" --rdzv-id "preflight-$job_id-$restart" \
+        --rdzv-conf "join_timeout=$preflight_timeout_s" --max-restarts 0 \
+        -m megatron.hydraulis preflight --timeout "$preflight_timeout_s" || status=$?
+    ((status == 0)) ||
+        fail "pre-flight: two collectives among $((num_nodes * ranks_per_node)) ranks on $num_nodes" \
+            "nodes ended with status $status, see above; if ranks did not meet, check that nodes" \
+            "reach $master_addr:$master_port and set NCCL_SOCKET_IFNAME to the right interface"
+}
+
+# The last iteration that metrics.jsonl records, 0 without one.
+last_iteration() {
+    local found
+    found="$(tail -n 1 "$run_dir/metrics.jsonl" 2>/dev/null |
+        sed -n 's/.*"iteration": *\([0-9]*\).*/\1/p')"
+    echo "${found:-0}"
+}
+
+saved_iteration() {
+    local found=''
+    if [[ -n $save_dir && -f $save_dir/latest_checkpointed_iteration.txt ]]; then
+        found="$(<"$save_dir/latest_checkpointed_iteration.txt")"
+    fi
+    [[ $found =~ ^[0-9]+$ ]] || found=0
+    echo "$found"
+}
+
+# Queues the job again, unless it is done, has been queued too often or gets nowhere.
+queue_again() {
+    local last saved train_iters
+    last="$(last_iteration)" saved="$(saved_iteration)"
+    train_iters="$(flag_value --train-iters "${program_flags[@]}")"
+    if [[ $train_iters =~ ^[0-9]+$ ]] && ((last >= train_iters)); then
+        say "all $train_iters iterations are done; not queued again"
+        return 0
+    fi
+    if ((restart >= max_requeues)); then
+        say "error: the job was queued again $restart times, the most that MAX_REQUEUES allows, and" \
+            "is at iteration $last; raise MAX_REQUEUES" >&2
+        return 1
+    fi
+    if [[ -n $save_dir ]] && ((restart > 0 && saved <= saved_at_start)); then
+        say "error: this start saved nothing beyond iteration $saved, and another would not either;" \
+            "lengthen --time, or lower SAVE_INTERVAL" >&2
+        return 1
+    fi
+    [[ -n $save_dir ]] ||
+        say "warning: there are no checkpoints (CHECKPOINT_DIR is empty):" \
+            "training starts again from iteration 1" >&2
+    say "at iteration $last, saved up to $saved: queueing job $job_id again"
+    scontrol requeue "$job_id"
+}
+
+# Everything, as a job script does it; arguments are the flags of pretrain_gpt.py.
+run_job() {
+    local queues_again=1 asked='' status=0 training=''
+    if [[ ${1:-} == --interactive ]]; then
+        queues_again=0
+        shift
+    fi
+    resolve_settings "$@"
+    compose_training
+    if has_flag --dry-run "$@"; then
+        print_settings
+        describe_run
+        return
+    fi
+    [[ -n ${SLURM_JOB_ID:-} ]] ||
+        fail "training runs in a Slurm job and this is none; use sbatch, or add --dry-run"
+    mkdir -p "$log_dir" || fail "RUN_DIR $run_dir cannot be written; set another"
+    print_settings
+    saved_at_start="$(saved_iteration)"
+    export PYTHON="$python" HYDRAULIS_LOG_DIR="$log_dir" EXIT_GRACE_S="$exit_grace_s"
+
+    # USR1 is Slurm's warning before the time limit: save, end, queue again. TERM is a cancelled or
+    # pre-empted job: save and end; whether it comes back is for Slurm to say.
+    trap 'asked=USR1; [[ -z $training ]] || kill -USR1 "$training" 2>/dev/null || true' USR1
+    trap 'asked=TERM; [[ -z $training ]] || kill -USR1 "$training" 2>/dev/null || true' TERM INT
+    [[ $preflight == 0 ]] || run_preflight
+    say "training starts: $num_nodes nodes of $ranks_per_node ranks," \
+        "rendezvous at $master_addr:$master_port, logs in $log_dir"
+    "${training_step[@]}" &
+    training=$!
+    # `wait` returns early at a signal; the step's own status is that of the last one.
+    while true; do
+        status=0
+        wait "$training" || status=$?
+        kill -0 "$training" 2>/dev/null || break
+    done
+    trap - USR1 TERM INT
+    say "training ended with status $status${asked:+ after SIG$asked}"
+    if ((queues_again)); then
+        if [[ $asked == USR1 ]]; then
+            queue_again || status=1
+        elif [[ -z $asked ]] && ((status == 0)) && has_flag --exit-duration-in-mins "$@"; then
+            queue_again || status=1
+        fi
+    fi
+    return "$status"
+}
