@@ -1,6 +1,7 @@
 """The fit finds what made the times, without and with noise, and never below zero."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,21 @@ def test_noise_of_a_tenth_moves_predictions_by_no_more(truth: Coefficients, seed
     for point in POINTS:
         wanted = truth.time_ms(point.lengths)
         assert fit.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=1.5 * noise)
+
+
+@settings(max_examples=40)
+@given(truth=coefficients, seed=st.integers(0, 1000), factor=st.sampled_from([1e-3, 0.5, 1e3]))
+def test_neither_the_order_of_samples_nor_the_unit_of_time_matters(
+    truth: Coefficients, seed: int, factor: float
+) -> None:
+    samples = measured(truth, 0.1, seed)
+    fit = fit_coefficients(samples)
+    shuffled = random.Random(seed).sample(samples, len(samples))
+    scaled = [replace(sample, time_ms=sample.time_ms * factor) for sample in samples]
+    for other, unit in ((fit_coefficients(shuffled), 1.0), (fit_coefficients(scaled), factor)):
+        for point in POINTS:
+            wanted = unit * fit.coefficients.time_ms(point.lengths)
+            assert other.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=1e-6)
 
 
 @given(

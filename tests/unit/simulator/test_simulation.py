@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError, PlanError
 from megatron.hydraulis.simulator.accounts import account
 from megatron.hydraulis.simulator.replica_tasks import stage_program
 from megatron.hydraulis.simulator.simulation import Simulator
@@ -214,6 +214,20 @@ def test_the_same_works_take_the_same_times() -> None:
         ]
 
     assert starts() == starts()
+
+
+def test_times_that_do_not_add_up_are_noticed() -> None:
+    work = work_of("pp2+2*tp1", [[5, 5], [3], []], num_ranks=4)
+    for task in ("first", "last"):
+        (iteration,) = simulator().run([work])
+        account(iteration, started_ms=0.0)
+        forward, *_, backward = iteration.replicas[0].by_stage[0]
+        if task == "first":
+            forward.tasks[0].duration_ms += 1.0
+        else:
+            backward.tasks[0].start_ms -= 4.0
+        with pytest.raises(HydraulisError, match="report this as a bug"):
+            account(iteration, started_ms=0.0)
 
 
 def test_an_iteration_without_any_work_takes_no_time() -> None:

@@ -1,5 +1,6 @@
 """Ways to train the same batches, and what is assumed of context parallelism."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -116,6 +117,21 @@ def test_shares_of_a_way_add_up(results: dict[str, WayResult]) -> None:
     content = results[POOL].to_json(results[PACKING])
     assert content["speed_up"] == pytest.approx(results[PACKING].time_s / results[POOL].time_s)
     assert content["utilisation"] == content["shares"]["work"]
+
+
+def test_tasks_are_kept_of_the_iterations_that_are_asked_for() -> None:
+    setting = Setting(stage_costs=StageCosts(profile()))
+    candidates = ways().candidates(POOL)
+    everything = simulate_way(POOL, candidates, setting)
+    second = simulate_way(POOL, candidates, replace(setting, keeps=lambda number: number == 2))
+    assert everything is not None
+    assert second is not None
+    assert [each.number for each in everything.iterations] == [1, 2, 3]
+    assert [each.number for each in second.iterations] == [2]
+    assert second.accounts == everything.accounts
+    # A task that is kept does not keep those that waited for it.
+    assert not second.iterations[0].end.dependents
+    assert gc.isenabled()
 
 
 def test_a_profile_s_own_time_of_a_strategy_counts() -> None:
