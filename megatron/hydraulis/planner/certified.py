@@ -24,6 +24,7 @@ from megatron.hydraulis.planner.pool_costs import PoolCosts, checked_batch
 from megatron.hydraulis.planner.replica_packing import ReplicaPacker
 from megatron.hydraulis.planner.solver import Deadline, Solver
 from megatron.hydraulis.planner.strategy_search import StrategySearch
+from megatron.hydraulis.planner.wave_packer import packer_for
 from megatron.hydraulis.strategy import Pool
 
 __all__ = ["CertifiedPlanner"]
@@ -92,7 +93,7 @@ class CertifiedPlanner:
 
         def packer_of(cost: SchemeCost) -> ReplicaPacker:
             if cost not in packers:
-                packers[cost] = ReplicaPacker(cost, batch, solver)
+                packers[cost] = packer_for(cost, batch, solver)
             return packers[cost]
 
         try:

@@ -54,7 +54,7 @@ def put_back(
     owed_tokens: shape (num_buckets, num_modes), in tokens. What no mode is owed goes to the class
     that is owed most, or least overdrawn, among those that can hold it.
     """
-    limits = [c.cost.max_tokens for c in relaxation.classes]
+    limits = [c.cost.longest for c in relaxation.classes]
     by_class = np.zeros((len(relaxation.buckets), len(limits)))
     for column, mode in enumerate(program.modes):
         by_class[:, mode.replica_class] += owed_tokens[:, column]
@@ -106,7 +106,7 @@ def dispatch_long(
             able = [
                 index
                 for index, replica_class in enumerate(program.classes)
-                if lengths[sequence] <= replica_class.cost.max_tokens
+                if lengths[sequence] <= replica_class.cost.longest
             ]
             index = max(able, key=lambda index: (balance[index], -index))
             taken[index].append(sequence)
@@ -134,7 +134,7 @@ def without_short(
     loads_ms = {r: math.fsum(packers[r].works_ms[s] for s in shares[r]) for r in others}
     short = [s for r in replicas for s in shares[r] if lengths[s] < shortest]
     for sequence in sorted(short, key=lambda s: (-lengths[s], s)):
-        able = (r for r in others if packers[r].cost.max_tokens >= lengths[sequence])
+        able = (r for r in others if packers[r].cost.longest >= lengths[sequence])
         taker = min(able, key=lambda r: (loads_ms[r], r))
         moved[taker].append(sequence)
         loads_ms[taker] += packers[taker].works_ms[sequence]

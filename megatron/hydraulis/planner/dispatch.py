@@ -92,7 +92,7 @@ def dispatch(
     shares: list[list[int]] = [[] for _ in costs]
     for sequence in sequences:
         length = lengths[sequence]
-        able = [class_ for class_ in classes if length <= class_.cost.max_tokens]
+        able = [class_ for class_ in classes if length <= class_.cost.longest]
         if not able:
             raise ValueError(f"sequence {sequence} of {length} tokens fits no replica")
         best = able[0] if len(able) == 1 else min(able, key=lambda c: c.offer_ms(length))

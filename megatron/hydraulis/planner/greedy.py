@@ -18,6 +18,7 @@ from megatron.hydraulis.planner.packing import pack
 from megatron.hydraulis.planner.padded_limits import with_padding
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.pool_costs import PoolCosts, checked_batch
+from megatron.hydraulis.planner.wave_packer import pack_waves
 from megatron.hydraulis.strategy import Pool, Strategy
 
 __all__ = ["GreedyPlanner"]
@@ -116,7 +117,10 @@ class GreedyPlanner:
         costs = self._costs.replica_costs(strategy)
         shares = dispatch(order, batch, costs)
         packing_start_s = time.perf_counter()
-        packings = [pack(share, batch, cost) for share, cost in zip(shares, costs, strict=True)]
+        packings = [
+            pack(share, batch, cost) if cost.waves is None else pack_waves(share, batch, cost)
+            for share, cost in zip(shares, costs, strict=True)
+        ]
         packing_bounds_ms = [
             packing_bound_ms([batch[sequence] for sequence in share], cost)
             for share, cost in zip(shares, costs, strict=True)

@@ -211,7 +211,7 @@ class Assignment:
             ),
         )
         slower_ms = np.maximum(mine_ms, theirs_ms)
-        fits = (given_tokens <= taker.cost.max_tokens) & (taken_tokens <= giver.cost.max_tokens)
+        fits = (given_tokens <= taker.cost.longest) & (taken_tokens <= giver.cost.longest)
         slower_ms = np.where(fits, slower_ms, np.inf)
         flat = slower_ms.ravel()
         num = min(_NUM_TRIED_PER_PARTNER, flat.size)

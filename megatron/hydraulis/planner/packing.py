@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.planner.replica_plan import MicroBatch
+from megatron.hydraulis.planner.wave_costs import WaveCosts
 
 __all__ = ["Packing", "SchemeCost", "best_fit", "pack", "useful_num_micro_batches"]
 
@@ -27,12 +28,32 @@ _MAX_FRUITLESS_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class SchemeCost:
-    """What the planner knows of a scheme."""
+    """What the planner knows of a scheme.
+
+    With waves, coefficients and max_tokens are those of a micro-batch that no wave is faster than
+    and none holds more than: enough for bounds and for dispatch. What waves take is asked of them.
+    """
 
     coefficients: Coefficients
     max_tokens: int
     """Most tokens of one micro-batch."""
     num_stages: int
+    multiple: int = 1
+    """What each sequence is padded to a multiple of in a micro-batch, and what max_tokens is one
+    of."""
+    waves: WaveCosts | None = None
+    """Where the columns are grouped anew for every micro-batch."""
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that fits."""
+        return self.max_tokens if self.waves is None else self.waves.longest
+
+    def tokens(self, lengths: Sequence[int]) -> Sequence[int]:
+        """What sequences of these lengths take up in a micro-batch."""
+        if self.multiple == 1:
+            return lengths
+        return [-(-length // self.multiple) * self.multiple for length in lengths]
 
     def sequence_time_ms(self, length: int) -> float:
         """What one sequence adds to its micro-batch on one stage."""
@@ -68,14 +89,15 @@ def pack(sequences: Sequence[int], lengths: Sequence[int], cost: SchemeCost) -> 
     """
     if not sequences:
         return Packing((), 0.0)
-    densest = best_fit(sequences, lengths, cost.max_tokens)
+    tokens = cost.tokens(lengths)
+    densest = best_fit(sequences, tokens, cost.max_tokens)
     best = _finish(densest, lengths, cost)
     if cost.num_stages == 1:
         return best
     num_fruitless = 0
     work_ms = math.fsum(cost.sequence_time_ms(lengths[sequence]) for sequence in sequences)
     for num_micro_batches in _candidates(len(densest), len(sequences), work_ms, cost):
-        dealt = _deal(sequences, lengths, cost, num_micro_batches)
+        dealt = _deal(sequences, lengths, tokens, cost, num_micro_batches)
         if dealt is None:
             continue
         candidate = _finish(dealt, lengths, cost)
@@ -121,6 +143,7 @@ def best_fit(sequences: Sequence[int], lengths: Sequence[int], max_tokens: int) 
 def _deal(
     sequences: Sequence[int],
     lengths: Sequence[int],
+    tokens: Sequence[int],
     cost: SchemeCost,
     num_micro_batches: int,
 ) -> list[list[int]] | None:
@@ -130,16 +153,15 @@ def _deal(
     # (work in ms, index into packed), a heap.
     loads = [(0.0, index) for index in range(num_micro_batches)]
     for sequence in sequences:
-        length = lengths[sequence]
         full: list[tuple[float, int]] = []
-        while loads and num_tokens[loads[0][1]] + length > cost.max_tokens:
+        while loads and num_tokens[loads[0][1]] + tokens[sequence] > cost.max_tokens:
             full.append(heapq.heappop(loads))
         if not loads:
             return None
         work_ms, index = loads[0]
-        heapq.heapreplace(loads, (work_ms + cost.sequence_time_ms(length), index))
+        heapq.heapreplace(loads, (work_ms + cost.sequence_time_ms(lengths[sequence]), index))
         packed[index].append(sequence)
-        num_tokens[index] += length
+        num_tokens[index] += tokens[sequence]
         for entry in full:
             heapq.heappush(loads, entry)
     return [share for share in packed if share]

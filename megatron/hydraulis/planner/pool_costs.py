@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from megatron.hydraulis.cost_model.interface import CostModel, given_limit
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
-from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.wave_costs import GroupCost, WaveCosts
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
 
@@ -25,19 +26,16 @@ class PoolCosts:
         self.overheads_ms = {strategy.name: costs[strategy].overhead_ms for strategy in costs}
         """By the name of a strategy: what an iteration takes beside its makespan."""
         self._limits_of = {strategy.name: costs[strategy].max_tokens for strategy in costs}
+        self._strategy_costs = {strategy.name: of for strategy, of in costs.items()}
         self._costs = {
-            (strategy.name, scheme): SchemeCost(
-                coefficients=costs[strategy].coefficients(scheme),
-                max_tokens=_limit_of_rows(costs[strategy].max_tokens(scheme), scheme),
-                num_stages=scheme.pp,
-            )
+            (strategy.name, scheme): _scheme_cost(scheme, costs[strategy])
             for strategy in pool.strategies
             for scheme in strategy.schemes
         }
 
     def max_tokens(self, strategy: Strategy, scheme: Scheme) -> int:
-        """Most tokens of a micro-batch, or of a context group with the cost of a scheme."""
-        return self._limits_of[strategy.name](scheme)
+        """Most tokens of a micro-batch, or of a context group that costs like the scheme."""
+        return self._strategy_costs[strategy.name].max_tokens(scheme)
 
     def replica_costs(self, strategy: Strategy) -> list[SchemeCost]:
         """Shape (num_replicas,), equal for replicas of one scheme."""
@@ -70,7 +68,7 @@ class PoolCosts:
         ]
         if not fitting:
             first = self.pool.strategies[0]
-            scheme = next(s for s in first.schemes if self.max_tokens(first, s) == 0)
+            scheme = next(s for s in first.schemes if self._costs[first.name, s].longest == 0)
             return (
                 f"plan of iteration {iteration + 1}: every replica needs room for its weights and "
                 f"a token but in each of {len(self.pool.strategies)} strategies some scheme has "
@@ -88,6 +86,40 @@ class PoolCosts:
 def _limit_of_rows(max_tokens: int, scheme: Scheme) -> int:
     """The limit as sequences see it: with cp > 1 rows come padded, so part of it may be no use."""
     return given_limit(max_tokens, scheme) if scheme.cp > 1 else max_tokens
+
+
+def _scheme_cost(scheme: Scheme, costs: StrategyCosts) -> SchemeCost:
+    if scheme.splits_cp:
+        waves = _wave_costs(scheme, costs)
+        return SchemeCost(
+            coefficients=waves.mean_coefficients,
+            max_tokens=waves.most_tokens,
+            num_stages=scheme.pp,
+            waves=waves,
+        )
+    limit = costs.max_tokens(scheme)
+    return SchemeCost(
+        coefficients=costs.coefficients(scheme),
+        max_tokens=limit if scheme.cp == 1 else given_limit(limit, scheme),
+        num_stages=scheme.pp,
+        multiple=1 if scheme.cp == 1 else 2 * scheme.cp,
+    )
+
+
+def _wave_costs(scheme: Scheme, costs: StrategyCosts) -> WaveCosts:
+    """Groups of sizes that the cost model does not know hold nothing."""
+    full_width = costs.coefficients(scheme)
+    groups = []
+    size = 1
+    while size <= scheme.cp:
+        of_group = scheme.of_context_group(size)
+        try:
+            coefficients, limit = costs.coefficients(of_group), costs.max_tokens(of_group)
+        except StrategyError:
+            coefficients, limit = full_width, 0
+        groups.append(GroupCost(size, coefficients, limit, tp=scheme.tp))
+        size *= 2
+    return WaveCosts(tuple(groups), num_stages=scheme.pp)
 
 
 def checked_batch(lengths: Sequence[int], iteration: int) -> list[int]:

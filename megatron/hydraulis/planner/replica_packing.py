@@ -61,10 +61,12 @@ class ReplicaPacker:
         """lengths: shape (num_sequences,), the whole batch, in any order."""
         self.cost = cost
         self.lengths = lengths
+        self.tokens = cost.tokens(lengths)
+        """What each takes up in a micro-batch, padding included."""
         self.works_ms = [cost.sequence_time_ms(length) for length in lengths]
         self._solver = solver
         self._works_array_ms = np.array(self.works_ms)
-        self._lengths_array = np.array(lengths, dtype=np.int64)
+        self._tokens_array = np.array(self.tokens, dtype=np.int64)
         self._lump_lines = lump_lines(cost.num_stages)
         self._largest_ms = largest_micro_batch_ms(cost, max(lengths))
 
@@ -73,7 +75,7 @@ class ReplicaPacker:
         if not sequences:
             return Packed((), 0.0)
         if self.cost.num_stages == 1:
-            return self.packed(best_fit(sequences, self.lengths, self.cost.max_tokens))
+            return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
         effort.spend(len(sequences) * _DEALING_EFFORT)
         work_ms = math.fsum(self.works_ms[sequence] for sequence in sequences)
         num_tokens = sum(self.lengths[sequence] for sequence in sequences)
@@ -85,7 +87,7 @@ class ReplicaPacker:
             # Best fit never needs more micro-batches than sequences.
             center += 1
             if center >= len(sequences):
-                return self.packed(best_fit(sequences, self.lengths, self.cost.max_tokens))
+                return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
             best = self._better(best, sequences, work_ms, center)
         return best
 
@@ -101,9 +103,9 @@ class ReplicaPacker:
         changed = [[s for s in share if s != gone] for share in packed.micro_batches]
         if come is not None:
             rooms = [
-                self.cost.max_tokens - sum(self.lengths[s] for s in share) for share in changed
+                self.cost.max_tokens - sum(self.tokens[s] for s in share) for share in changed
             ]
-            able = [k for k, room in enumerate(rooms) if room >= self.lengths[come]]
+            able = [k for k, room in enumerate(rooms) if room >= self.tokens[come]]
             if not able:
                 return nothing
             place = max(able, key=lambda k: (gone in packed.micro_batches[k], rooms[k], -k))
@@ -165,7 +167,7 @@ class ReplicaPacker:
         lacking_ms = [work - least for work, least in zip(works_ms, least_ms, strict=True)]
         dealt: list[list[int]] = [[] if lump is None else [lump] for lump in lumps]
         rooms = [
-            self.cost.max_tokens - (0 if lump is None else self.lengths[lump]) for lump in lumps
+            self.cost.max_tokens - (0 if lump is None else self.tokens[lump]) for lump in lumps
         ]
         return self._deal(sequences[num_lumps:], dealt, lacking_ms, rooms)
 
@@ -181,7 +183,7 @@ class ReplicaPacker:
         better = polish(
             packed.micro_batches,
             self._works_array_ms,
-            self._lengths_array,
+            self._tokens_array,
             self.cost,
             num_steps,
             target_ms=target_ms,
@@ -224,7 +226,10 @@ class ReplicaPacker:
         return np.where(num_tokens == 0, 0.0, best_ms)
 
     def packed(self, micro_batches: Sequence[Sequence[int]]) -> Packed:
-        """Micro-batches in this order, with their exact time."""
+        """Micro-batches in this order, with their exact time: infinite where one has no room."""
+        limit = self.cost.max_tokens
+        if any(sum(self.tokens[sequence] for sequence in share) > limit for share in micro_batches):
+            return Packed(tuple(map(tuple, micro_batches)), math.inf)
         times_ms = [
             self.cost.coefficients.time_ms(self.lengths[sequence] for sequence in share)
             for share in micro_batches
@@ -315,7 +320,7 @@ class ReplicaPacker:
     ) -> list[list[int]] | None:
         """Longest first to whom most is lacking and has room; None when nobody has room."""
         for sequence in sequences:
-            length = self.lengths[sequence]
+            length = self.tokens[sequence]
             place = lacking_ms.index(max(lacking_ms))
             if rooms[place] < length:
                 able = [k for k, room in enumerate(rooms) if room >= length]

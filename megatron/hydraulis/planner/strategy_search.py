@@ -27,6 +27,7 @@ from megatron.hydraulis.planner.replica_bounds import fewest_micro_batches, repl
 from megatron.hydraulis.planner.replica_packing import Packed, ReplicaPacker
 from megatron.hydraulis.planner.small_batch import MAX_SMALL_BATCH, best_small_plan, is_small
 from megatron.hydraulis.planner.solver import Solver
+from megatron.hydraulis.planner.wave_packer import WavePacker
 from megatron.hydraulis.strategy import Strategy
 
 __all__ = ["TARGET_GAP", "StrategySearch"]
@@ -93,8 +94,17 @@ class StrategySearch:
         self._packers = [packer_of(cost) for cost in costs]
         self._classes = ReplicaClass.of(costs)
         self._has_pipelines = any(cost.num_stages > 1 for cost in costs)
-        self._is_small = len(batch) <= max_small_batch and is_small(len(batch), self._classes)
+        # The search of all plans knows neither waves nor padding.
+        is_plain = all(cost.waves is None and cost.multiple == 1 for cost in costs)
+        self._is_small = (
+            is_plain and len(batch) <= max_small_batch and is_small(len(batch), self._classes)
+        )
         self._is_optimal = False
+        first = self._packers[0]
+        # The only replica, if it splits its width.
+        self._waves_alone = (
+            first if len(self._packers) == 1 and isinstance(first, WavePacker) else None
+        )
         self._solver = solver
         self._effort = Effort(_EFFORT)
         self._relaxation: Relaxation | None = None
@@ -138,6 +148,9 @@ class StrategySearch:
 
     def raise_bound(self, *, gap: float = TARGET_GAP) -> None:
         """Halve the stretch between bound and best plan until it is a small share of the time."""
+        if self._waves_alone is not None:
+            self._raise_bound_by_waves(self._waves_alone, with_integers=False)
+            return
         if self.excludes(self.found_ms * (1.0 - gap)):
             return
         high_ms = self.found_ms * (1.0 - gap)
@@ -152,6 +165,12 @@ class StrategySearch:
         assert self.best is not None  # start comes first
         if self._is_small:
             self._search_all_plans()
+            self._dispatch_s += time.perf_counter() - begin_s
+            return
+        if self._waves_alone is not None:
+            # Nothing is to be dispatched.
+            self._improve(self.best)
+            self._raise_bound_by_waves(self._waves_alone, with_integers=True)
             self._dispatch_s += time.perf_counter() - begin_s
             return
         if self._has_pipelines:
@@ -204,10 +223,27 @@ class StrategySearch:
         assert self.best is not None  # start comes first
         if self._is_optimal:
             return self.found_ms
-        return max(
+        bounds_ms = [
             replica_bound_ms([self._batch[sequence] for sequence in share], packer.cost)
             for share, packer in zip(self.best.shares, self._packers, strict=True)
-        )
+        ]
+        times_ms = self.best.times_ms
+        slowest = times_ms.index(max(times_ms))
+        packer = self._packers[slowest]
+        if len(self._packers) == 1:
+            bounds_ms.append(self.bound_ms)
+        elif isinstance(packer, WavePacker) and max(bounds_ms) < (1.0 - TARGET_GAP) * self.found_ms:
+            bounds_ms.append(
+                packer.bound_ms(self.best.shares[slowest], self.found_ms, with_integers=True)
+            )
+        return max(bounds_ms)
+
+    def _raise_bound_by_waves(self, packer: WavePacker, *, with_integers: bool) -> None:
+        """Where one replica has the whole batch, the bound of its waves is the strategy's."""
+        if self.gap > TARGET_GAP:
+            everything = range(len(self._batch))
+            bound_ms = packer.bound_ms(everything, self.found_ms, with_integers=with_integers)
+            self.bound_ms = max(self.bound_ms, bound_ms)
 
     def _search_all_plans(self) -> None:
         """Of a small batch; what is found is the bound as well."""
@@ -393,7 +429,7 @@ class StrategySearch:
         lengths = [self._batch[sequence] for sequence in share]
         num = len(packed.micro_batches)
         most = _MAX_PACKING_SIZE if packer.cost.num_stages == 1 else _MAX_PIPELINE_SIZE
-        if len(share) * num > most:
+        if len(share) * num > most or packer.cost.waves is not None or packer.cost.multiple > 1:
             return None
         if packed.time_ms <= replica_bound_ms(lengths, packer.cost) * (1.0 + TARGET_GAP):
             return None
