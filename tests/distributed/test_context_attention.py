@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from tests.support.context_probes import SharedAttention, shared_beside_whole
+from tests.support.context_probes import (
+    Kept,
+    SharedAttention,
+    kept_between,
+    shared_beside_whole,
+)
 from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.varlen_stand_in import SharedVarlen, varlen_beside_whole
 
@@ -65,3 +70,10 @@ def test_one_kernel_a_pack(way: str, lengths: str) -> None:
     case = SharedVarlen(GROUPS["cp1 beside cp2"], LENGTHS[lengths], way, num_heads=4, num_groups=2)
     for errors in pool_of(4).run(varlen_beside_whole, case):
         assert max(errors) < FP64_TOLERANCE, errors
+
+
+def test_a_rank_keeps_its_part_and_gathers_again() -> None:
+    case = SharedAttention(GROUPS["cp2"], LENGTHS["longer than a block"], "all_gather")
+    num_layers = 3
+    for kept in pool_of(2).run(kept_between, case, num_layers):
+        assert kept == Kept(False, 1, (num_layers, num_layers))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.hydraulis.data.context_split import local_places, row_segments
-from megatron.hydraulis.runtime.context_attention import ContextAttention
+from megatron.hydraulis.runtime import context_attention
+from megatron.hydraulis.runtime.context_attention import ContextAttention, SharedRow
 from tests.support.gloo_pool import worker_groups
 from tests.support.models import SmallModel
 
@@ -114,3 +118,65 @@ def shared_beside_whole(case: SharedAttention) -> list[float]:
         ]
         worst = [max(pair) for pair in zip(worst, errors, strict=True)]
     return worst
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is there of a layer between its forward and its backward."""
+
+    has_gathered: bool
+    """Whether keys and values of the whole row are in memory."""
+    num_masks: int
+    """Masks that autograd keeps, those of all blocks and layers that lie in one counted once."""
+    num_gathers: tuple[int, int]
+    """All-gathers of the forward and of the backward."""
+
+
+def kept_between(case: SharedAttention, num_layers: int) -> Kept:
+    """On every rank, with as many layers as are asked for before the first backward."""
+    group = group_of(case.groups)
+    segments, padded = row_segments(case.lengths, context_size=group.size())
+    places = torch.from_numpy(local_places(padded, group.size(), group.rank()))
+    parts = [each[places] for each in case.tensors(sum(padded))]
+    description = packed(segments, padded, group)
+    inputs = [each.requires_grad_() for each in parts[:3]]
+    whole: list[StorageWeakRef] = []
+    num_gathers = 0
+    gather_row, gather = context_attention.gather_row, torch.distributed.all_gather_into_tensor
+
+    def recorded_row(part: Tensor, row: SharedRow) -> Tensor:
+        gathered = gather_row(part, row)
+        whole.append(StorageWeakRef(gathered.untyped_storage()))
+        return gathered
+
+    def counted(*args: Any, **named: Any) -> Any:
+        nonlocal num_gathers
+        num_gathers += 1
+        return gather(*args, **named)
+
+    with (
+        patch.object(context_attention, "gather_row", recorded_row),
+        patch.object(torch.distributed, "all_gather_into_tensor", counted),
+    ):
+        attention = case.attention()
+        outcomes = [
+            attention(*inputs, None, packed_seq_params=description) for _ in range(num_layers)
+        ]
+        has_gathered = any(not each.expired() for each in whole)
+        num_forward = num_gathers
+        masks = {mask.untyped_storage().data_ptr() for mask in _saved_masks(outcomes)}
+        torch.autograd.backward(outcomes, [parts[3]] * num_layers)
+    assert len(whole) == num_layers
+    return Kept(has_gathered, len(masks), (num_forward, num_gathers - num_forward))
+
+
+def _saved_masks(outcomes: list[Tensor]) -> Iterator[Tensor]:
+    waiting, seen = [outcome.grad_fn for outcome in outcomes], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [previous for previous, _ in node.next_functions]
+        if getattr(node, "_saved_attn_mask", None) is not None:
+            yield node._saved_attn_mask

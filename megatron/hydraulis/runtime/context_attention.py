@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,8 @@ class ContextAttention(SegmentAttention):
 
     The group is that of the micro-batch, ``packed_seq_params.cp_group``, not the model's. Without
     one, or in a group of one rank, this is `SegmentAttention` bit by bit. How the ranks exchange is
-    ``config.cp_comm_type``, see `context_ways`. Keys and values that were gathered stay in memory
-    until the backward; those of an all-to-all take no more than the part that was given.
+    ``config.cp_comm_type``, see `context_ways`. Between forward and backward a rank keeps no more
+    than its part either way: what was gathered is gathered again.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +75,7 @@ class ContextAttention(SegmentAttention):
                 attention_bias,
                 packed_seq_params,
             )
-        row = shared_row(packed_seq_params, query.device)
+        row = shared_row(packed_seq_params, query)
         way = choose_way(self.cp_comm_type, query.size(1), key.size(1), row.size)
         if way == "a2a":
             context = self._attend_to_share_of_heads(query, key, value, row)
@@ -83,14 +84,21 @@ class ContextAttention(SegmentAttention):
         return context.reshape(context.size(0), -1)
 
     def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
-        num_groups = key.size(1)
-        gathered = gather_row(torch.cat([key, value], dim=1), row)
+        part = torch.cat([key, value], dim=1)
+        gathered = gather_row(part, row)
+        again = _GatheredAgain(part.detach(), gathered, row)
+        with torch.autograd.graph.saved_tensors_hooks(again.forget, again.recall):
+            return self._attend_by_blocks(query, gathered, row)
+
+    def _attend_by_blocks(self, query: Tensor, keys_and_values: Tensor, row: SharedRow) -> Tensor:
+        """Queries of this rank's part; (R, 2 · query groups, head size) keys beside values."""
+        num_groups = keys_and_values.size(1) // 2
         # Split by segment first: the gradient of a slice is as large as what it was cut from.
-        segments = gathered.split(row.lengths)
+        segments = keys_and_values.split(row.lengths)
         attended = []
         for block, q in zip(row.blocks, query.split(row.block_lengths), strict=True):
-            keys_and_values = segments[block.segment][: block.num_keys].transpose(0, 1).unsqueeze(0)
-            k, v = keys_and_values.split(num_groups, dim=1)
+            attendable = segments[block.segment][: block.num_keys].transpose(0, 1).unsqueeze(0)
+            k, v = attendable.split(num_groups, dim=1)
             is_square = block.num_queries == block.num_keys
             context = F.scaled_dot_product_attention(
                 q.transpose(0, 1).unsqueeze(0),
@@ -147,11 +155,12 @@ class SharedRow:
     """This rank's tokens in their order."""
     block_lengths: list[int]
     mask: Tensor
-    """(queries of the largest block, keys of the longest) bool, True where attended: the last query
-    attends to all keys, each earlier one to one less. Smaller masks are its lower right corner."""
+    """(queries of the largest block, keys of the longest), 0 where attended and −∞ elsewhere: the
+    last query attends to all keys, each earlier one to one less. Smaller masks are its lower right
+    corner. In the type of the queries: of any other, every block would keep a copy."""
 
     def mask_of(self, block: QueryBlock) -> Tensor:
-        """(queries, keys) bool, a view."""
+        """(queries, keys), a view."""
         return self.mask[-block.num_queries :, -block.num_keys :]
 
 
@@ -161,22 +170,22 @@ def context_size_of(packed_seq_params: PackedSeqParams) -> int:
     return 1 if group is None else int(group.size())
 
 
-def shared_row(packed_seq_params: PackedSeqParams, device: torch.device) -> SharedRow:
+def shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
     """What layers need to know of a row, kept with its description.
 
     Args:
         packed_seq_params: with a ``cp_group`` of more than one rank.
-        device: of queries and keys.
+        query: of any layer; tells device and type.
     """
     known: SharedRow | None = getattr(packed_seq_params, _CONTEXT, None)
     if known is None:
         lengths = segment_lengths(packed_seq_params)
-        known = _shared_row(lengths, packed_seq_params.cp_group, device)
+        known = _shared_row(lengths, packed_seq_params.cp_group, query)
         setattr(packed_seq_params, _CONTEXT, known)
     return known
 
 
-def _shared_row(lengths: list[int], group: dist.ProcessGroup, device: torch.device) -> SharedRow:
+def _shared_row(lengths: list[int], group: dist.ProcessGroup, query: Tensor) -> SharedRow:
     size = group.size()
     blocks = [
         QueryBlock(segment, min(QUERY_BLOCK, stop - begin), min(begin + QUERY_BLOCK, stop))
@@ -184,10 +193,12 @@ def _shared_row(lengths: list[int], group: dist.ProcessGroup, device: torch.devi
         for start, stop in local_stretches(length, size, group.rank())
         for begin in range(start, stop, QUERY_BLOCK)
     ]
-    by_rank = torch.from_numpy(gathered_places(lengths, size)).to(device)
+    by_rank = torch.from_numpy(gathered_places(lengths, size)).to(query.device)
     num_rows = max(block.num_queries for block in blocks)
     num_columns = max(block.num_keys for block in blocks)
-    mask = torch.ones(num_rows, num_columns, dtype=torch.bool, device=device)
+    mask = torch.full(
+        (num_rows, num_columns), -math.inf, dtype=query.dtype, device=query.device
+    ).triu_(num_columns - num_rows + 1)
     return SharedRow(
         group=group,
         size=size,
@@ -196,7 +207,7 @@ def _shared_row(lengths: list[int], group: dist.ProcessGroup, device: torch.devi
         by_rank=by_rank,
         blocks=blocks,
         block_lengths=[block.num_queries for block in blocks],
-        mask=mask.tril_(num_columns - num_rows),
+        mask=mask,
     )
 
 
@@ -213,9 +224,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, row: SharedRow) -> Tensor:
         ctx.row = row
-        gathered = part.new_empty(row.size * part.size(0), *part.shape[1:])
-        dist.all_gather_into_tensor(gathered, part.contiguous(), group=row.group)
-        return gathered.index_select(0, row.by_place)
+        return _gathered(part, row)
 
     @staticmethod
     @once_differentiable
@@ -224,6 +233,61 @@ class _Gather(Function):
         part = gradient.new_empty(gradient.size(0) // row.size, *gradient.shape[1:])
         dist.reduce_scatter_tensor(part, gradient.index_select(0, row.by_rank), group=row.group)
         return part, None
+
+
+def _gathered(part: Tensor, row: SharedRow) -> Tensor:
+    parts = part.new_empty(row.size * part.size(0), *part.shape[1:])
+    dist.all_gather_into_tensor(parts, part.contiguous(), group=row.group)
+    return parts.index_select(0, row.by_place)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Where a forgotten tensor lay in what was gathered."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _GatheredAgain:
+    """Hooks that let the backward gather anew what the forward had gathered, once for all blocks.
+
+    Ranks of a group run the same backward, so that each comes here at the same place in the order
+    of the group's collectives.
+
+    Args:
+        part: of this rank, kept.
+        gathered: from the parts of all; what autograd would keep of it is forgotten.
+        row: how to gather.
+    """
+
+    def __init__(self, part: Tensor, gathered: Tensor, row: SharedRow) -> None:
+        self._part = part
+        self._address = gathered.untyped_storage().data_ptr()
+        self._row = row
+        self._num_forgotten = 0
+        self._num_recalled = 0
+        self._again: Tensor | None = None
+
+    def forget(self, saved: Tensor) -> Tensor | _View:
+        """What autograd is to keep instead of a tensor; called in the forward."""
+        if saved.untyped_storage().data_ptr() != self._address:
+            return saved
+        self._num_forgotten += 1
+        return _View(saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    def recall(self, kept: Tensor | _View) -> Tensor:
+        """The tensor itself; called in the backward."""
+        if isinstance(kept, Tensor):
+            return kept
+        if self._again is None:
+            self._again = _gathered(self._part, self._row)
+        recalled = self._again.as_strided(kept.size, kept.stride, kept.offset)
+        self._num_recalled += 1
+        if self._num_recalled == self._num_forgotten:
+            self._again, self._num_recalled = None, 0
+        return recalled
 
 
 class _TokensForHeads(Function):

@@ -29,9 +29,10 @@ run as ``all_gather``."""
 
 
 def gather_elements(num_groups: int, context_size: int) -> float:
-    """What a rank receives in one forward to gather keys and values of its group.
+    """What a rank receives to gather keys and values of its group, forward and backward.
 
-    2 · groups · (c − 1): keys and values of all others. The backward moves as much again.
+    3 · 2 · groups · (c − 1): keys and values of all others in the forward, the same again in the
+    backward, which also brings the gradients of both back.
 
     Args:
         num_groups: key and value heads on this rank.
@@ -40,15 +41,15 @@ def gather_elements(num_groups: int, context_size: int) -> float:
     Returns:
         Head vectors per local token; times tokens, head size and bytes of an element for bytes.
     """
-    return 2.0 * num_groups * (context_size - 1)
+    return 3.0 * 2 * num_groups * (context_size - 1)
 
 
 def all_to_all_elements(num_heads: int, num_groups: int, context_size: int) -> float:
-    """What a rank receives in one forward that exchanges tokens for heads, there and back.
+    """What a rank receives to exchange tokens for heads and back, forward and backward.
 
-    (2 · heads + 2 · groups) · (c − 1) / c: queries, keys, values there and the outcome back, of
-    which each rank keeps a c-th. Fewer groups than ranks are repeated up to c. The backward moves
-    as much again.
+    2 · (2 · heads + 2 · groups) · (c − 1) / c: queries, keys, values there and the outcome back, of
+    which each rank keeps a c-th; their gradients the other way. Fewer groups than ranks are
+    repeated up to c.
 
     Args:
         num_heads: query heads on this rank.
@@ -59,7 +60,7 @@ def all_to_all_elements(num_heads: int, num_groups: int, context_size: int) -> f
         Head vectors per local token, as `gather_elements`.
     """
     num_sent = 2 * num_heads + 2 * max(num_groups, context_size)
-    return num_sent * (context_size - 1) / context_size
+    return 2.0 * num_sent * (context_size - 1) / context_size
 
 
 def all_to_all_refusal(num_heads: int, num_groups: int, context_size: int) -> str | None:

@@ -13,9 +13,9 @@ from megatron.hydraulis.runtime.context_ways import (
 @pytest.mark.parametrize(
     ("heads", "groups", "size", "gathered", "exchanged"),
     [
-        (8, 8, 2, 16, 16),  # one rank's 8 keys and values; half of 8·4
-        (32, 8, 8, 112, 70),  # seven ranks' 8 + 8; seven eighths of 32 + 8 + 8 + 32
-        (32, 2, 8, 28, 70),  # 2 groups are repeated up to 8
+        (8, 8, 2, 48, 32),  # three times one rank's 8 + 8; twice half of 8·4
+        (32, 8, 8, 336, 140),  # seven ranks' 8 + 8; seven eighths of 32 + 8 + 8 + 32
+        (32, 2, 8, 84, 140),  # 2 groups are repeated up to 8
         (32, 8, 1, 0, 0),
     ],
 )
@@ -31,8 +31,9 @@ def test_elements_written_out(
     [
         (32, 8, 8, "a2a"),
         (32, 2, 8, "all_gather"),
-        (8, 8, 2, "all_gather"),  # as many bytes, in one collective instead of two
-        (8, 8, 4, "a2a"),
+        (32, 8, 2, "all_gather"),
+        (32, 8, 4, "a2a"),
+        (8, 8, 2, "a2a"),
         (6, 6, 4, "all_gather"),  # heads cannot be shared out
     ],
 )

@@ -117,9 +117,9 @@ def test_the_group_of_one_micro_batch_is_not_left_to_the_next(group: Any) -> Non
 @pytest.mark.parametrize(
     ("wish", "heads", "groups", "size", "way"),
     [
-        ("auto", 32, 32, 4, "a2a"),  # 96 head vectors against 192
-        ("auto", 32, 8, 4, "p2p"),  # 60 against 48
-        ("auto", 32, 8, 8, "a2a"),  # 70 against 112
+        ("auto", 32, 32, 4, "a2a"),  # 192 head vectors against 576
+        ("auto", 32, 8, 2, "p2p"),  # 80 against 48
+        ("auto", 32, 8, 8, "a2a"),  # 140 against 336
         ("auto", 32, 2, 8, "p2p"),  # groups are not repeated
         ("p2p", 32, 32, 4, "p2p"),
         ("all_gather", 32, 32, 4, "all_gather"),
