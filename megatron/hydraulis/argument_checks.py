@@ -15,6 +15,7 @@ __all__ = [
     "check_data",
     "check_device",
     "check_learning_rate",
+    "check_layers",
     "check_model",
     "check_required",
     "check_spec",
@@ -239,6 +240,27 @@ def _check_files(option: str, blend: list[str]) -> None:
 def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
     """Raise ConfigurationError for a backend that does not go with this machine's devices."""
     if args.distributed_backend == "nccl" and not has_cuda:
+def check_layers(args: argparse.Namespace, *, has_cuda: bool) -> None:
+    """Raise ConfigurationError for layers that this machine, or a spec of the user's, rules out."""
+    if args.transformer_impl != "transformer_engine":
+        return
+    option = "--transformer-impl transformer_engine"
+    if args.spec is not None:
+        raise ConfigurationError(
+            f"{option} builds layers of its own but --spec {' '.join(args.spec)} names others; "
+            f"remove one of the two"
+        )
+    if not has_cuda:
+        raise ConfigurationError(
+            f"{option} needs CUDA, which this machine does not have; use --transformer-impl local"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigurationError(
+            f"{option} needs Transformer Engine, which is not installed; run "
+            f"pip install transformer-engine[pytorch] or use --transformer-impl local"
+        )
+
+
         raise ConfigurationError(
             "--distributed-backend nccl needs CUDA, which this machine does not have; "
             "use --distributed-backend gloo or leave it out"

@@ -15,6 +15,7 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         "log_interval": 1,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        "transformer_impl": "local",
         "max_position_embeddings": flags.args.seq_length,
         "num_workers": 0,
         "cp_comm_type": ["auto"],
@@ -61,8 +62,7 @@ def _set_always(args: argparse.Namespace) -> None:
     args.accumulate_allreduce_grads_in_fp32 = True
     # Upstream's fused kernel adds into param.main_grad, which parameters in arenas do not have.
     args.gradient_accumulation_fusion = False
-    # Fused rotation and persistent norms are kernels of Transformer Engine's layers.
-    args.transformer_impl = "local"
+    # Fused rotation and persistent norms are kernels of apex or of Transformer Engine.
     args.apply_rope_fusion = False
     args.no_persist_layer_norm = True
     args.reset_position_ids = True

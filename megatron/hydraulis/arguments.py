@@ -101,6 +101,7 @@ def parse_arguments(
     argument_checks.check_spec(args.spec)
     argument_checks.check_learning_rate(args)
     argument_checks.check_device(args, has_cuda=has_cuda)
+    argument_checks.check_layers(args, has_cuda=has_cuda)
     argument_checks.check_wandb(args)
     if needs_data:
         argument_checks.check_data(args)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.hydraulis.data.long_sequences import LongSequences
 from megatron.hydraulis.errors import ConfigurationError
@@ -85,6 +85,16 @@ class HydraulisConfig:
     global_batch_tokens: int | None = field(default=None, metadata=_flag("N"))
     """Size of a global batch (tokens), instead of --global-batch-size in sequences. A sequence that
     does not fit waits for the next batch."""
+
+    core_attention: Literal["auto", "te", "torch", "sdpa"] = "auto"
+    """Core attention over packed sequences: Transformer Engine's or torch's variable-length kernel,
+    which need CUDA and bf16, or scaled_dot_product_attention sequence by sequence, which runs
+    everywhere. Default: auto, the first of these that is there; the log says which and why."""
+
+    memory_trial: Literal["auto", "on", "off"] = "auto"
+    """Before the first iteration, run the largest micro-batch that each strategy may hold, without
+    training, and lower the limits of those that measure more memory than a rank has. Default: auto,
+    on with CUDA and off without."""
 
     max_tokens_per_micro_batch: int | None = field(default=None, metadata=_flag("N"))
     """Most tokens in one micro-batch, padding included (tokens). Default: what the memory model, or

@@ -140,9 +140,9 @@ _MODEL = {
     ),
     "--spec": Honoured("layer spec of the user, as module and name"),
     "--transformer-impl": Honoured(
-        "layers of megatron-core",
-        only=("local",),
-        otherwise="layers of Transformer Engine come in a later version; use local",
+        "layers of megatron-core, or with CUDA of Transformer Engine",
+        only=("local", "transformer_engine"),
+        otherwise="only layers that train are built; use local or transformer_engine",
     ),
     "--use-mcore-models": _always("models of megatron-core"),
     "--no-masked-softmax-fusion": Honoured("unfused softmax of the model"),

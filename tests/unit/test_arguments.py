@@ -55,8 +55,9 @@ def test_help_says_what_is_so_here_and_which_values_are_taken(
         flag_parser().parse(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     for text in (
-        "--transformer-impl {local} ",
-        "Here: layers of megatron-core; only local.",
+        "--transformer-impl {local,transformer_engine} ",
+        "Here: layers of megatron-core, or with CUDA of Transformer Engine; only local, "
+        "transformer_engine.",
         "Here: cp stands in the strategy; only 1.",
         "Here: on wherever tp > 1, unless --no-sequence-parallel.",
         "Here: state sharded over all ranks: always so here.",

@@ -50,6 +50,7 @@ from megatron.hydraulis.observability.earlier_run import (
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, surroundings_here
 from megatron.hydraulis.runtime.forward_step import LossFunction, loss_func, make_forward_step
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.process_groups import device_of_job, training_loop_collection
@@ -116,6 +117,7 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
         _warn_of_requeue()
     job = _Job(resolved, hooks, has_cuda=has_cuda)
     corpora = job.load_corpora()
+    job.choose_core_attention()
     job.check_limits(corpora)
     run_folder.make_folders(resolved)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -163,6 +165,7 @@ class _Job:
         self._has_cuda = has_cuda
         self._engine: Engine | None = None
         self._profile = read_cost_profile(resolved)
+        self._core_attention = CoreAttention("sdpa", "not chosen")
         self._emulation = Emulation.of(resolved.hydraulis, self._profile, has_cuda=has_cuda)
         rank = int(os.environ.get("RANK", "0"))
         self._device = constants_of_this_rank(
@@ -187,6 +190,15 @@ class _Job:
                 print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
 
     def load_corpora(self) -> Corpora:
+    def choose_core_attention(self) -> None:
+        """Find out which core attention there is; needs this rank's device to be the current one.
+
+        Raises ConfigurationError for one that was asked for and is not there.
+        """
+        args = self._resolved.args
+        here = surroundings_here(dtype=args.params_dtype, head_size=args.kv_channels)
+        self._core_attention = choose(self._resolved.hydraulis.core_attention, here)
+
         """Training, validation and test data, of which only the index is read.
 
         Raises ConfigurationError, DataError.
@@ -249,6 +261,10 @@ class _Job:
             if self._emulation is not None:
                 print(f"warning: {self._emulation.notice}", file=sys.stderr, flush=True)
             for line in self._planning.left_out:
+            print(
+                f"core attention: {self._core_attention.name} ({self._core_attention.why})",
+                flush=True,
+            )
                 print(f"warning: {line}", file=sys.stderr, flush=True)
             for corpus in corpora:
                 if corpus is not None:
@@ -278,6 +294,7 @@ class _Job:
         )
         forward_step = make_forward_step(self._hooks.loss_func)
         if self._emulation is not None:
+        model_config.core_attention = self._core_attention.name
             forward_step = self._emulation.around(forward_step)
         apply_training_loop(loop, has_cuda=self._has_cuda)
         ends_properly = False

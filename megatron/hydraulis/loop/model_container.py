@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
+from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.runtime.te_layers import te_layer_spec
 
 
 class ModelContainer(torch.nn.Module):
@@ -47,6 +50,7 @@ class HydraulisModelConfig(GPTModelConfig):
     """Tokens that exist; ``vocab_size`` is the padded number."""
     uses_sequence_parallel: bool = True
     model_provider: Callable[..., torch.nn.Module] | None = None
+    core_attention: CoreAttentionName = "sdpa"
 
 
 class ModelContainerBuilder:
@@ -67,9 +71,12 @@ class ModelContainerBuilder:
 def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
     """The part of upstream's configuration that no strategy changes."""
     assert config.vocab_size is not None
+    built_of_te = config.transformer.transformer_impl == "transformer_engine"
     return ModelDefinition(
         transformer=config.transformer,
         layer_spec=_layer_spec(config),
+        built_layer_spec=te_layer_spec(config.transformer) if built_of_te else None,
+        core_attention=config.core_attention,
         vocab_size=config.num_tokens_in_vocabulary or config.vocab_size,
         padded_vocab_size=config.vocab_size,
         max_sequence_length=config.seq_length,
@@ -87,10 +94,18 @@ def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
 
 
 def _layer_spec(config: HydraulisModelConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """``--spec`` as upstream reads it: a spec, or a function of the configuration giving one."""
+    """``--spec`` as upstream reads it: a spec, or a function of the configuration giving one.
+
+    Without it the local layers, by which the model is catalogued also where Transformer Engine's
+    run.
+    """
     spec = config.transformer_layer_spec
     if spec is None:
-        return default_layer_spec(config, None)
+        transformer = copy.copy(config.transformer)
+        transformer.transformer_impl = "local"
+        local = copy.copy(config)
+        local.transformer = transformer
+        return default_layer_spec(local, None)
     if isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         return spec
     if "vp_stage" in inspect.signature(spec).parameters:
