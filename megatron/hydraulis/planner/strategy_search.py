@@ -243,7 +243,10 @@ class StrategySearch:
         if self.gap > TARGET_GAP:
             everything = range(len(self._batch))
             bound_ms = packer.bound_ms(everything, self.found_ms, with_integers=with_integers)
-            self.bound_ms = max(self.bound_ms, bound_ms)
+            # The other one knows how a pipeline fills.
+            self.bound_ms = max(
+                self.bound_ms, bound_ms, replica_bound_ms(self._rising, packer.cost)
+            )
 
     def _search_all_plans(self) -> None:
         """Of a small batch; what is found is the bound as well."""
