@@ -76,8 +76,7 @@ def replica_table(plan: IterationPlan, cost_model: CostModel) -> Table:
 def _idle_share(replica: ReplicaPlan, makespan_s: float, cost_model: CostModel) -> float:
     if makespan_s == 0.0:
         return 0.0
-    coefficients = cost_model.coefficients(replica.scheme)
-    work_ms = math.fsum(coefficients.time_ms(batch.lengths) for batch in replica.micro_batches)
+    work_ms = math.fsum(replica.times_ms(cost_model.coefficients))
     return max(0.0, 1.0 - work_ms / (makespan_s * _MS_PER_S))
 
 

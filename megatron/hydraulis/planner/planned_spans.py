@@ -26,18 +26,19 @@ def planned_spans(
         start_us: when the iteration starts.
 
     Returns:
-        The 1F1B schedule of the rank's stage, and from the makespan on what of regrouping and
+        The 1F1B schedule of the rank's stage, in which the groups of a wave end together, with
+        tokens and size of the rank's own group; and from the makespan on what of regrouping and
         optimizer the plan does not expect to overlap, as a span 'overhead'.
     """
     spans: list[Span] = []
     makespan_s = max((replica.predicted_time_s for replica in plan.replicas), default=0.0)
     mine = plan.replica_of(rank)
     if mine is not None:
-        coefficients = cost_model.coefficients(mine.scheme)
-        times_ms = [coefficients.time_ms(batch.lengths) for batch in mine.micro_batches]
+        times_ms = mine.times_ms(cost_model.coefficients)
         position = mine.replica.position_of(rank)
         assert position is not None
         stage = position.stage
+        shares = [batch.share_of(position.cp, mine.scheme.cp) for batch in mine.micro_batches]
         spans = [
             Span(
                 rank=rank,
@@ -50,7 +51,8 @@ def planned_spans(
                     "iteration": iteration,
                     "micro_batch": operation.micro_batch,
                     "stage": stage,
-                    "num_tokens": mine.micro_batches[operation.micro_batch].num_tokens,
+                    "num_tokens": shares[operation.micro_batch].num_tokens,
+                    "cp": shares[operation.micro_batch].group.size,
                 },
             )
             for operation in pipeline_schedule(times_ms, mine.scheme.pp)

@@ -1,9 +1,11 @@
 """The share of one replica in an iteration: its micro-batches, in their order."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.planner.micro_batch import (
@@ -62,6 +64,19 @@ class ReplicaPlan:
             (self.scheme.of_context_group(share.group.size), share)
             for share in micro_batch.shares(self.scheme.cp)
         )
+
+    def times_ms(self, coefficients: Callable[[Scheme], Coefficients]) -> list[float]:
+        """Time of each micro-batch on a stage: that of its slowest context group, empty ones too.
+
+        coefficients: of a scheme, as a cost model gives them.
+        """
+        return [
+            max(
+                coefficients(scheme).time_ms(share.lengths)
+                for scheme, share in self.shares(micro_batch)
+            )
+            for micro_batch in self.micro_batches
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """``{"scheme": ..., "ranks": ..., "predicted_time_s": ..., "micro_batches": [...]}``."""

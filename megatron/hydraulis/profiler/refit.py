@@ -20,9 +20,9 @@ from megatron.hydraulis.cost_model.profile import (
     ProfiledScheme,
     ProfiledStrategy,
 )
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.replica_plan import ReplicaPlan
+from megatron.hydraulis.planner.replica_plan import ContextGroup, ReplicaPlan
 from megatron.hydraulis.profiler.fit import Sample, fit_near
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -73,8 +73,8 @@ class RefittedCostModel:
     """By the name of a strategy."""
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
-        """The newest."""
-        found = dict(self.times).get(scheme)
+        """The newest; those of cp8~ are those of cp8."""
+        found = dict(self.times).get(scheme.of_context_group(scheme.cp))
         return self.base.coefficients(scheme) if found is None else found
 
     def max_tokens(self, scheme: Scheme) -> int:
@@ -87,8 +87,16 @@ class RefittedCostModel:
         return self.base.overhead_ms(strategy) if found is None else found
 
     def to_profile(self, pool: Pool, *, device: str, source: str, date: str) -> ProfileCostModel:
-        """As a cost profile of a pool's schemes; overheads stand as time of regrouping."""
-        schemes = dict.fromkeys(s for strategy in pool.strategies for s in strategy.schemes)
+        """As a cost profile of a pool's schemes; overheads stand as time of regrouping.
+
+        Of a scheme that splits its cp ranks, with the sizes of groups that the base knows.
+        """
+        schemes = dict.fromkeys(
+            scheme
+            for strategy in pool.strategies
+            for whole in strategy.schemes
+            for scheme in self._known_sizes(whole)
+        )
         return ProfileCostModel(
             device=device,
             source=source,
@@ -106,6 +114,19 @@ class RefittedCostModel:
                 for strategy in pool.strategies
             ),
         )
+
+    def _known_sizes(self, scheme: Scheme) -> Iterator[Scheme]:
+        yield scheme.of_context_group(scheme.cp)
+        size = scheme.cp // 2 if scheme.splits_cp else 0
+        while size:
+            narrow = scheme.of_context_group(size)
+            try:
+                self.coefficients(narrow)
+            except StrategyError:
+                pass
+            else:
+                yield narrow
+            size //= 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +178,17 @@ class OnlineRefit:
         for replica in plan.replicas:
             if not replica.micro_batches:
                 continue
-            slowest_ms = self._slowest_stage_ms(replica, times.rank_times_ms)
+            self._note_ratios(replica, times.rank_times_ms)
+            slowest_ms = []
+            for place, micro_batch in enumerate(replica.micro_batches):
+                groups_ms = []
+                for scheme, share in replica.shares(micro_batch):
+                    time_ms = _slowest_stage_ms(replica, share.group, place, times.rank_times_ms)
+                    groups_ms.append(time_ms)
+                    if time_ms > 0.0 and share.lengths:
+                        by_scheme[scheme].append(Sample.of(share.lengths, time_ms))
+                slowest_ms.append(max(groups_ms))
             makespan_ms = max(makespan_ms, pipeline_time_ms(slowest_ms, replica.scheme.pp))
-            by_scheme[replica.scheme] += [
-                Sample.of(micro_batch.lengths, time_ms)
-                for micro_batch, time_ms in zip(replica.micro_batches, slowest_ms, strict=True)
-                if time_ms > 0.0
-            ]
         for scheme, samples in by_scheme.items():
             self._samples[scheme].append(samples)
         self._overheads_ms[plan.strategy].append(max(0.0, times.iteration_ms - makespan_ms))
@@ -197,27 +222,27 @@ class OnlineRefit:
     def _window(self) -> deque:  # type: ignore[type-arg]
         return deque(maxlen=self._settings.num_iterations)
 
-    def _slowest_stage_ms(
+    def _note_ratios(
         self, replica: ReplicaPlan, rank_times_ms: Mapping[int, Sequence[float]]
-    ) -> list[float]:
-        """Of each micro-batch; notes the ratio of every rank on the way."""
-        coefficients = self._base.coefficients(replica.scheme)
-        predicted_ms = sum(coefficients.time_ms(m.lengths) for m in replica.micro_batches)
-        stages: dict[int, list[Sequence[float]]] = defaultdict(list)
+    ) -> None:
+        """Measured over predicted time of every rank: of its own groups, where it has several."""
         for rank in replica.ranks:
             position = replica.replica.position_of(rank)
             assert position is not None
-            own_ms = rank_times_ms[rank]
-            stages[position.stage].append(own_ms)
+            shares = (
+                (scheme, share)
+                for micro_batch in replica.micro_batches
+                for scheme, share in replica.shares(micro_batch)
+                if position.cp in share.group.columns
+            )
+            predicted_ms = sum(
+                self._base.coefficients(scheme).time_ms(share.lengths) for scheme, share in shares
+            )
             place = _Place(replica.scheme, position.stage)
             self._replica_mates[place, rank] = frozenset(replica.ranks)
             if predicted_ms > 0.0:
-                self._ratios[rank].append(_RankRatio(place, sum(own_ms) / predicted_ms))
-        each_stage_ms = [
-            [statistics.fmean(of_ranks) for of_ranks in zip(*members, strict=True)]
-            for members in stages.values()
-        ]
-        return [max(of_stages) for of_stages in zip(*each_stage_ms, strict=True)]
+                ratio = sum(rank_times_ms[rank]) / predicted_ms
+                self._ratios[rank].append(_RankRatio(place, ratio))
 
     def _drifts(self) -> dict[Scheme, float]:
         """Median of measured over profiled time, of the schemes seen in enough iterations."""
@@ -297,6 +322,24 @@ class OnlineRefit:
                 if rank not in found or relative > found[rank][1]:
                     found[rank] = (place, relative)
         return found
+
+
+def _slowest_stage_ms(
+    replica: ReplicaPlan,
+    group: ContextGroup,
+    place: int,
+    rank_times_ms: Mapping[int, Sequence[float]],
+) -> float:
+    """Of the stages of a context group, the longest mean over its ranks for a micro-batch."""
+    scheme = replica.scheme
+    return max(
+        statistics.fmean(
+            rank_times_ms[replica.replica.rank_at(stage, cp, tp)][place]
+            for cp in group.columns
+            for tp in range(scheme.tp)
+        )
+        for stage in range(scheme.pp)
+    )
 
 
 def _told_place(place: _Place) -> str:

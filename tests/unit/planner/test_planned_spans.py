@@ -7,7 +7,7 @@ import pytest
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.observability.trace_query import Spans
 from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.plan import ContextGroup, IterationPlan, MicroBatch, ReplicaPlan
 from megatron.hydraulis.planner.planned_spans import planned_spans
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -92,3 +92,21 @@ def test_overhead_follows_the_makespan_on_every_rank() -> None:
         (overhead,) = spans_of(plan, costs, rank).where(name="overhead")
         assert overhead.start_us == pytest.approx(START_US + makespan_us)
         assert overhead.duration_us == pytest.approx(3000.0)
+
+
+def test_groups_of_a_wave_end_together_and_tell_their_own_tokens() -> None:
+    costs = Costs()
+    scheme = Scheme(cp=2, pp=2, splits_cp=True)
+    groups = (ContextGroup(0, 1, 1), ContextGroup(1, 1, 2))
+    batches = (MicroBatch((0, 1, 2), (400, 30, 20), groups), MicroBatch((3,), (600,)))
+    replica = ReplicaPlan(scheme, (0, 1, 2, 3), batches, 1.0)
+    (first_ms, second_ms) = replica.times_ms(costs.coefficients)
+    assert first_ms == costs.coefficients(Scheme(pp=2)).time_ms((400,))
+    assert second_ms == costs.coefficients(Scheme(cp=2, pp=2)).time_ms((600,))
+    plan = IterationPlan(iteration=0, strategy="cp2~pp2", replicas=(replica,), predicted_time_s=1.0)
+    for rank in range(4):
+        spans = spans_of(plan, costs, rank).where(name="forward")
+        assert spans.values("num_tokens") == [(400, 50)[rank % 2], 600]
+        assert spans.values("cp") == [1, 2]
+        durations = [span.duration_us for span in spans_of(plan, costs, rank)]
+        assert sum(durations) == pytest.approx((first_ms + second_ms) * 1e3)
