@@ -44,7 +44,6 @@ signal_ranks() {
 }
 
 num_asked=0
-patience=
 # shellcheck disable=SC2329  # called by the traps below
 ask_to_stop() {
     num_asked=$((num_asked + 1))
@@ -53,15 +52,19 @@ ask_to_stop() {
         touch "$HYDRAULIS_NODE_DIR/stopping"
         signal_ranks TERM
         (
-            trap 'kill "$asleep"; exit' TERM
-            sleep "$exit_grace_s" &
-            asleep=$!
-            wait "$asleep"
-            echo "$(date -Is) error: ranks of $(hostname) still run $exit_grace_s s after the" \
-                "signal and are killed; raise EXIT_GRACE_S if saving takes longer" >&2
-            kill -TERM "$launched"
+            # The signal goes to the whole process group again if it is repeated.
+            trap '' INT TERM USR1
+            deadline_s=$((SECONDS + exit_grace_s))
+            while kill -0 "$launched" 2>/dev/null; do
+                if ((SECONDS >= deadline_s)); then
+                    echo "$(date -Is) error: ranks of $(hostname) still run $exit_grace_s s after" \
+                        "the signal and are killed; raise EXIT_GRACE_S if saving takes longer" >&2
+                    kill -TERM "$launched"
+                    break
+                fi
+                sleep 1
+            done
         ) &
-        patience=$!
     elif [[ $1 == SIGINT ]]; then
         echo "$(date -Is) SIGINT again: killing the ranks" >&2
         signal_ranks KILL
@@ -69,19 +72,11 @@ ask_to_stop() {
     fi
 }
 
-# shellcheck disable=SC2329  # called by the trap below
-tidy() {
-    if [[ -n $patience ]]; then
-        kill "$patience" 2>/dev/null || true
-    fi
-    rm -rf "$HYDRAULIS_NODE_DIR"
-}
-trap tidy EXIT
+trap 'rm -rf "$HYDRAULIS_NODE_DIR"' EXIT
 
-# A background job of a script ignores SIGINT, and torchrun must not undo that: at Ctrl-C the
-# terminal signals everything in the foreground, but only this script is to act on it.
-export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGHUP,SIGQUIT
-"$python" -m torch.distributed.run "${launcher[@]}" \
+# In a session of its own: a terminal's Ctrl-C and Slurm's signals go to a whole process group, but
+# only this script is to act on them. Should this script be killed itself, torchrun is told by SIGHUP.
+setsid setpriv --pdeathsig HUP "$python" -m torch.distributed.run "${launcher[@]}" \
     --no-python bash "$scripts/rank.sh" "$python" -u "$@" </dev/null &
 launched=$!
 trap 'ask_to_stop SIGUSR1' USR1
