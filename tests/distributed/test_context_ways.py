@@ -1,0 +1,44 @@
+"""Each way to exchange keys and values, with activation recompute or without, gives one update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tests.support.gloo_pool import pool_of
+from tests.support.law import MAIN_MODEL, assert_law, law_job
+from tests.support.models import run_job
+from tests.support.recomputed_models import RecomputedModel
+
+pytestmark = pytest.mark.distributed
+
+RECOMPUTE: dict[str, dict[str, object]] = {
+    "none": {},
+    "core attention": {"granularity": "selective"},
+    "full": {"granularity": "full", "method": "uniform", "num_layers_recomputed": 1},
+}
+MODEL = replace(MAIN_MODEL, num_layers=2)
+
+
+@dataclass(frozen=True)
+class ExchangingModel(RecomputedModel):
+    """A small model whose context-parallel ranks exchange in one way."""
+
+    cp_comm_type: str = "auto"
+
+    def transformer(self) -> TransformerConfig:
+        config = super().transformer()
+        config.cp_comm_type = self.cp_comm_type
+        return config
+
+
+@pytest.mark.parametrize("way", ["all_gather", "a2a"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("text", ["cp2pp2", "tp2cp2"])
+def test_same_update(text: str, recompute: str, way: str) -> None:
+    job = law_job(4, text, MODEL)
+    values = {field.name: getattr(MODEL, field.name) for field in fields(MODEL)}
+    model = ExchangingModel(**values, **RECOMPUTE[recompute], cp_comm_type=way)  # type: ignore[arg-type]
+    assert_law(job, pool_of(4).run(run_job, replace(job, model=model)))
