@@ -28,6 +28,8 @@ TRAINING_LOOP_HASHES = {
     "megatron.training.training:get_megatron_optimizer": "b473223298c43430",
     "megatron.training.training:build_train_valid_test_data_iterators": "d12ed278f953cc10",
     "megatron.training.training:consume_seqlen_stats_in_iteration": "11adaf9837000c6c",
+    "megatron.training.training:save_checkpoint": "b652984ca8c8309d",
+    "megatron.training.training:load_checkpoint": "4f03d48a79382b8c",
     "megatron.training.training:training_log": "5e34a182d566e325",
     "megatron.training.training:print_rank_last": "a408eeba0100cc6c",
     "megatron.training.training:report_theoretical_memory": "8f498c2b52a6fb61",

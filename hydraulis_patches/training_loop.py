@@ -16,7 +16,7 @@ class LoopReplacements(Protocol):
 
     @property
     def train_step(self) -> Callable[..., Any]:
-        """With upstream's parameters, as are the next four."""
+        """With upstream's parameters, as are the next six."""
 
     @property
     def evaluate(self) -> Callable[..., Any]: ...
@@ -29,6 +29,12 @@ class LoopReplacements(Protocol):
 
     @property
     def consume_seqlen_stats_in_iteration(self) -> Callable[..., Any]: ...
+
+    @property
+    def save_checkpoint(self) -> Callable[..., Any]: ...
+
+    @property
+    def load_checkpoint(self) -> Callable[..., Any]: ...
 
     def around_training_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
         """A wrapper of upstream's function."""
@@ -74,6 +80,18 @@ REPLACED = (
         "consume_seqlen_stats_in_iteration",
         "adds up over parallel_state's groups, which stay uninitialised; the plan knows the sums",
         "upstream takes the statistics from the train step",
+    ),
+    _patch(
+        "save_checkpoint",
+        "rewrites the file that names the latest checkpoint in place, copies all that it saves, "
+        "and asks parallel_state",
+        "upstream publishes a checkpoint by a rename and takes the writer as an argument",
+    ),
+    _patch(
+        "load_checkpoint",
+        "starts from scratch where nothing can be loaded, loads what does not fit as far as it "
+        "goes, and unpickles what it reads without weights_only",
+        "upstream fails in all three cases",
     ),
 )
 

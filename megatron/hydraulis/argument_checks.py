@@ -12,6 +12,7 @@ from megatron.hydraulis.errors import ConfigurationError
 
 __all__ = [
     "check_batch",
+    "check_checkpoints",
     "check_data",
     "check_device",
     "check_learning_rate",
@@ -47,6 +48,8 @@ _POSITIVE = (
     "vocab_size",
     "padded_vocab_size",
     "log_interval",
+    "save_interval",
+    "ckpt_step",
     "eval_interval",
     "tensorboard_log_interval",
     "distributed_timeout_minutes",
@@ -271,6 +274,22 @@ def check_layers(args: argparse.Namespace, *, has_cuda: bool) -> None:
             "which the model would be; set CUDA_VISIBLE_DEVICES= to train on the CPU, or leave "
             "the flag out to train on the GPU"
         )
+
+
+def check_checkpoints(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
+    """Raise ConfigurationError for flags of checkpoints that say nothing without another one."""
+    if args.save is not None and args.save_interval is None:
+        raise ConfigurationError(
+            f"--save {args.save} says where but not when; give --save-interval in iterations"
+        )
+    for option, is_set, needed, value in (
+        ("--keep-last", hydraulis.keep_last is not None, "--save", args.save),
+        ("--load-fallback", hydraulis.load_fallback, "--load", args.load),
+    ):
+        if is_set and value is None:
+            raise ConfigurationError(
+                f"{option} is about {needed}, which is missing; give {needed} DIR or remove it"
+            )
 
 
 def check_wandb(args: argparse.Namespace) -> None:

@@ -69,3 +69,5 @@ def _set_always(args: argparse.Namespace) -> None:
     args.reset_attention_mask = True
     args.log_throughput = True
     args.enable_one_logger = False
+    # What we write: every rectangle of the state in global coordinates.
+    args.dist_ckpt_optim_fully_reshardable = True

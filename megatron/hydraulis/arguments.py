@@ -103,6 +103,7 @@ def parse_arguments(
     argument_checks.check_device(args, has_cuda=has_cuda)
     argument_checks.check_layers(args, has_cuda=has_cuda)
     argument_checks.check_wandb(args)
+    argument_checks.check_checkpoints(args, hydraulis)
     if needs_data:
         argument_checks.check_data(args)
 
@@ -192,8 +193,11 @@ def _validate_as_one_group(args: argparse.Namespace, rank: int) -> None:
     args._is_global_batch_size_explicitly_specified = True
     args.rank = rank
     args.world_size = 1
+    # Upstream has --async-save only with a worker that needs CUDA; ours is another.
+    args.use_persistent_ckpt_worker = args.async_save
     with _upstream_errors():
         validate_args(args)
+    args.use_persistent_ckpt_worker = False
 
 
 @contextlib.contextmanager

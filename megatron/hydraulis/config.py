@@ -129,6 +129,14 @@ class HydraulisConfig:
     """Seconds that the emulation takes for each second of the emulated device (ratio): 0.1 runs ten
     times as fast. Default: 1."""
 
+    keep_last: int | None = field(default=None, metadata=_flag("K"))
+    """Newest checkpoints kept in --save (checkpoints); older ones are deleted. Default: all
+    are kept."""
+
+    load_fallback: bool = False
+    """If the checkpoint that --load names is damaged or incomplete, load the newest earlier one
+    that is whole, and say so, instead of stopping with an error."""
+
     trace: Path | None = field(default=None, metadata=_flag("DIR"))
     """Folder for a trace to look at in Perfetto or Chrome: planned and measured spans of every
     rank. Default: not written."""
@@ -168,6 +176,7 @@ class HydraulisConfig:
             "max_tokens_per_micro_batch",
             "ranks_per_node",
             "num_ranks",
+            "keep_last",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -75,6 +75,8 @@ _HUGGING_FACE = Need(
     values=("HuggingFaceTokenizer", "GPT2BPETokenizer"),
 )
 _FULL = Need("recompute_granularity", "--recompute-granularity full", values=("full",))
+_SAVE = Need("save", "--save")
+_LOAD = Need("load", "--load")
 _WANDB = Need("wandb_project", "--wandb-project")
 _TOKENIZERS = (
     "GPT2BPETokenizer",
@@ -167,9 +169,7 @@ _BATCH = {
     "--reset-attention-mask": _always("attention stays inside a sequence"),
     "--exit-interval": Honoured("upstream's loop ends after a multiple of it"),
     "--exit-duration-in-mins": Honoured("upstream's loop ends after that time (minutes)"),
-    "--exit-signal-handler": Honoured(
-        "upstream's loop ends at a signal; nothing is saved", differs=True
-    ),
+    "--exit-signal-handler": Honoured("upstream's loop saves, if --save says where, and ends"),
     "--exit-signal": Honoured(
         "which signal that is", need=Need("exit_signal_handler", "--exit-signal-handler")
     ),
@@ -213,6 +213,36 @@ _OPTIMIZER = {
     "--use-distributed-optimizer": _always("state sharded over all ranks"),
     "--bf16": Honoured("bf16 parameters with fp32 master weights"),
     "--accumulate-allreduce-grads-in-fp32": _always("fp32 gradients"),
+}
+
+_CHECKPOINTS = {
+    "--save": Honoured("folder of the checkpoints"),
+    "--save-interval": Honoured("iterations between two checkpoints", need=_SAVE),
+    "--async-save": Honoured(
+        "written beside training by a fork of each rank", need=_SAVE, differs=True
+    ),
+    "--load": Honoured(
+        "folder of the checkpoint to go on from; without one only the first start of a run, with "
+        "--save the same, begins with iteration 1",
+        differs=True,
+    ),
+    "--ckpt-step": Honoured("iteration of that checkpoint, instead of the latest", need=_LOAD),
+    "--finetune": Honoured("its weights alone, training begins with iteration 1", need=_LOAD),
+    "--exit-on-missing-checkpoint": Honoured(
+        "an error also where the folder is that of --save", need=_LOAD, differs=True
+    ),
+    "--ckpt-format": Honoured(
+        "format of checkpoints",
+        only=("torch_dist",),
+        otherwise="this format cannot be read by other layouts of ranks; use torch_dist",
+    ),
+    "--dist-ckpt-optim-fully-reshardable": _always("optimizer state in global coordinates"),
+    "--override-opt_param-scheduler": Honoured(
+        "learning-rate schedule of the flags, not of the checkpoint", need=_LOAD
+    ),
+    "--use-checkpoint-opt_param-scheduler": Honoured(
+        "learning-rate schedule of the checkpoint, not of the flags", need=_LOAD
+    ),
 }
 
 _PARALLEL = {
@@ -296,6 +326,6 @@ _LOGGING = {
 }
 
 HONOURED: Mapping[str, Honoured] = MappingProxyType(
-    _MODEL | _BATCH | _OPTIMIZER | _PARALLEL | _DATA | _LOGGING
+    _MODEL | _BATCH | _OPTIMIZER | _CHECKPOINTS | _PARALLEL | _DATA | _LOGGING
 )
 """Primary option string -> how it is honoured."""

@@ -178,8 +178,9 @@ _FAMILIES = (
     ),
     Family(
         "checkpoints",
-        "saving and loading checkpoints comes in a later version",
-        _REMOVE,
+        "checkpoints have one format, are always read and written by all ranks, and hold whatever "
+        "a run needs to go on",
+        "use --save, --save-interval, --load, --async-save and --keep-last",
         r"override-ckpt|(override|use-checkpoint)-opt_?-?param|exit-on-missing|.*-ckpt-",
         ("checkpointing",),
     ),

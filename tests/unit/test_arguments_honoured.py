@@ -160,6 +160,26 @@ ROWS: dict[str, Row] = {
     "--accumulate-allreduce-grads-in-fp32": _args(
         "", "accumulate_allreduce_grads_in_fp32", True, always=True
     ),
+    # checkpoints
+    "--save": _args("{dir} --save-interval 2", "save", "{dir}"),
+    "--save-interval": _args("3", "save_interval", 3, beside="--save {dir} --save-interval 2"),
+    "--async-save": _args("", "async_save", True, beside="--save {dir} --save-interval 2"),
+    "--load": _args("{dir}", "load", "{dir}"),
+    "--ckpt-step": _args("4", "ckpt_step", 4, beside="--load {dir}"),
+    "--finetune": _args("", "finetune", True, beside="--load {dir}"),
+    "--exit-on-missing-checkpoint": _args(
+        "", "exit_on_missing_checkpoint", True, beside="--load {dir}"
+    ),
+    "--ckpt-format": _args("torch_dist", "ckpt_format", "torch_dist", always=True),
+    "--dist-ckpt-optim-fully-reshardable": _args(
+        "", "dist_ckpt_optim_fully_reshardable", True, always=True
+    ),
+    "--override-opt_param-scheduler": _args(
+        "", "override_opt_param_scheduler", True, beside="--load {dir}"
+    ),
+    "--use-checkpoint-opt_param-scheduler": _args(
+        "", "use_checkpoint_opt_param_scheduler", True, beside="--load {dir}"
+    ),
     # parallelism
     "--tensor-model-parallel-size": Row("2", "strategy", "4*tp2"),
     "--pipeline-model-parallel-size": Row("2", "strategy", "4*pp2"),

@@ -72,8 +72,8 @@ def test_every_option_that_is_not_honoured_is_refused_by_the_name_it_was_given()
         ("--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline", "--strategy"),
         ("--decoder-first-pipeline-num-layers 1", "pipeline layout", "'pp2:5,3'"),
         ("--max-seqlen-per-dp-cp-rank 8", "context parallelism", "name cp in --strategy"),
-        ("--save folder", "checkpoints", "later version"),
-        ("--load folder", "checkpoints", "later version"),
+        ("--no-save-optim", "checkpoints", "use --save"),
+        ("--ckpt-fully-parallel-load", "checkpoints", "use --save"),
         ("--fp16", "half precision with loss scaling", "--bf16"),
         ("--muon-momentum 0.9", "other optimizers", "AdamW"),
         ("--overlap-grad-reduce", "data-parallel wrappers", "canonical shards"),
@@ -120,10 +120,10 @@ def test_an_option_of_no_family_is_refused_too() -> None:
 
 def test_several_refused_options_are_named_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        flag_parser().parse(["--num-experts", "4", "--lr", "1", "--save=x", "--save", "y"])
+        flag_parser().parse(["--num-experts", "4", "--lr", "1", "--ict-load=x", "--ict-load", "y"])
     first, *lines = str(caught.value).split("\n  ")
     assert first == "2 options are not honoured:"
-    assert [line.split()[0] for line in lines] == ["--num-experts", "--save"]
+    assert [line.split()[0] for line in lines] == ["--num-experts", "--ict-load"]
 
 
 def test_an_option_given_its_default_value_is_given() -> None:

@@ -29,6 +29,7 @@ from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.description import describe, format_description
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.loop import error_report, run_folder
+from megatron.hydraulis.loop.checkpointing import RunCheckpoints
 from megatron.hydraulis.loop.devices import (
     check_devices,
     common_constants,
@@ -49,8 +50,8 @@ from megatron.hydraulis.observability.earlier_run import (
 )
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, surroundings_here
+from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import LossFunction, loss_func, make_forward_step
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.process_groups import device_of_job, training_loop_collection
@@ -114,10 +115,10 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
         check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count())
         torch.cuda.set_device(args.local_rank)
     if rank == 0:
-        _warn_of_requeue()
+        _warn_of_requeue(loads=args.load is not None)
     job = _Job(resolved, hooks, has_cuda=has_cuda)
-    corpora = job.load_corpora()
     job.choose_core_attention()
+    corpora = job.load_corpora()
     job.check_limits(corpora)
     run_folder.make_folders(resolved)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -145,12 +146,12 @@ def _check_launcher(num_ranks: int) -> None:
         )
 
 
-def _warn_of_requeue() -> None:
+def _warn_of_requeue(*, loads: bool) -> None:
     restarts = os.environ.get("SLURM_RESTART_COUNT", "")
-    if restarts.isdigit() and int(restarts) > 0:
+    if restarts.isdigit() and int(restarts) > 0 and not loads:
         print(
-            f"warning: Slurm has queued this job again (restart {restarts}); there are no "
-            "checkpoints in this version, so training starts again from iteration 1",
+            f"warning: Slurm has queued this job again (restart {restarts}) but there is no "
+            "--load, so training starts again from iteration 1; give --save DIR --load DIR",
             file=sys.stderr,
             flush=True,
         )
@@ -164,8 +165,8 @@ class _Job:
         self._hooks = hooks
         self._has_cuda = has_cuda
         self._engine: Engine | None = None
-        self._profile = read_cost_profile(resolved)
         self._core_attention = CoreAttention("sdpa", "not chosen")
+        self._profile = read_cost_profile(resolved)
         self._emulation = Emulation.of(resolved.hydraulis, self._profile, has_cuda=has_cuda)
         rank = int(os.environ.get("RANK", "0"))
         self._device = constants_of_this_rank(
@@ -189,7 +190,6 @@ class _Job:
                 print(f"{corpus.name + ' data':<12} {corpus.report}")
                 print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
 
-    def load_corpora(self) -> Corpora:
     def choose_core_attention(self) -> None:
         """Find out which core attention there is; needs this rank's device to be the current one.
 
@@ -199,6 +199,7 @@ class _Job:
         here = surroundings_here(dtype=args.params_dtype, head_size=args.kv_channels)
         self._core_attention = choose(self._resolved.hydraulis.core_attention, here)
 
+    def load_corpora(self) -> Corpora:
         """Training, validation and test data, of which only the index is read.
 
         Raises ConfigurationError, DataError.
@@ -260,11 +261,11 @@ class _Job:
             run_folder.write_configuration(resolved, self._planning, corpora)
             if self._emulation is not None:
                 print(f"warning: {self._emulation.notice}", file=sys.stderr, flush=True)
-            for line in self._planning.left_out:
             print(
                 f"core attention: {self._core_attention.name} ({self._core_attention.why})",
                 flush=True,
             )
+            for line in self._planning.left_out:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
             for corpus in corpora:
                 if corpus is not None:
@@ -274,8 +275,15 @@ class _Job:
         metrics = MetricsWriter(run_dir) if is_last_rank else None
         trace = self._run_trace(store)
         refit = RunRefit.of(hydraulis, self._planning, store, has_cuda=self._has_cuda)
+        checkpoints = RunCheckpoints(resolved, self._planning)
+        checkpoints.check_save_folder()
         loop = TrainingLoop(
-            hydraulis, lambda: self._iterators(corpora, store), metrics, trace, refit
+            hydraulis,
+            lambda: self._iterators(corpora, store, checkpoints),
+            metrics,
+            trace,
+            refit,
+            checkpoints=checkpoints,
         )
         install_globals(resolved)
         model_config = gpt_model_config(args, HydraulisModelConfig)
@@ -286,6 +294,7 @@ class _Job:
         model_config.num_tokens_in_vocabulary = resolved.vocabulary.size
         model_config.uses_sequence_parallel = hydraulis.sequence_parallel
         model_config.model_provider = self._hooks.model_provider
+        model_config.core_attention = self._core_attention.name
         of_self = dist.new_group(
             [rank],
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
@@ -294,7 +303,6 @@ class _Job:
         )
         forward_step = make_forward_step(self._hooks.loss_func)
         if self._emulation is not None:
-        model_config.core_attention = self._core_attention.name
             forward_step = self._emulation.around(forward_step)
         apply_training_loop(loop, has_cuda=self._has_cuda)
         ends_properly = False
@@ -312,6 +320,10 @@ class _Job:
             ends_properly = True  # an exit condition of upstream
             raise
         finally:
+            if ends_properly:
+                checkpoints.finish()
+            else:
+                checkpoints.abandon()
             if self._engine is not None and ends_properly:
                 self._engine.close()
             if self._emulation is not None and ends_properly:
@@ -360,7 +372,9 @@ class _Job:
         )
         return self._engine
 
-    def _iterators(self, corpora: Corpora, store: dist.Store) -> Iterators:
+    def _iterators(
+        self, corpora: Corpora, store: dist.Store, checkpoints: RunCheckpoints
+    ) -> Iterators:
         args, hydraulis = self._resolved.args, self._resolved.hydraulis
         batch_tokens = hydraulis.global_batch_tokens
         size = {
@@ -378,6 +392,8 @@ class _Job:
                 if is_training
                 else EvaluationSampler(corpus.lengths, corpus.groups, **size)
             )
+            if is_training and checkpoints.sampler_state is not None:
+                sampler.load_state_dict(checkpoints.sampler_state)
             iterators.append(
                 PlannedBatches(
                     corpus,
@@ -392,6 +408,7 @@ class _Job:
                     num_ahead=hydraulis.plan_ahead if is_training else 0,
                     plan_dir=hydraulis.plan_dir if is_training else None,
                     run_as=None if self._emulation is None else self._emulation.shorten,
+                    first_iteration=checkpoints.first_iteration if is_training else 0,
                 )
             )
         train, valid, test = iterators

@@ -27,7 +27,7 @@ def make_folders(resolved: Resolved) -> None:
     """Make the folders of the run, on every rank: a rank that failed later would be waited for.
 
     Raises ConfigurationError for one that cannot be written, and for a --plan-dir that holds plans
-    already: those of two runs could not be told apart.
+    already, unless the run goes on from a checkpoint: those of two runs could not be told apart.
     """
     hydraulis = resolved.hydraulis
     folders = {
@@ -35,8 +35,9 @@ def make_folders(resolved: Resolved) -> None:
         "--plan-dir": hydraulis.plan_dir,
         "--trace": hydraulis.trace,
         "--tensorboard-dir": resolved.args.tensorboard_dir,
+        "--save": resolved.args.save,
     }
-    if hydraulis.plan_dir is not None:
+    if hydraulis.plan_dir is not None and resolved.args.load is None:
         num_plans = sum(1 for _ in Path(hydraulis.plan_dir).glob(_PLAN_FILES))
         if num_plans:
             raise ConfigurationError(

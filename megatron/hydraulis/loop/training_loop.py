@@ -16,6 +16,7 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 
 from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError
+from megatron.hydraulis.loop.checkpointing import RunCheckpoints
 from megatron.hydraulis.loop.log_interval import LogInterval
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
@@ -54,6 +55,7 @@ class TrainingLoop:
         metrics: where records go; None on ranks that do not log.
         trace: of this rank; None where nothing is traced.
         refit: of the cost profile; None where it is not asked for.
+        checkpoints: of the run.
     """
 
     def __init__(
@@ -63,7 +65,10 @@ class TrainingLoop:
         metrics: MetricsWriter | None,
         trace: RunTrace | None = None,
         refit: RunRefit | None = None,
+        *,
+        checkpoints: RunCheckpoints,
     ) -> None:
+        self._checkpoints = checkpoints
         self._refit = refit
         self._trace = trace
         self._hydraulis = hydraulis
@@ -75,7 +80,6 @@ class TrainingLoop:
         """Of the last global batch."""
         self._num_consumed: int | None = None
         """Sequences after the last step, by the plans."""
-        self._num_marked_plans = 0
         self._is_logging = False
 
     # --- replaced: get_megatron_optimizer ---------------------------------------------------
@@ -124,6 +128,7 @@ class TrainingLoop:
         """One planned iteration; returns upstream's eight values."""
         args = get_args()
         engine = model[0].engine
+        self._checkpoints.poll()
         self._check_consumed(args)
         start_s = time.perf_counter()
         number = (iteration or 0) + 1
@@ -156,6 +161,18 @@ class TrainingLoop:
         losses = {"lm loss": loss} if outcome.loss.num_tokens else {}
         skipped = 0 if outcome.updated else 1
         return losses, skipped, False, False, 0, outcome.gradient_norm, None, None
+
+    # --- replaced: save_checkpoint, load_checkpoint -----------------------------------------
+
+    @property
+    def save_checkpoint(self) -> Callable[..., None]:
+        """Ours, with upstream's parameters."""
+        return self._checkpoints.save_checkpoint
+
+    @property
+    def load_checkpoint(self) -> Callable[..., tuple[int, float]]:
+        """Ours, with upstream's parameters."""
+        return self._checkpoints.load_checkpoint
 
     # --- replaced: consume_seqlen_stats_in_iteration ----------------------------------------
 
@@ -285,7 +302,8 @@ class TrainingLoop:
     ) -> None:
         plan = planned.plan
         status = plan_status(plan)
-        self._num_marked_plans += is_marked(status)
+        counters = self._checkpoints.counters
+        counters.num_marked_plans += is_marked(status)
         record = IterationRecord(
             iteration=number,
             lm_loss=outcome.loss.mean if outcome.loss.num_tokens else None,
@@ -306,7 +324,7 @@ class TrainingLoop:
             replica_times_s=tuple(replica.predicted_time_s for replica in plan.replicas),
             plan_status=status,
             plan_gap=None if plan.dispatch is None else plan.dispatch.gap,
-            num_marked_plans=self._num_marked_plans,
+            num_marked_plans=counters.num_marked_plans,
             regroup_bytes=outcome.regroup_bytes,
             gather_wait_s=outcome.gather_wait_s,
             scatter_wait_s=outcome.scatter_wait_s,

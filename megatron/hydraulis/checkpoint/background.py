@@ -1,0 +1,94 @@
+"""Writing beside training: a fork of the rank writes the state as it was when it was forked.
+
+The fork shares memory with the rank until one of them changes it, so nothing is copied before
+training goes on. It touches files and tensors of the host, never a device or a process group.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+from functools import partial
+from typing import IO, Any
+
+import torch
+
+from megatron.hydraulis.checkpoint.writer import ShardWriter, Written
+
+__all__ = ["BackgroundWrite"]
+
+NICENESS = 5
+"""Training goes first where cores are few."""
+_SIGNALS_OF_THE_JOB = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+"""The rank answers them, and waits for this process before it ends."""
+
+
+class BackgroundWrite:
+    """One rank's write in a process of its own.
+
+    Args:
+        writer: planned; its tensors must be in the host's memory.
+    """
+
+    def __init__(self, writer: ShardWriter) -> None:
+        # A file, not a pipe: the process must be able to end before anybody reads its answer.
+        self._answer: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(
+            target=_run, args=(writer, self._answer, os.getpid()), daemon=True
+        )
+        self._process.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would not wait."""
+        return not self._process.is_alive()
+
+    def result(self) -> Written:
+        """What was written, once it is. Raises OSError, RuntimeError for a process that died."""
+        self._process.join()
+        status = self._process.exitcode
+        self._answer.seek(0)
+        raw = self._answer.read()
+        self._answer.close()
+        if status != 0 or not raw:
+            raise RuntimeError(f"the process that writes ended with status {status}")
+        answer: Any = pickle.loads(raw)  # of this very process's child
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def abandon(self) -> None:
+        """End it; nobody wants the result."""
+        self._process.kill()
+        self._process.join()
+        self._answer.close()
+
+
+def _run(writer: ShardWriter, answer: IO[bytes], parent: int) -> None:
+    """In the fork."""
+    for name in _SIGNALS_OF_THE_JOB:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    gc.disable()  # collecting would touch, and so copy, every page of the rank's objects
+    torch.set_num_threads(1)  # the threads of the rank are not here
+    os.nice(NICENESS)
+    result: Written | Exception
+    try:
+        result = writer.write(goes_on=partial(_is_child_of, parent))
+    except Exception as error:
+        result = error if _is_told(error) else RuntimeError(f"{type(error).__name__}: {error}")
+    pickle.dump(result, answer)
+    answer.flush()
+
+
+def _is_child_of(parent: int) -> bool:
+    return os.getppid() == parent
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether it survives pickling, which an exception with a constructor of its own may not."""
+    return isinstance(error, OSError) and type(error).__module__ == "builtins"

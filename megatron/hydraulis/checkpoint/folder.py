@@ -1,0 +1,155 @@
+"""The folder of a run's checkpoints: upstream's names, and when a checkpoint counts as one.
+
+A checkpoint is written into a folder with a name of its own and renamed when it is complete, so
+that a folder ``iter_0000100`` never holds half of one. The file that names the latest is replaced
+by a rename as well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.hydraulis.errors import CheckpointError
+
+__all__ = ["LATEST_FILE_NAME", "RELEASE", "CheckpointFolder", "is_unfinished"]
+
+LATEST_FILE_NAME = "latest_checkpointed_iteration.txt"
+"""Upstream's name."""
+RELEASE = "release"
+"""What upstream calls weights without an iteration, in that file and as a folder."""
+
+_SAVING, _DELETING, _REPLACED = ".saving-", ".deleting-", ".replaced-"
+_ITERATION = re.compile(r"iter_(\d{7,18})")
+_MAX_LATEST_BYTES = 64
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """What ``--save`` and ``--load`` name."""
+
+    root: Path
+
+    def path_of(self, iteration: int) -> Path:
+        """Folder of a complete checkpoint."""
+        return self.root / f"iter_{iteration:07d}"
+
+    def path_while_saving(self, iteration: int) -> Path:
+        """Folder of the same checkpoint until it is complete."""
+        return self.root / f"{_SAVING}{self.path_of(iteration).name}"
+
+    @property
+    def iterations(self) -> tuple[int, ...]:
+        """Iterations that have a folder, in ascending order."""
+        if not self.root.is_dir():
+            return ()
+        found = (_ITERATION.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
+        return tuple(sorted(int(match[1]) for match in found if match))
+
+    def latest(self) -> int | str | None:
+        """What the file of the latest says: an iteration or `RELEASE`; None where there is none.
+
+        Raises CheckpointError for a file that says anything else.
+        """
+        path = self.root / LATEST_FILE_NAME
+        try:
+            with path.open("rb") as file:
+                text = file.read(_MAX_LATEST_BYTES + 1).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({error.strerror}); correct its permissions, or name an "
+                "iteration by --ckpt-step"
+            ) from error
+        if text == RELEASE:
+            return RELEASE
+        if not text.isascii() or not text.isdigit() or len(text) > _MAX_LATEST_BYTES // 4:
+            raise CheckpointError(
+                f"{path}: must hold the number of an iteration but holds {text[:32]!r}; write the "
+                f"right one of {_named(self.iterations)}, or name it by --ckpt-step"
+            )
+        return int(text)
+
+    def begin_saving(self, iteration: int) -> Path:
+        """An empty folder to write into; what an earlier attempt left there goes.
+
+        Raises OSError.
+        """
+        path = self.path_while_saving(iteration)
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir(parents=True)
+        return path
+
+    def publish(self, iteration: int) -> Path:
+        """What was written becomes the checkpoint of the iteration, and the latest.
+
+        An earlier one of the same iteration is replaced. Raises OSError.
+        """
+        path = self.path_of(iteration)
+        replaced = self.root / f"{_REPLACED}{path.name}"
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        if path.exists():
+            path.rename(replaced)
+        self.path_while_saving(iteration).rename(path)
+        _sync(self.root)
+        self.write_latest(iteration)
+        if replaced.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        return path
+
+    def write_latest(self, iteration: int) -> None:
+        """Name the latest checkpoint, at once or not at all. Raises OSError."""
+        path = self.root / LATEST_FILE_NAME
+        unfinished = self.root / f"{_SAVING}{LATEST_FILE_NAME}"
+        with unfinished.open("w") as file:
+            file.write(f"{iteration}")
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+        _sync(self.root)
+
+    def surplus(self, num_kept: int) -> tuple[int, ...]:
+        """Iterations older than the ``num_kept`` newest up to the latest one, oldest first."""
+        latest = self.latest()
+        if not isinstance(latest, int):
+            return ()
+        return tuple(i for i in self.iterations if i <= latest)[:-num_kept]
+
+    def delete(self, iteration: int) -> None:
+        """Delete a checkpoint; half of it never bears its name."""
+        doomed = self.root / f"{_DELETING}{self.path_of(iteration).name}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        self.path_of(iteration).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def remove_leftovers(self) -> None:
+        """Delete what interrupted saves and deletions left; nobody else may be saving here."""
+        if self.root.is_dir():
+            for path in self.root.iterdir():
+                if path.is_dir() and path.name.startswith((_SAVING, _DELETING, _REPLACED)):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a folder is one that a save has not finished, by its name."""
+    return path.name.startswith(_SAVING)
+
+
+def _named(iterations: Sequence[int]) -> str:
+    return ", ".join(map(str, iterations[-8:])) or "which there are none"
+
+
+def _sync(folder: Path) -> None:
+    """Make names in a folder survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

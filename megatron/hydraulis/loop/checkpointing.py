@@ -1,0 +1,362 @@
+"""Saving and loading of a run, in the place of upstream's two functions.
+
+Upstream's own would write the same format. They are replaced for what they do besides: start from
+scratch where nothing can be loaded, fill what does not fit as far as it goes, name a checkpoint the
+latest by rewriting a file in place, hold a copy of all that is saved, and unpickle what they read.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.training.global_vars import get_args
+
+from megatron.hydraulis.arguments import Resolved
+from megatron.hydraulis.checkpoint.folder import CheckpointFolder
+from megatron.hydraulis.checkpoint.loading import (
+    LoadedCheckpoint,
+    find_checkpoints,
+    load_first_whole,
+    read_rng_state,
+)
+from megatron.hydraulis.checkpoint.names import sharding_metadata, stored_parameters
+from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
+from megatron.hydraulis.checkpoint.takeover import model_of
+from megatron.hydraulis.description import describe
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from megatron.hydraulis.loop.model_container import ModelContainer
+from megatron.hydraulis.loop.planned_batches import PlannedBatches
+from megatron.hydraulis.loop.planning import Planning
+from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
+
+__all__ = ["LoopCounters", "RunCheckpoints"]
+
+UPSTREAM_VERSION = 3.0
+"""Of upstream's state dict."""
+_PLAIN = (str, int, float, bool, type(None))
+
+
+@dataclass
+class LoopCounters:
+    """What the loop counts over the whole run, beside upstream's counters."""
+
+    num_marked_plans: int = 0
+
+
+class RunCheckpoints:
+    """``--save`` and ``--load`` of one run.
+
+    Args:
+        resolved: the command line.
+        planning: of the run.
+    """
+
+    def __init__(self, resolved: Resolved, planning: Planning) -> None:
+        self._resolved = resolved
+        self._planning = planning
+        self._saver: CheckpointSaver | None = None
+        self.counters = LoopCounters()
+        self.first_iteration = 0
+        """Iterations that were trained before this start."""
+        self.sampler_state: Mapping[str, Any] | None = None
+        """Of the training data; None where it begins."""
+
+    # --- replaced: save_checkpoint ----------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        iteration: int,
+        model: list[ModelContainer],
+        optimizer: ShardedAdamW,
+        opt_param_scheduler: Any,
+        num_floating_point_operations_so_far: float,
+        checkpointing_context: Any = None,
+        pipeline_rank: Any = None,
+        expert_rank: Any = None,
+        tensor_rank: Any = None,
+        pipeline_parallel: Any = None,
+        expert_parallel: Any = None,
+        non_persistent_ckpt: bool = False,
+        train_data_iterator: PlannedBatches | None = None,
+        preprocess_common_state_dict_fn: Any = None,
+        release: bool = False,
+        tp_group: Any = None,
+        pp_group: Any = None,
+        dp_cp_group: Any = None,
+        dp_group: Any = None,
+        expt_dp_group: Any = None,
+        rng_state_key_prefix: str = "",
+    ) -> None:
+        """Save at the end of an iteration. Collective; raises CheckpointError."""
+        assert train_data_iterator is not None
+        args = get_args()
+        self._saver_of(model[0]).save(
+            SavedState(
+                iteration=iteration,
+                model=self._model(),
+                state={
+                    "consumed_train_samples": args.consumed_train_samples,
+                    "consumed_valid_samples": args.consumed_valid_samples,
+                    "sampler": train_data_iterator.sampler_state,
+                    "planner": {
+                        "pool": {s.name: str(s) for s in self._planning.pool.strategies},
+                        "num_marked_plans": self.counters.num_marked_plans,
+                    },
+                },
+                configuration=describe(
+                    self._resolved,
+                    self._planning.costs,
+                    cost_model=self._planning.source,
+                    left_out=self._planning.left_out,
+                ),
+                upstream={
+                    "args": _plain_arguments(args),
+                    "checkpoint_version": UPSTREAM_VERSION,
+                    "iteration": iteration,
+                    "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+                    "opt_param_scheduler": opt_param_scheduler.state_dict(),
+                    "optimizer": _optimizer_entry(optimizer),
+                    "rng_state": _rng_entry(),
+                },
+            )
+        )
+
+    # --- replaced: load_checkpoint ----------------------------------------------------------
+
+    def load_checkpoint(
+        self,
+        ddp_model: list[ModelContainer],
+        optimizer: ShardedAdamW,
+        opt_param_scheduler: Any,
+        load_arg: str = "load",
+        strict: bool = True,
+        checkpointing_context: Any = None,
+        skip_load_to_model_and_opt: bool = False,
+        tp_group: Any = None,
+        pp_group: Any = None,
+        dp_cp_group: Any = None,
+        dp_group: Any = None,
+        expt_dp_group: Any = None,
+        rng_state_key_prefix: str = "",
+    ) -> tuple[int, float]:
+        """Load what ``--load`` names: (iterations trained, floating-point operations so far).
+
+        Collective. Raises CheckpointError, ConfigurationError.
+        """
+        args, hydraulis = get_args(), self._resolved.hydraulis
+        folder = CheckpointFolder(Path(args.load))
+        paths = find_checkpoints(
+            folder, iteration=args.ckpt_step, with_earlier=hydraulis.load_fallback
+        )
+        if not paths:
+            self._begin_without(folder, args)
+            return 0, 0.0
+        loaded = load_first_whole(
+            paths,
+            ddp_model[0].engine,
+            self._model(),
+            with_optimizer=not args.finetune,
+            log=partial(print, flush=True),
+        )
+        if not loaded.with_optimizer:
+            self._say(f"loaded the weights of {loaded.path}; training begins with iteration 1")
+            return 0, 0.0
+        upstream = loaded.upstream
+        _set_scheduler(opt_param_scheduler, upstream.scheduler, loaded.path)
+        args.consumed_train_samples = upstream.num_consumed_sequences
+        args.skipped_train_samples = 0
+        self.first_iteration = upstream.iteration
+        self._take_state(loaded, args)
+        self._tell(loaded)
+        return upstream.iteration, upstream.num_floating_point_operations
+
+    # --- around the loop --------------------------------------------------------------------
+
+    def check_save_folder(self) -> None:
+        """Refuse a ``--save`` folder with checkpoints that the run would not go on from.
+
+        Raises ConfigurationError. On rank 0 it also removes what an interrupted save left there.
+        """
+        save, load = self._resolved.args.save, self._resolved.args.load
+        if save is None:
+            return
+        folder = CheckpointFolder(Path(save))
+        there = folder.iterations
+        if there and load is None:
+            raise ConfigurationError(
+                f"--save {save} holds checkpoints, the newest of iteration {there[-1]}, but "
+                f"without --load the run starts from iteration 1 and would replace them; add "
+                f"--load {save} to go on, or name another folder"
+            )
+        if dist.get_rank() == 0:
+            folder.remove_leftovers()
+
+    def poll(self) -> None:
+        """Complete an asynchronous save that has ended. Collective; raises CheckpointError."""
+        if self._saver is not None:
+            self._saver.poll()
+
+    def finish(self) -> None:
+        """Complete what was begun. Collective; raises CheckpointError."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    def abandon(self) -> None:
+        """The run ends by an error: nobody completes anything any more."""
+        if self._saver is not None:
+            self._saver.abandon()
+
+    def _saver_of(self, container: ModelContainer) -> CheckpointSaver:
+        if self._saver is None:
+            engine = container.engine
+            self._saver = CheckpointSaver(
+                CheckpointFolder(Path(self._resolved.args.save)),
+                engine,
+                stored_parameters(engine.definition),
+                asynchronous=self._resolved.args.async_save,
+                keep_last=self._resolved.hydraulis.keep_last,
+                log=partial(print, flush=True),
+            )
+        return self._saver
+
+    def _model(self) -> dict[str, Any]:
+        return model_of(self._resolved.args) | {"vocab_size": self._resolved.vocabulary.size}
+
+    def _begin_without(self, folder: CheckpointFolder, args: Namespace) -> None:
+        """There is nothing to load: fine for the first start of a run, an error otherwise."""
+        is_own = args.save is not None and Path(args.save).resolve() == folder.root.resolve()
+        if not is_own or args.exit_on_missing_checkpoint:
+            raise CheckpointError(
+                f"--load {folder.root}: there is no checkpoint; correct the folder, or remove "
+                "--load to start from iteration 1 (a folder that is --save as well may be empty)"
+            )
+        self._say(
+            f"warning: there is no checkpoint in {folder.root} yet: training starts from scratch, "
+            "with iteration 1"
+        )
+
+    def _take_state(self, loaded: LoadedCheckpoint, args: Namespace) -> None:
+        manifest = loaded.manifest
+        if manifest is None:
+            self._say(
+                f"warning: {loaded.path} was written by plain Megatron: the order of the data is "
+                "another here and starts with its first sequence"
+            )
+            return
+        state = manifest.state
+        try:
+            self.sampler_state = dict(state["sampler"])
+            args.consumed_valid_samples = int(state["consumed_valid_samples"])
+            self.counters.num_marked_plans = int(state["planner"]["num_marked_plans"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{loaded.path}: the state of the run lacks {error}; load another checkpoint"
+            ) from error
+        _set_rng_state(loaded.path)
+
+    def _tell(self, loaded: LoadedCheckpoint) -> None:
+        self._say(
+            f"loaded {loaded.path}: {loaded.upstream.iteration} iterations, "
+            f"{loaded.upstream.num_consumed_sequences} sequences"
+        )
+        if loaded.manifest is None:
+            return
+        num_ranks, pool = dist.get_world_size(), self._planning.pool
+        if loaded.manifest.num_ranks != num_ranks:
+            self._say(f"it was written by {loaded.manifest.num_ranks} ranks, now {num_ranks} go on")
+        before = loaded.manifest.state["planner"].get("pool", {})
+        now = {strategy.name: str(strategy) for strategy in pool.strategies}
+        if before != now:
+            self._say(f"its pool was {_pool_text(before)}; now it is {_pool_text(now)}")
+
+    def _say(self, message: str) -> None:
+        if dist.get_rank() == 0:
+            print(message, flush=True)
+
+
+def _pool_text(pool: Mapping[str, str]) -> str:
+    return "; ".join(dict.fromkeys(pool.values()))
+
+
+def _plain_arguments(args: Namespace) -> Namespace:
+    """Upstream's arguments, as far as they can be read again without running code."""
+    return Namespace(**{key: value for key, value in vars(args).items() if _is_plain(value)})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return type(value) in _PLAIN
+
+
+def _optimizer_entry(optimizer: ShardedAdamW) -> dict[str, Any]:
+    """As upstream's distributed optimizer has it."""
+    num_steps = int(optimizer.num_steps.item())
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "decays")}
+        | {"step": num_steps, "is_expert_parallel": False, "is_decoupled_lr": False}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "optimizer": {"param_groups": groups},
+        "param_state_sharding_type": sharding_metadata()["distrib_optim_sharding_type"],
+    }
+
+
+def _rng_entry() -> ShardedObject:
+    """States of the generators, in upstream's form; nothing here draws from them in training."""
+    has_cuda = torch.cuda.is_available()
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state() if has_cuda else torch.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject("rng_state", [state], (1, 1), (0, 0), replica_id=dist.get_rank())
+
+
+def _set_rng_state(path: Path) -> None:
+    entry = read_rng_state(path)
+    try:
+        state = entry[0]
+        random.setstate(state["random_rng_state"])
+        np.random.set_state(state["np_rng_state"])
+        torch.set_rng_state(state["torch_rng_state"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda_rng_state"])
+        if state["rng_tracker_states"]:
+            tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: the states of the random-number generators cannot be set: "
+            f"{type(error).__name__}: {error}; load another checkpoint"
+        ) from error
+
+
+def _set_scheduler(scheduler: Any, state: Mapping[str, Any] | None, path: Path) -> None:
+    if state is None:
+        raise CheckpointError(
+            f"{path} has no state of the learning-rate schedule; take its weights alone by "
+            "--finetune, or load another checkpoint"
+        )
+    try:
+        scheduler.load_state_dict(state)
+    except AssertionError as error:
+        reason = str(error).removeprefix("OptimizerParamScheduler: ")
+        raise ConfigurationError(
+            f"the learning-rate schedule is not that of {path}: {reason}; give its flags again "
+            "(--train-iters and --global-batch-size among them), or choose by "
+            "--override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
+        ) from error
