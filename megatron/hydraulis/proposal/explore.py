@@ -1,11 +1,11 @@
 """Which mixes are worth the planner's bound, found by the quick estimate.
 
-Every regime is searched from the starts of starts.py by steepest descent over moves. Then pools are
-grown to the wanted size, and every member is moved towards what is best for the batches that it is
-the fastest for, as long as that helps.
+Every regime is searched from the starts of starts.py and from the best mixes known, by steepest
+descent over moves. Then pools are grown to the wanted size, and every member is moved towards what
+is best for the batches that it is the fastest for, as long as that helps.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,13 @@ from megatron.hydraulis.proposal.starts import range_mixes, single_scheme_mixes
 
 __all__ = ["Explorer"]
 
-_NUM_DESCENTS = 3
+_NUM_DESCENTS = 1
 """Starts of a regime from which the search goes on."""
 _NUM_KEPT = 3
 """Mixes of a descent, best first, that are remembered."""
-_MAX_REGIME_BATCHES = 10
+_MAX_REGIME_BATCHES = 6
 _MAX_STEPS = 40
-_MAX_POOL_ROUNDS = 3
+_MAX_POOL_ROUNDS = 1
 _LEAST_GAIN = 1e-4
 """Share of the time that a step has to win: less is below what the estimate can tell."""
 
@@ -56,7 +56,11 @@ class Explorer:
         step = -(-len(regime.batches) // _MAX_REGIME_BATCHES)
         batches = regime.batches[::step]
         starts = dict.fromkeys(
-            (*range_mixes(self._menu, self._fluid, batches), *single_scheme_mixes(self._menu))
+            (
+                *self._rows,
+                *range_mixes(self._menu, self._fluid, batches),
+                *single_scheme_mixes(self._menu),
+            )
         )
         means = self._means(tuple(starts), batches)
         order = np.argsort(means, kind="stable")
@@ -64,6 +68,13 @@ class Explorer:
             if np.isfinite(means[place]):
                 path = self._descend(tuple(starts)[place], float(means[place]), batches)
                 self.remember(path[-_NUM_KEPT:])
+
+    def learn(self, judged: Sequence[tuple[Mix, int, float]]) -> None:
+        """Estimate anew by what mixes are expected to need for batches, ms."""
+        self._fluid.learn(judged)
+        mixes = tuple(self._rows)
+        self._rows = {}
+        self.remember(mixes)
 
     def grow(self, size: int, on_size: Callable[[int], None]) -> None:
         """Remember the members of good pools of 1 to size mixes."""
@@ -79,8 +90,12 @@ class Explorer:
                 pool = self._best_pool(num, pool)
             on_size(num)
 
-    def shortlist(self, size: int, num: int) -> tuple[Mix, ...]:
-        """num mixes for the planner's bound: members of pools, then what pools gain most from."""
+    def shortlist(self, size: int, num: int, known: Collection[Mix] = ()) -> tuple[Mix, ...]:
+        """At most num mixes for the planner's bound that are not known yet.
+
+        Members of pools first, then what pools would gain most from if these were not there: the
+        estimate may be wrong.
+        """
         mixes = list(self._rows)
         times = self._with_longest(mixes)
         pool: tuple[int, ...] = ()
@@ -88,12 +103,13 @@ class Explorer:
         for count in range(1, size + 1):
             pool = select(times, count, pool)
             chosen |= dict.fromkeys(pool)
-        while len(chosen) < min(num, len(mixes)):
-            # What would be best if the chosen ones were not there: the estimate may be wrong.
+        new = [place for place in chosen if mixes[place] not in known]
+        while len(new) < num and len(chosen) < len(mixes):
             rest = [place for place in range(len(mixes)) if place not in chosen]
-            more = select(times[rest], min(size, num - len(chosen)))
-            chosen |= {rest[place]: None for place in more}
-        return tuple(mixes[place] for place in list(chosen)[:num])
+            more = [rest[place] for place in select(times[rest], size)]
+            chosen |= dict.fromkeys(more)
+            new += [place for place in more if mixes[place] not in known]
+        return tuple(mixes[place] for place in new[:num])
 
     def estimates_ms(self, mix: Mix) -> FloatArray:
         """Estimated times of all batches, shape (num_batches,)."""

@@ -8,6 +8,10 @@ no bound.
 ``w_jk`` is the work of bucket j on scheme k over the share of a replica's time that goes to work:
 the rest goes to the constant cost of micro-batches and to filling the pipeline.
 
+Whole sequences in whole micro-batches take longer than a fluid, some schemes more than others. By
+how much is learnt from mixes that the planner has judged: a stretch by the share of ranks that
+each scheme has, in pipelines, and in all.
+
 It says which mixes are worth the planner's bound, and nothing else.
 """
 
@@ -15,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import nnls
 
 from megatron.hydraulis.planner.packing import SchemeCost
 from megatron.hydraulis.proposal.menu import Menu, Mix
@@ -31,6 +36,10 @@ _MOST_MICRO_BATCHES = 256
 _FULL = 0.97
 """Tokens of a well-packed micro-batch over its limit."""
 _LEAST_SHARE = 1e-4
+_AT_FLOOR = 1.005
+"""Where the longest sequence alone takes the whole time but for this, the rest is not known."""
+_RIDGE = 1.0
+"""What keeps schemes like one another, in judged mixes that consist of one scheme alone."""
 _MAX_ELEMENTS = 300_000
 """Of an array, so that it stays in the cache; more mixes are taken in turns."""
 
@@ -64,6 +73,8 @@ class FluidModel:
         self._pass_ms = np.where(longest[..., None] <= limits, stages * one_ms, np.inf)
         self._pass_ms[np.broadcast_to(is_empty, self._pass_ms.shape)] = 0.0
         self._grid_ms, self._grid_shares = _work_shares(costs, batches)
+        # Of each scheme, of pipelines, of all.
+        self._stretches = np.zeros(len(costs) + 2)
 
     def mean_work_ms(self, batches: Sequence[int]) -> FloatArray:
         """Work of each bucket on each scheme, mean of batches: shape (num_buckets, num_schemes)."""
@@ -85,21 +96,53 @@ class FluidModel:
 
     def times_ms(self, mixes: Sequence[Mix], batches: Sequence[int]) -> FloatArray:
         """Estimated makespans, shape (num_mixes, len(batches)); inf where a batch does not fit."""
+        spread_ms, floor_ms = self._parts_ms(mixes, batches)
+        stretched_ms = spread_ms * (1.0 + self._features(mixes) @ self._stretches)[:, None]
+        times: FloatArray = np.maximum(stretched_ms, floor_ms)
+        return times
+
+    def learn(self, judged: Sequence[tuple[Mix, int, float]]) -> None:
+        """Take what mixes are expected to need for batches, ms, into later estimates."""
+        mixes = tuple(dict.fromkeys(mix for mix, _, _ in judged))
+        rows = {mix: row for row, mix in enumerate(mixes)}
+        spread_ms, floor_ms = self._parts_ms(mixes, range(len(self._work_ms)))
+        features = self._features(mixes)
+        num = len(self._menu.schemes)
+        known, ratios = [np.eye(num, num + 2) * np.sqrt(_RIDGE)], [np.zeros(num)]
+        for mix, batch, time_ms in judged:
+            row = rows[mix]
+            if time_ms > _AT_FLOOR * floor_ms[row, batch]:
+                known.append(features[row : row + 1])
+                ratios.append(np.array([time_ms / spread_ms[row, batch] - 1.0]))
+        self._stretches, _ = nnls(np.concatenate(known), np.concatenate(ratios))
+
+    def _features(self, mixes: Sequence[Mix]) -> FloatArray:
+        """Shares of all ranks of each scheme, of pipelines, and 1: (num_mixes, num_schemes + 2)."""
+        sizes = np.array(self._menu.sizes) / self._menu.num_ranks
+        is_pipeline = np.array([scheme.pp > 1 for scheme in self._menu.schemes])
+        shares = np.array(mixes).reshape(-1, len(sizes)) * sizes
+        return np.column_stack((shares, shares @ is_pipeline, np.ones(len(shares))))
+
+    def _parts_ms(
+        self, mixes: Sequence[Mix], batches: Sequence[int]
+    ) -> tuple[FloatArray, FloatArray]:
+        """Times of the fluid and of the longest sequence alone, as times_ms each."""
         if not mixes:
-            return np.zeros((0, len(batches)))
+            return np.zeros((0, len(batches))), np.zeros((0, len(batches)))
         counts = np.array(mixes, dtype=np.float64)
         num_classes = int((counts > 0).sum(axis=1).max())
         size = len(batches) * self._work_ms.shape[1] * num_classes
         step = max(1, _MAX_ELEMENTS // size)
         parts = [
-            self._times_ms(counts[start : start + step], num_classes, np.array(batches))
+            self._parts_of_some_ms(counts[start : start + step], num_classes, np.array(batches))
             for start in range(0, len(counts), step)
         ]
-        return np.concatenate(parts)
+        spreads_ms, floors_ms = zip(*parts, strict=True)
+        return np.concatenate(spreads_ms), np.concatenate(floors_ms)
 
-    def _times_ms(
+    def _parts_of_some_ms(
         self, counts: FloatArray, num_classes: int, batches: npt.NDArray[np.int64]
-    ) -> FloatArray:
+    ) -> tuple[FloatArray, FloatArray]:
         # Axes: mixes, batches, buckets, classes of the mix.
         chosen = np.argsort(-counts, axis=1, kind="stable")[:, :num_classes]
         num = np.take_along_axis(counts, chosen, axis=1)[:, None, :]
@@ -121,7 +164,7 @@ class FluidModel:
             is_able = pass_ms <= time_ms[:, :, None, None] * (1.0 + 1e-9)
             best_ms, weights = _spread(needed_ms, is_able, num, is_there, weights, num_updates)
             time_ms = np.maximum(best_ms, floor_ms)
-        return np.where(is_held, time_ms, np.inf)
+        return np.where(is_held, best_ms, np.inf), np.where(is_held, floor_ms, np.inf)
 
     def _shares(self, time_ms: FloatArray, chosen: npt.NDArray[np.int64]) -> FloatArray:
         """Share of work of each class of a mix within a time, from the grid."""

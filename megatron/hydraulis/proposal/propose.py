@@ -25,8 +25,13 @@ from megatron.hydraulis.strategy import Pool
 __all__ = ["propose"]
 
 _MS_PER_S = 1e3
-_SHORTLIST_PER_MEMBER = 4
-_MAX_IMPROVEMENTS = 2
+_NUM_ROUNDS = 5
+"""Of searching regimes by the estimate and learning from the planner's bounds."""
+_LEARNT_BATCHES = 6
+"""Batches that mixes are bounded for to learn from them."""
+_LEARNT_PER_MEMBER, _SHORTLIST_PER_MEMBER = 1, 2
+"""New mixes that are bounded in a round, and for all batches in the end, per strategy."""
+_MAX_IMPROVEMENTS = 1
 _MIN_REGIME_SHARE = 1.0 / 32.0
 """Of all batches: a smaller regime is searched together with the next longer one."""
 
@@ -110,19 +115,36 @@ def _steps(
 
 
 def _explore(steps: _Steps, max_strategies: int, on_progress: OnProgress) -> None:
-    what, num = "search", len(steps.regimes) + max_strategies + 1
-    for done, regime in enumerate(steps.regimes):
-        on_progress(what, done, num)
-        steps.explorer.search_regime(regime)
-    steps.explorer.grow(
-        max_strategies + 1, lambda size: on_progress(what, len(steps.regimes) + size, num)
+    num_regimes, done = len(steps.regimes), 0
+    total = _NUM_ROUNDS * (num_regimes + 1) + max_strategies + 1
+    for _ in range(_NUM_ROUNDS):
+        for regime in steps.regimes:
+            on_progress("search", done, total)
+            steps.explorer.search_regime(regime)
+            done += 1
+        _learn(steps, max_strategies)
+        done += 1
+    steps.explorer.grow(max_strategies + 1, lambda size: on_progress("search", done + size, total))
+
+
+def _learn(steps: _Steps, max_strategies: int) -> None:
+    """Better estimates from the planner's bounds of some mixes, for some batches."""
+    size, judge = max_strategies + 1, steps.judge
+    known = {mix for mix, _, _ in judge.judged()}
+    num_batches = len(judge.batches)
+    for mix in steps.explorer.shortlist(size, _LEARNT_PER_MEMBER * size, known):
+        estimates_ms = steps.explorer.estimates_ms(mix)
+        for batch in range(0, num_batches, -(-num_batches // _LEARNT_BATCHES)):
+            if judge.holds(mix, batch):
+                judge.bounded(mix, batch, float(estimates_ms[batch]))
+    steps.explorer.learn(
+        [(mix, batch, bounded.expected_ms) for mix, batch, bounded in judge.judged()]
     )
 
 
 def _bound(steps: _Steps, max_strategies: int, on_progress: OnProgress) -> None:
-    shortlist = steps.explorer.shortlist(
-        max_strategies + 1, _SHORTLIST_PER_MEMBER * (max_strategies + 1)
-    )
+    size = max_strategies + 1
+    shortlist = steps.explorer.shortlist(size, _SHORTLIST_PER_MEMBER * size)
     num = len(shortlist) + _MAX_IMPROVEMENTS
     done = 0
 

@@ -16,13 +16,16 @@ from megatron.hydraulis.proposal.selection import pool_times, select
 
 __all__ = ["Refiner"]
 
-_NUM_NEAR = 4
+_NUM_NEAR = 2
 """Neighbours of a member that are bounded for its batches."""
-_MAX_EXCHANGES = 8
+_MAX_EXCHANGES = 1
+_LEAST_EXCHANGE_GAIN = 2e-3
+"""Share of the mean time that has to be expected of other members to plan them."""
+_LEAST_MEMBER_GAIN = 1e-6
 _LEAST_GAIN = 1e-4
-_LEAST_PLAN_GAIN = 2e-3
+_LEAST_PLAN_GAIN = 4e-3
 """Share of a batch's time that has to be expected of a plan to make it."""
-_HOPELESS = 1.12
+_HOPELESS = 1.05
 """A quick estimate above the least one by more than this is not looked into: it is right to a few
 percent."""
 
@@ -79,15 +82,23 @@ class Refiner:
         self.settle(pool)
         best, best_ms = pool, self.mean_ms(pool)
         for _ in range(_MAX_EXCHANGES):
-            following = self._selected(size, pool)
-            if set(following) == set(pool):
+            pool = self._selected(size, self._useful(pool))
+            if not self.mean_ms(pool) < best_ms * (1.0 - _LEAST_EXCHANGE_GAIN):
                 break
-            pool = following
             self.settle(pool)
             mean_ms = self.mean_ms(pool)
             if mean_ms < best_ms:
                 best, best_ms = pool, mean_ms
-        return best
+        return self._useful(best)
+
+    def _useful(self, pool: Sequence[int]) -> tuple[int, ...]:
+        """The pool without members that others replace at no cost, the last ones first."""
+        kept, most_ms = list(pool), self.mean_ms(pool) * (1.0 + _LEAST_MEMBER_GAIN)
+        for row in reversed(pool):
+            others = [other for other in kept if other != row]
+            if self.mean_ms(others) <= most_ms:
+                kept = others
+        return tuple(kept)
 
     def settle(self, pool: Sequence[int]) -> None:
         """Plan until no strategy is expected to be noticeably faster than the fastest plan."""
