@@ -73,7 +73,7 @@ def test_help_of_every_number_of_ours_states_its_unit() -> None:
         if action.option_strings[0] not in flag_parser().upstream_options
     }
     numbers = [f.name for f in dataclasses.fields(HydraulisConfig) if f.type == int | None]
-    assert len(numbers) == 4
+    assert len(numbers) == 5
     for name in numbers:
         assert "(tokens)" in texts[name] or "(ranks)" in texts[name]
 
