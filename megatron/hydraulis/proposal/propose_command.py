@@ -120,10 +120,12 @@ def run(namespace: argparse.Namespace) -> int:
         console = Console(width=_WIDTH)
     for table in proposal_tables(proposal):
         console.print(table)
+        console.print()
     console.print(
         f"{proposal.num_mixes} strategies estimated closely, {proposal.num_bounds} bounds and "
         f"{proposal.num_plans} plans in {proposal.seconds:.1f} s"
-        + (f"; pool written to {namespace.out}" if namespace.out is not None else "")
+        + (f"; pool written to {namespace.out}" if namespace.out is not None else ""),
+        soft_wrap=True,
     )
     return 0
 

@@ -35,10 +35,11 @@ def _pool(proposal: Proposal) -> Table:
             _NONE if member.mean_s is None else f"{member.mean_s:.4f}",
             *gain,
         )
+    is_needed = any(member.gain_s is None for member in proposal.members)
+    why = f" ({_NONE}: only with it every sequence has a place)" if is_needed else ""
     table.caption = (
         f"Expected: {proposal.mean_s:.4f} s an iteration, mean of the plans of "
-        f"{proposal.num_batches} batches. Gain: what leaving the strategy out would cost "
-        f"({_NONE}: only with it every sequence has a place)."
+        f"{proposal.num_batches} batches. Gain: what leaving the strategy out would cost{why}."
     )
     table.caption_justify = "left"
     return table
