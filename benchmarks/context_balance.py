@@ -192,9 +192,9 @@ def run_flexsp(profile: ProfileCostModel, lengths: Sequence[int]) -> FlexspBatch
     )
     equal = [group for group in groups if group.max_tokens >= max(lengths)]
     return FlexspBatch(
-        static_s=_in_step_s(groups[-1], lengths, _rows_by_best_fit),
-        best_fit_s=min(_in_step_s(group, lengths, _rows_by_best_fit) for group in equal),
-        longest_first_s=min(_in_step_s(group, lengths, _rows_longest_first) for group in equal),
+        static_s=in_step_s(groups[-1], lengths, rows_by_best_fit),
+        best_fit_s=min(in_step_s(group, lengths, rows_by_best_fit) for group in equal),
+        longest_first_s=min(in_step_s(group, lengths, rows_longest_first) for group in equal),
         searched_s=min(_searched_s(groups, group.size, lengths) for group in equal),
         waves_s=plan.predicted_time_s,
         bound_s=plan.dispatch.bound_s,
@@ -202,7 +202,7 @@ def run_flexsp(profile: ProfileCostModel, lengths: Sequence[int]) -> FlexspBatch
     )
 
 
-def _in_step_s(
+def in_step_s(
     group: GroupCost,
     lengths: Sequence[int],
     rows_of: Callable[[GroupCost, Sequence[int]], list[list[int]]],
@@ -212,13 +212,13 @@ def _in_step_s(
     return math.fsum(falling[:: NUM_RANKS // group.size]) / 1e3
 
 
-def _rows_by_best_fit(group: GroupCost, lengths: Sequence[int]) -> list[list[int]]:
+def rows_by_best_fit(group: GroupCost, lengths: Sequence[int]) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     packed = best_fit(order, lengths, group.max_tokens)
     return [[lengths[i] for i in row] for row in packed]
 
 
-def _rows_longest_first(group: GroupCost, lengths: Sequence[int]) -> list[list[int]]:
+def rows_longest_first(group: GroupCost, lengths: Sequence[int]) -> list[list[int]]:
     """As many rows as fill whole steps and hold everything, dealt by tokens."""
     num_groups = NUM_RANKS // group.size
     num_steps = -(-sum(lengths) // (num_groups * group.max_tokens))

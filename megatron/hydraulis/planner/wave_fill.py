@@ -171,10 +171,12 @@ def fill(
                 return None
     if not groups:
         return None
-    if free:
-        # Columns without sequences run a row of padding.
-        for index in reversed(table.usable):
-            while free >= 1 << index:
-                free -= 1 << index
-                groups.append(OpenGroup(index, table.constants_ms[index], 0))
+    busy_ms = max(group.time_ms for group in groups)
+    while free:
+        # Columns without sequences run a row of padding: in wide groups, if these do not take long.
+        able = [index for index in table.usable if free >= 1 << index]
+        quick = [index for index in able if table.constants_ms[index] <= busy_ms]
+        index = quick[-1] if quick else min(able, key=table.constants_ms.__getitem__)
+        free -= 1 << index
+        groups.append(OpenGroup(index, table.constants_ms[index], 0))
     return Wave(groups, max(group.time_ms for group in groups)), left
