@@ -24,6 +24,18 @@ has_flag() {
     return 1
 }
 
+# Adds to program_flags all but those by which a run starts from the checkpoint of another.
+add_flags_but_where_to_start() {
+    while (($#)); do
+        case "$1" in
+            --load | --ckpt-step) shift ;;
+            --load=* | --ckpt-step=* | --finetune) ;;
+            *) program_flags+=("$1") ;;
+        esac
+        (($# == 0)) || shift
+    done
+}
+
 say() {
     echo "$(date -Is) $*"
 }
@@ -123,10 +135,12 @@ resolve_settings() {
         has_flag --save "$@" || program_flags+=(--save "$save_dir")
         has_flag --save-interval "$@" || program_flags+=(--save-interval "$save_interval")
     fi
-    program_flags+=("$@")
-    # Last, so that a job that goes on takes its own checkpoint, whatever it once started from.
     if [[ -n $save_dir && -f $save_dir/latest_checkpointed_iteration.txt ]]; then
+        # A job that goes on takes its own checkpoint, whatever it once started from.
+        add_flags_but_where_to_start "$@"
         program_flags+=(--load "$save_dir")
+    else
+        program_flags+=("$@")
     fi
 
     step=(srun --nodes "$num_nodes" --ntasks-per-node 1)
@@ -278,7 +292,7 @@ queue_again() {
 
 # Everything, as a job script does it; arguments are the flags of pretrain_gpt.py.
 run_job() {
-    local queues_again=1 asked='' status=0 training=''
+    local queues_again=1 asked='' status=0 is_told=0 training
     if [[ ${1:-} == --interactive ]]; then
         queues_again=0
         shift
@@ -299,9 +313,15 @@ run_job() {
 
     # USR1 is Slurm's warning before the time limit: save, end, queue again. TERM is a cancelled or
     # pre-empted job: save and end; whether it comes back is for Slurm to say.
-    trap 'asked=USR1; [[ -z $training ]] || kill -USR1 "$training" 2>/dev/null || true' USR1
-    trap 'asked=TERM; [[ -z $training ]] || kill -USR1 "$training" 2>/dev/null || true' TERM INT
+    # Traps only take notes, as bash runs them in the middle of anything.
+    trap 'asked=USR1' USR1
+    trap 'asked=TERM' TERM INT
     [[ $preflight == 0 ]] || run_preflight
+    if [[ -n $asked ]]; then
+        say "SIG$asked before training started"
+        [[ $asked != USR1 ]] || ((!queues_again)) || queue_again
+        return
+    fi
     say "training starts: $num_nodes nodes of $ranks_per_node ranks," \
         "rendezvous at $master_addr:$master_port, logs in $log_dir"
     "${training_step[@]}" &
@@ -310,6 +330,11 @@ run_job() {
     while true; do
         status=0
         wait "$training" || status=$?
+        if [[ -n $asked ]] && ((!is_told)); then
+            is_told=1
+            # srun hands USR1 on to every node.
+            kill -USR1 "$training" 2>/dev/null || true
+        fi
         kill -0 "$training" 2>/dev/null || break
     done
     trap - USR1 TERM INT
