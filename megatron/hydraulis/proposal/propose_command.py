@@ -124,8 +124,7 @@ def run(namespace: argparse.Namespace) -> int:
     console.print(
         f"{proposal.num_mixes} strategies estimated closely, {proposal.num_bounds} bounds and "
         f"{proposal.num_plans} plans in {proposal.seconds:.1f} s"
-        + (f"; pool written to {namespace.out}" if namespace.out is not None else ""),
-        soft_wrap=True,
+        + (f"; pool written to {namespace.out}" if namespace.out is not None else "")
     )
     return 0
 
