@@ -13,7 +13,6 @@ backward has hardly begun, so more of regrouping overlaps with them.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -108,20 +107,23 @@ class EmulatedDevice:
     def shorten(self, batch: PackedBatch, scheme: Scheme) -> EmulatedBatch:
         """The micro-batch as a replica of a scheme runs it: the first tp tokens of its row.
 
-        Fewer cannot be shared out over the ranks that tensor parallelism spreads a row over. The
-        row's last segment is taken for padding if it has any.
+        Fewer cannot be shared out over the ranks that tensor parallelism spreads a row over. A
+        context-parallel group of c ranks runs a row of one segment, of which each rank has the
+        first 2·tp tokens of its part, and takes the time of the scheme with cp = c.
 
         Raises StrategyError for a scheme that is not in the profile.
         """
-        borders = batch.cu_seqlens.tolist()
-        if batch.num_padding:
-            del borders[-1]
-        lengths = tuple(stop - start for start, stop in itertools.pairwise(borders))
-        time_s = self.cost_model.coefficients(scheme).time_ms(lengths) / MS_PER_S
+        size = batch.context_size
+        timed = scheme if scheme.cp == 1 else scheme.of_context_group(size)
+        lengths = batch.sequence_lengths
+        time_s = self.cost_model.coefficients(timed).time_ms(lengths) / MS_PER_S
         forward_s = FORWARD_SHARE * time_s
-        num_kept = min(scheme.tp, batch.tokens.size(-1))
-        num_trained = min(num_kept, batch.num_tokens)
-        kept = batch.cu_seqlens.clamp(max=num_kept).unique()
+        num_kept = min(scheme.tp * (1 if size == 1 else 2), batch.tokens.size(-1))
+        num_trained = int(batch.loss_mask[:, :num_kept].sum())
+        if size == 1:
+            kept = batch.cu_seqlens.clamp(max=num_kept).unique()
+        else:
+            kept = batch.cu_seqlens.new_tensor([0, num_kept * size])
         return EmulatedBatch(
             tokens=batch.tokens[:, :num_kept],
             labels=batch.labels[:, :num_kept],
@@ -132,6 +134,10 @@ class EmulatedDevice:
             max_seqlen=int(kept.diff().max()),
             num_tokens=num_trained,
             num_padding=num_kept - num_trained,
+            sequence_lengths=lengths,
+            context_size=size,
+            context_rank=batch.context_rank,
+            context_group=batch.context_group,
             lengths=lengths,
             forward_s=forward_s,
             backward_s=time_s - forward_s,

@@ -142,6 +142,56 @@ def test_only_the_beginning_of_the_row_is_run(lengths: tuple[int, ...], scheme: 
     assert batch.num_tokens + batch.num_padding == scheme.tp
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("lengths", [LENGTHS, (3,), ()])
+def test_a_context_group_takes_its_own_time_and_runs_a_short_row(
+    lengths: tuple[int, ...], size: int, rank: int
+) -> None:
+    tp = 2
+    rows = [(1, 0.5), (2, 0.25)]
+    device = EmulatedDevice(ProfileCostModel.from_json(context_profile(tp, rows), what="profile"))
+    part = pack(
+        [np.arange(length + 1) for length in lengths],
+        tp,
+        context_size=size,
+        context_rank=rank % size,
+        allow_empty=True,
+    )
+    batch = device.shorten(part, Scheme(tp=tp, cp=2, splits_cp=True))
+    time_s = (dict(rows)[size] * sum(lengths) + 7.0) / 1e3
+    assert batch.forward_s + batch.backward_s == pytest.approx(time_s, rel=1e-12)
+    num_kept = tp * (1 if size == 1 else 2)
+    assert batch.tokens.shape == (1, num_kept)
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens_padded.tolist()[-1] == num_kept * size
+    assert batch.num_tokens == int(batch.loss_mask.sum())
+    assert batch.num_tokens + batch.num_padding == num_kept
+    assert (batch.context_size, batch.context_rank) == (size, rank % size)
+    assert batch.lengths == batch.sequence_lengths == lengths
+
+
+def context_profile(tp: int, rows: list[tuple[int, float]]) -> dict[str, Any]:
+    """A cost profile of cp degrees and their time of a token."""
+    return {
+        "device": "imagined",
+        "source": "made for tests",
+        "date": "2026-01-01",
+        "schemes": [
+            {
+                "tp": tp,
+                "cp": cp,
+                "pp": 1,
+                "a_ms_per_token2": 0.0,
+                "b_ms_per_token": b_ms_per_token,
+                "c_ms": 7.0,
+                "max_tokens": 2000,
+            }
+            for cp, b_ms_per_token in rows
+        ],
+    }
+
+
 def test_a_scheme_that_was_not_measured_is_refused() -> None:
     with pytest.raises(StrategyError, match="not in the cost profile"):
         EmulatedDevice.read(A800).shorten(packed(), Scheme(tp=3))
