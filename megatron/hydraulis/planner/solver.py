@@ -388,6 +388,17 @@ def _worst_fraction(model: LinearModel, values: FloatArray) -> float:
     return float(np.abs(whole - np.rint(whole)).max(initial=0.0))
 
 
+def _implied_upper(model: LinearModel) -> FloatArray:
+    """Upper limits of columns, also those that follow from one row of no negative number."""
+    if (model.lower < 0.0).any():
+        return model.upper
+    is_bounding = np.isfinite(model.row_upper) & (model.matrix >= 0.0).all(axis=1)
+    rows, most = model.matrix[is_bounding], model.row_upper[is_bounding, None]
+    by_rows = np.divide(most, rows, out=np.full(rows.shape, np.inf), where=rows > 0.0)
+    upper: FloatArray = np.minimum(model.upper, by_rows.min(axis=0, initial=np.inf))
+    return upper
+
+
 def _proved_bound(model: LinearModel, row_duals: FloatArray) -> tuple[float, float]:
     """What prices of the rows prove of a linear program's optimum, and the size of the sum.
 
@@ -401,6 +412,9 @@ def _proved_bound(model: LinearModel, row_duals: FloatArray) -> tuple[float, flo
     reduced = model.cost - prices @ model.matrix
     limits = np.where(reduced > 0.0, model.lower, model.upper)
     reduced = np.where((np.abs(reduced) <= tolerance) & np.isinf(limits), 0.0, reduced)
+    if (np.isinf(limits) & (reduced < 0.0)).any():
+        # HiGHS's tolerance is one of its scaled model; here it may be more than that.
+        limits = np.where(reduced > 0.0, model.lower, _implied_upper(model))
     terms = np.concatenate(
         (
             prices * np.where(prices == 0.0, 0.0, row_limits),
