@@ -11,6 +11,7 @@ __all__ = [
     "DataError",
     "HydraulisError",
     "NonFiniteLossError",
+    "OutOfMemoryError",
     "PlanError",
     "StrategyError",
     "UpstreamVersionError",
@@ -43,6 +44,10 @@ class CheckpointError(HydraulisError):
 
 class NonFiniteLossError(HydraulisError):
     """The loss or the gradient norm became NaN or infinite."""
+
+
+class OutOfMemoryError(HydraulisError):
+    """Memory ran out, and the run cannot go on with smaller micro-batches."""
 
 
 class UpstreamVersionError(HydraulisError):

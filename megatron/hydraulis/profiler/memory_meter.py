@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["CpuMemory", "CudaMemory", "MemoryMeter", "is_out_of_memory"]
+__all__ = ["CpuMemory", "CudaMemory", "MemoryMeter"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -20,9 +20,6 @@ _BYTES_PER_KIB = 1024
 SHARE_OF_FREE_MEMORY = 0.9
 """Of the memory that is free when profiling begins, what ranks may take: the rest is for what the
 machine does beside it."""
-
-_NO_MEMORY_ON_CPU = "can't allocate memory"
-"""What torch's CPU allocator says."""
 
 
 class MemoryMeter(Protocol):
@@ -78,10 +75,3 @@ def free_share_bytes(num_ranks_of_node: int) -> int | None:
     if found is None:
         return None
     return int(SHARE_OF_FREE_MEMORY * int(found.group(1)) * _BYTES_PER_KIB / num_ranks_of_node)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch found no memory, on a device or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _NO_MEMORY_ON_CPU in str(error)

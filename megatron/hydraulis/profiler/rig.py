@@ -25,16 +25,12 @@ from megatron.hydraulis.profiler.measurements import (
     MeasuredStrategy,
     RegroupSpeed,
 )
-from megatron.hydraulis.profiler.memory_meter import (
-    CpuMemory,
-    CudaMemory,
-    MemoryMeter,
-    is_out_of_memory,
-)
+from megatron.hydraulis.profiler.memory_meter import CpuMemory, CudaMemory, MemoryMeter
 from megatron.hydraulis.profiler.survey import PointOutcome
 from megatron.hydraulis.runtime.cuda_clock import CudaClock
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import ForwardStep, make_forward_step
+from megatron.hydraulis.runtime.out_of_memory import is_out_of_memory
 from megatron.hydraulis.runtime.spans import (
     COMPUTE,
     REGROUP,

@@ -20,6 +20,14 @@ from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue
 from megatron.hydraulis.runtime.executor import RoleModel, run_micro_batches
 from megatron.hydraulis.runtime.forward_step import ForwardStep
 from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.runtime.out_of_memory import (
+    CountedForwardStep,
+    OutOfMemory,
+    SharedOutOfMemoryError,
+    free_what_is_left,
+    is_out_of_memory,
+    what_to_go_on_with,
+)
 from megatron.hydraulis.runtime.outcome import LossTotal, Phase, StepOutcome, untimed
 from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, Waits
 from megatron.hydraulis.runtime.process_groups import (
@@ -146,6 +154,8 @@ class Engine:
         self._settings: dict[str, _Setting] = {}
         self._bound_roles: dict[object, BoundRole] = {}
         self._is_training = True
+        self._out_of_memory: OutOfMemory | None = None
+        """Of this rank, in the last forward and backward."""
         self._gathered: tuple[str, GatherPass] | None = None
         """The strategy whose parameters are in the arena, or on their way there, and current."""
 
@@ -185,16 +195,20 @@ class Engine:
 
         Returns:
             The outcome. An iteration without trained tokens, or whose loss or gradient norm is not
-            finite, updates nothing: whether the run stops there is the caller's choice.
+            finite, or during which memory ran out on a replica of one rank, updates nothing:
+            whether the run stops there is the caller's choice.
+
+        Raises:
+            OutOfMemoryError: memory ran out on a replica of several ranks.
         """
         self.gather_waits.take_s()
         self.scatter_waits.take_s()
         setting, reports = self._gradients(strategy_name, batches, forward_step, phase)
         if callable(next_strategy):
             next_strategy = next_strategy() if self.rank == 0 else None
-        loss, bad, upcoming = self._total(setting, reports, next_strategy)
+        loss, bad, upcoming, num_without_memory = self._total(setting, reports, next_strategy)
         norm, updated = None, False
-        if loss.num_tokens and loss.is_finite:
+        if loss.num_tokens and loss.is_finite and not num_without_memory:
             with self._in_phase("optimizer", strategy_name, phase):
                 self.optimizer.divide_gradients(loss.num_tokens)
                 norm = self.optimizer.gradient_norm()
@@ -210,6 +224,8 @@ class Engine:
             regroup_bytes=traffic.received_bytes + traffic.sent_bytes,
             gather_wait_s=self.gather_waits.take_s(),
             scatter_wait_s=self.scatter_waits.take_s(),
+            num_ranks_without_memory=num_without_memory,
+            out_of_memory=self._out_of_memory,
         )
 
     def forward_backward(
@@ -224,9 +240,16 @@ class Engine:
 
         Returns:
             The loss, and the micro-batches of this rank whose loss is not finite.
+
+        Raises:
+            SharedOutOfMemoryError: on every rank, where memory ran out on replicas of one rank.
+            OutOfMemoryError: on the rank alone, where it is one of several of a replica.
         """
         setting, reports = self._gradients(strategy_name, batches, forward_step, phase)
-        return self._total(setting, reports)[:2]
+        loss, bad, _, num_without_memory = self._total(setting, reports)
+        if num_without_memory:
+            raise SharedOutOfMemoryError(self._out_of_memory, num_without_memory)
+        return loss, bad
 
     def evaluate(
         self, strategy_name: str, batches: Sequence[PackedBatch], forward_step: ForwardStep
@@ -288,7 +311,19 @@ class Engine:
             scatter = self._scatter_pass(setting)
             if not batches:
                 scatter.begin_last_backward()  # there is none to wait for
-            reports = self._run(setting, batches, forward_step, scatter)
+            self._out_of_memory = None
+            counted = CountedForwardStep(forward_step)
+            try:
+                reports = self._run(setting, batches, counted, scatter)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reports = []
+                self._out_of_memory = what_to_go_on_with(
+                    error, self.rank, setting.strategy, batches, counted.num_begun
+                )
+            if self._out_of_memory is not None:
+                free_what_is_left()  # now that the error, which held activations, is gone
         with self._in_phase("scatter", strategy_name, phase):
             scatter.finish()
             self._finish_gather()
@@ -393,13 +428,15 @@ class Engine:
         setting: _Setting,
         reports: Sequence[dict[str, Tensor]],
         next_strategy: str | None = None,
-    ) -> tuple[LossTotal, tuple[int, ...], str | None]:
+    ) -> tuple[LossTotal, tuple[int, ...], str | None, int]:
         """Sum over micro-batches, replicas and cp ranks, each part counted once; bad micro-batches.
 
-        And rank 0's word of the next strategy, which travels along so that all decide alike.
+        And rank 0's word of the next strategy, and the number of ranks without memory, which travel
+        along so that all decide alike.
         """
         names = [strategy.name for strategy in self.pool.strategies]
-        total = torch.zeros(3, dtype=torch.float64, device=self.device)
+        total = torch.zeros(4, dtype=torch.float64, device=self.device)
+        total[3] = self._out_of_memory is not None
         bad: list[int] = []
         if setting.model is not None and setting.model.reports_loss and reports:
             losses = torch.stack([_first_report(report) for report in reports]).double()
@@ -409,9 +446,10 @@ class Engine:
             total[2] = 1 + names.index(self.pool.strategy(next_strategy).name)
         with self._in_phase("loss", setting.strategy.name, untimed):
             dist.all_reduce(total)
-        loss_sum, num_tokens, number = total.tolist()
+        loss_sum, num_tokens, number, num_without_memory = total.tolist()
         told = names[round(number) - 1] if number else None
-        return LossTotal(loss_sum, round(num_tokens)), tuple(bad), told
+        loss = LossTotal(loss_sum, round(num_tokens))
+        return loss, tuple(bad), told, round(num_without_memory)
 
     def _build_setting(self, strategy: Strategy) -> _Setting:
         roles = self._roles(strategy)

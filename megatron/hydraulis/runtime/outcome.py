@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from megatron.hydraulis.runtime.out_of_memory import OutOfMemory
+
 Phase = Callable[[str], AbstractContextManager[object]]
 """``phase(name)`` is entered around every part of an iteration, by all ranks alike, idle ones
 included: 'gather' (left out where the parameters are there already or on their way),
@@ -56,3 +58,7 @@ class StepOutcome:
     """How long this rank's compute stood still for parameters."""
     scatter_wait_s: float = 0.0
     """How long it stood still for gradients."""
+    num_ranks_without_memory: int = 0
+    """Ranks whose memory ran out; equal on every rank. Where there are any, nothing is updated."""
+    out_of_memory: OutOfMemory | None = None
+    """What happened on this rank, if it is one of them."""

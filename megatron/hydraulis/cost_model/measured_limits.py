@@ -1,0 +1,123 @@
+"""Limits of tokens that measured memory allows, where a cost model promised more.
+
+Memory of a rank is taken as a straight line over the tokens of a micro-batch, as the memory model
+takes it (memory.py): what is there without any, and so much for each.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Strategy
+
+__all__ = [
+    "CappedCostModel",
+    "MemoryTrial",
+    "after_failure",
+    "allowed_tokens",
+    "caps_of_groups",
+    "lower",
+    "with_lower_limits",
+]
+
+SHARE_AFTER_FAILURE = 0.75
+"""What of a micro-batch that found no memory the next one may hold at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryTrial:
+    """What micro-batches of a scheme took on one rank, as many as are in flight at a time."""
+
+    num_tokens: int
+    """Of each, over all cp ranks, padding included."""
+    idle_bytes: int
+    """Before they were run, by this rank and whatever shares its device."""
+    peak_bytes: int
+    """Most while they ran."""
+    capacity_bytes: int
+    """What there is."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The slope of the line through the two measurements."""
+        return max(0, self.peak_bytes - self.idle_bytes) / self.num_tokens
+
+    def predicted_bytes(self, num_tokens: int) -> int:
+        """Peak with micro-batches of so many tokens."""
+        return round(self.idle_bytes + self.bytes_per_token * num_tokens)
+
+
+def allowed_tokens(limit: int, scheme: Scheme, trials: Iterable[MemoryTrial]) -> int:
+    """Most tokens of a micro-batch by the measurements of all ranks; never more than the limit.
+
+    A multiple of the scheme's token_quantum where it is less; 0 where not even one fits.
+    """
+    allowed = limit
+    for trial in trials:
+        if trial.predicted_bytes(allowed) <= trial.capacity_bytes:
+            continue
+        free = max(0, trial.capacity_bytes - trial.idle_bytes)
+        fitting = int(free / trial.bytes_per_token) if trial.bytes_per_token else 0
+        allowed = min(allowed, fitting // scheme.token_quantum * scheme.token_quantum)
+    return allowed
+
+
+def after_failure(num_tokens: int, scheme: Scheme) -> int:
+    """A limit below a micro-batch that found no memory; 0 where there is none."""
+    return int(num_tokens * SHARE_AFTER_FAILURE) // scheme.token_quantum * scheme.token_quantum
+
+
+def caps_of_groups(scheme: Scheme, num_tokens: int) -> dict[Scheme, int]:
+    """What a cap of a scheme means to the schemes that a cost model is asked for.
+
+    A rank holds the row's tokens over cp: the groups of a splitting width hold in proportion.
+    """
+    if not scheme.splits_cp:
+        return {scheme: num_tokens}
+    caps = {scheme: num_tokens}
+    for size in (1 << power for power in range(scheme.cp.bit_length())):
+        group = scheme.of_context_group(size)
+        held = num_tokens * size // scheme.cp
+        caps[group] = held // group.token_quantum * group.token_quantum
+    return caps
+
+
+def lower(caps: Mapping[Scheme, int], more: Mapping[Scheme, int]) -> dict[Scheme, int]:
+    """Of each scheme the lower cap."""
+    return {
+        scheme: min(found for found in (caps.get(scheme), more.get(scheme)) if found is not None)
+        for scheme in (*caps, *more)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class CappedCostModel:
+    """A cost model whose limits are no higher than memory allows; all else is the base's."""
+
+    base: CostModel
+    caps: tuple[tuple[Scheme, int], ...]
+
+    def coefficients(self, scheme: Scheme) -> Coefficients:
+        """The base's."""
+        return self.base.coefficients(scheme)
+
+    def max_tokens(self, scheme: Scheme) -> int:
+        """The base's, or the cap where that is lower."""
+        limit = self.base.max_tokens(scheme)
+        cap = dict(self.caps).get(scheme)
+        return limit if cap is None else min(limit, cap)
+
+    def overhead_ms(self, strategy: Strategy) -> float:
+        """The base's."""
+        return self.base.overhead_ms(strategy)
+
+
+def with_lower_limits(strategy: Strategy, caps: Mapping[Scheme, int]) -> Strategy | None:
+    """A strategy whose own limits are no higher than the caps; None where one would be below 1."""
+    limits = tuple(
+        (scheme, min(limit, caps.get(scheme, limit))) for scheme, limit in strategy.token_limits
+    )
+    if any(caps.get(scheme, 1) < 1 for scheme in strategy.schemes):
+        return None
+    return replace(strategy, token_limits=limits)

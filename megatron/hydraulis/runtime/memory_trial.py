@@ -1,0 +1,299 @@
+"""The largest micro-batches of every strategy, run once before training: what memory they take.
+
+So communicators, workspaces and the allocator's blocks are there before the first iteration, and a
+limit that memory does not bear out is lowered before a plan relies on it. Nothing of it reaches
+training: gradients are thrown away, parameters are not touched, random generators are put back.
+
+A micro-batch far below the limit is run first and the line through it says how large the second may
+be. So memory normally does not run out here, where on one rank of several it could not be mended:
+the others would be waiting in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron.hydraulis.cost_model.measured_limits import (
+    MemoryTrial,
+    after_failure,
+    allowed_tokens,
+)
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.errors import OutOfMemoryError
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.forward_step import ForwardStep
+from megatron.hydraulis.runtime.out_of_memory import SharedOutOfMemoryError, free_what_is_left
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Strategy
+
+__all__ = ["MemoryGauge", "TrialResult", "run_memory_trial", "trial_lengths"]
+
+FIRST_SHARE = 1 / 8
+"""Of the limit, what the micro-batch holds that is run first."""
+MAX_ATTEMPTS = 4
+"""Micro-batches of a scheme that are run, each smaller than the one before that found no memory."""
+HEADROOM_SHARE = 0.03
+"""Of a device's memory, what stays free of planned micro-batches: blocks of the allocator that fit
+nothing, and pages of segments that are half in use."""
+
+
+class MemoryGauge(Protocol):
+    """What memory this rank uses, of what there is."""
+
+    def restart(self) -> int:
+        """Forget the peak so far; bytes in use now."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Most since `restart`."""
+        ...
+
+    def capacity_bytes(self) -> int:
+        """What may be used."""
+        ...
+
+
+class CudaGauge:
+    """The current device: torch's own tensors and what else lies there, such as communicators."""
+
+    def restart(self) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return self._beside_bytes() + int(torch.cuda.memory_allocated())
+
+    def peak_bytes(self) -> int:
+        torch.cuda.synchronize()
+        return self._beside_bytes() + int(torch.cuda.max_memory_allocated())
+
+    def capacity_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info()[1] * (1 - HEADROOM_SHARE))
+
+    def _beside_bytes(self) -> int:
+        """Context, kernels, communicators, and other processes."""
+        free, total = torch.cuda.mem_get_info()
+        return max(0, total - free - int(torch.cuda.memory_reserved()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """What came out for one scheme of a strategy; equal on every rank."""
+
+    strategy: str
+    scheme: Scheme
+    promised_tokens: int
+    """The limit before."""
+    allowed_tokens: int
+    """The limit after."""
+    trial: MemoryTrial
+    """The last one, of the rank with the least to spare."""
+
+    @property
+    def text(self) -> str:
+        """A line for the log."""
+        gib = 2**30
+        line = (
+            f"memory trial: strategy '{self.strategy}', {self.scheme}: micro-batches of "
+            f"{self.trial.num_tokens:,} tokens take {self.trial.peak_bytes / gib:.2f} of "
+            f"{self.trial.capacity_bytes / gib:.2f} GiB"
+        )
+        if self.allowed_tokens < self.promised_tokens:
+            line += f"; limit {self.promised_tokens:,} -> {self.allowed_tokens:,} tokens"
+        return line
+
+
+def run_memory_trial(
+    engine: Engine,
+    strategy: Strategy,
+    limits: Callable[[Scheme], int],
+    forward_step: ForwardStep,
+    gauge: MemoryGauge,
+    *,
+    longest_tokens: int,
+    vocab_size: int,
+) -> tuple[TrialResult, ...]:
+    """Run the largest micro-batches of a strategy. Collective over all ranks.
+
+    Args:
+        engine: of the run; parameters, optimizer and random generators stay as they are.
+        strategy: of the engine's pool.
+        limits: tokens of a micro-batch, by scheme; equal on every rank.
+        forward_step: upstream's signature.
+        gauge: of this rank.
+        longest_tokens: the longest sequence there is.
+        vocab_size: random tokens lie below.
+
+    Returns:
+        One result a scheme, in the strategy's order.
+
+    Raises:
+        OutOfMemoryError: memory ran out on one rank of several of a replica, or with every attempt.
+    """
+    with _random_generators_kept(engine.device):
+        return _Trial(engine, strategy, forward_step, gauge, longest_tokens, vocab_size).results(
+            {scheme: limits(scheme) for scheme in strategy.schemes}
+        )
+
+
+def trial_lengths(num_tokens: int, longest_tokens: int, scheme: Scheme) -> tuple[int, ...]:
+    """Lengths of as few sequences as fill a row of so many tokens, but for less than a quantum."""
+    quantum = scheme.token_quantum
+    each = max(quantum, min(longest_tokens, num_tokens) // quantum * quantum)
+    num_whole, rest = divmod(num_tokens // quantum * quantum, each)
+    return (each,) * num_whole + ((rest,) if rest else ())
+
+
+class _Trial:
+    def __init__(
+        self,
+        engine: Engine,
+        strategy: Strategy,
+        forward_step: ForwardStep,
+        gauge: MemoryGauge,
+        longest_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        self._engine = engine
+        self._strategy = strategy
+        self._forward_step = forward_step
+        self._gauge = gauge
+        self._longest_tokens = longest_tokens
+        self._vocab_size = vocab_size
+
+    def results(self, promised: dict[Scheme, int]) -> tuple[TrialResult, ...]:
+        first = {
+            scheme: max(scheme.token_quantum, _rounded(limit * FIRST_SHARE, scheme))
+            for scheme, limit in promised.items()
+        }
+        trials = self._measure(first)
+        allowed = self._allowed(promised, trials)
+        self._run_small_groups()
+        for _ in range(MAX_ATTEMPTS):
+            second = {
+                scheme: max(scheme.token_quantum, _rounded(limit, scheme))
+                for scheme, limit in allowed.items()
+            }
+            found, failed = self._try(second)
+            if not failed:
+                allowed, trials = self._allowed(allowed, found), found
+                break
+            allowed |= {scheme: after_failure(second[scheme], scheme) for scheme in failed}
+        else:
+            raise OutOfMemoryError(
+                f"strategy '{self._strategy.name}': {MAX_ATTEMPTS} attempts found no memory, the "
+                f"last for micro-batches of "
+                + ", ".join(f"{num} tokens on {scheme}" for scheme, num in second.items())
+                + "; take the strategy out of the pool, or give a replica more ranks"
+            )
+        return tuple(
+            TrialResult(
+                strategy=self._strategy.name,
+                scheme=scheme,
+                promised_tokens=promised[scheme],
+                allowed_tokens=allowed[scheme],
+                trial=max(
+                    (trial for of, trial in trials if of == scheme),
+                    key=lambda trial: trial.peak_bytes - trial.capacity_bytes,
+                ),
+            )
+            for scheme in self._strategy.schemes
+        )
+
+    def _allowed(
+        self, limits: dict[Scheme, int], trials: Sequence[tuple[Scheme, MemoryTrial]]
+    ) -> dict[Scheme, int]:
+        return {
+            scheme: allowed_tokens(limit, scheme, (trial for of, trial in trials if of == scheme))
+            for scheme, limit in limits.items()
+        }
+
+    def _try(
+        self, num_tokens: dict[Scheme, int]
+    ) -> tuple[list[tuple[Scheme, MemoryTrial]], set[Scheme]]:
+        """What was measured, or the schemes whose micro-batches found no memory."""
+        try:
+            return self._measure(num_tokens), set()
+        except SharedOutOfMemoryError as error:
+            own = None if error.own is None else error.own.scheme
+        free_what_is_left()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        return [], {scheme for scheme in everyone if scheme is not None}
+
+    def _measure(self, num_tokens: dict[Scheme, int]) -> list[tuple[Scheme, MemoryTrial]]:
+        """Run as many micro-batches as the pipeline holds; what every rank with work measured."""
+        engine, strategy = self._engine, self._strategy
+        mine = strategy.replica_of(engine.rank)
+        batches = [] if mine is None else self._batches(mine.scheme, num_tokens[mine.scheme])
+        engine.gather(strategy.name)
+        engine.finish_regrouping()
+        idle_bytes = self._gauge.restart()
+        engine.forward_backward(strategy.name, batches, self._forward_step)
+        own = None
+        if mine is not None:
+            trial = MemoryTrial(
+                num_tokens=num_tokens[mine.scheme],
+                idle_bytes=idle_bytes,
+                peak_bytes=max(idle_bytes, self._gauge.peak_bytes()),
+                capacity_bytes=self._gauge.capacity_bytes(),
+            )
+            own = (mine.scheme, trial)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        return [found for found in everyone if found is not None]
+
+    def _run_small_groups(self) -> None:
+        """Groups of every size that a wave may have exchange something once."""
+        sizes = [s.cp for s in self._strategy.schemes if s.splits_cp]
+        widest = max(sizes, default=1)
+        for size in (1 << power for power in range(widest.bit_length() - 1)):
+            mine = self._strategy.replica_of(self._engine.rank)
+            batches: list[PackedBatch] = []
+            if mine is not None:
+                scheme = mine.scheme
+                group = size if scheme.splits_cp and size < scheme.cp else scheme.cp
+                batches = self._batches(scheme, 0, context_size=group)
+            self._engine.forward_backward(self._strategy.name, batches, self._forward_step)
+
+    def _batches(
+        self, scheme: Scheme, num_tokens: int, context_size: int | None = None
+    ) -> list[PackedBatch]:
+        """This rank's part of random micro-batches, as many as the pipeline is deep."""
+        context_size = context_size or scheme.cp
+        replica = self._strategy.replica_of(self._engine.rank)
+        position = None if replica is None else replica.position_of(self._engine.rank)
+        assert position is not None
+        lengths = trial_lengths(max(num_tokens, scheme.token_quantum), self._longest_tokens, scheme)
+        # The same on every rank of a replica.
+        rng = np.random.default_rng((num_tokens, scheme.num_ranks))
+        sequences = [rng.integers(0, self._vocab_size, size=length + 1) for length in lengths]
+        packed = pack(
+            sequences,
+            scheme.tp,
+            context_size=context_size,
+            context_rank=position.cp % context_size,
+        ).to(self._engine.device)
+        return [packed] * scheme.pp
+
+
+def _rounded(num_tokens: float, scheme: Scheme) -> int:
+    return int(num_tokens) // scheme.token_quantum * scheme.token_quantum
+
+
+@contextmanager
+def _random_generators_kept(device: torch.device) -> Iterator[None]:
+    """Torch's, on the CPU and the device, and those of Megatron's tracker are put back."""
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+    tracker.set_states(states)

@@ -1,0 +1,78 @@
+"""Memory that runs out in training, and that is tried out before it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.gloo_pool import pool_of
+from tests.support.law import law_job
+from tests.support.memory_probes import (
+    BYTES_PER_TOKEN,
+    IDLE_BYTES,
+    Ended,
+    TrialRun,
+    error_without_memory,
+    steps_without_memory,
+    train_after_trial,
+)
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("text", ["4*tp1", "tp2+2*tp1"])
+def test_a_rank_without_memory_ends_no_iteration_of_the_others(text: str) -> None:
+    job = law_job(4, text)
+    plain = pool_of(4).run(steps_without_memory, job, -1, 0)
+    runs: list[list[Ended]] = pool_of(4).run(steps_without_memory, job, 3, 0)
+    for rank, ((first, second), (expected, _)) in enumerate(zip(runs, plain, strict=True)):
+        assert not first.updated
+        assert first.num_ranks_without_memory == 1
+        assert (first.text is not None) == (rank == 3)
+        assert second.updated
+        assert second.num_ranks_without_memory == 0
+        # What was thrown away has left no trace.
+        np.testing.assert_array_equal(second.parameters, expected.parameters)
+    text_of_failing = runs[3][0].text
+    assert text_of_failing is not None
+    assert "rank 3 has no memory for micro-batch 0 of strategy" in text_of_failing
+    assert "tokens on tp1" in text_of_failing
+
+
+def test_a_rank_of_several_names_what_it_ran_and_ends() -> None:
+    for rank, text in enumerate(pool_of(2).run(error_without_memory, law_job(2, "tp2"))):
+        assert f"rank {rank} has no memory for micro-batch 0 of strategy 'tp2'" in text
+        assert "the other 1 ranks of the replica wait" in text
+
+
+@pytest.mark.parametrize("text", ["tp2pp2", "tp2+2*tp1", "cp4~"])
+def test_a_trial_changes_no_bit_of_training(text: str) -> None:
+    job = law_job(4, text)
+    runs: list[list[TrialRun]] = [
+        pool_of(4).run(train_after_trial, job, 96, 10**9, has_trial) for has_trial in (True, False)
+    ]
+    for tried, plain in zip(*runs, strict=True):
+        assert tried.losses == plain.losses
+        for mine, theirs in zip(tried.parameters, plain.parameters, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        assert all(promised == allowed for promised, allowed in tried.allowed.values())
+
+
+def test_measured_memory_lowers_limits_alike_on_all_ranks() -> None:
+    capacity = IDLE_BYTES + 50 * BYTES_PER_TOKEN
+    runs = trial_of("tp2+2*tp1", capacity)
+    assert runs[0].allowed == {"tp2+2*tp1: tp2": (96, 50), "tp2+2*tp1: tp1": (96, 50)}
+    assert all(run.allowed == runs[0].allowed for run in runs)
+
+
+def test_memory_that_runs_out_in_spite_of_the_first_measurement_lowers_the_limit() -> None:
+    runs = trial_of("4*tp1", 10**9, fails_above=60)
+    # 96 tokens find no memory, nor do three quarters of them, 72; 54 do.
+    assert {run.allowed["4*tp1: tp1"] for run in runs} == {(96, 54)}
+
+
+def trial_of(text: str, capacity: int, fails_above: int | None = None) -> list[TrialRun]:
+    runs: list[TrialRun] = pool_of(4).run(
+        train_after_trial, law_job(4, text), 96, capacity, True, fails_above
+    )
+    return runs
