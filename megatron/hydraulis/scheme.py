@@ -58,6 +58,18 @@ class Scheme:
         return Scheme(self.tp, size, self.pp, self.layers)
 
     @property
+    def group_schemes(self) -> "tuple[Scheme, ...]":
+        """What its micro-batches may run as: itself without ``~``, and of ``cp8~`` also the schemes
+        with cp 4, 2 and 1, by falling cp."""
+        whole = self.of_context_group(self.cp)
+        if not self.splits_cp:
+            return (whole,)
+        return (
+            whole,
+            *(self.of_context_group(self.cp >> i) for i in range(1, self.cp.bit_length())),
+        )
+
+    @property
     def token_quantum(self) -> int:
         """What the tokens of a row are padded to a multiple of.
 

@@ -18,7 +18,7 @@ from tests.support.tiny_corpus import SEQ_LENGTH, tiny_command
 pytestmark = pytest.mark.distributed
 
 NUM_RANKS, MAX_TOKENS = 2, 64
-SCHEMES = (Scheme(), Scheme(tp=2), Scheme(pp=2))
+SCHEMES = (Scheme(), Scheme(tp=2), Scheme(pp=2), Scheme(cp=2))
 POOL = {
     "num_ranks": NUM_RANKS,
     "ranks_per_node": NUM_RANKS,
@@ -26,6 +26,7 @@ POOL = {
         {"name": "short", "replicas": "2*tp1"},
         {"name": "long", "replicas": "tp2"},
         {"name": "deep", "replicas": "pp2"},
+        {"name": "waves", "replicas": "cp2~"},
     ],
 }
 QUICK = ("--max-tokens", str(MAX_TOKENS), "--num-sizes", "2", "--short-tokens", "16")
@@ -73,7 +74,8 @@ def test_every_scheme_has_times_and_every_strategy_of_the_pool_its_overhead(
         assert note["peak_bytes"] > 0
         assert 0.0 < note["forward_share"] < 1.0
         assert len(note["stage_ms"]) == scheme.pp
-    assert {"short", "long", "deep"} <= {row.name for row in found.strategies}
+    assert len(found.schemes) == len(SCHEMES)  # of cp2~ the rows are cp2 and that of one rank
+    assert {"short", "long", "deep", "waves"} <= {row.name for row in found.strategies}
     speeds = found.measurement["regroup"]
     # tp2 and pp2 receive the half of their half that the other rank owns.
     assert 0 < speeds["long"]["gather_bytes"] < speeds["short"]["gather_bytes"]
@@ -90,7 +92,7 @@ def test_plan_uses_it(profiled: Path, folder: Path) -> None:
     assert main(argv) == 0
     plan = json.loads((folder / "plan.json").read_text())
     assert plan["predicted_time_s"] > 0.0
-    assert plan["strategy"] in {"short", "long", "deep"}
+    assert plan["strategy"] in {"short", "long", "deep", "waves"}
 
 
 def test_a_rerun_measures_nothing_and_writes_the_same(profiled: Path, folder: Path) -> None:

@@ -75,3 +75,10 @@ def test_no_position_outside_the_scheme() -> None:
 def test_impossible_replicas(ranks: tuple[int, ...], message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         Replica(Scheme(tp=2), ranks)
+
+
+def test_what_micro_batches_may_run_as() -> None:
+    plain = Scheme(tp=2, cp=3, pp=2, layers=(1, 2))
+    assert plain.group_schemes == (plain,)
+    splits = Scheme(tp=2, cp=4, pp=2, layers=(1, 2), splits_cp=True)
+    assert splits.group_schemes == tuple(Scheme(2, cp, 2, (1, 2)) for cp in (4, 2, 1))

@@ -326,7 +326,7 @@ class _Job:
         }
         found: list[MeasuredStrategy] = []
         for strategy in self.pool.strategies:
-            if set(strategy.schemes) <= set(typical):
+            if {scheme.group_schemes[0] for scheme in strategy.schemes} <= set(typical):
                 if strategy.name not in ledger.strategies:
                     ledger.add_strategy(rig.run_strategy(strategy, typical))
                 found.append(ledger.strategies[strategy.name])

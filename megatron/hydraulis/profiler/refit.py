@@ -95,7 +95,8 @@ class RefittedCostModel:
             scheme
             for strategy in pool.strategies
             for whole in strategy.schemes
-            for scheme in self._known_sizes(whole)
+            for scheme in whole.group_schemes
+            if scheme.cp == whole.cp or self._knows(scheme)
         )
         return ProfileCostModel(
             device=device,
@@ -115,18 +116,12 @@ class RefittedCostModel:
             ),
         )
 
-    def _known_sizes(self, scheme: Scheme) -> Iterator[Scheme]:
-        yield scheme.of_context_group(scheme.cp)
-        size = scheme.cp // 2 if scheme.splits_cp else 0
-        while size:
-            narrow = scheme.of_context_group(size)
-            try:
-                self.coefficients(narrow)
-            except StrategyError:
-                pass
-            else:
-                yield narrow
-            size //= 2
+    def _knows(self, scheme: Scheme) -> bool:
+        try:
+            self.coefficients(scheme)
+        except StrategyError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from megatron.hydraulis.runtime.spans import (
     RecordedSpan,
     SpanRecorder,
 )
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.scheme import Replica, Scheme
 from megatron.hydraulis.strategy import Strategy
 
 __all__ = ["EngineRig", "Repeats"]
@@ -146,14 +146,15 @@ class EngineRig:
     ) -> MeasuredStrategy:
         """Whole iterations, and regrouping by itself.
 
-        points: for each scheme of the strategy, a measured micro-batch to run iterations of.
+        points: for each scheme of the strategy, a measured micro-batch to run iterations of. Cp
+        ranks that may split run as one group.
         """
         engine = self.engine
         mine = strategy.replica_of(self._rank)
         batches: list[PackedBatch] = []
         if mine is not None:
-            point = points[mine.scheme].point
-            batches = [self._packed(point, mine.scheme)] * _num_micro_batches(mine.scheme)
+            point = points[mine.scheme.group_schemes[0]].point
+            batches = [self._packed(point, mine)] * _num_micro_batches(mine.scheme)
         walls_ms, optimizers_ms = [], []
         self._recorder.take()
         for number in range(self._repeats.num_warmup + 1 + self._repeats.num_measured):
@@ -174,7 +175,9 @@ class EngineRig:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         makespan_ms = max(
-            pipeline_time_ms([points[scheme].time_ms] * _num_micro_batches(scheme), scheme.pp)
+            pipeline_time_ms(
+                [points[scheme.group_schemes[0]].time_ms] * _num_micro_batches(scheme), scheme.pp
+            )
             for scheme in strategy.schemes
         )
         speeds: list[RegroupSpeed] = [speed for _, _, speed in everyone]
@@ -205,7 +208,7 @@ class EngineRig:
         num_micro_batches = self._repeats.num_warmup + num_measured + scheme.pp
         batches: list[PackedBatch] = []
         if mine is not None:
-            batches = [self._packed(point, mine.scheme)] * num_micro_batches
+            batches = [self._packed(point, mine)] * num_micro_batches
         engine.gather(strategy.name)
         engine.finish_regrouping()
         self._recorder.take()
@@ -250,11 +253,15 @@ class EngineRig:
             scatter_ms=statistics.median(scatters_ms[num_warmup:]),
         )
 
-    def _packed(self, point: GridPoint, scheme: Scheme) -> PackedBatch:
-        """Random tokens; the same on every rank of a replica."""
+    def _packed(self, point: GridPoint, replica: Replica) -> PackedBatch:
+        """Random tokens, the same on every rank of a replica; this rank's part of them."""
         rng = np.random.default_rng((self._seed, point.num_tokens))
         sequences = [rng.integers(0, self._vocab_size, size=n + 1) for n in point.lengths]
-        return pack(sequences, scheme.tp).to(self.engine.device)
+        position = replica.position_of(self._rank)
+        assert position is not None
+        scheme = replica.scheme
+        part = pack(sequences, scheme.tp, context_size=scheme.cp, context_rank=position.cp)
+        return part.to(self.engine.device)
 
     def _wait_for_device(self) -> None:
         if torch.cuda.is_available():

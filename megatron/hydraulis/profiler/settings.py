@@ -61,11 +61,9 @@ def parse_scheme(text: str) -> Scheme:
 def filling_strategy(scheme: Scheme, num_ranks: int, ranks_per_node: int | None) -> Strategy:
     """As many replicas of a scheme as the ranks hold, the rest idle: a busy machine as in training.
 
-    Raises StrategyError where not even one fits, and for cp above 1, which this version cannot run.
+    Raises StrategyError where not even one fits.
     """
     num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
-    if scheme.cp > 1:
-        raise StrategyError(f"scheme {scheme} has cp={scheme.cp} but this version runs cp=1 only")
     if not num_replicas:
         raise StrategyError(
             f"scheme {scheme} needs {scheme.num_ranks} ranks but {num_ranks} were started"
@@ -82,6 +80,7 @@ def profiled_pool(
 ) -> tuple[dict[Scheme, Strategy], Pool, tuple[str, ...]]:
     """Strategies to measure schemes with, all strategies of the job, and a line for what is left.
 
+    Of a scheme that splits its cp ranks every size of group is measured, as a scheme of its own.
     Strategies of a pool for as many ranks are measured as well, under their names: what they take
     beside their makespan.
 
@@ -89,7 +88,7 @@ def profiled_pool(
     """
     filling: dict[Scheme, Strategy] = {}
     left_out: list[str] = []
-    for scheme in schemes:
+    for scheme in dict.fromkeys(group for whole in schemes for group in whole.group_schemes):
         try:
             filling[scheme] = filling_strategy(scheme, num_ranks, ranks_per_node)
         except StrategyError as error:
@@ -103,7 +102,7 @@ def profiled_pool(
     named = {strategy.name: strategy for strategy in filling.values()}
     if pool is not None and (pool.num_ranks, pool.ranks_per_node) == (num_ranks, nodes):
         for strategy in pool.strategies:
-            if set(strategy.schemes) <= set(filling):
+            if {scheme.group_schemes[0] for scheme in strategy.schemes} <= set(filling):
                 named.setdefault(strategy.name, strategy)
     return filling, Pool.of(*named.values()), tuple(left_out)
 

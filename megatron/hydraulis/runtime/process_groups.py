@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.hydraulis.errors import StrategyError
-from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -34,20 +33,13 @@ def groups_of(strategy: Strategy) -> list[GroupRanks]:
                 needed[replica.tp_ranks(stage, cp)] = None
             for tp in range(scheme.tp):
                 columns = replica.cp_ranks(stage, tp)
-                for size in _context_sizes(scheme):
+                for size in (group.cp for group in scheme.group_schemes):
                     for offset in range(0, scheme.cp, size):
                         needed[columns[offset : offset + size]] = None
         for cp in range(scheme.cp):
             for tp in range(scheme.tp):
                 needed[replica.pp_ranks(cp, tp)] = None
     return [ranks for ranks in needed if len(ranks) > 1]
-
-
-def _context_sizes(scheme: Scheme) -> list[int]:
-    """Sizes of the context-parallel groups that micro-batches of a scheme may run in."""
-    if not scheme.splits_cp:
-        return [scheme.cp]
-    return [1 << power for power in range(1, scheme.cp.bit_length())]
 
 
 class GroupRegistry:
@@ -138,12 +130,13 @@ class GroupRegistry:
                 f"a plan gives work to replicas only"
             )
         offset = position.cp - place
-        sizes = [1, *_context_sizes(replica.scheme)] if replica.scheme.splits_cp else None
-        if size not in (sizes or [replica.scheme.cp]) or not 0 <= place < size or offset % size:
+        scheme = replica.scheme
+        sizes = [group.cp for group in scheme.group_schemes]
+        if size not in sizes or not 0 <= place < size or offset % size:
             raise StrategyError(
                 f"rank {self._rank} cannot be number {place} of a context group of {size}: it is "
-                f"cp rank {position.cp} of a replica {replica.scheme}, whose groups are "
-                + ("aligned powers of two" if sizes else f"of all {replica.scheme.cp} cp ranks")
+                f"cp rank {position.cp} of a replica {scheme}, whose groups are "
+                + ("aligned powers of two" if scheme.splits_cp else f"of all {scheme.cp} cp ranks")
                 + "; pack micro-batches by the plan"
             )
         columns = replica.cp_ranks(position.stage, position.tp)
