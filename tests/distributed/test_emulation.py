@@ -24,6 +24,7 @@ from megatron.hydraulis.runtime.emulation import (
 )
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.gloo_pool import pool_of, worker_groups
 from tests.support.models import SmallModel
@@ -174,3 +175,54 @@ def test_ranks_sleep_the_modelled_times_and_plans_keep_the_real_lengths() -> Non
             stage = mine.ranks.index(rank) // mine.scheme.tp
             wanted = expected_sleeps_s(times_ms, stage, mine.scheme.pp)
             assert list(found.sleeps_s) == wanted, (plan.strategy, rank)
+
+
+WAVE = ((0, 2, (900, 20)), (2, 1, (300,)), (3, 1, ()))
+"""Offset and size of every context group of a width of 4, and what it runs."""
+
+
+def wave_profile() -> ProfileCostModel:
+    """Groups of two take six tenths of the time of one rank."""
+    rows = [(1, 1.0), (2, 0.6), (4, 0.4)]
+    content = profile()
+    content["schemes"] = [
+        content["schemes"][0] | {"cp": cp, "b_ms_per_token": 0.1 * share} for cp, share in rows
+    ]
+    return ProfileCostModel.from_json(content, what="profile")
+
+
+def run_wave() -> tuple[list[float], int, int]:
+    """On every rank: how long it slept, the tokens it ran, and those that all ranks trained."""
+    strategy = Strategy.parse("cp4~", 4, name="cp4~")
+    engine = Engine(
+        SmallModel(num_layers=NUM_LAYERS).definition(),
+        Pool(num_ranks=4, ranks_per_node=4, strategies=(strategy,)),
+        AdamWSettings(lr=1e-3),
+        seed=1,
+        groups=worker_groups(),
+    )
+    offset, size, lengths = next(g for g in WAVE if g[0] <= engine.rank < g[0] + g[1])
+    part = pack(
+        [np.zeros(length + 1, dtype=np.int64) for length in lengths],
+        context_size=size,
+        context_rank=engine.rank - offset,
+        allow_empty=True,
+    )
+    batch = EmulatedDevice(wave_profile()).shorten(part, strategy.replicas[0].scheme)
+    clock = FrozenClock()
+    outcome = engine.train_step(
+        "cp4~", [batch], EmulatedForwardStep(make_forward_step(), clock=clock)
+    )
+    return clock.sleeps_s, batch.tokens.size(-1), outcome.loss.num_tokens
+
+
+def test_groups_of_a_wave_take_their_own_times() -> None:
+    ranks = pool_of(4).run(run_wave)
+    cost_model = wave_profile()
+    for rank, (sleeps_s, num_rows, num_tokens) in enumerate(ranks):
+        _, size, lengths = next(g for g in WAVE if g[0] <= rank < g[0] + g[1])
+        time_ms = cost_model.coefficients(Scheme(cp=size)).time_ms(lengths)
+        assert sleeps_s == expected_sleeps_s([time_ms], 0, 1)
+        assert num_rows == (2 if size == 2 else 1)
+        # The first two tokens of each part of the pair, and the first of one of the others.
+        assert num_tokens == 2 + 2 + 1
