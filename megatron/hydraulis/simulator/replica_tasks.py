@@ -122,8 +122,9 @@ class ReplicaTasks:
         self.by_stage: list[list[OperationTasks]] = []
         """Operations of every stage, in the order in which it runs them."""
         self._found: dict[tuple[bool, int, int], OperationTasks] = {}
-        for stage, coefficients in enumerate(costs.coefficients(scheme)):
-            times_ms = [batch.time_ms(coefficients) for batch in micro_batches]
+        stage_times_ms = [batch.times_ms(scheme, costs.coefficients) for batch in micro_batches]
+        for stage in range(scheme.pp):
+            times_ms = [of_stages[stage] for of_stages in stage_times_ms]
             operations = []
             for is_forward, number in stage_program(stage, scheme.pp, len(micro_batches)):
                 forward_ms = times_ms[number] * FORWARD_SHARE

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.plan import IterationPlan, MicroBatch
+from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Strategy
 
 __all__ = ["IterationWork", "MicroBatchWork"]
@@ -26,6 +27,9 @@ class MicroBatchWork:
     """Σ s² over the rows' segments as attention computes them, in tokens²."""
     num_padding: int = 0
     """Tokens computed beside the trained ones."""
+    groups: tuple[tuple[int, int, int], ...] = ()
+    """Of a wave, whose cp ranks run in groups: cp, Σ s and Σ s² of each, 0 where it has no
+    sequence. It is as long as its slowest group."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or self.sum_of_squares < 1 or self.num_padding < 0:
@@ -51,8 +55,41 @@ class MicroBatchWork:
         """Trained tokens and padding."""
         return self.num_tokens + self.num_padding
 
+    @classmethod
+    def of_plan(cls, micro_batch: MicroBatch) -> MicroBatchWork:
+        """A plan's micro-batch, without padding."""
+        packed = cls.packed(micro_batch.lengths)
+        width = sum(group.size for group in micro_batch.groups)
+        return replace(
+            packed,
+            groups=tuple(
+                (share.group.size, sum(share.lengths), sum(s * s for s in share.lengths))
+                for share in (micro_batch.shares(width) if micro_batch.groups else ())
+            ),
+        )
+
+    def times_ms(
+        self, scheme: Scheme, stages: Callable[[Scheme], Sequence[Coefficients]]
+    ) -> list[float]:
+        """Forward and backward on every stage of a replica: shape (pp,).
+
+        stages: the coefficients of each stage of a scheme.
+        """
+        if not self.groups:
+            return [self.time_ms(coefficients) for coefficients in stages(scheme)]
+        groups_ms = [
+            [
+                coefficients.a_ms_per_token2 * sum_of_squares
+                + coefficients.b_ms_per_token * num_tokens
+                + coefficients.c_ms
+                for coefficients in stages(scheme.of_context_group(cp))
+            ]
+            for cp, num_tokens, sum_of_squares in self.groups
+        ]
+        return [max(of_stage) for of_stage in zip(*groups_ms, strict=True)]
+
     def time_ms(self, coefficients: Coefficients) -> float:
-        """Forward and backward on a stage of these coefficients."""
+        """Forward and backward on a stage of these coefficients, without groups."""
         return (
             coefficients.a_ms_per_token2 * self.sum_of_squares
             + coefficients.b_ms_per_token * self.num_computed
@@ -93,8 +130,7 @@ class IterationWork:
     ) -> IterationWork:
         """A plan's micro-batches, without padding; plan_time_s replaces the plan's own."""
         replicas = tuple(
-            tuple(MicroBatchWork.packed(batch.lengths) for batch in replica.micro_batches)
-            for replica in plan.replicas
+            tuple(map(MicroBatchWork.of_plan, replica.micro_batches)) for replica in plan.replicas
         )
         return cls(strategy, replicas, plan.plan_time_s if plan_time_s is None else plan_time_s)
 
