@@ -100,7 +100,7 @@ def cases(draw: st.DrawFn, most: int = 40) -> tuple[WaveCosts, list[int]]:
     return costs, draw(st.lists(lengths, min_size=1, max_size=most))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_waves_hold_every_sequence_once_and_are_not_below_their_bound(
     case: tuple[WaveCosts, list[int]],
@@ -168,7 +168,8 @@ def test_tiny_batches_come_near_the_best_of_all_waves(
         for waves in partitions(tuple(range(len(lengths))))
     )
     found_ms = packed(costs, lengths).time_ms
-    bound_ms = wave_bound_ms(costs, lengths, found_ms, Solver(Deadline(None)))
+    # Of a plan that leaves room, so that only what is proved counts.
+    bound_ms = wave_bound_ms(costs, lengths, found_ms * 1.4, Solver(Deadline(None)))
     assert bound_ms <= best_ms * (1.0 + ROUNDING)
     assert best_ms <= found_ms * (1.0 + ROUNDING)
     # Filling guarantees nothing, but so few sequences leave little to miss.
@@ -202,7 +203,7 @@ def cost_model() -> TableCostModel:
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=30))
 def test_planners_plan_replicas_that_split_their_width(text: str, lengths: list[int]) -> None:
     pool, model = Pool.of(Strategy.parse(text, 8)), cost_model()
