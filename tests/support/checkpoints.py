@@ -1,11 +1,30 @@
-"""Looking into checkpoints, without the code that wrote them."""
+"""Checkpoints in tests: written by an engine of its own, looked into without the code that wrote
+them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata, load
+
+from megatron.hydraulis.checkpoint.folder import CheckpointFolder
+from megatron.hydraulis.checkpoint.loading import load_checkpoint
+from megatron.hydraulis.checkpoint.names import stored_parameters
+from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
+from megatron.hydraulis.loop.checkpointing import _optimizer_entry
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.gloo_pool import worker_groups
+from tests.support.models import SmallModel
+
+SETTINGS = AdamWSettings(lr=1e-3, eps=1e-8, weight_decay=0.1, clip_grad=1.0)
+NUM_STEPS = 5
 
 
 def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -18,3 +37,76 @@ def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
     load(dict(wanted), storage_reader=reader, no_dist=True)
     return wanted
+
+
+def differing_keys(
+    expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
+) -> dict[str, str]:
+    """Keys of the first whose tensors the second has not, or has otherwise, and how."""
+    differences = {}
+    for key, tensor in expected.items():
+        if key not in found:
+            differences[key] = "missing"
+        elif found[key].shape != tensor.shape or not torch.equal(found[key], tensor):
+            differences[key] = f"{tuple(tensor.shape)} and {tuple(found[key].shape)} differ"
+    return differences
+
+
+def make_engine(
+    definition: ModelDefinition, strategies: Sequence[str], *, seed: int = 7, **options: Any
+) -> Engine:
+    """On every rank."""
+    pool = Pool.of(*(Strategy.parse(text, dist.get_world_size(), name=text) for text in strategies))
+    return Engine(definition, pool, SETTINGS, seed=seed, groups=worker_groups(), **options)
+
+
+def save_engine(engine: Engine, root: Path, iteration: int = 3, **options: Any) -> CheckpointSaver:
+    """On every rank: save, and complete it unless ``asynchronous``."""
+    stored = stored_parameters(engine.definition)
+    saver = CheckpointSaver(CheckpointFolder(root), engine, stored, **options)
+    saver.save(saved_state(engine, iteration))
+    return saver
+
+
+def saved_state(engine: Engine, iteration: int) -> SavedState:
+    return SavedState(
+        iteration=iteration,
+        model={"vocab_size": engine.definition.vocab_size},
+        state={"sampler": {"position": iteration}},
+        configuration={},
+        upstream={
+            "iteration": iteration,
+            "checkpoint_version": 3.0,
+            "optimizer": _optimizer_entry(engine.optimizer),
+            "opt_param_scheduler": {"num_steps": iteration},
+        },
+    )
+
+
+def fill_moments(engine: Engine) -> None:
+    """On every rank: something else for every element of the model."""
+    generator = torch.Generator().manual_seed(engine.rank)
+    for flat in (engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq):
+        flat.copy_(torch.rand(flat.shape, generator=generator))
+    engine.optimizer.num_steps.fill_(NUM_STEPS)
+
+
+def save_new(model: SmallModel, strategies: Sequence[str], root: str, **options: Any) -> None:
+    """On every rank: an engine with its initial weights and made-up moments, saved."""
+    engine = make_engine(model.definition(), strategies)
+    fill_moments(engine)
+    save_engine(engine, Path(root), **options).finish()
+
+
+def load_and_save(
+    model: SmallModel, strategies: Sequence[str], source: str, root: str, **options: Any
+) -> int:
+    """On every rank: an engine of other weights that loads a checkpoint and saves it again.
+
+    Returns:
+        Steps of its optimizer.
+    """
+    engine = make_engine(model.definition(), strategies, seed=123, **options)
+    load_checkpoint(Path(source), engine, {"vocab_size": model.vocab_size})
+    save_engine(engine, Path(root))
+    return int(engine.optimizer.num_steps)

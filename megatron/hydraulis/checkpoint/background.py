@@ -7,10 +7,10 @@ training goes on. It touches files and tensors of the host, never a device or a 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 from functools import partial
 from typing import IO, Any
@@ -37,26 +37,38 @@ class BackgroundWrite:
     def __init__(self, writer: ShardWriter) -> None:
         # A file, not a pipe: the process must be able to end before anybody reads its answer.
         self._answer: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(
-            target=_run, args=(writer, self._answer, os.getpid()), daemon=True
-        )
-        self._process.start()
+        # What is buffered must not be written twice. Not by multiprocessing: its daemons, as ranks
+        # may be, have no children.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        self._process = os.fork()
+        self._status: int | None = None
+        if self._process == 0:
+            status = 1
+            try:
+                _run(writer, self._answer, parent)
+                status = 0
+            finally:
+                os._exit(status)
 
     @property
     def is_done(self) -> bool:
         """Whether `result` would not wait."""
-        return not self._process.is_alive()
+        if self._status is None:
+            ended, status = os.waitpid(self._process, os.WNOHANG)
+            if ended:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status is not None
 
     def result(self) -> Written:
         """What was written, once it is. Raises OSError, RuntimeError for a process that died."""
-        self._process.join()
-        status = self._process.exitcode
+        self._wait()
         self._answer.seek(0)
         raw = self._answer.read()
         self._answer.close()
-        if status != 0 or not raw:
-            raise RuntimeError(f"the process that writes ended with status {status}")
+        if self._status != 0 or not raw:
+            raise RuntimeError(f"the process that writes ended with status {self._status}")
         answer: Any = pickle.loads(raw)  # of this very process's child
         if isinstance(answer, Exception):
             raise answer
@@ -64,9 +76,15 @@ class BackgroundWrite:
 
     def abandon(self) -> None:
         """End it; nobody wants the result."""
-        self._process.kill()
-        self._process.join()
+        if not self.is_done:
+            os.kill(self._process, signal.SIGKILL)
+        self._wait()
         self._answer.close()
+
+    def _wait(self) -> None:
+        if self._status is None:
+            _, status = os.waitpid(self._process, 0)
+            self._status = os.waitstatus_to_exitcode(status)
 
 
 def _run(writer: ShardWriter, answer: IO[bytes], parent: int) -> None:

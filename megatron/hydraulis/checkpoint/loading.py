@@ -152,6 +152,7 @@ def load_checkpoint(
     what = f"{path} cannot be read"
     upstream = on_all_ranks(lambda: upstream_state(path), what)
     if manifest is None:
+        on_all_ranks(lambda: _check_written_by_megatron(path, upstream), what)
         on_all_ranks(lambda: _check_model(path, upstream.model, model), what)
     tensors = on_all_ranks(lambda: stored_tensors(path), what)
     with_optimizer = with_optimizer and path.name != RELEASE
@@ -216,6 +217,14 @@ def _check_model(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) 
         raise ConfigurationError(
             f"{path} is of another model: {_listed(differences)}; give the flags of the run that "
             "wrote it, or load another checkpoint"
+        )
+
+
+def _check_written_by_megatron(path: Path, upstream: UpstreamState) -> None:
+    if upstream.written_here:
+        raise CheckpointError(
+            f"{path}: {MANIFEST_NAME} is missing, by which its files could be checked; load "
+            "another checkpoint"
         )
 
 

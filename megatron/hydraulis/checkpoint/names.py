@@ -6,6 +6,7 @@ dict. Layers that are alike are stored as one tensor with an axis of layers befo
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from megatron.hydraulis.runtime.model_building import ModelDefinition, build_rol
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
 from megatron.hydraulis.transfer.role import Role
 
-__all__ = ["StoredParameter", "sharding_metadata", "stored_parameters"]
+__all__ = ["WRITTEN_HERE", "StoredParameter", "sharding_metadata", "stored_parameters"]
+
+WRITTEN_HERE = "hydraulis"
+"""Marks a checkpoint of ours where upstream describes its content."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ def sharding_metadata() -> dict[str, Any]:
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
+        WRITTEN_HERE: 1,
     }
 
 
@@ -82,7 +87,9 @@ def stored_parameters(
         num_layers_of_model=transformer.num_layers,
         tied_embeddings=definition.tied_embeddings,
     )
-    model: Any = build_role_model(definition, role, local_collection())
+    # Parameters are called as in the local layers, whichever run.
+    local = dataclasses.replace(definition, built_layer_spec=None)
+    model: Any = build_role_model(local, role, local_collection())
     metadata = sharding_metadata() | {"dp_cp_group": LocalGroup()}
     if layers_apart:
         metadata["non_homogeneous_layers"] = True

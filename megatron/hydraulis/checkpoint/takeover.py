@@ -11,6 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.safe_globals import SAFE_GLOBALS
 
+from megatron.hydraulis.checkpoint.names import WRITTEN_HERE
 from megatron.hydraulis.checkpoint.reader import read_object
 from megatron.hydraulis.checkpoint.tensors import MASTER
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
@@ -50,6 +51,8 @@ class UpstreamState:
     num_consumed_sequences: int
     scheduler: Mapping[str, Any] | None
     num_floating_point_operations: float
+    written_here: bool
+    """Whether this package wrote it, so that there must be a manifest."""
     sharding_type: str | None
     """Of the optimizer state; None where the checkpoint does not tell."""
     model: Mapping[str, Any]
@@ -78,6 +81,7 @@ def upstream_state(path: Path) -> UpstreamState:
     args = common.get("args")
     optimizer = common.get("optimizer")
     metadata = common.get("content_metadata")
+    metadata = metadata if isinstance(metadata, dict) else {}
     iteration = _number(path, "iteration", common.get("iteration", 0))
     return UpstreamState(
         iteration=iteration,
@@ -87,9 +91,8 @@ def upstream_state(path: Path) -> UpstreamState:
         ),
         scheduler=common.get("opt_param_scheduler"),
         num_floating_point_operations=common.get("num_floating_point_operations_so_far", 0),
-        sharding_type=metadata.get("distrib_optim_sharding_type")
-        if isinstance(metadata, dict)
-        else None,
+        written_here=WRITTEN_HERE in metadata,
+        sharding_type=metadata.get("distrib_optim_sharding_type"),
         model={} if args is None else model_of(args),
     )
 

@@ -1,0 +1,179 @@
+"""Damaged, half-written and foreign checkpoints: an error that says so, or the one before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, CheckpointFolder
+from megatron.hydraulis.checkpoint.loading import find_checkpoints, load_first_whole
+from megatron.hydraulis.checkpoint.manifest import MANIFEST_NAME
+from megatron.hydraulis.errors import CheckpointError, HydraulisError
+from tests.support.checkpoints import fill_moments, make_engine, save_engine, whole_tensors
+from tests.support.full_disk import largest_file
+from tests.support.gloo_pool import pool_of
+from tests.support.models import SmallModel
+
+pytestmark = [pytest.mark.distributed, pytest.mark.fault]
+
+NUM_RANKS = 2
+MODEL = SmallModel(num_layers=2, dtype=torch.float32)
+FIRST, LAST = 3, 5
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sound") / "checkpoints"
+    pool_of(NUM_RANKS).run(save_two, str(root))
+    return root
+
+
+@pytest.fixture
+def damaged(sound: Path, tmp_path: Path) -> Path:
+    root = tmp_path / "checkpoints"
+    shutil.copytree(sound, root)
+    return root
+
+
+def save_two(root: str) -> None:
+    engine = make_engine(MODEL.definition(), ("tp2",))
+    fill_moments(engine)
+    for iteration in (FIRST, LAST):
+        save_engine(engine, Path(root), iteration)
+
+
+def try_load(root: str, fallback: bool, model: SmallModel = MODEL) -> str:
+    """On every rank: the name of what was loaded, or the class and text of the error."""
+    engine = make_engine(model.definition(), ("tp2",), seed=5)
+    try:
+        paths = find_checkpoints(CheckpointFolder(Path(root)), with_earlier=fallback)
+        loaded = load_first_whole(paths, engine, {"vocab_size": model.vocab_size})
+    except HydraulisError as error:
+        return f"{type(error).__name__}: {error}"
+    return loaded.path.name
+
+
+def flip_byte(path: Path, at: float = 0.5) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * at)] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def rename_file(path: Path) -> None:
+    """As a manifest that names a file outside would."""
+    content = json.loads(path.read_text())
+    content["files"]["../x"] = content["files"].pop("metadata.json")
+    path.write_text(json.dumps(content))
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "missing shard": ("__1_0.distcp", Path.unlink, "__1_0.distcp is missing"),
+    "flipped byte": ("__0_0.distcp", flip_byte, "__0_0.distcp is damaged"),
+    "cut shard": ("__0_0.distcp", cut, "bytes instead of"),
+    "flipped metadata": (".metadata", flip_byte, ".metadata is damaged"),
+    "flipped manifest": (MANIFEST_NAME, flip_byte, MANIFEST_NAME),
+    "changed manifest": (MANIFEST_NAME, rename_file, "SHA-256"),
+    "missing manifest": (MANIFEST_NAME, Path.unlink, f"{MANIFEST_NAME} is missing"),
+    "missing metadata": (".metadata", Path.unlink, ".metadata is missing"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_an_error_or_a_reason_to_take_the_one_before(name: str, damaged: Path) -> None:
+    file_name, damage, told = DAMAGE[name]
+    damage(damaged / f"iter_{LAST:07d}" / file_name)
+    for answer in pool_of(NUM_RANKS).run(try_load, str(damaged), False):
+        assert answer.startswith("CheckpointError: ")
+        assert told in answer
+    answers = pool_of(NUM_RANKS).run(try_load, str(damaged), True)
+    assert answers == [f"iter_{FIRST:07d}"] * NUM_RANKS
+
+
+def test_nothing_whole_is_an_error_even_with_fallback(damaged: Path) -> None:
+    for iteration in (FIRST, LAST):
+        flip_byte(damaged / f"iter_{iteration:07d}" / "__0_0.distcp")
+    (answer, _) = pool_of(NUM_RANKS).run(try_load, str(damaged), True)
+    assert answer.startswith("CheckpointError: none of 2 checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (SmallModel(num_layers=3, dtype=torch.float32), "decoder.layers"),
+        (SmallModel(num_layers=2, dtype=torch.float32, tied=True), "output_layer.weight"),
+        (SmallModel(num_layers=2, dtype=torch.float32, vocab_size=59), "vocab_size is 61 there"),
+    ],
+)
+def test_another_model_is_an_error_with_fallback_too(
+    model: SmallModel, told: str, sound: Path
+) -> None:
+    (answer, _) = pool_of(NUM_RANKS).run(try_load, str(sound), True, model)
+    assert answer.startswith("ConfigurationError: ")
+    assert told in answer
+
+
+def test_another_padding_of_the_same_vocabulary_is_no_other_model(
+    sound: Path, tmp_path: Path
+) -> None:
+    wider = SmallModel(num_layers=2, dtype=torch.float32, padded_vocab_size=72)
+    pool_of(NUM_RANKS).run(load_and_save_wider, str(sound), str(tmp_path), wider)
+    before = whole_tensors(sound / f"iter_{LAST:07d}")
+    after = whole_tensors(tmp_path / f"iter_{LAST:07d}")
+    for key in ("output_layer.weight", "optimizer.state.exp_avg.embedding.word_embeddings.weight"):
+        assert torch.equal(after[key][:64], before[key])
+        assert not after[key][64:].any()
+
+
+def load_and_save_wider(source: str, root: str, model: SmallModel) -> None:
+    engine = make_engine(model.definition(), ("tp2",), seed=5)
+    paths = find_checkpoints(CheckpointFolder(Path(source)))
+    load_first_whole(paths, engine, {"vocab_size": model.vocab_size})
+    save_engine(engine, Path(root), LAST)
+
+
+def test_a_file_of_the_latest_that_says_nonsense_or_names_nothing(damaged: Path) -> None:
+    for text, told in (("five", "must hold the number"), ("7", "no checkpoint of iteration 7")):
+        (damaged / LATEST_FILE_NAME).write_text(text)
+        (answer, _) = pool_of(NUM_RANKS).run(try_load, str(damaged), False)
+        assert answer.startswith("CheckpointError: ")
+        assert told in answer
+        assert pool_of(NUM_RANKS).run(try_load, str(damaged), True)[0] == f"iter_{LAST:07d}"
+    (damaged / LATEST_FILE_NAME).unlink()
+    (answer, _) = pool_of(NUM_RANKS).run(try_load, str(damaged), False)
+    assert "no file that names the latest" in answer
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(
+    asynchronous: bool, damaged: Path
+) -> None:
+    answers = pool_of(NUM_RANKS).run(save_on_full_disk, str(damaged), asynchronous)
+    for answer in answers:
+        assert "iteration 9 cannot be saved" in answer
+        assert "File too large" in answer
+        assert "(rank 1)" in answer
+    folder = CheckpointFolder(damaged)
+    assert (folder.latest(), folder.iterations) == (LAST, (FIRST, LAST))
+    assert not folder.path_while_saving(9).exists()
+    assert pool_of(NUM_RANKS).run(try_load, str(damaged), False)[0] == f"iter_{LAST:07d}"
+
+
+def save_on_full_disk(root: str, asynchronous: bool) -> str:
+    engine = make_engine(MODEL.definition(), ("tp2",))
+    # Rank 1's disk is full, that of rank 0 is not.
+    limit = 50_000 if engine.rank == 1 else 1 << 30
+    with largest_file(limit):
+        try:
+            save_engine(engine, Path(root), 9, asynchronous=asynchronous).finish()
+        except CheckpointError as error:
+            return str(error)
+    return "saved"

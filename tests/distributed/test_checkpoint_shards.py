@@ -1,0 +1,106 @@
+"""Canonical shards as Megatron's tensors: any layout of ranks reads what any other wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.hydraulis.checkpoint.manifest import Manifest
+from tests.support.checkpoints import (
+    NUM_STEPS,
+    differing_keys,
+    load_and_save,
+    save_new,
+    whole_tensors,
+)
+from tests.support.gloo_pool import pool_of
+from tests.support.models import SmallModel
+
+pytestmark = pytest.mark.distributed
+
+LAST = "iter_0000003"
+MODELS = {
+    "fp32": SmallModel(num_heads=8, num_groups=4, dtype=torch.float32, qk_layernorm=True),
+    "tied bf16 with biases": SmallModel(
+        num_heads=8, num_groups=4, dtype=torch.bfloat16, tied=True, bias=True, num_layers=3
+    ),
+    "learned positions": SmallModel(
+        num_layers=3, dtype=torch.float32, swiglu=False, position_embedding="learned_absolute"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_pools_and_other_numbers_of_ranks_hold_the_same_state(
+    name: str, tmp_path: Path
+) -> None:
+    model = MODELS[name]
+    pool_of(4).run(save_new, model, ("tp4", "tp2+pp2"), str(tmp_path / "four"))
+    source = tmp_path / "four" / LAST
+    expected = whole_tensors(source)
+    assert not any(torch.isnan(tensor).any() for tensor in expected.values())
+    steps = pool_of(3).run(
+        load_and_save, model, ("tp2+tp1", "pp2+tp1"), str(source), str(tmp_path / "three")
+    )
+    assert steps == [NUM_STEPS] * 3
+    assert differing_keys(expected, whole_tensors(tmp_path / "three" / LAST)) == {}
+    # Other owners, more atoms than tp ranks need.
+    again = tmp_path / "three" / LAST
+    options = {"num_atoms": 4, "owners_for": "tp1+pp3"}
+
+    pool_of(4).run(load_with, model, str(again), str(tmp_path / "again"), options)
+    assert differing_keys(expected, whole_tensors(tmp_path / "again" / LAST)) == {}
+
+
+def load_with(model: SmallModel, source: str, root: str, options: dict[str, object]) -> int:
+    return load_and_save(model, ("tp1+pp3", "tp2+2*tp1"), source, root, **options)
+
+
+def test_keys_shapes_and_dtypes_are_megatrons(tmp_path: Path) -> None:
+    model = MODELS["tied bf16 with biases"]
+    pool_of(2).run(save_new, model, ("tp2",), str(tmp_path))
+    found = whole_tensors(tmp_path / LAST)
+    parameters = {key for key in found if not key.startswith("optimizer.")}
+    assert "output_layer.weight" not in parameters  # tied
+    assert found["embedding.word_embeddings.weight"].shape == (64, 32)
+    # gate and up, one after the other, and an axis of layers before
+    assert found["decoder.layers.mlp.linear_fc1.weight"].shape == (3, 2 * 48, 32)
+    assert found["decoder.layers.self_attention.linear_proj.weight"].shape == (3, 32, 32)
+    for key in parameters:
+        assert found[key].dtype == torch.bfloat16
+        master = found[f"optimizer.state.param.{key}"]
+        assert master.dtype == torch.float32
+        assert torch.equal(found[key], master.to(torch.bfloat16))
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert found[f"optimizer.state.{moment}.{key}"].shape == found[key].shape
+
+
+def test_an_fp32_parameter_is_its_own_master_in_the_file_too(tmp_path: Path) -> None:
+    model = SmallModel(num_layers=2, hidden_size=128, ffn_hidden_size=256, dtype=torch.float32)
+    pool_of(2).run(save_new, model, ("2*tp1",), str(tmp_path))
+    tensors = whole_tensors(tmp_path / LAST)
+    num_bytes = 4 * sum(t.numel() for key, t in tensors.items() if "optimizer." not in key)
+    stored = Manifest.read(tmp_path / LAST).num_bytes
+    assert 3 * num_bytes < stored < 3.2 * num_bytes  # parameters and two moments
+
+
+def test_a_fork_writes_what_the_state_was_when_it_was_forked(tmp_path: Path) -> None:
+    model = MODELS["fp32"]
+    pool_of(2).run(save_new, model, ("tp2",), str(tmp_path / "in_line"))
+    pool_of(2).run(save_then_change, model, str(tmp_path / "beside"))
+    expected, found = (whole_tensors(tmp_path / way / LAST) for way in ("in_line", "beside"))
+    assert differing_keys(expected, found) == {}
+
+
+def save_then_change(model: SmallModel, root: str) -> None:
+    from tests.support.checkpoints import fill_moments, make_engine, save_engine
+
+    engine = make_engine(model.definition(), ("tp2",))
+    fill_moments(engine)
+    saver = save_engine(engine, Path(root), asynchronous=True)
+    for flat in (engine.shards.parameters, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq):
+        flat.fill_(-1.0)
+    saver.poll()
+    saver.finish()
