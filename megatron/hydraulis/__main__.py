@@ -87,6 +87,11 @@ COMMANDS = (
         "megatron.hydraulis.observability.trace_command",
     ),
     Command(
+        "inspect-checkpoint",
+        "tell what is in a checkpoint, whether it is complete, and compare its checksums",
+        "megatron.hydraulis.checkpoint.inspect_command",
+    ),
+    Command(
         "report",
         "make a page about a run: what it did, what was predicted, what to do about it",
         "megatron.hydraulis.observability.report_command",
