@@ -1,0 +1,83 @@
+"""Which groups of cp ranks a strategy needs, and that waves in them cannot wait for one another."""
+
+import graphlib
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.hydraulis.runtime.process_groups import groups_of
+from megatron.hydraulis.simulator.replica_tasks import stage_program
+from megatron.hydraulis.strategy import Strategy
+
+Wave = Sequence[Sequence[int]]
+"""The columns of each group."""
+Operation = tuple[int, int, bool, tuple[int, ...] | None]
+"""Stage, wave, whether it is a forward, and the columns of the group that runs it at once."""
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("cp4", {(0, 1, 2, 3)}),
+        ("cp4~", {(0, 1), (2, 3), (0, 1, 2, 3)}),
+        ("cp3@2,0,1+tp1", {(2, 0, 1)}),
+        ("cp2~@3,1+2*tp1", {(3, 1)}),
+        ("tp2cp2~", {(0, 1), (2, 3), (0, 2), (1, 3)}),
+        ("cp2~pp2", {(0, 1), (2, 3), (0, 2), (1, 3)}),
+    ],
+)
+def test_groups_are_those_that_waves_may_ask_for(text: str, groups: set[tuple[int, ...]]) -> None:
+    found = groups_of(Strategy.parse(text, 4))
+    assert set(found) == groups
+    assert len(found) == len(groups)
+
+
+def test_a_width_of_eight_needs_seven_groups() -> None:
+    assert len(groups_of(Strategy.parse("cp8~", 8))) == 4 + 2 + 1
+
+
+def waits_end(waves: Sequence[Wave], num_stages: int, *, skips: bool = False) -> bool:
+    """Whether every operation of 1F1B can run, collectives of a group at once on all its columns.
+
+    skips: a column runs the waves in which it is in a group, not all of them.
+    """
+    columns = sorted(set(itertools.chain(*(group for wave in waves for group in wave))))
+    graph: graphlib.TopologicalSorter[Operation] = graphlib.TopologicalSorter()
+    for column, stage in itertools.product(columns, range(num_stages)):
+        group_in = [next((tuple(g) for g in wave if column in g), None) for wave in waves]
+        mine = [i for i, group in enumerate(group_in) if group is not None or not skips]
+        before: list[Operation] = []
+        for is_forward, number in stage_program(stage, num_stages, len(mine)):
+            what = (mine[number], is_forward, group_in[mine[number]])
+            neighbour = stage - 1 if is_forward else stage + 1
+            needed = [(neighbour, *what)] if 0 <= neighbour < num_stages else []
+            graph.add((stage, *what), *before, *needed)
+            before = [(stage, *what)]
+    try:
+        tuple(graph.static_order())
+    except graphlib.CycleError:
+        return False
+    return True
+
+
+SPLITS: list[Wave] = [
+    [[0, 1, 2, 3]],
+    [[0, 1], [2, 3]],
+    [[0, 1], [2], [3]],
+    [[0], [1], [2, 3]],
+    [[0], [1], [2], [3]],
+]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_waves_of_any_groups_end(num_stages: int) -> None:
+    for waves in itertools.product(SPLITS, repeat=4):
+        assert waits_end(waves, num_stages)
+
+
+def test_without_rows_of_padding_columns_would_wait_for_one_another() -> None:
+    """Column 1 has nothing in the second wave: it would be ahead of column 0, and in its way."""
+    waves: list[Wave] = [[[0, 1]], [[0]], [[0, 1]]]
+    assert not waits_end(waves, 2, skips=True)
+    assert waits_end([[[0, 1]], [[0], [1]], [[0, 1]]], 2)
