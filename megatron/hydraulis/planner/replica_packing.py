@@ -102,9 +102,7 @@ class ReplicaPacker:
             return nothing
         changed = [[s for s in share if s != gone] for share in packed.micro_batches]
         if come is not None:
-            rooms = [
-                self.cost.max_tokens - sum(self.tokens[s] for s in share) for share in changed
-            ]
+            rooms = [self.cost.max_tokens - sum(self.tokens[s] for s in share) for share in changed]
             able = [k for k, room in enumerate(rooms) if room >= self.tokens[come]]
             if not able:
                 return nothing
