@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -74,17 +75,20 @@ def packed(lengths: list[int], padded: list[int], group: Any = None) -> PackedSe
 
 def group_of(groups: tuple[tuple[int, ...], ...]) -> Any:
     """This rank's group; all ranks create all groups, in one order."""
-    registry = worker_groups()
+    rank = torch.distributed.get_rank()
     mine = None
     for ranks in groups:
-        found = registry._groups.get(ranks)
-        if found is None:
-            found = torch.distributed.new_group(list(ranks), sort_ranks=False)
-            registry._groups[ranks] = found
-        if torch.distributed.get_rank() in ranks:
+        # A rank has its own group from the start, the others do not: nobody may create it here.
+        found = _created(ranks) if len(ranks) > 1 else worker_groups().of_self
+        if rank in ranks:
             mine = found
     assert mine is not None
     return mine
+
+
+@cache
+def _created(ranks: tuple[int, ...]) -> Any:
+    return torch.distributed.new_group(list(ranks), sort_ranks=False)
 
 
 def run_attention(
