@@ -162,6 +162,10 @@ class HydraulisConfig:
     """Skip the update of an iteration whose loss or gradient norm is not finite and go on; without
     it the run stops with an error that names the iteration and its sequences."""
 
+    max_skipped_in_a_row: int = field(default=10, metadata=_flag("K"))
+    """With --skip-nan-iterations: iterations that may be left out in a row; at one more the run
+    stops with an error (iterations). Default: 10."""
+
     ranks_per_node: int | None = field(default=None, metadata=_flag("N"))
     """Ranks of one node (ranks). Default: LOCAL_WORLD_SIZE, else all ranks of the job."""
 
@@ -177,6 +181,7 @@ class HydraulisConfig:
             "ranks_per_node",
             "num_ranks",
             "keep_last",
+            "max_skipped_in_a_row",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -52,6 +52,10 @@ class LoopCounters:
     """What the loop counts over the whole run, beside upstream's counters."""
 
     num_marked_plans: int = 0
+    num_skipped: int = 0
+    """Iterations left out because their loss or gradient norm was not finite."""
+    num_skipped_in_a_row: int = 0
+    """Of these, since the last one that was not."""
 
 
 class RunCheckpoints:
@@ -108,6 +112,8 @@ class RunCheckpoints:
                 state={
                     "consumed_train_samples": args.consumed_train_samples,
                     "consumed_valid_samples": args.consumed_valid_samples,
+                    "num_skipped": self.counters.num_skipped,
+                    "num_skipped_in_a_row": self.counters.num_skipped_in_a_row,
                     "sampler": train_data_iterator.sampler_state,
                     "planner": {
                         "pool": {s.name: str(s) for s in self._planning.pool.strategies},
@@ -259,6 +265,8 @@ class RunCheckpoints:
             self.sampler_state = dict(state["sampler"])
             args.consumed_valid_samples = int(state["consumed_valid_samples"])
             self.counters.num_marked_plans = int(state["planner"]["num_marked_plans"])
+            self.counters.num_skipped = int(state["num_skipped"])
+            self.counters.num_skipped_in_a_row = int(state["num_skipped_in_a_row"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{loaded.path}: the state of the run lacks {error}; load another checkpoint"

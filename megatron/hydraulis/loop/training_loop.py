@@ -11,15 +11,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers
 
 from megatron.hydraulis.config import HydraulisConfig
-from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError
+from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.loop.checkpointing import RunCheckpoints
 from megatron.hydraulis.loop.log_interval import LogInterval
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
+from megatron.hydraulis.loop.non_finite import NonFiniteIterations
 from megatron.hydraulis.loop.refitting import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
@@ -41,9 +41,6 @@ TIMER_OF_PHASE = {
 """Upstream's log prints timers of a fixed list of names: these fit best."""
 
 _BATCH_SIZE = re.compile(r" global batch size: +\d+ \|")
-
-MAX_SEQUENCES_NAMED = 16
-"""Sequences that an error names before it only counts the rest."""
 
 
 class TrainingLoop:
@@ -73,6 +70,10 @@ class TrainingLoop:
         self._trace = trace
         self._hydraulis = hydraulis
         self._make_iterators = make_iterators
+        self._non_finite = NonFiniteIterations(
+            hydraulis.max_skipped_in_a_row if hydraulis.skip_nan_iterations else 0,
+            checkpoints.counters,
+        )
         self._metrics = metrics
         self._eta: EtaEstimator | None = None
         self._interval = LogInterval()
@@ -143,10 +144,7 @@ class TrainingLoop:
                 next_strategy=data_iterator.next_strategy if number < args.train_iters else None,
                 phase=_upstreams_timer,
             )
-        failed = not outcome.updated and outcome.loss.num_tokens > 0
-        stops = args.check_for_nan_in_loss_and_grad and not self._hydraulis.skip_nan_iterations
-        if failed and stops:
-            raise _non_finite(number, planned, outcome, data_iterator)
+        self._non_finite.note(number, planned, outcome, data_iterator)
         if outcome.updated:
             # Nominal under a token budget, so that the schedule counts iterations.
             opt_param_scheduler.step(increment=args.global_batch_size)
@@ -349,33 +347,3 @@ def _upstreams_timer(phase: str) -> Iterator[None]:
     timer.start(barrier=get_args().barrier_with_L1_time)
     yield
     timer.stop()
-
-
-def _non_finite(
-    iteration: int, planned: PlannedBatch, outcome: StepOutcome, batches: PlannedBatches
-) -> NonFiniteLossError:
-    """Collective: the ranks that saw a bad micro-batch tell the others its sequences."""
-    own = [
-        sequence_id
-        for index in outcome.bad_micro_batches
-        for sequence_id in planned.micro_batch_sequences[index]
-    ]
-    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
-    bad = sorted({sequence_id for ids in everyone for sequence_id in ids})
-    if outcome.loss.is_finite:
-        what = f"the gradient norm is {outcome.gradient_norm}"
-        bad = sorted(planned.batch.sequence_ids)
-        where = "the loss is finite, so any sequence of the batch may be the cause: "
-    else:
-        what = f"the loss is {outcome.loss.loss_sum}"
-        where = "in micro-batches with sequences "
-    named = ", ".join(
-        f"{sequence_id} ({batches.corpus.describe(sequence_id)})"
-        for sequence_id in bad[:MAX_SEQUENCES_NAMED]
-    )
-    more = f" and {len(bad) - MAX_SEQUENCES_NAMED} more" if len(bad) > MAX_SEQUENCES_NAMED else ""
-    return NonFiniteLossError(
-        f"iteration {iteration}: {what}, {where}{named}{more}; lower --lr or look at these "
-        "sequences; --skip-nan-iterations leaves such updates out and goes on"
-    )
