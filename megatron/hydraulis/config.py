@@ -236,6 +236,11 @@ class HydraulisConfig:
                 f"--emulate-scale {self.emulate_scale} scales the times of an emulated device but "
                 f"there is no --emulate-device; give one, or remove --emulate-scale"
             )
+        if self.emulate_device is not None and self.memory_trial == "on":
+            raise ConfigurationError(
+                f"--memory-trial on measures what micro-batches take but --emulate-device "
+                f"{self.emulate_device} runs a few tokens of each; remove one of the two"
+            )
         if self.emulate_device is not None and self.cost_profile is not None:
             raise ConfigurationError(
                 f"--emulate-device {self.emulate_device} and --cost-profile {self.cost_profile} "

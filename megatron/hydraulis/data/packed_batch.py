@@ -1,7 +1,7 @@
 """Several sequences in one THD row: the unit that a replica's schedule runs."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,12 +61,26 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         """The same batch with its tensors on ``device``."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=non_blocking)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), torch.Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pinned(self) -> "PackedBatch":
+        """The same batch in page-locked memory, from which copies to a GPU can be asynchronous.
+
+        Needs CUDA. torch's allocator keeps the memory until copies that were begun have ended.
+        """
+        return self._with_tensors(torch.Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PackedBatch":
+        """A tensor that several fields share stays one."""
+        changed: dict[int, torch.Tensor] = {}
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                if id(value) not in changed:
+                    changed[id(value)] = change(value)
+                values[field.name] = changed[id(value)]
+        return dataclasses.replace(self, **values)
 
     def in_group(self, group: "ProcessGroup | None") -> "PackedBatch":
         """The same batch, to be run in a context-parallel group.

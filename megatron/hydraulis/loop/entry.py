@@ -36,6 +36,11 @@ from megatron.hydraulis.loop.devices import (
     constants_of_this_rank,
 )
 from megatron.hydraulis.loop.emulated_run import Emulation
+from megatron.hydraulis.loop.memory_safety import (
+    CpuGauge,
+    MemorySafety,
+    use_expandable_segments,
+)
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig
 from megatron.hydraulis.loop.plan_exchange import PlanExchange
 from megatron.hydraulis.loop.planned_batches import PlannedBatches
@@ -52,7 +57,13 @@ from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, surroundings_here
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import LossFunction, loss_func, make_forward_step
+from megatron.hydraulis.runtime.forward_step import (
+    ForwardStep,
+    LossFunction,
+    loss_func,
+    make_forward_step,
+)
+from megatron.hydraulis.runtime.memory_trial import CudaGauge
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.process_groups import device_of_job, training_loop_collection
 from megatron.hydraulis.runtime.span_pair import told
@@ -100,7 +111,9 @@ def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> N
 
 def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     has_cuda = torch.cuda.is_available()
-    if not has_cuda:
+    if has_cuda:
+        use_expandable_segments()
+    else:
         apply_cpu_backend()
     rank = int(os.environ.get("RANK", "0"))
     quieten_upstream(rank)
@@ -274,16 +287,28 @@ class _Job:
         is_last_rank = rank == dist.get_world_size() - 1
         metrics = MetricsWriter(run_dir) if is_last_rank else None
         trace = self._run_trace(store)
-        refit = RunRefit.of(hydraulis, self._planning, store, has_cuda=self._has_cuda)
+        memory = MemorySafety(self._planning, hydraulis, log=partial(print, flush=True))
+        refit = RunRefit.of(
+            hydraulis, self._planning, store, has_cuda=self._has_cuda, capped=memory.capped
+        )
         checkpoints = RunCheckpoints(resolved, self._planning)
         checkpoints.check_save_folder()
+        forward_step = make_forward_step(self._hooks.loss_func)
+        if self._emulation is not None:
+            forward_step = self._emulation.around(forward_step)
+
+        def make_iterators() -> Iterators:
+            self._try_memory_out(memory, forward_step, corpora)
+            return self._iterators(corpora, store, checkpoints, memory)
+
         loop = TrainingLoop(
             hydraulis,
-            lambda: self._iterators(corpora, store, checkpoints),
+            make_iterators,
             metrics,
             trace,
             refit,
             checkpoints=checkpoints,
+            memory=memory,
         )
         install_globals(resolved)
         model_config = gpt_model_config(args, HydraulisModelConfig)
@@ -301,9 +326,6 @@ class _Job:
             use_local_synchronization=True,
             group_desc="hydraulis_loop",
         )
-        forward_step = make_forward_step(self._hooks.loss_func)
-        if self._emulation is not None:
-            forward_step = self._emulation.around(forward_step)
         apply_training_loop(loop, has_cuda=self._has_cuda)
         ends_properly = False
         try:
@@ -372,8 +394,35 @@ class _Job:
         )
         return self._engine
 
+    def _try_memory_out(
+        self, memory: MemorySafety, forward_step: ForwardStep, corpora: Corpora
+    ) -> None:
+        """Collective: what --memory-trial asks for; parameters and optimizer are in place."""
+        wish = self._resolved.hydraulis.memory_trial
+        if wish == "off" or (wish == "auto" and not self._has_cuda):
+            return
+        args, hydraulis = self._resolved.args, self._resolved.hydraulis
+        longest = max(int(corpus.lengths.max()) for corpus in corpora if corpus is not None)
+        assert self._engine is not None
+        memory.try_out(
+            self._engine,
+            forward_step,
+            CudaGauge()
+            if self._has_cuda
+            else CpuGauge(int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))),
+            longest_tokens=longest,
+            most_tokens=hydraulis.global_batch_tokens or args.global_batch_size * longest,
+            vocab_size=self._resolved.vocabulary.size,
+        )
+        self._planning = memory.planning
+        self._check_longest(corpora)
+
     def _iterators(
-        self, corpora: Corpora, store: dist.Store, checkpoints: RunCheckpoints
+        self,
+        corpora: Corpora,
+        store: dist.Store,
+        checkpoints: RunCheckpoints,
+        memory: MemorySafety,
     ) -> Iterators:
         args, hydraulis = self._resolved.args, self._resolved.hydraulis
         batch_tokens = hydraulis.global_batch_tokens
@@ -395,7 +444,7 @@ class _Job:
             if is_training and checkpoints.sampler_state is not None:
                 sampler.load_state_dict(checkpoints.sampler_state)
             iterators.append(
-                PlannedBatches(
+                batches := PlannedBatches(
                     corpus,
                     sampler,
                     look_ahead_planner(self._planning, hydraulis, is_training=is_training)
@@ -411,5 +460,6 @@ class _Job:
                     first_iteration=checkpoints.first_iteration if is_training else 0,
                 )
             )
+            memory.watch(batches, is_training=is_training)
         train, valid, test = iterators
         return train, valid, test

@@ -26,10 +26,22 @@ class PlanExchange:
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int) -> None:
+        self._job_store, self._name, self._num_renewals = store, name, 0
         # A restarted job finds the keys of its forerunner in the launcher's store.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = dist.PrefixStore(f"hydraulis_plans/{restart}/{name}", store)
         self._rank = rank
+
+    def renewed(self) -> PlanExchange:
+        """A stream in this one's place, in which nothing is published yet; the same on all ranks
+        that have renewed it as often."""
+        number = self._num_renewals + 1
+        base = (
+            self._name.removesuffix(f"/{self._num_renewals}") if self._num_renewals else self._name
+        )
+        renewed = PlanExchange(self._job_store, f"{base}/{number}", self._rank)
+        renewed._num_renewals = number
+        return renewed
 
     def publish(
         self, iteration: int, plan: IterationPlan | PlanError, *, waited_s: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -100,15 +101,15 @@ class PlannedBatches:
         self._planner = planner
         self._exchange = exchange
         self._pool = pool
-        self._costs = {
-            strategy.name: StrategyCosts(cost_model, strategy) for strategy in pool.strategies
-        }
+        self._costs = _costs_of(pool, cost_model)
         self._device = device
         self._num_ahead = num_ahead if planner is not None else 0
         self._plan_dir = plan_dir
         self._run_as = run_as
         self._sampled: deque[tuple[GlobalBatch, dict[str, Any]]] = deque()
         """With the sampler's state after each."""
+        self._last: tuple[GlobalBatch, dict[str, Any]] | None = None
+        """What was handed out last."""
         self._num_sampled = first_iteration
         self._iteration = first_iteration
         self._num_published = first_iteration
@@ -123,7 +124,7 @@ class PlannedBatches:
     def __next__(self) -> PlannedBatch:
         while len(self._sampled) <= self._num_ahead:
             self._sample()
-        batch, self._sampler_state = self._sampled.popleft()
+        batch, self._sampler_state = self._last = self._sampled.popleft()
         start_s = time.perf_counter()
         if self._planner is not None and self._num_published <= self._iteration:
             self._publish_next(self._planner)
@@ -152,7 +153,10 @@ class PlannedBatches:
                     context_size=share.group.size,
                     context_rank=position.cp - share.group.offset,
                     allow_empty=True,
-                ).to(self._device)
+                )
+                if self._device.type == "cuda":
+                    # The copy goes on beside compute; the host's memory stays until it is done.
+                    packed = packed.pinned().to(self._device, non_blocking=True)
                 packs.append(packed if self._run_as is None else self._run_as(packed, mine.scheme))
                 ids.append(members)
         return PlannedBatch(
@@ -178,6 +182,42 @@ class PlannedBatches:
         if self._planner is not None:
             self._publish_ready(self._planner)
         return self._upcoming.get(self._iteration)
+
+    def lower_limits(
+        self,
+        pool: Pool,
+        cost_model: CostModel,
+        planners: tuple[Planner, Planner] | None,
+        *,
+        repeats_last: bool,
+    ) -> None:
+        """Plan what comes next under lower limits; collective, while no rank is ahead of another.
+
+        What is sampled and has not been run is planned anew.
+
+        Args:
+            pool: the strategies that plans may name from now on.
+            cost_model: of the lower limits.
+            planners: on rank 0, what plans and what stands in for it.
+            repeats_last: whether the batch that was handed out last comes again.
+        """
+        if repeats_last and self._last is not None:
+            self._sampled.appendleft(self._last)
+            self._iteration -= 1
+            self._last = None
+        self._pool = pool
+        self._costs = _costs_of(pool, cost_model)
+        self._exchange = self._exchange.renewed()
+        if self._planner is None or planners is None:
+            return
+        for iteration in range(self._num_published, self._num_sampled):
+            with contextlib.suppress(PlanError):
+                self._planner.take(iteration)  # made under the old limits
+        self._planner.replace(planners[0], stand_in=planners[1])
+        self._upcoming.clear()
+        self._num_published = self._iteration
+        for ahead, (batch, _) in enumerate(self._sampled):
+            self._planner.submit(self._iteration + ahead, batch.lengths)
 
     def replace_planner(self, planner: Planner, stand_in: Planner) -> None:
         """On rank 0: plan what is sampled from now on with another planner."""
@@ -221,6 +261,10 @@ class PlannedBatches:
         else:
             self._exchange.publish(iteration, plan, waited_s=waited_s)
             self._upcoming[iteration] = plan.strategy
+
+
+def _costs_of(pool: Pool, cost_model: CostModel) -> dict[str, StrategyCosts]:
+    return {strategy.name: StrategyCosts(cost_model, strategy) for strategy in pool.strategies}
 
 
 def num_padding_tokens(plan: IterationPlan) -> int:

@@ -90,8 +90,12 @@ class RunRefit:
         store: dist.Store,
         *,
         has_cuda: bool,
+        capped: Callable[[CostModel], CostModel],
     ) -> RunRefit | None:
-        """What --refit-cost-profile asks for; None without it."""
+        """What --refit-cost-profile asks for; None without it.
+
+        capped: puts the limits that memory allows at the time on a cost model.
+        """
         if not hydraulis.refit_cost_profile:
             return None
         refit = None
@@ -100,7 +104,9 @@ class RunRefit:
         return cls(
             refit,
             store,
-            lambda cost_model: planners(replace(planning, cost_model=cost_model), hydraulis),
+            lambda cost_model: planners(
+                replace(planning, cost_model=capped(cost_model)), hydraulis
+            ),
             has_cuda=has_cuda,
             log=partial(print, flush=True),
         )

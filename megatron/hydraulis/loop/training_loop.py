@@ -17,6 +17,7 @@ from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.loop.checkpointing import RunCheckpoints
 from megatron.hydraulis.loop.log_interval import LogInterval
+from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
 from megatron.hydraulis.loop.non_finite import NonFiniteIterations
@@ -53,6 +54,7 @@ class TrainingLoop:
         trace: of this rank; None where nothing is traced.
         refit: of the cost profile; None where it is not asked for.
         checkpoints: of the run.
+        memory: limits of the run as memory allows them.
     """
 
     def __init__(
@@ -64,16 +66,18 @@ class TrainingLoop:
         refit: RunRefit | None = None,
         *,
         checkpoints: RunCheckpoints,
+        memory: MemorySafety,
     ) -> None:
+        self._memory = memory
         self._checkpoints = checkpoints
-        self._refit = refit
-        self._trace = trace
-        self._hydraulis = hydraulis
-        self._make_iterators = make_iterators
         self._non_finite = NonFiniteIterations(
             hydraulis.max_skipped_in_a_row if hydraulis.skip_nan_iterations else 0,
             checkpoints.counters,
         )
+        self._refit = refit
+        self._trace = trace
+        self._hydraulis = hydraulis
+        self._make_iterators = make_iterators
         self._metrics = metrics
         self._eta: EtaEstimator | None = None
         self._interval = LogInterval()
@@ -136,14 +140,23 @@ class TrainingLoop:
         planned = self._next(number, data_iterator)
         if self._refit is not None:
             self._refit.begin()
-        with self._traced(number, planned):
-            outcome = engine.train_step(
-                planned.plan.strategy,
-                planned.micro_batches,
-                forward_step_func,
-                next_strategy=data_iterator.next_strategy if number < args.train_iters else None,
-                phase=_upstreams_timer,
-            )
+        while True:
+            with self._traced(number, planned), self._memory.explained():
+                outcome = engine.train_step(
+                    planned.plan.strategy,
+                    planned.micro_batches,
+                    forward_step_func,
+                    next_strategy=(
+                        data_iterator.next_strategy if number < args.train_iters else None
+                    ),
+                    phase=_upstreams_timer,
+                )
+            if not outcome.num_ranks_without_memory:
+                break
+            self._memory.lower_after(number, outcome)
+            if self._refit is not None:
+                self._refit.spans.take()
+            planned = self._next(number, data_iterator)
         self._non_finite.note(number, planned, outcome, data_iterator)
         if outcome.updated:
             # Nominal under a token budget, so that the schedule counts iterations.

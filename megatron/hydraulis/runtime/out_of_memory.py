@@ -24,6 +24,7 @@ from megatron.hydraulis.strategy import Strategy
 
 __all__ = [
     "CountedForwardStep",
+    "LoneOutOfMemoryError",
     "OutOfMemory",
     "SharedOutOfMemoryError",
     "free_what_is_left",
@@ -80,6 +81,18 @@ class SharedOutOfMemoryError(OutOfMemoryError):
         """What happened on this rank, if it is one of them."""
 
 
+class LoneOutOfMemoryError(OutOfMemoryError):
+    """Raised on one rank, for which the others of its replica wait in vain."""
+
+    def __init__(self, own: OutOfMemory) -> None:
+        super().__init__(
+            f"{own.text}; the other {own.scheme.num_ranks - 1} ranks of the replica wait for it, "
+            "so that this run cannot go on: start it again with a lower "
+            "--max-tokens-per-micro-batch, or give the replica more ranks"
+        )
+        self.own = own
+
+
 class CountedForwardStep:
     """A forward step that knows how many micro-batches it was called for."""
 
@@ -111,7 +124,7 @@ def what_to_go_on_with(
         num_begun: how many of them a forward was begun for.
 
     Raises:
-        OutOfMemoryError: other ranks of the replica wait for this one.
+        LoneOutOfMemoryError: other ranks of the replica wait for this one.
     """
     mine = strategy.replica_of(rank)
     if mine is None or not batches:
@@ -126,11 +139,7 @@ def what_to_go_on_with(
         measured_bytes=torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,
     )
     if mine.scheme.num_ranks > 1:
-        raise OutOfMemoryError(
-            f"{found.text}; the other {mine.scheme.num_ranks - 1} ranks of the replica wait for "
-            "it, so that this run cannot go on: start it again with a lower "
-            "--max-tokens-per-micro-batch, or give the replica more ranks"
-        ) from error
+        raise LoneOutOfMemoryError(found) from error
     return found
 
 
