@@ -7,7 +7,7 @@ upstream, is refused all the same.
 import re
 from dataclasses import dataclass
 
-__all__ = ["Family", "family_of", "refusal"]
+__all__ = ["Family", "families", "family_of", "refusal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +290,11 @@ _FAMILIES = (
 _UNKNOWN_TO_FAMILIES = Family(
     "others", "this program does not act on it and will not pretend to", _REMOVE
 )
+
+
+def families() -> tuple[Family, ...]:
+    """All of them, as docs/configuration-errors.md lists them."""
+    return (*_FAMILIES, _UNKNOWN_TO_FAMILIES)
 
 
 def family_of(option: str, group: str) -> Family:
