@@ -15,8 +15,8 @@ __all__ = [
     "check_checkpoints",
     "check_data",
     "check_device",
-    "check_learning_rate",
     "check_layers",
+    "check_learning_rate",
     "check_model",
     "check_required",
     "check_spec",
@@ -240,9 +240,6 @@ def _check_files(option: str, blend: list[str]) -> None:
                 )
 
 
-def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
-    """Raise ConfigurationError for a backend that does not go with this machine's devices."""
-    if args.distributed_backend == "nccl" and not has_cuda:
 def check_layers(args: argparse.Namespace, *, has_cuda: bool) -> None:
     """Raise ConfigurationError for layers that this machine, or a spec of the user's, rules out."""
     if args.transformer_impl != "transformer_engine":
@@ -264,6 +261,9 @@ def check_layers(args: argparse.Namespace, *, has_cuda: bool) -> None:
         )
 
 
+def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
+    """Raise ConfigurationError for a backend that does not go with this machine's devices."""
+    if args.distributed_backend == "nccl" and not has_cuda:
         raise ConfigurationError(
             "--distributed-backend nccl needs CUDA, which this machine does not have; "
             "use --distributed-backend gloo or leave it out"
