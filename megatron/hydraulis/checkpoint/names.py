@@ -13,14 +13,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
 from megatron.hydraulis.transfer.role import Role
 
-__all__ = ["WRITTEN_HERE", "StoredParameter", "sharding_metadata", "stored_parameters"]
+__all__ = [
+    "WRITTEN_HERE",
+    "StoredParameter",
+    "sharding_metadata",
+    "stored_objects",
+    "stored_parameters",
+]
 
 WRITTEN_HERE = "hydraulis"
 """Marks a checkpoint of ours where upstream describes its content."""
@@ -78,6 +89,32 @@ def stored_parameters(
 
     Raises ConfigurationError for a model that does not say where a parameter goes.
     """
+    model, state = _whole_model(definition, layers_apart=layers_apart)
+    entries = {id(entry.data): entry for entry in _leaves(state)}
+    stored = {}
+    for name, parameter in model.named_parameters():
+        # Upstream's state dict detaches parameters, but not those of which it makes a factory.
+        entry = entries.get(id(parameter)) or _same_storage(entries.values(), parameter)
+        if entry is None:
+            raise ConfigurationError(
+                f"parameter '{name}': the model's sharded_state_dict does not have it, so that a "
+                "checkpoint would be without it; give its module a sharded_state_dict of "
+                "upstream's form"
+            )
+        stored[name] = _stored(name, entry, parameter)
+    return stored
+
+
+def stored_objects(definition: ModelDefinition) -> list[ShardedObject]:
+    """What upstream stores of the model beside parameters, and asks for: extra states."""
+    _, state = _whole_model(definition)
+    return [leaf for leaf in _leaves(state, ShardedObject) if is_main_replica(leaf.replica_id)]
+
+
+def _whole_model(
+    definition: ModelDefinition, *, layers_apart: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    """On `meta`, and its sharded state dict."""
     transformer = definition.transformer
     role = Role(
         tp=1,
@@ -93,21 +130,8 @@ def stored_parameters(
     metadata = sharding_metadata() | {"dp_cp_group": LocalGroup()}
     if layers_apart:
         metadata["non_homogeneous_layers"] = True
-    entries = {
-        id(entry.data): entry for entry in _leaves(model.sharded_state_dict(metadata=metadata))
-    }
-    stored = {}
-    for name, parameter in model.named_parameters():
-        # Upstream's state dict detaches parameters, but not those of which it makes a factory.
-        entry = entries.get(id(parameter)) or _same_storage(entries.values(), parameter)
-        if entry is None:
-            raise ConfigurationError(
-                f"parameter '{name}': the model's sharded_state_dict does not have it, so that a "
-                "checkpoint would be without it; give its module a sharded_state_dict of "
-                "upstream's form"
-            )
-        stored[name] = _stored(name, entry, parameter)
-    return stored
+    state: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
+    return model, state
 
 
 def _stored(name: str, entry: Any, parameter: torch.Tensor) -> StoredParameter:
@@ -136,16 +160,16 @@ def _stored(name: str, entry: Any, parameter: torch.Tensor) -> StoredParameter:
     )
 
 
-def _leaves(state: Any) -> Iterator[Any]:
-    """Sharded tensors and factories anywhere in a state dict."""
-    if isinstance(state, ShardedTensor | ShardedTensorFactory):
+def _leaves(state: Any, kind: Any = ShardedTensor | ShardedTensorFactory) -> Iterator[Any]:
+    """All of a kind anywhere in a state dict."""
+    if isinstance(state, kind):
         yield state
     elif isinstance(state, Mapping):
         for value in state.values():
-            yield from _leaves(value)
+            yield from _leaves(value, kind)
     elif isinstance(state, list | tuple):
         for value in state:
-            yield from _leaves(value)
+            yield from _leaves(value, kind)
 
 
 def _same_storage(entries: Any, parameter: torch.Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import threading
 import time
@@ -16,7 +17,11 @@ from megatron.core import dist_checkpointing
 from megatron.hydraulis.checkpoint.background import BackgroundWrite
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.manifest import FileRecord, Manifest, files_of, sha256_of
-from megatron.hydraulis.checkpoint.names import StoredParameter, sharding_metadata
+from megatron.hydraulis.checkpoint.names import (
+    StoredParameter,
+    sharding_metadata,
+    stored_objects,
+)
 from megatron.hydraulis.checkpoint.tensors import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -84,6 +89,7 @@ class CheckpointSaver:
         self._folder = folder
         self._engine = engine
         self._stored = stored
+        self._objects = stored_objects(engine.definition)
         self._asynchronous = asynchronous
         self._keep_last = keep_last
         self._log = log if dist.get_rank() == 0 else _say_nothing
@@ -224,6 +230,11 @@ class CheckpointSaver:
             moments = {prefix: on_host(flat) for prefix, flat in moments.items()}
         state: dict[str, Any] = dict(saved.upstream)
         state["model"] = sharded_tensors(engine.shards, moments[MASTER], self._stored, MODEL)
+        # Alike on all ranks; rank 0 writes them.
+        state["model_objects"] = {
+            each.unique_key: dataclasses.replace(each, replica_id=dist.get_rank())
+            for each in self._objects
+        }
         state["optimizer"] = dict(saved.upstream["optimizer"]) | {
             "param_state": {
                 prefix: sharded_tensors(engine.shards, flat, self._stored, prefix)

@@ -1,0 +1,113 @@
+"""A job of plain Megatron goes on here, and one of ours there: same state, same losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron.hydraulis.checkpoint.loading import load_checkpoint
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.forward_step import make_forward_step
+from tests.support.checkpoints import differing_keys, make_engine, save_engine, whole_tensors
+from tests.support.gloo_pool import GlooPool, pool_of
+from tests.support.plain_checkpoints import PLAIN_WORKLOAD, load_and_train, train_and_save
+
+pytestmark = pytest.mark.distributed
+
+NUM_ITERATIONS = 2
+SAME_LOSS = 2e-6
+
+
+def on_plain_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """In processes of their own, which plain Megatron changes for good."""
+    pool = GlooPool(num_ranks)
+    try:
+        return pool.run(function, *args)
+    finally:
+        pool.close()
+
+
+def go_on(source: str, root: str, strategy: str, iterations: range) -> tuple[int, list[float]]:
+    """On every rank of ours: load, save at once, train on; (optimizer's steps, losses)."""
+    engine = make_engine(PLAIN_WORKLOAD.definition(), (strategy,), seed=99)
+    loaded = load_checkpoint(Path(source), engine, {"num_layers": 2, "hidden_size": 32})
+    num_steps = int(engine.optimizer.num_steps)
+    save_engine(engine, Path(root), loaded.upstream.iteration)
+    return num_steps, train(engine, strategy, iterations)
+
+
+def train(engine: Any, strategy: str, iterations: range) -> list[float]:
+    replica = engine.pool.strategy(strategy).replica_of(engine.rank)
+    replicas = list(engine.pool.strategy(strategy).replicas)
+    losses = []
+    for group in engine.optimizer.param_groups:
+        group["weight_decay"] = PLAIN_WORKLOAD.optimizer.weight_decay * group["wd_mult"]
+    for iteration in iterations:
+        batches = PLAIN_WORKLOAD.micro_batches(iteration, replicas.index(replica), len(replicas))
+        outcome = engine.train_step(strategy, batches, make_forward_step())
+        losses.append(outcome.loss.mean)
+    return losses
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_a_running_megatron_job_goes_on_here(tp: int, pp: int, tmp_path: Path) -> None:
+    source = tmp_path / "plain"
+    losses = on_plain_ranks(
+        4, train_and_save, tp, pp, str(source), NUM_ITERATIONS, "fully_reshardable"
+    )
+    expected = whole_tensors(source)
+    iterations = range(NUM_ITERATIONS, NUM_ITERATIONS + 2)
+    found = pool_of(2).run(go_on, str(source), str(tmp_path / "ours"), "2*tp1", iterations)
+    assert found[0][0] == NUM_ITERATIONS
+    assert differing_keys(expected, whole_tensors(tmp_path / "ours" / "iter_0000002")) == {}
+    last_stage = losses[-1]
+    assert found[0][1] == pytest.approx(last_stage[NUM_ITERATIONS:], rel=SAME_LOSS)
+
+
+def test_a_job_of_ours_goes_on_in_plain_megatron(tmp_path: Path) -> None:
+    losses = pool_of(3).run(train_and_save_ours, str(tmp_path / "ours"), "tp2+tp1")
+    source = tmp_path / "ours" / f"iter_{NUM_ITERATIONS:07d}"
+    iterations = range(NUM_ITERATIONS, NUM_ITERATIONS + 2)
+    again = tmp_path / "plain"
+    found = on_plain_ranks(2, load_and_train, 2, 1, str(source), str(again), iterations)
+    assert differing_keys(whole_tensors(source), whole_tensors(again)) == {}
+    assert found[0] == pytest.approx(losses[0][NUM_ITERATIONS:], rel=SAME_LOSS)
+
+
+def train_and_save_ours(root: str, strategy: str) -> list[float]:
+    engine = make_engine(PLAIN_WORKLOAD.definition(), (strategy,))
+    losses = train(engine, strategy, range(NUM_ITERATIONS))
+    save_engine(engine, Path(root), NUM_ITERATIONS)
+    return losses + train(engine, strategy, range(NUM_ITERATIONS, NUM_ITERATIONS + 2))
+
+
+def test_optimizer_state_in_buckets_is_refused_and_its_weights_can_be_taken(
+    tmp_path: Path,
+) -> None:
+    source = tmp_path / "plain"
+    on_plain_ranks(2, train_and_save, 2, 1, str(source), NUM_ITERATIONS, "dp_reshardable")
+    messages = pool_of(2).run(load_refused, str(source))
+    assert all("--dist-ckpt-optim-fully-reshardable" in message for message in messages)
+    assert all("dp_reshardable" in message for message in messages)
+    assert pool_of(2).run(load_weights, str(source)) == [0, 0]
+
+
+def load_refused(source: str) -> str:
+    engine = make_engine(PLAIN_WORKLOAD.definition(), ("tp2",))
+    try:
+        load_checkpoint(Path(source), engine, {})
+    except ConfigurationError as error:
+        return str(error)
+    return f"rank {dist.get_rank()} loaded it"
+
+
+def load_weights(source: str) -> int:
+    engine = make_engine(PLAIN_WORKLOAD.definition(), ("tp2",))
+    before = engine.shards.parameters.clone()
+    load_checkpoint(Path(source), engine, {}, with_optimizer=False)
+    assert not engine.shards.parameters.equal(before)
+    return int(engine.optimizer.num_steps)

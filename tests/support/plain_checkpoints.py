@@ -1,0 +1,147 @@
+"""Plain Megatron on CPU ranks, its checkpoints written and read by upstream's own code alone."""
+
+from __future__ import annotations
+
+import importlib
+import queue
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from benchmarks.plain_megatron import PlainMegatronSide
+from benchmarks.workload import Workload
+from hydraulis_patches.cpu_backend import CpuTorch
+
+CUDA_MODULES = (
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+)
+"""Modules of upstream's own writer that name CUDA; ours uses none of them."""
+
+PLAIN_WORKLOAD = Workload(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=64,
+    lengths=(17, 9, 6),
+    num_micro_batches=4,
+)
+
+
+class PlainMegatron:
+    """One rank; see `PlainMegatronSide`. Only for processes of its own."""
+
+    def __init__(self, *, tp: int, pp: int) -> None:
+        torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign,assignment]
+        for name in CUDA_MODULES:
+            module = importlib.import_module(name)
+            module.torch = CpuTorch()  # type: ignore[attr-defined]
+        # Upstream would start a process for it, which a daemon may not.
+        filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+        self.side = PlainMegatronSide(
+            PLAIN_WORKLOAD, tp=tp, pp=pp, overlaps_gradients=False, has_fused_adamw=True
+        )
+
+    def train(self, iterations: range) -> list[float]:
+        """Losses."""
+        return [self.side(iteration).loss for iteration in iterations]  # type: ignore[union-attr]
+
+    def save(self, folder: Path, iteration: int, sharding_type: str, **metadata: Any) -> None:
+        """As upstream's loop does."""
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True)
+        dist.barrier()
+        told = self._metadata(sharding_type) | metadata
+        state = self._state(told, is_loading=False)
+        state |= {
+            "args": Namespace(num_layers=2, hidden_size=32, consumed_train_samples=4 * iteration),
+            "checkpoint_version": 3.0,
+            "iteration": iteration,
+            "opt_param_scheduler": {"num_steps": 4 * iteration},
+        }
+        content = {key: value for key, value in told.items() if key != "dp_cp_group"}
+        dist_checkpointing.save(state, str(folder), content_metadata=content)
+
+    def load(self, folder: Path) -> None:
+        """As upstream's loop does, optimizer state included."""
+        metadata = dist_checkpointing.load_content_metadata(str(folder))
+        assert metadata is not None
+        metadata["dp_cp_group"] = self.side._groups.dp_cp
+        loaded = dist_checkpointing.load(self._state(metadata, is_loading=True), str(folder))
+        self.side._model.module.load_state_dict(loaded["model"])
+        (optimizer,) = self.side._optimizer.chained_optimizers
+        with _torch_adamw_can_load(optimizer):
+            self.side._optimizer.load_state_dict(loaded["optimizer"])
+
+    def forget(self) -> None:
+        """Make sure that what is there later was loaded."""
+        with torch.no_grad():
+            for parameter in self.side._model.parameters():
+                parameter.zero_()
+
+    def _metadata(self, sharding_type: str) -> dict[str, Any]:
+        return {
+            "distrib_optim_sharding_type": sharding_type,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": self.side._groups.dp_cp,
+        }
+
+    def _state(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "model": self.side._model.module.sharded_state_dict(metadata=metadata)
+        }
+        state["optimizer"] = self.side._optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
+        return state
+
+
+@contextmanager
+def _torch_adamw_can_load(optimizer: Any) -> Iterator[None]:
+    """What upstream does only with Transformer Engine's or apex's AdamW.
+
+    Of torch's it looks for every parameter's number of steps in the wrong place, and gives all of
+    them one tensor, to which each update would add.
+    """
+    set_states = optimizer._set_main_param_and_optimizer_states
+    optimizer._set_main_param_and_optimizer_states = lambda parameter, tensors: set_states(
+        parameter, tensors | {"step": None}
+    )
+    yield
+    optimizer._set_main_param_and_optimizer_states = set_states
+    for state in optimizer.optimizer.state.values():
+        state["step"] = state["step"].clone()
+    for group in optimizer.param_groups:
+        group["fused"] = True
+
+
+def train_and_save(
+    tp: int, pp: int, folder: str, num_iterations: int, sharding_type: str
+) -> list[float]:
+    """On every rank of plain Megatron: losses, with two iterations after the save."""
+    plain = PlainMegatron(tp=tp, pp=pp)
+    losses = plain.train(range(num_iterations))
+    plain.save(Path(folder), num_iterations, sharding_type)
+    return losses + plain.train(range(num_iterations, num_iterations + 2))
+
+
+def load_and_train(tp: int, pp: int, folder: str, again: str, iterations: range) -> list[float]:
+    """On every rank of plain Megatron: load, save at once, train on."""
+    plain = PlainMegatron(tp=tp, pp=pp)
+    plain.train(range(1))  # so that there is state to be replaced
+    plain.forget()
+    plain.load(Path(folder))
+    plain.save(Path(again), iterations.start, "fully_reshardable")
+    return plain.train(iterations)

@@ -1,0 +1,117 @@
+"""Names, order and the moment at which a folder becomes a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, CheckpointFolder
+from megatron.hydraulis.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    files_of,
+    sha256_of,
+    share_of_files,
+)
+from megatron.hydraulis.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoints")
+
+
+def save(folder: CheckpointFolder, iteration: int, text: str = "x") -> None:
+    (folder.begin_saving(iteration) / "file").write_text(text)
+    folder.publish(iteration)
+
+
+def test_a_checkpoint_has_its_name_only_when_it_is_published(folder: CheckpointFolder) -> None:
+    path = folder.begin_saving(100)
+    assert (folder.iterations, folder.latest()) == ((), None)
+    (path / "file").write_text("x")
+    assert folder.publish(100) == folder.root / "iter_0000100"
+    assert (folder.iterations, folder.latest()) == ((100,), 100)
+    assert (folder.root / LATEST_FILE_NAME).read_text() == "100"  # as upstream writes it
+
+
+def test_the_same_iteration_again_replaces_it(folder: CheckpointFolder) -> None:
+    save(folder, 3, "old")
+    save(folder, 3, "new")
+    assert (folder.path_of(3) / "file").read_text() == "new"
+    assert sorted(p.name for p in folder.root.iterdir()) == ["iter_0000003", LATEST_FILE_NAME]
+
+
+def test_an_earlier_attempt_leaves_nothing_in_a_save(folder: CheckpointFolder) -> None:
+    (folder.begin_saving(3) / "stale").write_text("x")
+    assert list(folder.begin_saving(3).iterdir()) == []
+    folder.remove_leftovers()
+    assert list(folder.root.iterdir()) == []
+
+
+def test_the_newest_are_kept_and_none_that_is_newer_than_the_latest(
+    folder: CheckpointFolder,
+) -> None:
+    for iteration in (2, 4, 6, 8, 10_000_000):
+        save(folder, iteration)
+    assert folder.iterations == (2, 4, 6, 8, 10_000_000)
+    folder.write_latest(8)
+    assert folder.surplus(2) == (2, 4)
+    for iteration in folder.surplus(2):
+        folder.delete(iteration)
+    assert folder.iterations == (6, 8, 10_000_000)
+    assert folder.surplus(2) == ()
+
+
+@pytest.mark.parametrize("text", ["", "five", "-3", "1e3", "9" * 40, "\x00", "３"])
+def test_a_latest_that_is_no_number_is_an_error(folder: CheckpointFolder, text: str) -> None:
+    save(folder, 3)
+    (folder.root / LATEST_FILE_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match="must hold the number of an iteration"):
+        folder.latest()
+
+
+def manifest_of(path: Path) -> Manifest:
+    records = {
+        name: FileRecord((path / name).stat().st_size, sha256_of(path / name))
+        for name in files_of(path)
+    }
+    return Manifest(
+        iteration=3,
+        num_ranks=2,
+        model={"num_layers": 2, "norm_epsilon": 1e-5},
+        state={"sampler": {"epoch": 1, "position": 7, "seed": 3}},
+        configuration={"lr": 0.1},
+        files=records,
+    )
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    manifest = manifest_of(tmp_path)
+    manifest.write(tmp_path)
+    assert Manifest.read(tmp_path) == manifest
+    assert manifest.problems(tmp_path) == []
+    assert manifest.num_bytes == 3
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    manifest_of(tmp_path).write(tmp_path)
+    path = tmp_path / "hydraulis.json"
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        try:
+            found = Manifest.read(tmp_path)
+        except CheckpointError:
+            continue
+        assert found.to_json() == manifest_of(tmp_path).to_json()  # a blank between two values
+
+
+def test_every_reader_takes_a_share_and_no_file_is_left_out() -> None:
+    sizes = {"a": 10, "b": 9, "c": 5, "d": 4, "e": 0}
+    shares = [share_of_files(sizes, share, 3) for share in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    assert max(sum(sizes[name] for name in share) for share in shares) <= 11
