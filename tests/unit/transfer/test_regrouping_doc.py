@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.regroup_bytes import (
     BYTES_PER_GB,
-    LLAMA_32B,
     PARAMETER_BYTES,
     PoolTraffic,
     StrategyTraffic,
@@ -17,6 +16,7 @@ from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.collective import Collective
 from megatron.hydraulis.transfer.model_parameters import model_parameters
 from tests.support.documented_output import documented_outputs
+from tests.support.planning import LLAMA_32B
 
 ROOT = Path(__file__).resolve().parents[3]
 DOC = ROOT / "docs" / "regrouping.md"
