@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.hydraulis.checkpoint.manifest import Manifest
+from megatron.hydraulis.loop.entry import EXIT_STATUS_OF_ERROR
 from tests.support.checkpoints import whole_tensors
-from tests.support.training_run import MAIN_FLAGS, ROUNDING, Launch, Run
+from tests.support.forked_job import run_job
+from tests.support.tiny_corpus import tiny_command
+from tests.support.training_run import (
+    BATCH_SIZE,
+    MAIN_FLAGS,
+    ROUNDING,
+    SEED,
+    SPLIT,
+    TRAIN_ITERS,
+    Launch,
+    Run,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -52,7 +65,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(launch: Launch, pool_file: str, saved: Path) -> Run:
     schedule = ("--strategy-pool", pool_file, "--strategy-schedule", "mixed,short,short")
-    save = ("--save", str(saved), "--save-interval", str(SAVED_AT))
+    save = ("--save", str(saved), "--save-interval", str(SAVED_AT), "--load", str(saved))
     return launch(None, NUM_RANKS, *schedule, *save, *MAIN_FLAGS)
 
 
@@ -98,10 +111,15 @@ def test_only_the_last_is_kept_and_named(resumed: tuple[Run, Path], saved: Path)
 
 @pytest.mark.parametrize(("num_ranks", "strategy"), [(2, "tp2"), (3, "pp2+tp1")])
 def test_other_ranks_go_on_with_the_same_sequences(
-    launch: Launch, uninterrupted: Run, saved: Path, num_ranks: int, strategy: str
+    launch: Launch, uninterrupted: Run, saved: Path, tmp_path: Path, num_ranks: int, strategy: str
 ) -> None:
-    load = ("--load", str(saved), "--ckpt-step", str(SAVED_AT))
+    load: tuple[str, ...] = ("--load", str(saved), "--ckpt-step", str(SAVED_AT))
+    if num_ranks == 3:  # the same by another way
+        shutil.copytree(saved, tmp_path / "damaged")
+        (tmp_path / "damaged" / "iter_0000004" / "__2_0.distcp").unlink()
+        load = ("--load", str(tmp_path / "damaged"), "--load-fallback")
     run = launch(strategy, num_ranks, *load, *MAIN_FLAGS)
+    assert ("__2_0.distcp is missing" in run.outcome.stdout) == (num_ranks == 3)
     assert [r.iteration for r in run.records] == [3, 4]
     assert run.losses == pytest.approx(uninterrupted.losses[SAVED_AT:], rel=ROUNDING)
     before = lengths_of(uninterrupted)
@@ -110,3 +128,37 @@ def test_other_ranks_go_on_with_the_same_sequences(
         r.consumed_samples for r in uninterrupted.records[SAVED_AT:]
     ]
     assert f"written by {NUM_RANKS} ranks, now {num_ranks} go on" in run.outcome.stdout
+
+
+def test_the_first_start_says_that_it_begins_from_scratch(uninterrupted: Run, saved: Path) -> None:
+    line = f"warning: there is no checkpoint in {saved} yet: training starts from scratch"
+    assert line in uninterrupted.outcome.stdout
+
+
+REFUSED = {
+    "nothing to load": ("--load {empty}", "there is no checkpoint"),
+    "another folder to save": ("--load {empty} --save {other} --save-interval 2", "no checkpoint"),
+    "would be replaced": ("--save {saved} --save-interval 2", "add --load {saved} to go on"),
+    "another schedule": ("--load {saved} --ckpt-step 2 --lr 0.5", "learning rate"),
+    "another seed": ("--load {saved} --ckpt-step 2 --seed 5", "resume with --seed"),
+    "no such iteration": ("--load {saved} --ckpt-step 3", "no checkpoint of iteration 3"),
+    "another model": ("--load {saved} --num-attention-heads 2", "num_attention_heads is 4 there"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_go_on_ends_with_one_line(
+    name: str, uninterrupted: Run, saved: Path, corpus_prefix: str, tmp_path: Path
+) -> None:
+    typed, told = REFUSED[name]
+    places = {"saved": saved, "empty": tmp_path / "empty", "other": tmp_path / "other"}
+    base = tiny_command(
+        *(corpus_prefix, tmp_path / "run", "--strategy", "tp1", *MAIN_FLAGS),
+        *("--seed", str(SEED), "--split", SPLIT, "--train-iters", str(TRAIN_ITERS)),
+        *("--global-batch-size", str(BATCH_SIZE)),
+    )
+    outcome = run_job([*base, *typed.format(**places).split()], 1, tmp_path / "output")
+    assert outcome.statuses == (EXIT_STATUS_OF_ERROR,)
+    (line,) = [each for each in outcome.ranks[0].stderr.splitlines() if "error" in each.lower()]
+    assert told.format(**places) in line
+    assert not any((tmp_path / "other").glob("iter_*"))
