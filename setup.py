@@ -47,6 +47,8 @@ DATA_AND_OUTPUT = [
     "matplotlib>=3.9,<4",
     "pyarrow>=17",
     "rich>=13.7",
+    # Parameters from and to Hugging Face folders.
+    "safetensors>=0.4.3",
     "tensorboard>=2.17,<3",
     "tokenizers>=0.22,<1",
 ]

@@ -96,6 +96,16 @@ COMMANDS = (
         "make a page about a run: what it did, what was predicted, what to do about it",
         "megatron.hydraulis.observability.report_command",
     ),
+    Command(
+        "export-hf",
+        "write a checkpoint's parameters as a Hugging Face folder: Llama, Qwen2, Qwen3",
+        "megatron.hydraulis.checkpoint.hugging_face.export_command",
+    ),
+    Command(
+        "import-hf",
+        "make a checkpoint to start from out of a Hugging Face folder: Llama, Qwen2, Qwen3",
+        "megatron.hydraulis.checkpoint.hugging_face.import_command",
+    ),
 )
 
 

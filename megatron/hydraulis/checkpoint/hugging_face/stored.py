@@ -1,0 +1,263 @@
+"""Parameters of a `torch_dist` checkpoint, read and written layer by layer on one process."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.safe_globals import SAFE_GLOBALS
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron.hydraulis.checkpoint.reader import CheckedReader, StoredTensor, stored_tensors
+from megatron.hydraulis.errors import CheckpointError
+
+__all__ = ["LAYERS", "PieceToWrite", "StoredParameters", "write_parameters"]
+
+LAYERS = "decoder.layers."
+_FILE_NAME = "__0_0.distcp"
+"""As torch calls the first file of rank 0."""
+_COMMON_KEY = ShardedObject("common_state", None, (1,), (0,)).unique_key
+"""Upstream's, of what it stores beside tensors, in a list of one."""
+
+
+class StoredParameters:
+    """The parameters of a checkpoint, whichever ranks wrote it.
+
+    Args:
+        folder: of the checkpoint.
+
+    Raises CheckpointError.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = CheckedReader(folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self.tensors: Mapping[str, StoredTensor] = {
+            key: tensor
+            for key, tensor in stored_tensors(folder).items()
+            if not key.startswith("optimizer.")
+        }
+        """As they are stored, by key."""
+        self.has_layers_apart = any(key.startswith(f"{LAYERS}0.") for key in self.tensors)
+        """Whether every layer has tensors of its own, instead of an axis in one for all."""
+
+    def key_of(self, key: str, layer: int | None) -> str:
+        """Of the stored tensor that holds a layer's, which is called without its number."""
+        if layer is None:
+            return key
+        return f"{LAYERS}{layer}.{key}" if self.has_layers_apart else f"{LAYERS}{key}"
+
+    def read(self, key: str, layer: int | None) -> torch.Tensor:
+        """A tensor, or one layer's. Raises CheckpointError."""
+        stored_key = self.key_of(key, layer)
+        shape = self.tensors[stored_key].shape
+        has_axis = layer is not None and not self.has_layers_apart
+        offsets = [layer if has_axis and axis == 0 else 0 for axis in range(len(shape))]
+        sizes = [1 if has_axis and axis == 0 else size for axis, size in enumerate(shape)]
+        destination = torch.empty(sizes, dtype=self.tensors[stored_key].dtype)
+        wanted = ChunkStorageMetadata(torch.Size(cast(list[int], offsets)), torch.Size(sizes))
+        entry = self._metadata.state_dict_metadata[stored_key]
+        items = create_read_items_for_chunk_list(stored_key, cast(Any, entry), [wanted])
+        num_read = sum(item.lengths.numel() for item in items)
+        if num_read != destination.numel():
+            raise CheckpointError(
+                f"{self._folder}: {stored_key} has {destination.numel()} elements but its chunks "
+                f"hold {num_read}; load another checkpoint"
+            )
+        try:
+            self._reader.read_data(LoadPlan(items), _IntoTensor(destination)).wait()
+        except Exception as error:  # damaged files raise anything
+            raise self._unreadable(stored_key, error) from error
+        return destination[0] if has_axis else destination
+
+    def common_state(self) -> Mapping[str, Any]:
+        """Upstream's entries beside tensors; empty where there are none. Raises CheckpointError."""
+        legacy = self._folder / COMMON_STATE_FNAME
+        if not legacy.is_file() and _COMMON_KEY not in self._metadata.state_dict_metadata:
+            return {}
+        try:
+            with torch.serialization.safe_globals(SAFE_GLOBALS):
+                if legacy.is_file():
+                    common = torch.load(legacy, weights_only=True, map_location="cpu")
+                else:
+                    index = MetadataIndex(_COMMON_KEY)
+                    nothing = torch.Size([0])
+                    item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+                    planner = _IntoTensor(torch.empty(0))
+                    self._reader.read_data(LoadPlan([item]), planner).wait()
+                    common = planner.loaded[0]
+            if not isinstance(common, dict):
+                raise TypeError(f"it is {type(common).__name__} instead of dict")
+        except Exception as error:  # damaged files raise anything
+            raise self._unreadable("the state beside tensors", error) from error
+        return common
+
+    def _unreadable(self, what: str, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: {what} cannot be read: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}; load another checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PieceToWrite:
+    """A tensor, or a layer of one, that will be asked for when its turn comes."""
+
+    key: str
+    """Of the stored tensor."""
+    shape: tuple[int, ...]
+    """Of that tensor, an axis of layers included."""
+    layer: int | None
+    """None for a tensor without an axis of layers."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the piece begins."""
+        first = 0 if self.layer is None else self.layer
+        return (first, *(0 for _ in self.shape[1:]))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the piece, in as many dims."""
+        return self.shape if self.layer is None else (1, *self.shape[1:])
+
+
+def write_parameters(
+    folder: Path,
+    pieces: Sequence[PieceToWrite],
+    dtype: torch.dtype,
+    produce: Callable[[int], torch.Tensor],
+    common: Mapping[str, Any],
+) -> None:
+    """Write a checkpoint of parameters alone, holding one piece at a time.
+
+    Args:
+        folder: that exists and is empty.
+        pieces: all of them; those of a tensor make it whole.
+        dtype: of all.
+        produce: the piece of an index, without the axis of layers.
+        common: upstream's entries beside tensors.
+
+    Raises OSError.
+    """
+    planner = _LazyPlanner(pieces, dtype, produce, common)
+    try:
+        checkpoint.save({}, storage_writer=_OneByOneWriter(folder), planner=planner, no_dist=True)
+    except checkpoint.CheckpointException as error:
+        failures = list(error.failures.values())
+        cause = failures[0][0] if failures else error
+        raise cause from error
+    save_config(CheckpointingConfig("torch_dist"), str(folder))
+
+
+class _IntoTensor(DefaultLoadPlanner):
+    """Whatever is read goes into one tensor; an object is read without unpickling classes."""
+
+    def __init__(self, destination: torch.Tensor) -> None:
+        super().__init__()
+        self._destination = destination
+        self.loaded: Any = None
+        """An object that was read instead."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._destination
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.loaded = torch.load(value, weights_only=True)
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Knows shapes; the tensors are made when they are written."""
+
+    def __init__(
+        self,
+        pieces: Sequence[PieceToWrite],
+        dtype: torch.dtype,
+        produce: Callable[[int], torch.Tensor],
+        common: Mapping[str, Any],
+    ) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+        self._dtype = dtype
+        self._produce = produce
+        self._common = common
+        self._number = {self._index(piece): i for i, piece in enumerate(pieces)}
+
+    def create_local_plan(self) -> SavePlan:
+        items = [WriteItem(MetadataIndex(_COMMON_KEY), WriteItemType.BYTE_IO)]
+        for piece in self._pieces:
+            data = TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)),
+                properties=TensorProperties(dtype=self._dtype),
+                size=torch.Size(piece.shape),
+            )
+            items.append(WriteItem(self._index(piece), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save([dict(self._common)], stream)
+            return stream
+        i = self._number[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
+        tensor = self._produce(i).reshape(self._pieces[i].sizes)
+        assert tensor.dtype == self._dtype, self._pieces[i].key
+        return tensor
+
+    def _index(self, piece: PieceToWrite) -> MetadataIndex:
+        return MetadataIndex(piece.key, torch.Size(piece.offsets))
+
+
+class _OneByOneWriter(FileSystemWriter):
+    """Torch's writer, which holds on to the last piece of every tensor; this one does not."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        with (Path(self.path) / _FILE_NAME).open("wb") as file:
+            for item in plan.items:
+                start = file.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    file.write(data.getbuffer())
+                else:
+                    torch.save(data, file)
+                length = file.tell() - start
+                results.append(
+                    WriteResult(item.index, length, _StorageInfo(_FILE_NAME, start, length))
+                )
+            file.flush()
+            os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
