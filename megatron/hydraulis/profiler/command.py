@@ -53,6 +53,7 @@ from megatron.hydraulis.profiler.settings import (
 )
 from megatron.hydraulis.profiler.shared_ledger import SharedLedger
 from megatron.hydraulis.profiler.survey import Survey
+from megatron.hydraulis.runtime.core_attention import choose, surroundings_here
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.scheme import Scheme
@@ -358,6 +359,8 @@ class _Job:
         config = gpt_model_config(args, HydraulisModelConfig)
         config.num_tokens_in_vocabulary = self.resolved.vocabulary.size
         config.uses_sequence_parallel = hydraulis.sequence_parallel
+        here = surroundings_here(dtype=args.params_dtype, head_size=args.kv_channels)
+        config.core_attention = choose(hydraulis.core_attention, here).name
         return Engine(
             model_definition(config),
             self.pool,

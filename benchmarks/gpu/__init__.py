@@ -1,0 +1,1 @@
+"""Benchmarks on a machine with a GPU: ``python -m benchmarks.gpu``."""
