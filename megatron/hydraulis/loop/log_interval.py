@@ -11,6 +11,9 @@ from megatron.hydraulis.observability.records import IterationRecord
 AVERAGED = ("imbalance", "iteration_time_s", "plan_time_s", "plan_wait_s", "predicted_time_s")
 """Fields of the record whose mean over the iterations is shown as it is."""
 
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+"""Fields whose largest value is shown."""
+
 
 class LogInterval:
     """The iterations since the last line that ended an interval."""
@@ -55,6 +58,11 @@ class LogInterval:
             name: statistics.fmean(getattr(record, name) for record in self._records)
             for name in AVERAGED
         }
+        peaks = {
+            name: max(found, default=None)
+            for name in PEAKS
+            if (found := [n for r in self._records if (n := getattr(r, name)) is not None])
+        }
         return dataclasses.replace(
             self._records[-1],
             strategy=self._strategies,
@@ -62,6 +70,7 @@ class LogInterval:
             num_sequences=round(statistics.fmean(r.num_sequences for r in self._records)),
             padding_fraction=num_padding / num_all if num_all else 0.0,
             **means,  # type: ignore[arg-type]
+            **peaks,  # type: ignore[arg-type]
         )
 
     @property

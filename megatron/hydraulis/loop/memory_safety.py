@@ -40,7 +40,7 @@ from megatron.hydraulis.runtime.outcome import StepOutcome
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
 
-__all__ = ["CpuGauge", "MemorySafety", "use_expandable_segments"]
+__all__ = ["CpuGauge", "MemorySafety", "peak_memory_bytes", "use_expandable_segments"]
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """What a user sets torch's allocator by."""
@@ -239,6 +239,18 @@ class MemorySafety:
             f"the memory model foretold {predicted / _BYTES_PER_GIB:.2f} of "
             f"{(model.device.memory_bytes - model.device.reserve_bytes) / _BYTES_PER_GIB:.2f} GiB"
         )
+
+
+def peak_memory_bytes() -> dict[str, int]:
+    """Peaks of torch's allocator since the last call, by field of the record; none without CUDA."""
+    if not torch.cuda.is_available():
+        return {}
+    peaks = {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+    torch.cuda.reset_peak_memory_stats()
+    return peaks
 
 
 def use_expandable_segments() -> bool:

@@ -17,7 +17,7 @@ from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.loop.checkpointing import RunCheckpoints
 from megatron.hydraulis.loop.log_interval import LogInterval
-from megatron.hydraulis.loop.memory_safety import MemorySafety
+from megatron.hydraulis.loop.memory_safety import MemorySafety, peak_memory_bytes
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.non_finite import NonFiniteIterations
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
@@ -339,6 +339,7 @@ class TrainingLoop:
             regroup_bytes=outcome.regroup_bytes,
             gather_wait_s=outcome.gather_wait_s,
             scatter_wait_s=outcome.scatter_wait_s,
+            **peak_memory_bytes(),
         )
         self._num_sequences = record.num_sequences
         self._interval.add(record, planned.batch.lengths)

@@ -65,8 +65,14 @@ def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:
         f"padding: {record.padding_fraction:.1%}",
         f"imbalance: {record.imbalance:.2f}",
         f"plan time (ms): {record.plan_time_s * 1e3:.1f}",
-        f"ETA {'unknown' if eta_s is None else _duration(eta_s)}",
     ]
+    if record.peak_allocated_bytes is not None and record.peak_reserved_bytes is not None:
+        allocated, reserved = (
+            num_bytes / 2**30
+            for num_bytes in (record.peak_allocated_bytes, record.peak_reserved_bytes)
+        )
+        fields.append(f"peak memory (GiB): {allocated:.2f} of {reserved:.2f} reserved")
+    fields.append(f"ETA {'unknown' if eta_s is None else _duration(eta_s)}")
     return " " + " | ".join(fields) + " |"
 
 

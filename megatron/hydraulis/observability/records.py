@@ -69,6 +69,11 @@ class IterationRecord:
     """Time that the compute of the rank that logs stood still for parameters; None as above."""
     scatter_wait_s: float | None = None
     """Time that it stood still for gradients; None as above."""
+    peak_allocated_bytes: int | None = None
+    """Most device memory that tensors of the rank which logs took in the iteration; None without
+    CUDA, and as above."""
+    peak_reserved_bytes: int | None = None
+    """Most that its allocator held; None as above."""
 
     def __post_init__(self) -> None:
         self._require(self.iteration >= 1, "iterations count from 1", iteration=self.iteration)
@@ -88,7 +93,13 @@ class IterationRecord:
                 f"{name} is finite and not negative",
                 **{name: value},
             )
-        for name in ("regroup_bytes", "gather_wait_s", "scatter_wait_s"):
+        for name in (
+            "regroup_bytes",
+            "gather_wait_s",
+            "scatter_wait_s",
+            "peak_allocated_bytes",
+            "peak_reserved_bytes",
+        ):
             value = getattr(self, name)
             self._require(
                 value is None or (math.isfinite(value) and value >= 0),

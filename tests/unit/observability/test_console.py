@@ -21,6 +21,12 @@ def test_suffix_without_an_estimate_says_so() -> None:
     assert iteration_suffix(make_record(), None).endswith(" ETA unknown |")
 
 
+def test_peaks_of_memory_are_shown_where_they_are_known() -> None:
+    record = make_record(peak_allocated_bytes=3 * 2**30, peak_reserved_bytes=7 * 2**29)
+    assert " | peak memory (GiB): 3.00 of 3.50 reserved | ETA " in iteration_suffix(record, 1.0)
+    assert "memory" not in iteration_suffix(make_record(), 1.0)
+
+
 def test_eta_leaves_out_the_first_iteration_and_one_slow_one() -> None:
     eta = EtaEstimator(10)
     assert eta.remaining_s(0) is None

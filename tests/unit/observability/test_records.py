@@ -85,6 +85,7 @@ def test_missing_keys_are_named() -> None:
         ("replica_times_s", (1.0, -1.0)),
         ("replica_times_s", (math.nan,)),
         ("regroup_bytes", -1),
+        ("peak_reserved_bytes", -1),
         ("gather_wait_s", -0.5),
         ("scatter_wait_s", math.nan),
         ("plan_gap", 1.5),
