@@ -46,5 +46,5 @@ done
 
 # `python` is set by environment.sh. This shell becomes node.sh, which hands signals on.
 PYTHON="$python" HYDRAULIS_LOG_DIR="$run_dir/logs" exec bash scripts/node.sh \
-    --standalone --nproc-per-node "$num_ranks" --max-restarts "${MAX_RESTARTS:-0}" \
+    --standalone --local-addr 127.0.0.1 --nproc-per-node "$num_ranks" --max-restarts "${MAX_RESTARTS:-0}" \
     -- pretrain_gpt.py --exit-signal-handler --run-dir "$run_dir" "$@"

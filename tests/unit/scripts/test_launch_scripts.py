@@ -1,0 +1,203 @@
+"""What the launch scripts decide and refuse, without Slurm and without starting a rank.
+
+Jobs on a real Slurm are in tests/slurm/slurm_jobs.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def bash(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return subprocess.run(
+        ["bash", script, *arguments],
+        cwd=ROOT,
+        env=own | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def job_library(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a shell that has the functions of job.sh."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"source scripts/slurm/job.sh\n{code}"],
+        cwd=ROOT,
+        env=own | {"RANKS_PER_NODE": "8"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"RANKS_PER_NODE": ""}, "Slurm names no GPUs, of which each would get a rank; set"),
+        ({"NUM_NODES": "many"}, "NUM_NODES is a whole number of at least 1 but is 'many'"),
+        ({"EXIT_GRACE_S": "0"}, "EXIT_GRACE_S is a whole number of at least 1 but is '0'"),
+        ({"NUM_NODES": "2", "MIN_NODES": "3"}, "MIN_NODES is 3 but the job has 2 nodes"),
+        ({"HYDRAULIS_ROOT": "/"}, "but '/' does not; submit from it or set HYDRAULIS_ROOT"),
+    ],
+)
+def test_settings_that_cannot_be(environment: dict[str, str], says: str) -> None:
+    result = job_library("resolve_settings --lr 1", **environment)
+    assert result.returncode == 2
+    assert says in result.stderr
+
+
+def composed(*flags: str, **environment: str) -> str:
+    arguments = " ".join(f"'{flag}'" for flag in flags)
+    result = job_library(
+        f"resolve_settings {arguments}; compose_training; print_settings", **environment
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_one_rendezvous_and_every_setting_are_printed(tmp_path: Path) -> None:
+    text = composed("--lr", "1", RUN_DIR=str(tmp_path), NUM_NODES="4", SLURM_JOB_ID="123456")
+    assert "MASTER_PORT      23456\n" in text
+    assert "--rdzv-endpoint localhost:23456 --rdzv-id 123456-0" in text
+    assert "--nnodes 4 --nproc-per-node 8" in text
+    assert f"--exit-signal-handler --run-dir {tmp_path} --save {tmp_path}/checkpoints" in text
+    header = (ROOT / "scripts/slurm/pretrain_gpt.sbatch").read_text()
+    for line in text.splitlines():
+        name = line.split()[0]
+        if name.isupper() and name != "NUM_NODES":
+            assert f"#   {name} " in header, f"{name} is not told at the top of the script"
+
+
+def test_a_job_that_goes_on_takes_its_own_checkpoint(tmp_path: Path) -> None:
+    flags = ("--load", "/other", "--ckpt-step", "7", "--finetune", "--lr", "1")
+    assert "--load /other --ckpt-step 7 --finetune --lr 1\n" in composed(
+        *flags, RUN_DIR=str(tmp_path)
+    )
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("12")
+    text = composed(*flags, RUN_DIR=str(tmp_path))
+    assert f"--save-interval 500 --lr 1 --load {tmp_path}/checkpoints\n" in text
+    assert "/other" not in text
+
+
+def test_flags_win_over_variables(tmp_path: Path) -> None:
+    text = composed("--run-dir", "/a", "--save=/b", "--save-interval", "9", RUN_DIR=str(tmp_path))
+    assert "RUN_DIR          /a\n" in text
+    assert "CHECKPOINT_DIR   /b\n" in text
+    assert "--exit-signal-handler --run-dir /a --save=/b --save-interval 9\n" in text
+
+
+def test_containers_and_the_loss_of_nodes_are_options_of_the_step() -> None:
+    text = composed(
+        CONTAINER_IMAGE="img", CONTAINER_MOUNTS="/d:/d", NUM_NODES="4", MIN_NODES="2", PYTHON=""
+    )
+    assert "--no-kill --kill-on-bad-exit=0" in text
+    assert f"--container-image=img --container-mounts=/d:/d --container-workdir={ROOT} " in text
+    assert "--nnodes 2:4 " in text
+    assert "PYTHON           python3\n" in text
+
+
+@pytest.mark.parametrize(
+    ("last", "saved", "restart", "says", "queued"),
+    [
+        (40, 40, 0, "at iteration 40, saved up to 40: queueing job 5 again", True),
+        (100, 100, 0, "all 100 iterations are done; not queued again", False),
+        (40, 30, 1, "saved nothing beyond iteration 30", False),
+        (50, 40, 9, "the most that MAX_REQUEUES allows", False),
+    ],
+)
+def test_queued_again_while_there_is_something_to_gain(
+    tmp_path: Path, last: int, saved: int, restart: int, says: str, queued: bool
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1}}\n{{"iteration": {last}}}\n')
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(saved))
+    result = job_library(
+        "scontrol() { echo called scontrol $*; }\n"
+        "resolve_settings --train-iters 100; saved_at_start=30; queue_again || true",
+        RUN_DIR=str(tmp_path),
+        SLURM_JOB_ID="5",
+        SLURM_RESTART_COUNT=str(restart),
+        MAX_REQUEUES="9",
+    )
+    assert says in result.stdout + result.stderr
+    assert ("called scontrol requeue 5" in result.stdout) is queued
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "says"),
+    [
+        ("scripts/run_local.sh", ["--lr"], "the number of ranks, 1 or more, but is '--lr'"),
+        ("scripts/slurm/local_cluster.sh", ["begin"], "an action and a folder but has 'begin'"),
+        ("scripts/slurm/interactive.sh", ["--nodes", "2"], "-- and the flags of pretrain_gpt.py"),
+        ("scripts/slurm/sweep.sbatch", ["nowhere"], "a file of runs but there is no 'nowhere'"),
+        ("scripts/slurm/pretrain_gpt.sbatch", ["--lr", "1"], "in a Slurm job and this is none"),
+    ],
+)
+def test_a_script_that_is_called_wrongly_says_how(
+    script: str, arguments: list[str], says: str
+) -> None:
+    result = bash(script, *arguments, RANKS_PER_NODE="1")
+    assert result.returncode == 2
+    assert says in result.stderr
+
+
+RANK = """
+import os, signal, sys, time
+def end(*_):
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_node_asks_ranks_to_end_and_ends_well_with_a_log_for_each(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(RANK)
+    node = subprocess.Popen(
+        [
+            *("bash", "scripts/node.sh", "--standalone", "--local-addr", "127.0.0.1"),
+            *("--nproc-per-node", "2", "--", str(program)),
+        ],
+        cwd=ROOT,
+        env=os.environ
+        | {"PYTHON": sys.executable, "HYDRAULIS_LOG_DIR": str(tmp_path / "logs")}
+        | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    logs = [tmp_path / "logs" / f"rank-{rank:04}.log" for rank in range(2)]
+    try:
+        deadline_s = time.monotonic() + 90
+        while not all(log.exists() and "ready" in log.read_text() for log in logs):
+            assert node.poll() is None, node.communicate()[0]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        # As Slurm does it: every process of the group gets the signal.
+        os.killpg(node.pid, signal.SIGUSR1)
+        told, _ = node.communicate(timeout=60)
+    finally:
+        if node.poll() is None:
+            os.killpg(node.pid, signal.SIGKILL)
+    assert node.returncode == 0, told
+    for rank, log in enumerate(logs):
+        assert "saved" in log.read_text()
+        assert f"[rank {rank}] saved" in told
