@@ -41,7 +41,7 @@ PLAIN_WORKLOAD = Workload(
 class PlainMegatron:
     """One rank; see `PlainMegatronSide`. Only for processes of its own."""
 
-    def __init__(self, *, tp: int, pp: int) -> None:
+    def __init__(self, *, tp: int, pp: int, workload: Workload = PLAIN_WORKLOAD) -> None:
         torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign,assignment]
         for name in CUDA_MODULES:
             module = importlib.import_module(name)
@@ -49,7 +49,7 @@ class PlainMegatron:
         # Upstream would start a process for it, which a daemon may not.
         filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
         self.side = PlainMegatronSide(
-            PLAIN_WORKLOAD, tp=tp, pp=pp, overlaps_gradients=False, has_fused_adamw=True
+            workload, tp=tp, pp=pp, overlaps_gradients=False, has_fused_adamw=True
         )
 
     def train(self, iterations: range) -> list[float]:

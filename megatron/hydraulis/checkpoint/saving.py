@@ -6,13 +6,16 @@ import dataclasses
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.hydraulis.checkpoint.background import BackgroundWrite
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
@@ -31,7 +34,7 @@ from megatron.hydraulis.checkpoint.tensors import (
     sharded_tensors,
 )
 from megatron.hydraulis.checkpoint.together import on_all_ranks
-from megatron.hydraulis.checkpoint.writer import StreamingSaveStrategy, Written
+from megatron.hydraulis.checkpoint.writer import ShardWriter, StreamingSaveStrategy, Written
 from megatron.hydraulis.runtime.engine import Engine
 
 __all__ = ["CheckpointSaver", "SavedState"]
@@ -54,14 +57,26 @@ class SavedState:
 
 @dataclass
 class _Save:
-    """One that has begun."""
+    """One that has begun: first every rank writes, then rank 0 describes what was written."""
 
     saved: SavedState
-    strategy: StreamingSaveStrategy
-    finalize_fns: list[Callable[[], None]]
+    writer: ShardWriter
+    planned: Metadata | None
     background: BackgroundWrite | None
     start_s: float
     stall_s: float = 0.0
+    written: bool = False
+    describing: Future[None] | None = None
+    """On rank 0, once all have written."""
+    vote: tuple[torch.Tensor, Any] | None = None
+    """Whether all ranks are done with the step at hand, on its way."""
+
+    @property
+    def is_done_here(self) -> bool:
+        """With the step at hand."""
+        if not self.written:
+            return self.background is None or self.background.is_done
+        return self.describing is None or self.describing.done()
 
 
 class CheckpointSaver:
@@ -93,6 +108,8 @@ class CheckpointSaver:
         self._asynchronous = asynchronous
         self._keep_last = keep_last
         self._log = log if dist.get_rank() == 0 else _say_nothing
+        self._strategy = StreamingSaveStrategy(engine.dtype)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hydraulis-checkpoint")
         self._current: _Save | None = None
         self._deletions: threading.Thread | None = None
 
@@ -114,37 +131,50 @@ class CheckpointSaver:
                 self._folder.begin_saving(saved.iteration)
 
         on_all_ranks(prepare, what)
-        strategy = StreamingSaveStrategy(self._engine.dtype)
-        request = dist_checkpointing.save(
+        dist_checkpointing.save(
             self._state_dict(saved),
             str(path),
-            strategy,
+            self._strategy,
             validate_access_integrity=False,  # by torch, whose check knows uneven shards
             async_sharded_save=True,
             content_metadata=sharding_metadata(),
             async_strategy="mcore",
         )
-        assert strategy.writer is not None
-        background = BackgroundWrite(strategy.writer) if self._asynchronous else None
-        self._current = _Save(saved, strategy, request.finalize_fns, background, start_s)
+        writer, planned = self._strategy.take()
+        background = BackgroundWrite(writer) if self._asynchronous else None
+        self._current = _Save(saved, writer, planned, background, start_s)
         if self._asynchronous:
+            self._vote(self._current)
             self._current.stall_s = time.perf_counter() - start_s
         else:
             self._complete(self._current)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has begun and is not complete; alike on every rank."""
+        return self._current is not None
+
     def poll(self) -> None:
-        """Complete a save whose writing has ended on all ranks. Raises as `save`."""
+        """Go on with a save beside training; to be called once an iteration. Raises as `save`.
+
+        Whether all ranks are done is asked in one call and known in the next, when the answer has
+        long been there.
+        """
         current = self._current
-        if current is None or current.background is None:
+        if current is None:
             return
-        num_done = torch.tensor([int(current.background.is_done)], device=self._engine.device)
-        dist.all_reduce(num_done, op=dist.ReduceOp.MIN)
-        if num_done.item():
-            self._complete(current)
+        start_s = time.perf_counter()
+        if self._outcome(current):
+            self._advance(current)
+        if self._current is not None:
+            self._vote(current)
+            current.stall_s += time.perf_counter() - start_s
 
     def finish(self) -> None:
         """Complete what was begun, waiting for it. Raises as `save`."""
         if self._current is not None:
+            if self._current.vote is not None:
+                self._outcome(self._current)
             self._complete(self._current)
         if self._deletions is not None:
             self._deletions.join()
@@ -155,67 +185,75 @@ class CheckpointSaver:
             self._current.background.abandon()
         self._current = None
 
+    def _vote(self, current: _Save) -> None:
+        ballot = torch.tensor([int(current.is_done_here)], device=self._engine.device)
+        current.vote = (ballot, dist.all_reduce(ballot, op=dist.ReduceOp.MIN, async_op=True))
+
+    def _outcome(self, current: _Save) -> bool:
+        assert current.vote is not None
+        ballot, work = current.vote
+        work.wait()
+        current.vote = None
+        return bool(ballot.item())
+
     def _complete(self, current: _Save) -> None:
-        self._current = None
-        start_s = time.perf_counter()
+        while self._current is not None:
+            self._advance(current)
+
+    def _advance(self, current: _Save) -> None:
+        """Take the next step, waiting for what it needs; the same on every rank."""
         what = self._what(current.saved.iteration)
-        writer = current.strategy.writer
-        assert writer is not None
-        write = writer.write if current.background is None else current.background.result
         try:
-            written = on_all_ranks(write, what)
-            self._describe(current, written)
+            if not current.written:
+                self._collect(current, what)
+                return
+            on_all_ranks(
+                lambda: None if current.describing is None else current.describing.result(), what
+            )
         except Exception:
+            self._current = None
             if dist.get_rank() == 0:
                 path = self._folder.path_while_saving(current.saved.iteration)
                 shutil.rmtree(path, ignore_errors=True)
             raise
-        end_s = time.perf_counter()
-        current.stall_s = current.stall_s + end_s - start_s
-        if current.background is None:
-            current.stall_s = end_s - current.start_s
-        self._tell(current, end_s - current.start_s)
+        self._current = None
+        save_s = time.perf_counter() - current.start_s
+        self._tell(current, save_s)
         if self._keep_last is not None and dist.get_rank() == 0:
             self._delete_surplus(self._keep_last)
 
-    def _describe(self, current: _Save, written: Written) -> None:
-        """Rank 0 writes what says where everything lies, and the folder gets its name."""
+    def _collect(self, current: _Save, what: str) -> None:
+        """Rank 0 learns what every rank has written, and begins to describe it."""
+        write = current.writer.write if current.background is None else current.background.result
+        written = on_all_ranks(write, what)
         rank = dist.get_rank()
         everyone: list[Written] | None = [written] * dist.get_world_size() if rank == 0 else None
         dist.gather_object(written, everyone)
-        what = self._what(current.saved.iteration)
-        strategy = current.strategy
-        path = self._folder.path_while_saving(current.saved.iteration)
+        current.written = True
+        if everyone is not None:
+            current.describing = self._thread.submit(self._describe, current, everyone)
 
-        def finish() -> None:
-            if everyone is not None:
-                assert strategy.writer is not None
-                assert strategy.planned is not None
-                strategy.writer.finish(strategy.planned, [list(each.results) for each in everyone])
-
-        def publish() -> None:
-            if everyone is not None:
-                files = {name: record for each in everyone for name, record in each.files.items()}
-                for name in files_of(path):
-                    if name not in files:
-                        files[name] = FileRecord(
-                            (path / name).stat().st_size, sha256_of(path / name)
-                        )
-                saved = current.saved
-                Manifest(
-                    iteration=saved.iteration,
-                    num_ranks=dist.get_world_size(),
-                    model=saved.model,
-                    state=saved.state,
-                    configuration=saved.configuration,
-                    files=files,
-                ).write(path)
-                self._folder.publish(saved.iteration)
-
-        on_all_ranks(finish, what)
-        for finalize in current.finalize_fns:  # upstream's metadata.json
-            finalize()
-        on_all_ranks(publish, what)
+    def _describe(self, current: _Save, everyone: Sequence[Written]) -> None:
+        """On rank 0, in a thread: where everything lies; then the folder gets its name."""
+        saved = current.saved
+        path = self._folder.path_while_saving(saved.iteration)
+        assert current.planned is not None
+        current.writer.finish(current.planned, [list(each.results) for each in everyone])
+        config = CheckpointingConfig(self._strategy.backend, self._strategy.version)
+        save_config(config, str(path))
+        files = {name: record for each in everyone for name, record in each.files.items()}
+        for name in files_of(path):
+            if name not in files:
+                files[name] = FileRecord((path / name).stat().st_size, sha256_of(path / name))
+        Manifest(
+            iteration=saved.iteration,
+            num_ranks=len(everyone),
+            model=saved.model,
+            state=saved.state,
+            configuration=saved.configuration,
+            files=files,
+        ).write(path)
+        self._folder.publish(saved.iteration)
 
     def _state_dict(self, saved: SavedState) -> dict[str, Any]:
         """Upstream's form of state dict, whose tensors are views of the shards."""
@@ -250,9 +288,10 @@ class CheckpointSaver:
         if dist.get_rank() == 0:
             path = self._folder.path_of(current.saved.iteration)
             num_bytes = Manifest.read(path).num_bytes
+            stall_s = save_s if current.background is None else current.stall_s
             self._log(
                 f"saved checkpoint {path}: {num_bytes / _BYTES_PER_MB:.1f} MB in {save_s:.2f} s, "
-                f"for {current.stall_s:.2f} s of which training stood still"
+                f"for {stall_s:.2f} s of which training stood still"
             )
 
     def _delete_surplus(self, num_kept: int) -> None:

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.hydraulis.checkpoint.manifest import FileRecord
+from megatron.hydraulis.errors import CheckpointError
 
 __all__ = ["ShardWriter", "StreamingSaveStrategy", "Written"]
 
@@ -132,6 +133,7 @@ class ShardWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write upstream's ``.metadata``, on rank 0."""
+        metadata = dataclasses.replace(metadata)  # the plan's own is used again
         # Upstream keeps all ranks' plans there to save itself planning; they would double it.
         metadata.__dict__.pop("all_local_plans", None)
         super().finish(metadata, results)
@@ -140,8 +142,8 @@ class ShardWriter(FileSystemWriter):
 class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
     """Upstream's way from sharded tensors to `torch_dist`, with `ShardWriter` at its end.
 
-    `async_save` plans and returns; ``request.async_fn`` is the writer's `write`, and the planned
-    metadata are in `planned`.
+    `async_save` plans and writes nothing; `take` gives the writer. Ranks meet for the first plan
+    only: later ones must be of the same tensors and objects.
 
     Args:
         model_dtype: of the parameters in the checkpoint.
@@ -150,9 +152,15 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
     def __init__(self, model_dtype: torch.dtype) -> None:
         super().__init__()
         self._model_dtype = model_dtype
-        self.writer: ShardWriter | None = None
-        self.planned: Metadata | None = None
-        """On rank 0."""
+        self._writer: ShardWriter | None = None
+        self._plan: SavePlan | None = None
+        self._planned: Metadata | None = None
+
+    def take(self) -> tuple[ShardWriter, Metadata | None]:
+        """The writer that was planned last, and on rank 0 what all ranks' plans come to."""
+        assert self._writer is not None
+        writer, self._writer = self._writer, None
+        return writer, self._planned
 
     def async_save(
         self,
@@ -160,19 +168,26 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
         checkpoint_dir: Path,
         async_strategy: str = "mcore",
     ) -> AsyncRequest:
-        """Collective: all ranks' plans meet on rank 0, nothing is written."""
+        """Collective at first: all ranks' plans meet on rank 0."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        self.writer = ShardWriter(Path(checkpoint_dir))
-        (_, self.planned, _), *_ = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(by_key, is_loading=False),
-            self.writer,
-            None,
-            0,
-            planner=ModelDtypePlanner(self._model_dtype),
-        )
-        return AsyncRequest(self.writer.write, (), [])
+        state = mcore_to_pyt_state_dict(by_key, is_loading=False)
+        planner = ModelDtypePlanner(self._model_dtype)
+        self._writer = ShardWriter(Path(checkpoint_dir))
+        if self._plan is None:
+            (_, self._planned, _), self._plan, *_ = save_state_dict_async_plan(
+                state, self._writer, None, 0, planner=planner
+            )
+        else:
+            planner.set_up_planner(state)
+            if planner.create_local_plan().items != self._plan.items:
+                raise CheckpointError(
+                    "a save must be of the same tensors as the one before; report this together "
+                    "with the flags of the run"
+                )
+            self._writer.prepare_write_data(self._plan, planner)
+        return AsyncRequest(self._writer.write, (), [])
 
 
 class _HashingStream(io.RawIOBase):
