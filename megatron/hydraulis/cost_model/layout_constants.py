@@ -35,8 +35,9 @@ class KernelConstants:
     """Share of the network that gradients and parameters of the data-parallel ranks reach."""
     pipeline_wait_micro_batches: float
     """What a pipeline of more than one stage loses in every step beside filling and draining, in
-    micro-batches: the measured times grow by so many as micro-batches grow, and no layout without
-    pipeline does. The cause is not known."""
+    micro-batches of sequences of at most `wait_tokens`: the measured times grow by so many as
+    micro-batches get more sequences, and no layout without pipeline does. The cause is not
+    known."""
     score_passes: float = 0.0
     """How often attention that stores its scores moves an entry of them, as if in bf16, in a
     forward."""
@@ -90,6 +91,11 @@ class LayoutConstants:
     """Length at which attention without stored scores reaches half of its rate for long
     sequences: see the throughputs by length in FlashAttention-2 (arXiv 2307.08691, figure 4);
     chosen after them, not fitted."""
+    wait_tokens: float
+    """Length up to which a pipeline's wait grows with the sequences; longer ones wait no longer.
+    It is the length of the calibration. That the wait does not grow on is not measured: it follows
+    from pipelines beating tensor parallelism at equal product in 52 of 54 measured pairs, long
+    sequences among them."""
     layer_launch_s: float
     """What a layer's forward takes without tokens; the backward takes 1.5 times as much."""
     tp_link_fraction: float
@@ -161,6 +167,7 @@ LAYOUT_CONSTANTS = LayoutConstants(
     logit_passes=25.3,
     weight_passes=1.72,
     half_rate_tokens=512.0,
+    wait_tokens=2048.0,
     layer_launch_s=0.398e-3,
     tp_link_fraction=0.42,
     tp_latency_s=20.6e-6,

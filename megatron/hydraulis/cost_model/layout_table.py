@@ -31,6 +31,8 @@ _NUMBERS = (
     "gbs",
 )
 _NEEDED = (*_NUMBERS, "kernel", "act_ckpt")
+_LARGEST = 10**9
+"""Of every number in a row: beyond it are no layouts, and floating point ends."""
 _RECOMPUTES = {"disabled": False, "every_layer": True}
 _TRUTHS = {"": False, "false": False, "0": False, "true": True, "1": True}
 # The layouts' models are Llamas without grouped queries, whose heads are so wide.
@@ -75,6 +77,11 @@ def read_layouts(path: str | Path) -> list[LayoutRow]:
         raise ConfigurationError(
             f"layouts {path}: needs the columns {', '.join(_NEEDED)} but has no "
             f"{', '.join(missing)}; add them"
+        )
+    if not rows:
+        raise ConfigurationError(
+            f"layouts {path}: needs a row for every layout but has 0 rows below its header; "
+            f"add them"
         )
     return [_row(row, f"layouts {path}, line {line}") for line, row in rows]
 
@@ -125,12 +132,13 @@ def _row(cells: Mapping[str, str], what: str) -> LayoutRow:
 def _integer(cells: Mapping[str, str], name: str, what: str) -> int:
     try:
         value = float(cells[name])
-        if value == int(value):
+        if value == int(value) and abs(value) <= _LARGEST:
             return int(value)
     except (ValueError, OverflowError):
         pass
     raise ConfigurationError(
-        f"{what}: {name} is a whole number but it is {cells[name]!r}; correct it"
+        f"{what}: {name} is a whole number of at most {_LARGEST:,} but it is {cells[name]!r}; "
+        f"correct it"
     )
 
 
@@ -151,7 +159,7 @@ def write_predictions(
 
     Raises ConfigurationError for a path that cannot be written.
     """
-    columns = [name for name in rows[0].cells if name not in PREDICTED_COLUMNS] if rows else []
+    columns = [name for name in rows[0].cells if name not in PREDICTED_COLUMNS]
     try:
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")

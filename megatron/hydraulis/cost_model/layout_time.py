@@ -17,7 +17,8 @@ accumulate their gradients. With recomputation the forward runs once more.
 Stages differ: the last computes logits and loss too. With t_i for forward and backward of a
 micro-batch on stage i, messages to its neighbours included, and m micro-batches, 1F1B takes
 m·max t + Σ t - max t (equal stages: (m+pp-1)·t), and the pipeline loses `pipeline_wait` more of
-max t, at most so many that its stages work one at a time.
+max t, for sequences longer than `wait_tokens` so much less as they are longer, and at most so many
+that its stages work one at a time.
 Then the ranks that hold the same parameters add up gradients (all-reduce) and gather parameters
 (ZeRO-1): 6 bytes a parameter times (dp-1)/dp over the network of all of them on a node.
 """
@@ -123,7 +124,8 @@ def step_time(
     num_micro_batches = layout.num_micro_batches(job)
     layers_of_a_stage = num_micro_batches * job.shape.num_layers / layout.pp
     one_at_a_time = (layout.pp - 1) * (num_micro_batches - 1)
-    wait = min(kernel.pipeline_wait_micro_batches, float(one_at_a_time))
+    of_short = min(1.0, constants.wait_tokens / job.sequence_tokens)
+    wait = min(kernel.pipeline_wait_micro_batches * of_short, float(one_at_a_time))
     return StepTime(
         matmul_s=layers_of_a_stage * layer.matmul_s,
         attention_s=layers_of_a_stage * layer.attention_s,

@@ -65,6 +65,12 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--top is at least 1 but is {namespace.top}; give a positive number"
         )
+    num_ranks, ranks_per_node = namespace.num_ranks, namespace.ranks_per_node
+    if num_ranks > ranks_per_node > 0 and num_ranks % ranks_per_node:
+        raise ConfigurationError(
+            f"a job fills whole nodes but --num-ranks {num_ranks} is no multiple of "
+            f"--ranks-per-node {ranks_per_node}; correct either"
+        )
     job = FixedLengthJob(
         shape=shape_of(namespace),
         num_ranks=namespace.num_ranks,

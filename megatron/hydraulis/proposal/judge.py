@@ -32,14 +32,14 @@ _BOUND_GAP = 0.02
 _TIGHT = 3e-3
 """A quick plan this close to its bound is taken for what the full one will be."""
 _QUICK_EFFORT = 6e6
-"""Of a quick plan, less than a tenth of what a full one takes."""
+"""Of a quick plan: chosen by hand, to be much less than what a full one may take."""
 _QUICK_STEPS = 200
 _PLAN_ABOVE_BOUND = 0.75
-"""Where plans usually lie between the bound and the quick plan, for choosing what to plan: the
-median of 44 plans of the 32B example on 64 ranks."""
+"""A guess at where plans lie between bound and quick plan, for choosing what to plan: judged
+by eye from 44 plans of the 32B example on 64 ranks, neither fitted nor computed."""
 _PLAN_BELOW_QUICK = 0.06
-"""A full plan is hardly ever faster than a quick one by more than this share: the most of these
-plans."""
+"""By how much a full plan may be faster than a quick one, as a guess: judged by eye from the same
+plans, with the same use."""
 
 
 @dataclass(frozen=True, slots=True)

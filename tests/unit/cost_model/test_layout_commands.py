@@ -79,7 +79,8 @@ def test_a_summary_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("flash_attention2 + RMS kernel", "xformers", "line 2: .*'xformers'.*'torch'.*'fused'"),
         ("disabled", "some", "line 2: act_ckpt is one of 'disabled', 'every_layer' .*'some'"),
         (",1,2,1,,", ",1,2,1,perhaps,", "line 2: sequence_parallel is one of"),
-        (",1,2,1,,", ",1.5,2,1,,", "line 2: micro_batch_size is a whole number but it is '1.5'"),
+        (",1,2,1,,", ",1.5,2,1,,", "line 2: micro_batch_size is a whole number .* it is '1.5'"),
+        ("2048,64", "1e300,64", "line 2: seq_len is a whole number of at most .* it is '1e300'"),
         (",1,2,1,,", ",1,3,1,,", "line 2: layout tp 3, pp 1"),
         (",first", "", "line 2: a row has a value for every column"),
     ],
@@ -103,6 +104,9 @@ def test_files_and_devices_that_are_none(
     (tmp_path / "short.csv").write_text("tp,pp\n1,1\n")
     assert main(["predict-layouts", "--layouts", str(tmp_path / "short.csv"), *flags]) == 2
     assert "has no seq_len, world_size" in capsys.readouterr().err
+    assert predict(tmp_path) == 2
+    assert "has 0 rows below its header" in capsys.readouterr().err
+    assert not (tmp_path / "out.csv").exists()
 
 
 def recommended(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -124,6 +128,12 @@ def test_ranked_layouts_fit_and_come_fastest_first(capsys: pytest.CaptureFixture
     assert first["recompute"] is None
     for row in content["ranked"] + content["rejected"]:
         assert sum(row["time_s"].values()) == pytest.approx(row["predicted_step_time_s"])
+
+
+def test_nodes_that_are_not_filled(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*LLAMA_13B, *JOB, "--global-batch-size", "2048", "--ranks-per-node", "7"]
+    assert main(["recommend-layout", *flags]) == 2
+    assert "64 is no multiple of --ranks-per-node 7" in capsys.readouterr().err
 
 
 def test_each_layout_has_the_rule_that_bites(capsys: pytest.CaptureFixture[str]) -> None:
