@@ -8,6 +8,7 @@ from tests.support.context_probes import (
     SharedAttention,
     kept_between,
     shared_beside_whole,
+    shared_by_unequal_kernels,
 )
 from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.varlen_stand_in import SharedVarlen, varlen_beside_whole
@@ -77,3 +78,10 @@ def test_a_rank_keeps_its_part_and_gathers_again() -> None:
     num_layers = 3
     for kept in pool_of(2).run(kept_between, case, num_layers):
         assert kept == Kept(False, 1, (num_layers, num_layers))
+
+
+def test_ranks_may_run_kernels_that_keep_different_things() -> None:
+    """Gathering again only where something was forgotten, one rank would gather without another."""
+    case = SharedAttention(GROUPS["cp2"], LENGTHS["unequal"], "all_gather", 4, 2)
+    for errors in pool_of(2).run(shared_by_unequal_kernels, case):
+        assert max(errors) < FP64_TOLERANCE, errors

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.hydraulis.data.context_split import local_places, row_segments
 from megatron.hydraulis.runtime import context_attention
@@ -122,6 +123,23 @@ def shared_beside_whole(case: SharedAttention) -> list[float]:
         ]
         worst = [max(pair) for pair in zip(worst, errors, strict=True)]
     return worst
+
+
+def shared_by_unequal_kernels(case: SharedAttention) -> list[float]:
+    """`shared_beside_whole`, blocks with a mask by a kernel that keeps copies of its inputs.
+
+    So ranks differ in what autograd keeps: context rank 0 alone has a block of the beginning of a
+    sequence, which needs no mask. Which kernels a device has is not for us to say.
+    """
+    attend = context_attention.F.scaled_dot_product_attention
+
+    def by_two_kernels(*args: Any, **named: Any) -> Tensor:
+        is_masked = named.get("attn_mask") is not None
+        with sdpa_kernel(SDPBackend.MATH if is_masked else SDPBackend.FLASH_ATTENTION):
+            return attend(*args, **named)
+
+    with patch.object(context_attention.F, "scaled_dot_product_attention", by_two_kernels):
+        return shared_beside_whole(case)
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,10 @@ class ContextAttention(SegmentAttention):
         part = torch.cat([key, value], dim=1)
         gathered = gather_row(part, row)
         again = _GatheredAgain(part.detach(), gathered, row)
+        gathered = _BackwardEnds.apply(gathered, again)
         with torch.autograd.graph.saved_tensors_hooks(again.forget, again.recall):
-            return self._attend_by_blocks(query, gathered, row)
+            attended = self._attend_by_blocks(query, gathered, row)
+        return _BackwardBegins.apply(attended, again)
 
     def _attend_by_blocks(self, query: Tensor, keys_and_values: Tensor, row: SharedRow) -> Tensor:
         """Queries of this rank's part; (R, 2 · query groups, head size) keys beside values."""
@@ -253,8 +255,9 @@ class _View:
 class _GatheredAgain:
     """Hooks that let the backward gather anew what the forward had gathered, once for all blocks.
 
-    Ranks of a group run the same backward, so that each comes here at the same place in the order
-    of the group's collectives.
+    It gathers at a fixed place, before the backward of any block: which of their inputs kernels
+    keep differs from kernel to kernel and so from rank to rank, and a rank that gathered only when
+    it is asked for one would leave the others of its group waiting.
 
     Args:
         part: of this rank, kept.
@@ -266,28 +269,58 @@ class _GatheredAgain:
         self._part = part
         self._address = gathered.untyped_storage().data_ptr()
         self._row = row
-        self._num_forgotten = 0
-        self._num_recalled = 0
         self._again: Tensor | None = None
 
     def forget(self, saved: Tensor) -> Tensor | _View:
         """What autograd is to keep instead of a tensor; called in the forward."""
         if saved.untyped_storage().data_ptr() != self._address:
             return saved
-        self._num_forgotten += 1
         return _View(saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    def begin(self) -> None:
+        """Gather; called before the backward of the blocks. Collective over the group."""
+        self._again = _gathered(self._part, self._row)
 
     def recall(self, kept: Tensor | _View) -> Tensor:
         """The tensor itself; called in the backward."""
         if isinstance(kept, Tensor):
             return kept
-        if self._again is None:
-            self._again = _gathered(self._part, self._row)
-        recalled = self._again.as_strided(kept.size, kept.stride, kept.offset)
-        self._num_recalled += 1
-        if self._num_recalled == self._num_forgotten:
-            self._again, self._num_recalled = None, 0
-        return recalled
+        assert self._again is not None
+        return self._again.as_strided(kept.size, kept.stride, kept.offset)
+
+    def end(self) -> None:
+        """No block needs it any more."""
+        self._again = None
+
+
+class _BackwardBegins(Function):
+    """Around the outcome of all blocks: its backward comes before theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, attended: Tensor, again: _GatheredAgain) -> Tensor:
+        ctx.again = again
+        return attended.view_as(attended)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.again.begin()
+        return gradient, None
+
+
+class _BackwardEnds(Function):
+    """Around what was gathered: its backward comes when the blocks' are done."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Tensor, again: _GatheredAgain) -> Tensor:
+        ctx.again = again
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.again.end()
+        return gradient, None
 
 
 class _TokensForHeads(Function):
