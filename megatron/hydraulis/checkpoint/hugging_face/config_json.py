@@ -103,7 +103,7 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         **_rope(config),
         tied_embeddings=_flag(config, "tie_word_embeddings"),
         has_linear_biases=mlp_bias,
-        has_qkv_biases=family == "qwen2",
+        has_qkv_biases=family == "qwen2" or mlp_bias,
         has_qk_norms=family == "qwen3",
     )
 

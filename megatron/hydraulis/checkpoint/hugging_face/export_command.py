@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from megatron.hydraulis.checkpoint.hugging_face.exporting import export_checkpoint
 from megatron.hydraulis.checkpoint.hugging_face.new_folder import size_text
+from megatron.hydraulis.data.preprocess_command import import_megatron_quietly
 from megatron.hydraulis.errors import ConfigurationError
 
 __all__ = ["add_arguments", "run"]
@@ -57,6 +57,9 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--max-file-gb must be more than 0 but is {limit_gb:g}; give a larger one"
         )
+    import_megatron_quietly()
+    from megatron.hydraulis.checkpoint.hugging_face.exporting import export_checkpoint
+
     done = export_checkpoint(
         namespace.checkpoint,
         namespace.output,

@@ -3,11 +3,9 @@
 import argparse
 from pathlib import Path
 
-import torch
-
-from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
 from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
 from megatron.hydraulis.checkpoint.hugging_face.new_folder import size_text
+from megatron.hydraulis.data.preprocess_command import import_megatron_quietly
 from megatron.hydraulis.errors import ConfigurationError
 
 __all__ = ["add_arguments", "run"]
@@ -47,18 +45,22 @@ def run(namespace: argparse.Namespace) -> int:
             f"--make-vocab-size-divisible-by is at least 1 but is {namespace.vocab_divisor}; "
             "raise it"
         )
+    import_megatron_quietly()
+    from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
+
     done = import_folder(namespace.folder, namespace.output, vocab_divisor=namespace.vocab_divisor)
+    dtype = str(done.dtype).removeprefix("torch.")
     print(
         f"imported {namespace.folder} to {done.path}: {done.model.family}, "
         f"{done.model.num_layers} layers, {done.model.vocab_size} tokens, "
-        f"{size_text(done.num_bytes)} of {str(done.dtype).removeprefix('torch.')}"
+        f"{size_text(done.num_bytes)} of {dtype}"
     )
     print(
         "PARAMETERS ONLY: a run that loads it begins with iteration 1, a new optimizer and the "
         "first sequence"
     )
     flags = model_flags(done.model)
-    flags += {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(done.dtype, [])
+    flags += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(dtype, [])
     print("flags of such a run:")
     lines = [""]
     for flag in [f"--load {namespace.output}", *flags]:

@@ -30,6 +30,7 @@ _MUST_BE_OFF = (
     "apply_residual_connection_post_layernorm",
     "attention_output_gate",
     "experimental_attention_variant",
+    "glu_linear_offset",
     "heterogeneous_layers_config_encoded_json",
     "heterogeneous_layers_config_path",
     "layernorm_zero_centered_gamma",
@@ -98,11 +99,16 @@ class HuggingFaceModel:
     has_linear_biases: bool = False
     """In every linear layer but the output layer."""
     has_qkv_biases: bool = False
-    """In the projections to query, key and value; also without `has_linear_biases`."""
+    """In the projections to query, key and value; always with `has_linear_biases`."""
     has_qk_norms: bool = False
 
     def __post_init__(self) -> None:
         """Check sizes and family."""
+        if self.has_linear_biases and not self.has_qkv_biases:
+            raise ConfigurationError(
+                "model: with biases in every linear layer query, key and value have them too but "
+                "has_qkv_biases is False; set it"
+            )
         ModelShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -120,7 +126,7 @@ class HuggingFaceModel:
                 raise ConfigurationError(
                     f"model: {name} must be positive and finite but is {value}; correct it"
                 )
-        if self.has_qk_norms and (self.has_qkv_biases or self.has_linear_biases):
+        if self.has_qk_norms and self.has_qkv_biases:
             raise ConfigurationError(
                 "model: norms of queries and keys (--qk-layernorm) come without biases in Qwen3 "
                 f"but this model has both, for which {_NO_COUNTERPART}"
@@ -164,7 +170,7 @@ class HuggingFaceModel:
             "use_rope_scaling": is_llama3,
             "rope_scaling_factor": scaling.factor if scaling is not None and is_llama3 else 8.0,
             "normalization": "RMSNorm",
-            "norm_epsilon": self.norm_epsilon,
+            "layernorm_epsilon": self.norm_epsilon,
             "swiglu": True,
             "add_bias_linear": self.has_linear_biases,
             "add_qkv_bias": self.has_qkv_biases,
@@ -197,6 +203,7 @@ def model_from_arguments(
                 f"{what}: was trained with {name} = {arguments[name]}, for which {_NO_COUNTERPART}"
             )
     heads = _integer(arguments, "num_attention_heads", what)
+    has_linear_biases = bool(_value(arguments, "add_bias_linear", what))
     is_grouped = arguments.get("group_query_attention", True)
     return HuggingFaceModel(
         num_layers=_integer(arguments, "num_layers", what),
@@ -207,12 +214,12 @@ def model_from_arguments(
         kv_channels=_integer(arguments, "kv_channels", what),
         vocab_size=vocab_size,
         max_position_embeddings=_integer(arguments, "max_position_embeddings", what),
-        norm_epsilon=_number(arguments, "norm_epsilon", what),
+        norm_epsilon=_number(arguments, _epsilon_name(arguments), what),
         rotary_base=_integer(arguments, "rotary_base", what),
         rope_scaling=_rope_scaling(arguments, what),
         tied_embeddings=not _value(arguments, "untie_embeddings_and_output_weights", what),
-        has_linear_biases=bool(_value(arguments, "add_bias_linear", what)),
-        has_qkv_biases=bool(arguments.get("add_qkv_bias", False)),
+        has_linear_biases=has_linear_biases,
+        has_qkv_biases=has_linear_biases or bool(arguments.get("add_qkv_bias", False)),
         has_qk_norms=bool(arguments.get("qk_layernorm", False)),
     )
 
@@ -241,13 +248,18 @@ def model_flags(model: HuggingFaceModel) -> list[str]:
         flags.append(f"--rotary-seq-len-interpolation-factor {int(scaling.factor)}")
     if not model.has_linear_biases:
         flags.append("--disable-bias-linear")
-    if model.has_qkv_biases:
-        flags.append("--add-qkv-bias")
+        if model.has_qkv_biases:
+            flags.append("--add-qkv-bias")
     if model.has_qk_norms:
         flags.append("--qk-layernorm")
     if not model.tied_embeddings:
         flags.append("--untie-embeddings-and-output-weights")
     return flags
+
+
+def _epsilon_name(arguments: Mapping[str, Any]) -> str:
+    """Upstream's earlier versions call it as their flag."""
+    return "norm_epsilon" if "norm_epsilon" in arguments else "layernorm_epsilon"
 
 
 def _rope_scaling(arguments: Mapping[str, Any], what: str) -> RopeScaling | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +173,12 @@ def write_parameters(
     """
     planner = _LazyPlanner(pieces, dtype, produce, common)
     try:
-        checkpoint.save({}, storage_writer=_OneByOneWriter(folder), planner=planner, no_dist=True)
+        with warnings.catch_warnings():
+            # That there is no process group is meant.
+            warnings.simplefilter("ignore")
+            checkpoint.save(
+                {}, storage_writer=_OneByOneWriter(folder), planner=planner, no_dist=True
+            )
     except checkpoint.CheckpointException as error:
         failures = list(error.failures.values())
         cause = failures[0][0] if failures else error

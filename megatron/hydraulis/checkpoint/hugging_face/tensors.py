@@ -90,7 +90,7 @@ def layer_shapes(model: HuggingFaceModel) -> dict[str, tuple[int, ...]]:
         "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, hidden),
         "mlp.linear_fc2.weight": (hidden, model.ffn_hidden_size),
     }
-    if model.has_qkv_biases or model.has_linear_biases:
+    if model.has_qkv_biases:
         shapes["self_attention.linear_qkv.bias"] = (qkv,)
     if model.has_linear_biases:
         shapes["self_attention.linear_proj.bias"] = (hidden,)

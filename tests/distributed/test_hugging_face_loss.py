@@ -1,0 +1,124 @@
+"""Imported, trained and exported, a model has transformers' loss, which shares no code with ours.
+
+The checkpoint is loaded by the flags that the command prints, on ranks that share the model.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.arguments import gpt_model_config
+from megatron.hydraulis.checkpoint.folder import CheckpointFolder
+from megatron.hydraulis.checkpoint.hugging_face.exporting import export_checkpoint
+from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
+from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
+from megatron.hydraulis.checkpoint.loading import load_checkpoint
+from megatron.hydraulis.checkpoint.names import stored_parameters
+from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
+from megatron.hydraulis.checkpoint.takeover import model_of
+from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.loop.checkpointing import _optimizer_entry, _plain_arguments
+from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
+from megatron.hydraulis.runtime.forward_step import make_forward_step
+from tests.support.checkpoints import make_engine
+from tests.support.gloo_pool import pool_of
+from tests.support.huggingface_folders import make_folder, tensors_of, transformers_loss
+from tests.unit.argument_command import parse
+
+pytestmark = pytest.mark.distributed
+
+SAME_LOSS = 1e-5
+ITERATION = 5
+
+
+@pytest.mark.parametrize(
+    ("variant", "strategy"),
+    [
+        ("llama", "tp2"),
+        ("llama, tied, one head a group, biases", "pp2"),
+        ("llama, stretched", "tp2"),
+        ("qwen2", "tp2"),
+        ("qwen3, tied", "tp2"),
+    ],
+)
+def test_the_same_loss_before_and_after_training(
+    variant: str, strategy: str, tmp_path: Path
+) -> None:
+    source = make_folder(tmp_path / "hf", variant)
+    mega = tmp_path / "mega"
+    flags = model_flags(import_folder(source, mega).model)
+    batch = batch_of(61)
+    losses = pool_of(2).run(load_train_save, flags, strategy, str(mega), batch)[-1]
+    assert losses[0] == pytest.approx(transformers_loss(source, batch), rel=SAME_LOSS)
+    assert abs(losses[1] - losses[0]) > 100 * SAME_LOSS  # another model
+    back = tmp_path / "back"
+    exported = export_checkpoint(mega, back, max_file_bytes=1 << 30)
+    assert exported.source.name == f"iter_{ITERATION:07d}"
+    assert tensors_of(back).keys() == tensors_of(source).keys()
+    assert losses[1] == pytest.approx(transformers_loss(back, batch), rel=SAME_LOSS)
+
+
+def batch_of(vocab_size: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, vocab_size, size=length + 1) for length in (100, 31, 2)]
+
+
+def load_train_save(
+    flags: list[str], strategy: str, root: str, batch: list[np.ndarray]
+) -> list[float]:
+    """On every rank: losses before and after one step, after which the model is saved."""
+    words = [word for flag in flags for word in shlex.split(flag)]
+    with tempfile.TemporaryDirectory() as folder:
+        resolved = parse(Path(folder), *words, num_ranks=1)
+    config = gpt_model_config(resolved.args, HydraulisModelConfig)
+    config.num_tokens_in_vocabulary = resolved.vocabulary.size
+    engine = make_engine(model_definition(config), (strategy,), seed=99)
+    model = model_of(resolved.args) | {"vocab_size": resolved.vocabulary.size}
+    loaded = load_checkpoint(Path(root) / "release", engine, model)
+    assert not loaded.with_optimizer
+    losses = []
+    for _ in range(2):
+        outcome = engine.train_step(strategy, [pack(batch, 2)], make_forward_step())
+        losses.append(outcome.loss.mean)
+        if len(losses) == 1:
+            saver = CheckpointSaver(
+                CheckpointFolder(Path(root)), engine, stored_parameters(engine.definition)
+            )
+            upstream = {
+                "args": _plain_arguments(resolved.args),
+                "iteration": ITERATION,
+                "optimizer": _optimizer_entry(engine.optimizer),
+            }
+            saver.save(SavedState(ITERATION, model, {}, {}, upstream))
+            saver.finish()
+    return losses
+
+
+def test_plain_megatron_reads_what_was_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_folder(tmp_path / "hf", "qwen2")
+    assert main(["import-hf", str(source), str(tmp_path / "mega")]) == 0
+    read = pool_of(1).run(read_by_upstream, str(tmp_path / "mega" / "release"))[0]
+    assert read["args"].num_layers == 3
+    assert read["args"].add_qkv_bias
+    assert read["iteration"] == 0
+    embedding = read["embedding.word_embeddings.weight"]
+    assert embedding.shape == (128, 32)
+    assert (embedding[:61] == tensors_of(source)["model.embed_tokens.weight"].numpy()).all()
+
+
+def read_by_upstream(path: str) -> dict[str, object]:
+    """On a rank: everything, by upstream's code alone."""
+    from megatron.core import dist_checkpointing
+
+    tensors = dist_checkpointing.load_plain_tensors(path)
+    return dist_checkpointing.load_common_state_dict(path) | {
+        key: tensor.numpy() for key, tensor in tensors.items() if hasattr(tensor, "numpy")
+    }

@@ -1,0 +1,133 @@
+"""Hugging Face folders of small models, written by transformers and read by safetensors alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 16384},
+    "llama, tied, one head a group, biases": {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama, stretched": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        "rms_norm_eps": 1e-5,
+        "head_dim": 12,
+    },
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2, tied, one group": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "qwen3": {"head_dim": 16, "vocab_size": 128},
+    "qwen3, tied": {"head_dim": 6, "tie_word_embeddings": True},
+}
+"""What differs from the small model of the family that is named first."""
+
+
+def make_folder(
+    path: Path, variant: str, dtype: torch.dtype = torch.float32, *, max_shard_size: str = "1GB"
+) -> Path:
+    """Random parameters, norms and biases among them."""
+    config_class, model_class = _CLASSES[variant.split(",")[0]]
+    model: Any = model_class(config_class(**(_SIZES | VARIANTS[variant])))
+    generator = torch.Generator().manual_seed(len(variant))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1.0 + 0.2 * noise if "norm" in name else 0.2 * noise)
+    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, whatever its files."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        read = load_file(file)
+        assert not tensors.keys() & read.keys()
+        tensors |= read
+    return tensors
+
+
+def assert_same_tensors(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    """Names, dtypes, shapes and every bit."""
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Write other values into config.json; None removes a key."""
+    path = folder / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def transformers_loss(folder: Path, batch: Sequence[np.ndarray]) -> float:
+    """Mean over the batch's tokens, in fp32, sequence by sequence.
+
+    Args:
+        folder: of the model.
+        batch: (length + 1,) tokens each.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    total, num_tokens = 0.0, 0
+    with torch.no_grad():
+        for tokens in batch:
+            ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
+            logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+            total += torch.nn.functional.cross_entropy(
+                logits.double(), ids[1:], reduction="sum"
+            ).item()
+            num_tokens += len(tokens) - 1
+    return total / num_tokens
+
+
+def changed_file(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Rewrite a file."""
+    path.write_bytes(change(path.read_bytes()))

@@ -1,0 +1,366 @@
+"""What cannot be exported or imported: the rule, the numbers, the fix, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.checkpoint.hugging_face.exporting import export_checkpoint
+from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
+from megatron.hydraulis.checkpoint.hugging_face.model import (
+    HuggingFaceModel,
+    model_from_arguments,
+)
+from megatron.hydraulis.checkpoint.hugging_face.stored import PieceToWrite, write_parameters
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from tests.support.checkpoints import whole_tensors
+from tests.support.full_disk import largest_file
+from tests.support.huggingface_folders import change_config, changed_file, make_folder
+
+GB = 1 << 30
+TENSORS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("hf") / "hf", "qwen2, tied, one group")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return import_folder(folder, tmp_path_factory.mktemp("mega") / "mega").path
+
+
+def flip_a_byte(data: bytes) -> bytes:
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path / TENSORS)
+    change(tensors)
+    save_file(tensors, path / TENSORS, metadata={"format": "pt"})
+
+
+def cut(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: tensors[name][1:].contiguous()})
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+BAD_CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "architecture": ({"model_type": "mixtral"}, ["llama, qwen2, qwen3", "'mixtral'"]),
+    "task": ({"architectures": ["Qwen2ForTokenClassification"]}, ["Qwen2ForCausalLM"]),
+    "activation": ({"hidden_act": "gelu"}, ["hidden_act", "silu", "'gelu'"]),
+    "window": ({"use_sliding_window": True}, ["use_sliding_window", "False"]),
+    "layer types": ({"layer_types": ["sliding_attention"] * 3}, ["layer_types"]),
+    "quantized": ({"quantization_config": {"bits": 4}}, ["quantization_config", "bits"]),
+    "yarn": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        ["rope_type", "'yarn'", "llama3"],
+    ),
+    "other limits of llama3": (
+        {
+            "rope_parameters": None,
+            "rope_scaling": {
+                "type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 8.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        ["high_freq_factor", "4.0", "8.0"],
+    ),
+    "broken base": ({"rope_parameters": {"rope_theta": 10000.5}}, ["rope_theta", "10000.5"]),
+    "stretched by a fraction": (
+        {"rope_parameters": {"rope_type": "linear", "factor": 1.5}},
+        ["whole factor", "1.5"],
+    ),
+    "part of a head": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+    "heads": ({"num_key_value_heads": 3}, ["4 heads", "3 query groups"]),
+    "no size": ({"intermediate_size": None}, ["'intermediate_size'"]),
+    "text for a number": ({"hidden_size": "32"}, ["hidden_size", "'32'"]),
+    "more layers than tensors": (
+        {"num_hidden_layers": 4, "layer_types": None},
+        ["model.layers.3", "missing"],
+    ),
+    "another shape": ({"vocab_size": 60}, ["embed_tokens", "(60, 32)", "(61, 32)"]),
+    "untied": ({"tie_word_embeddings": False}, ["lm_head.weight", "missing"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_configurations_without_counterpart(case: str, folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(folder, source)
+    changes, words = BAD_CONFIGS[case]
+    change_config(source, **changes)
+    with pytest.raises((ConfigurationError, CheckpointError)) as caught:
+        import_folder(source, tmp_path / "mega")
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "; " in message
+    assert not (tmp_path / "mega").exists()
+
+
+BAD_TENSORS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "missing": (lambda path: rewrite(path, lambda t: t.__delitem__(NORM)), [NORM, "missing"]),
+    "shape": (lambda path: rewrite(path, cut(NORM)), [NORM, "(32,)", "(31,)"]),
+    "unknown": (
+        lambda path: rewrite(path, lambda t: t.update({"model.extra": torch.ones(2)})),
+        ["model.extra", "no counterpart"],
+    ),
+    "two dtypes": (
+        lambda path: rewrite(path, lambda t: t.update({NORM: t[NORM].half()})),
+        ["one dtype", "float16"],
+    ),
+    "no floats": (
+        lambda path: rewrite(path, lambda t: t.update({NORM: t[NORM].to(torch.int8)})),
+        [NORM, "I8", "quantization"],
+    ),
+    "another output layer": (
+        lambda path: rewrite(path, lambda t: t.update({"lm_head.weight": torch.ones(61, 32)})),
+        ["lm_head.weight", "tie_word_embeddings"],
+    ),
+    "cut off": (
+        lambda path: changed_file(path / TENSORS, lambda data: data[:-100]),
+        [TENSORS, "must be a safetensors file"],
+    ),
+    "header": (
+        lambda path: changed_file(path / TENSORS, lambda data: b"\xff" * 8 + data[8:]),
+        [TENSORS, "must be a safetensors file"],
+    ),
+    "pickles only": (
+        lambda path: (path / TENSORS).rename(path / "pytorch_model.bin"),
+        ["pytorch_model.bin", "not read"],
+    ),
+    "file of the index": (
+        lambda path: (path / f"{TENSORS}.index.json").write_text(
+            json.dumps({"weight_map": {NORM: "model-00001-of-00002.safetensors"}})
+        ),
+        ["model-00001-of-00002.safetensors", "no such file"],
+    ),
+    "tensor of the index": (
+        lambda path: (path / f"{TENSORS}.index.json").write_text(
+            json.dumps({"weight_map": {"model.nothing": TENSORS}})
+        ),
+        ["model.nothing", "missing"],
+    ),
+    "file elsewhere": (
+        lambda path: (path / f"{TENSORS}.index.json").write_text(
+            json.dumps({"weight_map": {NORM: "../other.safetensors"}})
+        ),
+        ["../other.safetensors"],
+    ),
+    "no configuration": (lambda path: (path / "config.json").unlink(), ["config.json"]),
+    "broken configuration": (
+        lambda path: (path / "config.json").write_text("{"),
+        ["config.json", "line 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_damaged_folders(case: str, folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(folder, source)
+    damage, words = BAD_TENSORS[case]
+    damage(source)
+    with pytest.raises((ConfigurationError, CheckpointError)) as caught:
+        import_folder(source, tmp_path / "mega")
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert not (tmp_path / "mega").exists()
+
+
+def test_an_output_layer_that_is_the_embedding_is_taken_for_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(folder, source)
+    embedding = "model.embed_tokens.weight"
+    rewrite(source, lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    rewrite(source, lambda t: t.update({"model.rotary_emb.inv_freq": torch.ones(4)}))
+    imported = import_folder(source, tmp_path / "mega")
+    assert "output_layer.weight" not in whole_tensors(imported.path)
+
+
+def test_other_checkpoints_stay(folder: Path, checkpoint: Path) -> None:
+    before = sorted(checkpoint.parent.rglob("*"))
+    with pytest.raises(CheckpointError, match="without checkpoints"):
+        import_folder(folder, checkpoint.parent)
+    assert sorted(checkpoint.parent.rglob("*")) == before
+
+
+def test_a_full_disk_while_importing(folder: Path, tmp_path: Path) -> None:
+    with largest_file(20_000), pytest.raises(CheckpointError, match="cannot be written") as caught:
+        import_folder(folder, tmp_path / "mega")
+    assert "make room for" in str(caught.value)
+    assert list((tmp_path / "mega").iterdir()) == []
+    import_folder(folder, tmp_path / "mega")
+
+
+def test_a_full_disk_while_exporting(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with largest_file(20_000), pytest.raises(CheckpointError, match="cannot be written"):
+        export_checkpoint(checkpoint, output, max_file_bytes=GB)
+    assert list(tmp_path.iterdir()) == []
+    export_checkpoint(checkpoint, output, max_file_bytes=GB)
+    with pytest.raises(CheckpointError, match="there is something"):
+        export_checkpoint(checkpoint, output, max_file_bytes=GB)
+
+
+def test_too_little_room_is_said_before_writing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=5_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5_000))
+    with pytest.raises(CheckpointError, match=r"0\.1 MB are to be written but 0\.0 MB are free"):
+        export_checkpoint(checkpoint, tmp_path / "out", max_file_bytes=GB)
+    assert list(tmp_path.iterdir()) == []
+
+
+def unlink(path: Path, *names: str) -> None:
+    for name in names:
+        (path / name).unlink()
+
+
+BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "missing file": (lambda path: (path / "__0_0.distcp").unlink(), ["__0_0.distcp is missing"]),
+    "flipped byte": (
+        lambda path: changed_file(path / "__0_0.distcp", flip_a_byte),
+        ["__0_0.distcp", "SHA-256"],
+    ),
+    "damaged metadata": (
+        lambda path: changed_file(path / ".metadata", flip_a_byte),
+        [".metadata", "SHA-256"],
+    ),
+    "half of it": (
+        lambda path: unlink(path, "hydraulis.json", "metadata.json"),
+        ["torch_dist"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CHECKPOINTS)
+def test_damaged_checkpoints(case: str, checkpoint: Path, tmp_path: Path) -> None:
+    source = tmp_path / "mega" / checkpoint.name
+    shutil.copytree(checkpoint, source)
+    damage, words = BAD_CHECKPOINTS[case]
+    damage(source)
+    with pytest.raises(CheckpointError) as caught:
+        export_checkpoint(source, tmp_path / "out", max_file_bytes=GB)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_that_are_no_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
+    half = tmp_path / ".saving-iter_0000003"
+    shutil.copytree(checkpoint, half)
+    with pytest.raises(CheckpointError, match="interrupted"):
+        export_checkpoint(half, tmp_path / "out", max_file_bytes=GB)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        export_checkpoint(tmp_path / "nothing", tmp_path / "out", max_file_bytes=GB)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(CheckpointError, match="iter_0000003 but that is not there"):
+        export_checkpoint(tmp_path, tmp_path / "out", max_file_bytes=GB)
+
+
+def written(path: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any]) -> Path:
+    """A checkpoint without manifest, as plain Megatron's."""
+    path.mkdir()
+    pieces = [PieceToWrite(key, tuple(tensor.shape), None) for key, tensor in tensors.items()]
+    write_parameters(path, pieces, torch.float32, lambda i: tensors[pieces[i].key].clone(), common)
+    return path
+
+
+SMALL = HuggingFaceModel(
+    num_layers=3,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=1,
+    kv_channels=8,
+    vocab_size=61,
+    max_position_embeddings=256,
+    norm_epsilon=1e-6,
+    rotary_base=10000,
+    tied_embeddings=True,
+    has_qkv_biases=True,
+)
+
+
+def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
+    tensors = whole_tensors(checkpoint)
+    arguments = SMALL.to_arguments()
+    common = {"args": Namespace(**arguments)}
+    fine = written(tmp_path / "fine", tensors, common)
+    assert export_checkpoint(fine, tmp_path / "out", max_file_bytes=GB).model == SMALL
+
+    def message(name: str, kept: dict[str, torch.Tensor], beside: dict[str, Any]) -> str:
+        path = written(tmp_path / name, kept, beside)
+        with pytest.raises((ConfigurationError, CheckpointError)) as caught:
+            export_checkpoint(path, tmp_path / f"out of {name}", max_file_bytes=GB)
+        return str(caught.value)
+
+    key = "decoder.final_layernorm.weight"
+    less = {k: v for k, v in tensors.items() if k != key}
+    assert f"{key} of them are missing" in message("less", less, common)
+    more = tensors | {"decoder.layers.mlp.router.weight": torch.ones(3, 2)}
+    assert "router.weight have no counterpart" in message("more", more, common)
+    other = tensors | {key: torch.ones(31)}
+    assert "(31,) instead of (32,)" in message("other", other, common)
+    assert "arguments of the run" in message("silent", tensors, {"iteration": 3})
+    unsized = {"args": Namespace(**(arguments | {"vocab_size": None}))}
+    assert "--vocab-size" in message("unsized", tensors, unsized)
+    large = {"args": Namespace(**(arguments | {"vocab_size": 1000}))}
+    assert "1000 tokens" in message("large", tensors, large)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"normalization": "LayerNorm"}, ["--normalization must be RMSNorm", "LayerNorm"]),
+        ({"position_embedding_type": "learned_absolute"}, ["--position-embedding-type", "rope"]),
+        ({"swiglu": False}, ["--swiglu must be True"]),
+        ({"rotary_percent": 0.5}, ["--rotary-percent", "0.5"]),
+        ({"rotary_interleaved": True}, ["rotary_interleaved"]),
+        ({"num_experts": 8}, ["num_experts = 8"]),
+        ({"qk_layernorm": True}, ["--qk-layernorm", "Qwen3"]),
+        ({"add_qkv_bias": False, "hidden_size": 30}, ["30", "4 heads"]),
+        ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, ["both"]),
+        ({"num_layers": None}, ["num_layers"]),
+        ({"kv_channels": 2.5}, ["kv_channels", "2.5"]),
+        ({"layernorm_epsilon": "small"}, ["layernorm_epsilon", "'small'"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_without_counterpart(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        model_from_arguments(SMALL.to_arguments() | changes, "iter_0000003", vocab_size=61)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "; " in message
+
+
+def test_bad_flags_and_errors_of_the_commands(
+    folder: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert main(["export-hf", str(checkpoint), out, "--max-file-gb", "0"]) == 2
+    assert "--max-file-gb" in capsys.readouterr().err
+    assert main(["import-hf", str(folder), out, "--make-vocab-size-divisible-by", "0"]) == 2
+    assert "--make-vocab-size-divisible-by" in capsys.readouterr().err
+    assert main(["import-hf", str(tmp_path / "nothing"), out]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert not Path(out).exists()

@@ -1,0 +1,147 @@
+"""Hugging Face folder, checkpoint and back: every bit; also from a checkpoint and back to one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.checkpoint.folder import CheckpointFolder
+from megatron.hydraulis.checkpoint.hugging_face.exporting import export_checkpoint
+from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
+from megatron.hydraulis.checkpoint.hugging_face.stored import (
+    PieceToWrite,
+    StoredParameters,
+    write_parameters,
+)
+from megatron.hydraulis.checkpoint.manifest import Manifest
+from tests.support.checkpoints import whole_tensors
+from tests.support.huggingface_folders import (
+    VARIANTS,
+    assert_same_tensors,
+    make_folder,
+    tensors_of,
+)
+
+CONFIG_KEYS = (
+    "architectures",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_there_and_back_and_there_again(variant: str, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if "tied" in variant else torch.float32
+    source = make_folder(tmp_path / "hf", variant, dtype)
+    imported = import_folder(source, tmp_path / "mega", vocab_divisor=16)
+    back = tmp_path / "back"
+    exported = export_checkpoint(tmp_path / "mega", back, max_file_bytes=1 << 30)
+    assert exported.model == imported.model
+    assert exported.dtype == dtype
+    assert_same_tensors(tensors_of(source), tensors_of(back))
+    before, after = (json.loads((p / "config.json").read_text()) for p in (source, back))
+    assert {key: before[key] for key in CONFIG_KEYS} == {key: after[key] for key in CONFIG_KEYS}
+    import_folder(back, tmp_path / "again", vocab_divisor=16)
+    assert_same_tensors(
+        whole_tensors(tmp_path / "mega" / "release"), whole_tensors(tmp_path / "again" / "release")
+    )
+
+
+def test_where_rows_go(tmp_path: Path) -> None:
+    """By the layout that Megatron's own modules have, spelled out."""
+    source = make_folder(tmp_path / "hf", "qwen2")
+    import_folder(source, tmp_path / "mega", vocab_divisor=16)
+    theirs, ours = tensors_of(source), whole_tensors(tmp_path / "mega" / "release")
+    layer, size = 1, 8  # two groups of two query heads
+    for kind in ("weight", "bias"):
+        q, k, v = (theirs[f"model.layers.{layer}.self_attn.{x}_proj.{kind}"] for x in "qkv")
+        expected = torch.cat([q[: 2 * size], k[:size], v[:size], q[2 * size :], k[size:], v[size:]])
+        found = ours[f"decoder.layers.self_attention.linear_qkv.{kind}"][layer]
+        assert torch.equal(found, expected)
+    gate, up = (theirs[f"model.layers.{layer}.mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    fc1 = ours["decoder.layers.mlp.linear_fc1.weight"]
+    assert fc1.shape == (3, 96, 32)
+    assert torch.equal(fc1[layer], torch.cat([gate, up]))
+    for key, name in [
+        ("embedding.word_embeddings", "model.embed_tokens"),
+        ("output_layer", "lm_head"),
+    ]:
+        rows = ours[f"{key}.weight"]
+        assert rows.shape == (64, 32)
+        assert torch.equal(rows[:61], theirs[f"{name}.weight"])
+        assert not rows[61:].any()
+
+
+def test_a_folder_of_several_files(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "hf", "llama", max_shard_size="20KB")
+    assert len(list(source.glob("*.safetensors"))) > 2
+    import_folder(source, tmp_path / "mega")
+    limit = 20_000
+    export_checkpoint(tmp_path / "mega", tmp_path / "back", max_file_bytes=limit)
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert len(files) > 2
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    tensors = tensors_of(tmp_path / "back")
+    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    assert index["metadata"]["total_size"] == num_bytes
+    assert all(file.stat().st_size < limit + 4096 for file in files)
+    assert_same_tensors(tensors_of(source), tensors)
+
+
+def test_a_checkpoint_with_tensors_for_every_layer(tmp_path: Path) -> None:
+    """As upstream writes layers that are not alike."""
+    source = make_folder(tmp_path / "hf", "qwen3")
+    import_folder(source, tmp_path / "mega")
+    stored = StoredParameters(tmp_path / "mega" / "release")
+    tensors = {}
+    for key, tensor in whole_tensors(tmp_path / "mega" / "release").items():
+        if key.startswith("decoder.layers."):
+            for layer in range(3):
+                tensors[key.replace("layers.", f"layers.{layer}.")] = tensor[layer]
+        else:
+            tensors[key] = tensor
+    pieces = [PieceToWrite(key, tuple(tensor.shape), None) for key, tensor in tensors.items()]
+    apart = CheckpointFolder(tmp_path / "apart").path_of(7)
+    apart.mkdir(parents=True)
+    write_parameters(
+        apart,
+        pieces,
+        torch.float32,
+        lambda i: tensors[pieces[i].key].clone(),
+        stored.common_state(),
+    )
+    export_checkpoint(apart, tmp_path / "back", max_file_bytes=1 << 30)
+    assert_same_tensors(tensors_of(source), tensors_of(tmp_path / "back"))
+
+
+def test_commands_tell_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_folder(tmp_path / "hf", "qwen2, tied, one group", torch.bfloat16)
+    mega, back = tmp_path / "mega", tmp_path / "back"
+    capsys.readouterr()
+    assert main(["import-hf", str(source), str(mega)]) == 0
+    told = capsys.readouterr().out
+    assert "PARAMETERS ONLY" in told
+    assert "a new optimizer" in told
+    assert "--add-qkv-bias" in told
+    assert "--bf16" in told
+    assert "--untie" not in told
+    assert (mega / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert Manifest.read(mega / "release").model["vocab_size"] == 61
+    assert main(["export-hf", str(mega), str(back), "--max-file-gb", "0.00002"]) == 0
+    assert "qwen2, 3 layers, 61 tokens" in capsys.readouterr().out
+    assert len(list(back.glob("*.safetensors"))) > 1
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
