@@ -17,13 +17,14 @@ from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, s
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.notation import Term, parse_terms
 from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.strategy import Pool, Strategy
 
 __all__ = ["add_arguments", "run"]
 
 _WIDTH = 100
 """Columns of the table where the output is no terminal."""
 _BF16_BYTES, _FP32_BYTES = 2, 4
+_NS_PER_MS, _US_PER_MS = 1e6, 1e3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,10 +50,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="(default: %(default)s)",
     )
-    job.add_argument("--recompute-granularity", choices=("full", "selective"))
-    job.add_argument("--recompute-method", choices=("uniform", "block"))
-    job.add_argument("--recompute-num-layers", type=int, default=0, metavar="N")
-    job.add_argument("--recompute-modules", nargs="+", default=[], choices=SELECTIVE_MODULES)
+    job.add_argument(
+        "--recompute-granularity",
+        choices=("full", "selective"),
+        help="full: all of a layer; selective: --recompute-modules (default: none)",
+    )
+    job.add_argument(
+        "--recompute-method", choices=("uniform", "block"), help="which layers, with full"
+    )
+    job.add_argument(
+        "--recompute-num-layers", type=int, default=0, metavar="N", help="layers, with full"
+    )
+    job.add_argument(
+        "--recompute-modules",
+        nargs="+",
+        default=[],
+        choices=SELECTIVE_MODULES,
+        help="parts of a layer, with selective (default: core_attn)",
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--out",
@@ -71,6 +86,8 @@ def run(namespace: argparse.Namespace) -> int:
     shape = shape_of(namespace)
     device = device_constants(namespace.device)
     schemes, num_ranks, ranks_per_node = _schemes(namespace)
+    for scheme in schemes:
+        Strategy.parse(str(scheme), scheme.num_ranks).check_model(shape)
     model = AnalyticCostModel(
         shape=shape,
         device=device,
@@ -123,9 +140,10 @@ def _schemes(namespace: argparse.Namespace) -> tuple[list[Scheme], int, int]:
         num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
     else:
         if namespace.num_ranks is None or namespace.num_ranks < 1:
+            given = "is missing" if namespace.num_ranks is None else f"is {namespace.num_ranks}"
             raise ConfigurationError(
                 f"--schemes needs --num-ranks of at least 1, over which the optimizer's state is "
-                f"spread, but it is {namespace.num_ranks}; give it"
+                f"spread, but it {given}; give it"
             )
         found = [_scheme(text) for text in namespace.schemes]
         num_ranks = namespace.num_ranks
@@ -181,16 +199,16 @@ def _write(profile: ProfileCostModel, path: str) -> None:
 def _table(profile: ProfileCostModel) -> Table:
     table = Table(title=f"estimated cost profile, {profile.device}", title_justify="left")
     table.add_column("scheme")
-    for column in ("a ms/token²", "b ms/token", "c ms", "max tokens"):
+    for column in ("a, ns/token²", "b, µs/token", "c, ms", "max tokens"):
         table.add_column(column, justify="right")
     for row in profile.schemes:
         coefficients = row.coefficients
         table.add_row(
             str(row.scheme),
-            f"{coefficients.a_ms_per_token2:.3g}",
-            f"{coefficients.b_ms_per_token:.4g}",
-            f"{coefficients.c_ms:.1f}",
-            str(row.max_tokens) if row.max_tokens else "does not fit",
+            f"{coefficients.a_ms_per_token2 * _NS_PER_MS:.4g}",
+            f"{coefficients.b_ms_per_token * _US_PER_MS:.4g}",
+            f"{coefficients.c_ms:.4g}",
+            f"{row.max_tokens:,}" if row.max_tokens else "does not fit",
         )
     return table
 

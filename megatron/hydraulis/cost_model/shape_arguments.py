@@ -37,21 +37,30 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="shape of the model, JSON, such as examples/model_llama32b.json",
     )
-    group.add_argument("--num-layers", type=int, metavar="N")
-    group.add_argument("--hidden-size", type=int, metavar="N")
-    group.add_argument("--num-attention-heads", type=int, metavar="N")
+    group.add_argument("--num-layers", type=int, metavar="N", help="of the whole model")
+    group.add_argument("--hidden-size", type=int, metavar="N", help="entries of a hidden state")
+    group.add_argument("--num-attention-heads", type=int, metavar="N", help="heads of a layer")
     group.add_argument(
         "--ffn-hidden-size", type=int, metavar="N", help="width of the MLP (default: 4 x hidden)"
     )
-    group.add_argument("--group-query-attention", action="store_true")
     group.add_argument(
-        "--num-query-groups", type=int, metavar="N", help="with --group-query-attention"
+        "--group-query-attention", action="store_true", help="heads share keys and values"
+    )
+    group.add_argument(
+        "--num-query-groups",
+        type=int,
+        metavar="N",
+        help="groups that share, with --group-query-attention",
     )
     group.add_argument(
         "--kv-channels", type=int, metavar="N", help="size of a head (default: hidden / heads)"
     )
     group.add_argument("--swiglu", action="store_true", help="gated MLP")
-    group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
+    group.add_argument(
+        "--untie-embeddings-and-output-weights",
+        action="store_true",
+        help="the output layer has weights of its own",
+    )
     vocabulary = group.add_mutually_exclusive_group()
     vocabulary.add_argument("--padded-vocab-size", type=int, metavar="N", help="entries as padded")
     vocabulary.add_argument("--vocab-size", type=int, metavar="N", help="entries before padding")
@@ -141,5 +150,5 @@ def _given_flags(namespace: argparse.Namespace) -> list[str]:
     return [
         flag
         for flag in flags
-        if values[flag.removeprefix("--").replace("-", "_")] not in (None, False)
+        if not any(values[flag.removeprefix("--").replace("-", "_")] is no for no in (None, False))
     ]

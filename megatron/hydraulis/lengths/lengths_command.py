@@ -13,8 +13,10 @@ from megatron.hydraulis.lengths.picture import draw_lengths
 from megatron.hydraulis.lengths.statistics import LengthStatistics
 from megatron.hydraulis.lengths.tables import length_tables
 
-__all__ = ["add_arguments", "add_lengths_arguments", "check_seq_length", "run"]
+__all__ = ["add_arguments", "add_lengths_arguments", "check_seed", "check_seq_length", "run"]
 
+# What the solver takes.
+_MOST_SEED = 2**31 - 1
 _WIDTH = 100
 """Columns of the tables where the output is no terminal."""
 
@@ -80,4 +82,12 @@ def check_seq_length(seq_length: int | None) -> None:
     if seq_length is not None and seq_length < 1:
         raise ConfigurationError(
             f"a sequence has at least 1 token but --seq-length is {seq_length}; raise it"
+        )
+
+
+def check_seed(seed: int) -> None:
+    """Raise ConfigurationError for a seed that the solver does not take."""
+    if not 0 <= seed <= _MOST_SEED:
+        raise ConfigurationError(
+            f"--seed is from 0 to {_MOST_SEED} but is {seed}; give another one"
         )

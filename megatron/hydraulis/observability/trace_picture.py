@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -46,10 +47,15 @@ PLANNED_ALPHA = 0.55
 _US_PER_MS = 1e3
 
 
-def draw_trace(spans: Spans, iteration: int, path: Path) -> None:
+def draw_trace(
+    spans: Spans, iteration: int, path: Path, rank_names: Mapping[int, str] | None = None
+) -> None:
     """Draws an iteration as a PNG.
 
-    A rank has up to four rows: planned, compute, regroup, waits of the host. Bars of forward and
+    rank_names: what to call ranks, where it is not ``rank 3``.
+
+    A rank has up to four rows: planned, compute, regroup, waits of the host where one of them is
+    long enough to be seen. Bars of forward and
     backward bear the number of their micro-batch, those of regroup that of their bucket. The axis
     ends with what was measured: a plan that expected more is cut off there.
 
@@ -65,8 +71,9 @@ def draw_trace(spans: Spans, iteration: int, path: Path) -> None:
     # By time, not by number: what is gathered for an iteration may have begun in the one before.
     measured = spans.where(is_planned=False).between(start_us, end_us)
     planned = spans.where(is_planned=True, iteration=iteration)
+    span_ms = (end_us - start_us) / _US_PER_MS
     drawn = (measured | planned).named(*COLORS)
-    rows = _rows(drawn)
+    rows = _rows(drawn, MIN_BORDERED_SHARE * span_ms)
     ranks = sorted({rank for rank, _ in rows})
     height = sum(len([r for r, _ in rows if r == rank]) + GAP_ROWS for rank in ranks)
     figure = Figure(
@@ -75,14 +82,15 @@ def draw_trace(spans: Spans, iteration: int, path: Path) -> None:
         layout="constrained",
     )
     axes = figure.subplots()
-    span_ms = (end_us - start_us) / _US_PER_MS
     axes.set_xlim(-0.01 * span_ms, 1.01 * span_ms)
+    rank_names = rank_names or {}
     at = 0.0
     ticks: list[tuple[float, str]] = []
     for rank in ranks:
         own_rows = [row for row_rank, row in rows if row_rank == rank]
         for row in own_rows:
-            name = f"rank {rank}  {row}" if row == own_rows[0] else row
+            called = rank_names.get(rank, f"rank {rank}")
+            name = f"{called}  {row}" if row == own_rows[0] else row
             ticks.append((at, name))
             lanes = _lanes([span for span in drawn.where(rank=rank) if _row_of(span) == row])
             for number, lane in enumerate(lanes):
@@ -102,8 +110,9 @@ def draw_trace(spans: Spans, iteration: int, path: Path) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.set_title(_title(wholes, planned, iteration), fontsize=10, loc="left")
+    shown = Spans.of(span for span in drawn if (span.rank, _row_of(span)) in rows)
     figure.legend(
-        handles=_legend(drawn), loc="outside lower center", ncols=8, fontsize=8, frameon=False
+        handles=_legend(shown), loc="outside lower center", ncols=8, fontsize=8, frameon=False
     )
     try:
         FigureCanvasAgg(figure)
@@ -121,9 +130,13 @@ def _row_of(span: Span) -> str:
     return "waits" if span.track == "host" else span.track
 
 
-def _rows(spans: Spans) -> list[tuple[int, str]]:
+def _rows(spans: Spans, least_wait_ms: float) -> list[tuple[int, str]]:
     order = ("planned", "compute", "regroup", "waits")
-    found = {(span.rank, _row_of(span)) for span in spans}
+    found = {
+        (span.rank, _row_of(span))
+        for span in spans
+        if _row_of(span) != "waits" or span.duration_us >= least_wait_ms * _US_PER_MS
+    }
     return sorted(
         (row for row in found if row[1] in order), key=lambda row: (row[0], order.index(row[1]))
     )

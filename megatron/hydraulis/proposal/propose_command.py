@@ -13,7 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import read_length_counts
-from megatron.hydraulis.lengths.lengths_command import add_lengths_arguments, check_seq_length
+from megatron.hydraulis.lengths.lengths_command import (
+    add_lengths_arguments,
+    check_seed,
+    check_seq_length,
+)
 from megatron.hydraulis.notation import parse_terms
 from megatron.hydraulis.planner.native_output import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
@@ -90,6 +94,7 @@ def run(namespace: argparse.Namespace) -> int:
     PlanError when no scheme holds the longest sequence.
     """
     check_seq_length(namespace.seq_length)
+    check_seed(namespace.seed)
     counts = read_length_counts(namespace.lengths)
     if namespace.seq_length is not None:
         counts = counts.cut(namespace.seq_length, namespace.long_sequences)

@@ -19,6 +19,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, given_shape
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.lengths.lengths_command import check_seed, check_seq_length
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.observability.trace_events import Span
 from megatron.hydraulis.observability.trace_file import MERGED_FILE_NAME, TraceWriter
@@ -32,7 +33,7 @@ from megatron.hydraulis.simulator.result_picture import draw_results
 from megatron.hydraulis.simulator.result_tables import result_table, strategy_use_table
 from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way
 from megatron.hydraulis.simulator.simulation import IterationTasks
-from megatron.hydraulis.simulator.spans import iteration_spans, stage_leaders
+from megatron.hydraulis.simulator.spans import iteration_spans, stage_leaders, stage_names
 from megatron.hydraulis.simulator.stage_costs import StageCosts
 from megatron.hydraulis.simulator.ways import CP_ONLY, PACKING, POOL, WAYS, Ways
 from megatron.hydraulis.strategy import Pool
@@ -163,9 +164,12 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--iterations is at least 1 but is {namespace.iterations}; raise it"
         )
-    if namespace.plan_time is not None and not namespace.plan_time >= 0.0:
+    check_seq_length(namespace.seq_length)
+    check_seed(namespace.seed)
+    if namespace.plan_time is not None and not 0.0 <= namespace.plan_time < math.inf:
         raise ConfigurationError(
-            f"--plan-time is not negative but is {namespace.plan_time} s; give 0 for none"
+            f"--plan-time is finite and not negative but is {namespace.plan_time} s; give 0 for "
+            f"none"
         )
     pool = Pool.read(namespace.pool)
     profile = ProfileCostModel.read(namespace.cost_profile)
@@ -379,9 +383,9 @@ def _write(
                 spans = iteration_spans(iteration, started_ms=started_ms)
                 writer.write(spans)
                 shown = _shown_spans(iteration, spans)
-                last = iteration.number
+                last, rank_names = iteration.number, stage_names(iteration)
             started_ms = iteration.end_ms
-    draw_trace(Spans.of(shown), last, folder / ITERATION_PICTURE_FILE_NAME)
+    draw_trace(Spans.of(shown), last, folder / ITERATION_PICTURE_FILE_NAME, rank_names)
 
 
 def _shown_spans(iteration: IterationTasks, spans: Sequence[Span]) -> list[Span]:

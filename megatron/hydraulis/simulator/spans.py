@@ -6,13 +6,13 @@ of a trace, and any viewer, show it as they show a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron.hydraulis.observability.trace_events import Span
 from megatron.hydraulis.simulator.replica_tasks import OperationTasks
 from megatron.hydraulis.simulator.simulation import IterationTasks
 
-__all__ = ["iteration_spans", "stage_leaders"]
+__all__ = ["iteration_spans", "stage_leaders", "stage_names"]
 
 _US_PER_MS = 1e3
 
@@ -24,6 +24,27 @@ def stage_leaders(iteration: IterationTasks) -> tuple[int, ...]:
         for replica in iteration.replicas
         for stage in range(replica.replica.scheme.pp)
     )
+
+
+def stage_names(iteration: IterationTasks) -> dict[int, str]:
+    """What the ranks of a stage are called, by their first: scheme, stage of several, ranks."""
+    names: dict[int, str] = {}
+    for replica in iteration.replicas:
+        scheme, ranks = replica.replica.scheme, replica.replica.ranks
+        of_stage = scheme.tp * scheme.cp
+        for stage in range(scheme.pp):
+            own = ranks[stage * of_stage : (stage + 1) * of_stage]
+            name = f"{scheme}, stage {stage}" if scheme.pp > 1 else str(scheme)
+            names[replica.replica.rank_at(stage, 0, 0)] = f"{name}, {_rank_text(own)}"
+    return names
+
+
+def _rank_text(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"rank {ranks[0]} and {len(ranks) - 1} more"
 
 
 def iteration_spans(iteration: IterationTasks, *, started_ms: float) -> list[Span]:

@@ -288,6 +288,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--schemes", "tp3"], "tp3 is none of tp1, tp2"),
         (["--global-batch-tokens", "5000"], "give one"),
+        (["--seed", "-1"], "--seed is from 0 to 2147483647 but is -1"),
         (["--num-batches", "0"], "--num-batches is 0"),
         (["--num-ranks", "0"], "--num-ranks is 0"),
         (["--seq-length", "1000", "--long-sequences", "error"], "2000|3 have more|have more"),

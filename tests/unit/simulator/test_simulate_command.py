@@ -145,7 +145,10 @@ def test_the_model_may_be_described_by_flags(
     ("flags", "message"),
     [
         (["--iterations", "0"], "--iterations is at least 1 but is 0"),
-        (["--plan-time", "-1"], "--plan-time is not negative but is -1.0 s"),
+        (["--plan-time", "-1"], "--plan-time is finite and not negative but is -1.0 s"),
+        (["--plan-time", "inf"], "--plan-time is finite and not negative but is inf s"),
+        (["--seq-length", "0"], "a sequence has at least 1 token but --seq-length is 0"),
+        (["--seed", "-1"], "--seed is from 0 to 2147483647 but is -1"),
         (["--plan-ahead", "-1"], "plan_ahead is -1"),
         (["--device", "a800-80g"], "the model, which tells how much it carries, is not described"),
         (["--inter-node-gb-per-s", "3"], "--device is not given"),
