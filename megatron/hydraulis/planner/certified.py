@@ -18,7 +18,6 @@ from megatron.hydraulis.planner.candidate import MS_PER_S
 from megatron.hydraulis.planner.explanation import PlanExplanation, StrategyOutcome
 from megatron.hydraulis.planner.greedy import GreedyPlanner
 from megatron.hydraulis.planner.packing import SchemeCost
-from megatron.hydraulis.planner.padded_limits import with_padding
 from megatron.hydraulis.planner.plan import IterationPlan, StageReport
 from megatron.hydraulis.planner.pool_costs import PoolCosts, checked_batch
 from megatron.hydraulis.planner.replica_packing import ReplicaPacker
@@ -109,10 +108,8 @@ class CertifiedPlanner:
                 for strategy in able
             ]
             best = _search_all(searches, solver)
-            max_tokens = partial(self._costs.max_tokens, best.strategy)
-            costs = self._costs.replica_costs(best.strategy)
-            plan = with_padding(best.candidate(), costs, max_tokens).to_plan(iteration, start_s)
-            plan.validate(batch, best.strategy, max_tokens)
+            plan = best.candidate().to_plan(iteration, start_s)
+            plan.validate(batch, best.strategy, partial(self._costs.max_tokens, best.strategy))
         except Exception as error:  # Whatever it is, training goes on with the greedy plan.
             logger.warning(
                 "plan of iteration %d: the search failed and the greedy plan is used: %r",

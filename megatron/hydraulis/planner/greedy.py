@@ -15,7 +15,6 @@ from megatron.hydraulis.planner.candidate import MS_PER_S, Candidate, StageResul
 from megatron.hydraulis.planner.dispatch import dispatch
 from megatron.hydraulis.planner.explanation import PlanExplanation, StrategyOutcome
 from megatron.hydraulis.planner.packing import pack
-from megatron.hydraulis.planner.padded_limits import with_padding
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.pool_costs import PoolCosts, checked_batch
 from megatron.hydraulis.planner.wave_packer import pack_waves
@@ -75,11 +74,7 @@ class GreedyPlanner:
         for strategy in sorted(able, key=lambda strategy: bounds_ms[strategy.name]):
             if best is not None and bounds_ms[strategy.name] >= best.time_ms:
                 break
-            candidate = with_padding(
-                self._try(strategy, makespan_bounds_ms[strategy.name], batch, order),
-                self._costs.replica_costs(strategy),
-                partial(self._costs.max_tokens, strategy),
-            )
+            candidate = self._try(strategy, makespan_bounds_ms[strategy.name], batch, order)
             found_ms[strategy.name] = candidate.time_ms
             if best is None or candidate.time_ms < best.time_ms:
                 best = candidate
