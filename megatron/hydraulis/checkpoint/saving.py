@@ -33,13 +33,15 @@ from megatron.hydraulis.checkpoint.tensors import (
     on_host,
     sharded_tensors,
 )
-from megatron.hydraulis.checkpoint.together import on_all_ranks
+from megatron.hydraulis.checkpoint.together import failure_of, on_all_ranks, raise_first
 from megatron.hydraulis.checkpoint.writer import ShardWriter, StreamingSaveStrategy, Written
 from megatron.hydraulis.runtime.engine import Engine
 
 __all__ = ["CheckpointSaver", "SavedState"]
 
 _BYTES_PER_MB = 1e6
+_FAILED, _BUSY, _DONE = -1, 0, 1
+"""The least of all ranks' counts."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,15 @@ class _Save:
     """Whether all ranks are done with the step at hand, on its way."""
 
     @property
-    def is_done_here(self) -> bool:
-        """With the step at hand."""
+    def ballot(self) -> int:
+        """Of this rank about the step at hand: `_DONE`, `_BUSY` or `_FAILED`."""
         if not self.written:
-            return self.background is None or self.background.is_done
-        return self.describing is None or self.describing.done()
+            return _DONE if self.background is None or self.background.is_done else _BUSY
+        if self.describing is None:
+            return _DONE
+        if not self.describing.done():
+            return _BUSY
+        return _DONE if self.describing.exception() is None else _FAILED
 
 
 class CheckpointSaver:
@@ -164,7 +170,10 @@ class CheckpointSaver:
         if current is None:
             return
         start_s = time.perf_counter()
-        if self._outcome(current):
+        outcome = self._outcome(current)
+        if outcome == _DONE and current.written:
+            self._end(current)
+        elif outcome != _BUSY:
             self._advance(current)
         if self._current is not None:
             self._vote(current)
@@ -186,15 +195,15 @@ class CheckpointSaver:
         self._current = None
 
     def _vote(self, current: _Save) -> None:
-        ballot = torch.tensor([int(current.is_done_here)], device=self._engine.device)
+        ballot = torch.tensor([current.ballot], device=self._engine.device)
         current.vote = (ballot, dist.all_reduce(ballot, op=dist.ReduceOp.MIN, async_op=True))
 
-    def _outcome(self, current: _Save) -> bool:
+    def _outcome(self, current: _Save) -> int:
         assert current.vote is not None
         ballot, work = current.vote
         work.wait()
         current.vote = None
-        return bool(ballot.item())
+        return int(ballot.item())
 
     def _complete(self, current: _Save) -> None:
         while self._current is not None:
@@ -207,15 +216,17 @@ class CheckpointSaver:
             if not current.written:
                 self._collect(current, what)
                 return
-            on_all_ranks(
-                lambda: None if current.describing is None else current.describing.result(), what
-            )
+            describing = current.describing
+            on_all_ranks(lambda: None if describing is None else describing.result(), what)
         except Exception:
             self._current = None
             if dist.get_rank() == 0:
                 path = self._folder.path_while_saving(current.saved.iteration)
                 shutil.rmtree(path, ignore_errors=True)
             raise
+        self._end(current)
+
+    def _end(self, current: _Save) -> None:
         self._current = None
         save_s = time.perf_counter() - current.start_s
         self._tell(current, save_s)
@@ -223,18 +234,33 @@ class CheckpointSaver:
             self._delete_surplus(self._keep_last)
 
     def _collect(self, current: _Save, what: str) -> None:
-        """Rank 0 learns what every rank has written, and begins to describe it."""
+        """Rank 0 learns what every rank has written, or why not, and begins to describe it."""
         write = current.writer.write if current.background is None else current.background.result
-        written = on_all_ranks(write, what)
+        written: Written | None = None
+        failure = None
+        try:
+            written = write()
+        except Exception as error:
+            failure = failure_of(error, what)
         rank = dist.get_rank()
-        everyone: list[Written] | None = [written] * dist.get_world_size() if rank == 0 else None
-        dist.gather_object(written, everyone)
+        everyone: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object((failure, written), everyone)
         current.written = True
         if everyone is not None:
-            current.describing = self._thread.submit(self._describe, current, everyone)
+            failures, results = zip(*everyone, strict=True)
+            current.describing = self._thread.submit(
+                self._describe, current, failures, results, what
+            )
 
-    def _describe(self, current: _Save, everyone: Sequence[Written]) -> None:
+    def _describe(
+        self,
+        current: _Save,
+        failures: Sequence[Any],
+        everyone: Sequence[Written],
+        what: str,
+    ) -> None:
         """On rank 0, in a thread: where everything lies; then the folder gets its name."""
+        raise_first(failures, what)
         saved = current.saved
         path = self._folder.path_while_saving(saved.iteration)
         assert current.planned is not None

@@ -8,7 +8,10 @@ import torch.distributed as dist
 
 from megatron.hydraulis.errors import CheckpointError, HydraulisError
 
-__all__ = ["agreed_problems", "on_all_ranks", "on_rank_0"]
+__all__ = ["agreed_problems", "failure_of", "on_all_ranks", "on_rank_0", "raise_first"]
+
+Failure = tuple[type[HydraulisError], str]
+"""Class and message of an error, to be raised on other ranks too."""
 
 
 def on_all_ranks[T](action: Callable[[], T], what: str) -> T:
@@ -23,25 +26,36 @@ def on_all_ranks[T](action: Callable[[], T], what: str) -> T:
             else CheckpointError.
     """
     result: T | None = None
-    failure: tuple[type[HydraulisError], str] | None = None
+    failure: Failure | None = None
     try:
         result = action()
-    except HydraulisError as error:
-        failure = (type(error), str(error))
-    except OSError as error:
-        name = f" {error.filename}" if error.filename else ""
-        failure = (CheckpointError, f"{what}:{name} {error.strerror or error}")
     except Exception as error:
-        failure = (CheckpointError, f"{what}: {type(error).__name__}: {error}")
-    failures: list[tuple[type[HydraulisError], str] | None] = [None] * dist.get_world_size()
+        failure = failure_of(error, what)
+    failures: list[Failure | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
+    raise_first(failures, what)
+    return result  # type: ignore[return-value]
+
+
+def failure_of(error: Exception, what: str) -> Failure:
+    """What an error of one rank comes to; see `on_all_ranks`."""
+    if isinstance(error, HydraulisError):
+        return type(error), str(error)
+    if isinstance(error, OSError):
+        name = f" {error.filename}" if error.filename else ""
+        return CheckpointError, f"{what}:{name} {error.strerror or error}"
+    return CheckpointError, f"{what}: {type(error).__name__}: {error}"
+
+
+def raise_first(failures: Sequence[Failure | None], what: str) -> None:
+    """Raise the failure of the first rank that has one, and name the rank."""
     for rank, found in enumerate(failures):
         if found is not None:
             kind, message = found
-            if kind is CheckpointError and message.startswith(what):
+            is_named = " (rank " in message  # where rank 0 tells what another one met
+            if kind is CheckpointError and message.startswith(what) and not is_named:
                 message = f"{message} (rank {rank}); make room or correct it, then start again"
             raise kind(message)
-    return result  # type: ignore[return-value]
 
 
 def on_rank_0[T](action: Callable[[], T], what: str) -> T:
