@@ -55,8 +55,9 @@ DATA_AND_OUTPUT = [
 
 EXTRAS = {
     # Fused attention and layers on GPU. Must stay away from a machine without CUDA: importing it
-    # raises there, and megatron.core with it.
-    "te": ["transformer-engine[pytorch]"],
+    # raises there, and megatron.core with it. From the version on whose context parallelism takes
+    # packed rows by every way to communicate.
+    "te": ["transformer-engine[pytorch]>=2.20"],
     "wandb": ["wandb"],
     "dev": [
         "hypothesis>=6.100",

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.cost_model import pipeline_time_ms
+from megatron.hydraulis.cost_model import ProfileCostModel, pipeline_time_ms
 from megatron.hydraulis.plan_check.bounds import proved_packing_bound_ms, proved_strategy_bound_ms
 from megatron.hydraulis.plan_check.files import SchemeFigures
+from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.strategy import Pool, Strategy
 
 LENGTHS = [100, 10, 30, 31]
 PROFILE: dict[str, Any] = {
@@ -78,9 +80,14 @@ def plan() -> dict[str, Any]:
     }
 
 
-def check(tmp_path: Path, content: dict[str, Any], pool: dict[str, Any] = POOL) -> int:
+def check(
+    tmp_path: Path,
+    content: dict[str, Any],
+    pool: dict[str, Any] = POOL,
+    profile: dict[str, Any] = PROFILE,
+) -> int:
     flags = []
-    files = {"plan": content, "lengths": LENGTHS, "cost-profile": PROFILE, "pool": pool}
+    files = {"plan": content, "lengths": LENGTHS, "cost-profile": profile, "pool": pool}
     for name, value in files.items():
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(value))
@@ -133,6 +140,22 @@ def test_a_strategys_own_limit_is_shared_out_over_the_ranks(
     # 31 tokens on one of four ranks, of which each may hold a quarter of 123.
     assert check(tmp_path, plan(), pool) == 1
     assert "31 tokens but the limit is 30" in capsys.readouterr().out
+
+
+def test_groups_of_a_size_without_a_row_are_neither_planned_nor_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = copy.deepcopy(PROFILE)
+    profile["schemes"][2]["c_ms"] = 40.0  # so that narrow groups pay
+    del profile["schemes"][1]
+    cost_model = ProfileCostModel.from_json(profile, what="profile")
+    strategy = Strategy.parse("cp4~pp2", 8, name="waves")
+    planned = CertifiedPlanner(Pool.of(strategy), cost_model).plan(LENGTHS)
+    sizes = {g.size for m in planned.replicas[0].micro_batches for g in m.groups}
+    assert sizes == {1}
+    assert check(tmp_path, planned.to_json(), profile=profile) == 0
+    assert check(tmp_path, plan(), profile=profile) == 1
+    assert "the profile knows groups of 1, 4" in capsys.readouterr().out
 
 
 def splits(width: int) -> list[list[int]]:
