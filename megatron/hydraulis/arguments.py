@@ -48,6 +48,8 @@ class Resolved:
     hydraulis: HydraulisConfig
     pool: Pool
     """The strategies that the run may use, as far as flags and files tell."""
+    pool_changes: tuple[str, ...]
+    """What --elastic made of them, a line each; none where it changed nothing."""
     explicit: frozenset[str]
     """Option strings that were given, as typed."""
     settings: tuple[str, ...]
@@ -81,7 +83,7 @@ def parse_arguments(
     has_cuda = torch.cuda.is_available()
 
     argument_checks.check_required(args)
-    pool = resolve_pool(
+    fitted = resolve_pool(
         args,
         hydraulis,
         num_ranks=num_ranks,
@@ -89,6 +91,7 @@ def parse_arguments(
         degrees_given=flags.was_given("tensor_model_parallel_size")
         or flags.was_given("pipeline_model_parallel_size"),
     )
+    pool = fitted.pool
     argument_checks.check_batch(
         args, hydraulis, batch_size_given=flags.was_given("global_batch_size")
     )
@@ -121,6 +124,7 @@ def parse_arguments(
         args=args,
         hydraulis=hydraulis,
         pool=pool,
+        pool_changes=fitted.changes,
         explicit=flags.explicit,
         settings=flag_parser.honoured_dests,
         shape=shape,

@@ -162,6 +162,11 @@ class HydraulisConfig:
     """Skip the update of an iteration whose loss or gradient norm is not finite and go on; without
     it the run stops with an error that names the iteration and its sequences."""
 
+    elastic: bool = False
+    """Go on with however many ranks there are: strategies for another number of ranks are fitted to
+    them or dropped, and the log says which. For torchrun --nnodes MIN:MAX. Without it their number
+    must be that of the strategies."""
+
     max_skipped_in_a_row: int = field(default=10, metadata=_flag("K"))
     """With --skip-nan-iterations: iterations that may be left out in a row; at one more the run
     stops with an error (iterations). Default: 10."""
@@ -199,6 +204,7 @@ class HydraulisConfig:
                 f"give seconds, or leave it out for no limit"
             )
         self._check_refit_flags()
+        self._check_elastic_flags()
         self._check_pool_flags()
         self._check_emulation_flags()
         if self.trace_iterations is not None and self.trace is None:
@@ -224,6 +230,14 @@ class HydraulisConfig:
                 f"--refit-cost-profile is for plans that are made anew but --replay-plans "
                 f"{self.replay_plans} has them all; give one of them"
             )
+
+    def _check_elastic_flags(self) -> None:
+        for name in ("strategy_schedule", "regroup_owners_for", "replay_plans"):
+            if self.elastic and getattr(self, name) is not None:
+                raise ConfigurationError(
+                    f"--elastic may drop strategies that the ranks left cannot hold but "
+                    f"{option_of(name)} {getattr(self, name)} counts on them; give one of them"
+                )
 
     def _check_emulation_flags(self) -> None:
         if not 0.0 < self.emulate_scale < math.inf:

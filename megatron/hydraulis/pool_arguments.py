@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 from megatron.hydraulis.config import HydraulisConfig
+from megatron.hydraulis.elastic_pool import FittedPool, fit_pool, num_ranks_of
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.strategy import Pool, Strategy
 
@@ -18,8 +19,10 @@ def resolve_pool(
     num_ranks: int,
     ranks_per_node: int | None,
     degrees_given: bool,
-) -> Pool:
+) -> FittedPool:
     """The strategies that the flags describe, placed on the job's ranks.
+
+    With --elastic those for another number of ranks are fitted to it.
 
     ranks_per_node: None where neither flags nor launcher tell it: then the pool file does, and a
     single strategy takes the job for one node.
@@ -34,22 +37,45 @@ def resolve_pool(
     elif hydraulis.strategy_pool is not None:
         source = f"--strategy-pool {hydraulis.strategy_pool}"
     if source is None:
-        strategy = Strategy.homogeneous(num_ranks, tp=tp, pp=pp, ranks_per_node=ranks_per_node)
-        return Pool.of(strategy)
+        num_used = num_ranks // (tp * pp) * tp * pp if hydraulis.elastic else num_ranks
+        strategy = Strategy.homogeneous(
+            num_used or num_ranks,
+            tp=tp,
+            pp=pp,
+            ranks_per_node=ranks_per_node if num_used == num_ranks else None,
+        )
+        return _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)
     if degrees_given:
         raise ConfigurationError(
             f"{source} and --tensor-model-parallel-size {tp}, --pipeline-model-parallel-size {pp} "
             f"both lay out the replicas; give {source.split()[0]} or the sizes"
         )
     if hydraulis.strategy is not None:
-        return Pool.of(Strategy.parse(hydraulis.strategy, num_ranks, ranks_per_node=ranks_per_node))
+        if hydraulis.elastic and num_ranks_of(hydraulis.strategy) != num_ranks:
+            strategy = Strategy.parse(hydraulis.strategy, num_ranks_of(hydraulis.strategy))
+        else:
+            strategy = Strategy.parse(hydraulis.strategy, num_ranks, ranks_per_node=ranks_per_node)
+        return _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)
     pool = Pool.read(str(hydraulis.strategy_pool))
+    fitted = FittedPool(pool, ())
+    if hydraulis.elastic:
+        fitted = _fitted(pool, args, num_ranks, ranks_per_node or pool.ranks_per_node)
+    pool = fitted.pool
     _check_job(pool, hydraulis, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     check_schedule(hydraulis, pool)
     if hydraulis.regroup_owners_for is not None:
         _check_name("--regroup-owners-for names a strategy", hydraulis.regroup_owners_for, pool)
     _check_limits_given_once(pool, hydraulis)
-    return pool
+    return fitted
+
+
+def _fitted(
+    pool: Pool, args: argparse.Namespace, num_ranks: int, ranks_per_node: int | None
+) -> FittedPool:
+    ranks_per_node = ranks_per_node or num_ranks
+    if num_ranks > ranks_per_node and num_ranks % ranks_per_node:
+        ranks_per_node = num_ranks  # nodes of different sizes: no placement is better than another
+    return fit_pool(pool, num_ranks, ranks_per_node, num_layers=args.num_layers)
 
 
 def _check_job(
@@ -61,7 +87,7 @@ def _check_job(
         raise ConfigurationError(
             f"{what}: a pool is for the ranks of its job but this one is for {pool.num_ranks} "
             f"ranks and the job has {num_ranks}; {'give' if hydraulis.dry_run else 'start'} "
-            f"{start} or write a pool for {num_ranks}"
+            f"{start}, write a pool for {num_ranks}, or let it be fitted by --elastic"
         )
     if ranks_per_node is not None and pool.ranks_per_node != min(ranks_per_node, num_ranks):
         raise ConfigurationError(

@@ -196,15 +196,7 @@ def _rank_main(
     program: Program, argv: list[str], rank: int, num_ranks: int, port: int, folder: Path
 ) -> None:
     """In the fork: what torchrun and the interpreter do around the program. Never returns."""
-    atexit._clear()  # of the test run
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for descriptor, name in enumerate(_STREAMS, start=1):
-        file = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, descriptor)
-        setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, closefd=False))
-    # As upstream does upon its import, which has happened in the test run.
-    logging.basicConfig(stream=sys.stdout, level=logging.INFO, force=True)
+    enter_rank(argv, folder, f"rank{rank}")
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(num_ranks),
@@ -213,7 +205,6 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    sys.argv = ["pretrain_gpt.py", *argv]
     status = 0
     try:
         program(argv)
@@ -229,6 +220,20 @@ def _rank_main(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def enter_rank(argv: Sequence[str], folder: Path, name: str) -> None:
+    """In a fork of the test run: be a fresh process, with files for what it says."""
+    atexit._clear()  # of the test run
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for descriptor, stream in enumerate(_STREAMS, start=1):
+        file = os.open(folder / f"{name}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+        setattr(sys, stream, os.fdopen(descriptor, "w", buffering=1, closefd=False))
+    # As upstream does upon its import, which has happened in the test run.
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, force=True)
+    sys.argv = ["pretrain_gpt.py", *argv]
 
 
 @cache

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from hydraulis_patches.training_loop import apply_training_loop
@@ -36,6 +35,8 @@ from megatron.hydraulis.loop.devices import (
     constants_of_this_rank,
 )
 from megatron.hydraulis.loop.emulated_run import Emulation
+from megatron.hydraulis.loop.hang_guard import HangGuard
+from megatron.hydraulis.loop.job_store import meet
 from megatron.hydraulis.loop.memory_safety import (
     CpuGauge,
     MemorySafety,
@@ -47,6 +48,7 @@ from megatron.hydraulis.loop.planned_batches import PlannedBatches
 from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
 from megatron.hydraulis.loop.quiet import quieten_upstream
 from megatron.hydraulis.loop.refitting import RunRefit
+from megatron.hydraulis.loop.signals import heed_both
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.loop.training_loop import Iterators, TrainingLoop
 from megatron.hydraulis.observability.earlier_run import (
@@ -135,7 +137,7 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     job.check_limits(corpora)
     run_folder.make_folders(resolved)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+    store, rank, num_ranks = meet(timeout)
     dist.init_process_group(
         args.distributed_backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
     )
@@ -278,7 +280,7 @@ class _Job:
                 f"core attention: {self._core_attention.name} ({self._core_attention.why})",
                 flush=True,
             )
-            for line in self._planning.left_out:
+            for line in (*resolved.pool_changes, *self._planning.left_out):
                 print(f"warning: {line}", file=sys.stderr, flush=True)
             for corpus in corpora:
                 if corpus is not None:
@@ -290,6 +292,9 @@ class _Job:
         memory = MemorySafety(self._planning, hydraulis, log=partial(print, flush=True))
         refit = RunRefit.of(
             hydraulis, self._planning, store, has_cuda=self._has_cuda, capped=memory.capped
+        )
+        guard = HangGuard(
+            store, rank, dist.get_world_size(), 60.0 * args.distributed_timeout_minutes
         )
         checkpoints = RunCheckpoints(resolved, self._planning)
         checkpoints.check_save_folder()
@@ -309,8 +314,11 @@ class _Job:
             refit,
             checkpoints=checkpoints,
             memory=memory,
+            guard=guard,
         )
         install_globals(resolved)
+        if args.exit_signal_handler:
+            heed_both(args.exit_signal)
         model_config = gpt_model_config(args, HydraulisModelConfig)
         model_config.engine_factory = partial(
             self._make_engine,
@@ -358,6 +366,7 @@ class _Job:
                 trace.close(merges=ends_properly)
             if refit is not None and ends_properly:
                 refit.write(run_dir, self._planning)
+            guard.close()
 
     def _run_trace(self, store: dist.Store) -> RunTrace | None:
         """Collective where a trace is asked for."""

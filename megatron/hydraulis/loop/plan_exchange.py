@@ -8,7 +8,6 @@ training.
 from __future__ import annotations
 
 import json
-import os
 
 import torch.distributed as dist
 
@@ -20,16 +19,14 @@ class PlanExchange:
     """One stream of plans, published once and read on every rank.
 
     Args:
-        store: the job's store, the same on every rank.
+        store: of this start of the job (`loop.job_store`), the same on every rank.
         name: of the stream; streams of one job differ.
         rank: this rank; 0 publishes.
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int) -> None:
         self._job_store, self._name, self._num_renewals = store, name, 0
-        # A restarted job finds the keys of its forerunner in the launcher's store.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"hydraulis_plans/{restart}/{name}", store)
+        self._store = dist.PrefixStore(f"hydraulis_plans/{name}", store)
         self._rank = rank
 
     def renewed(self) -> PlanExchange:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,9 +70,7 @@ class RunRefit:
         log: Callable[[str], None],
     ) -> None:
         self._refit = refit
-        # A restarted job finds the keys of its forerunner in the launcher's store.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"hydraulis_refit/{restart}", store)
+        self._store = dist.PrefixStore("hydraulis_refit", store)
         self._make_planners = make_planners
         self._log = log
         self._rank = dist.get_rank()

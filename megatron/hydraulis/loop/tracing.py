@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -73,9 +72,7 @@ class RunTrace:
         self._folder = folder
         self._window = window
         self._cost_model = cost_model
-        # A restarted job finds the keys of its forerunner in the launcher's store.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"hydraulis_trace/{restart}", store)
+        self._store = dist.PrefixStore("hydraulis_trace", store)
         self._rank = dist.get_rank()
         self._clock, self._epoch_ns = _compare_clocks()
         self._is_traced = False

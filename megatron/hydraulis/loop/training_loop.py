@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.loop.checkpointing import RunCheckpoints
+from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.log_interval import LogInterval
 from megatron.hydraulis.loop.memory_safety import MemorySafety, peak_memory_bytes
 from megatron.hydraulis.loop.model_container import ModelContainer
@@ -55,6 +57,7 @@ class TrainingLoop:
         refit: of the cost profile; None where it is not asked for.
         checkpoints: of the run.
         memory: limits of the run as memory allows them.
+        guard: is told where this rank is.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class TrainingLoop:
         *,
         checkpoints: RunCheckpoints,
         memory: MemorySafety,
+        guard: HangGuard,
     ) -> None:
+        self._guard = guard
         self._memory = memory
         self._checkpoints = checkpoints
         self._non_finite = NonFiniteIterations(
@@ -133,10 +138,11 @@ class TrainingLoop:
         """One planned iteration; returns upstream's eight values."""
         args = get_args()
         engine = model[0].engine
+        number = (iteration or 0) + 1
+        self._guard.enter("planning", number, "")
         self._checkpoints.poll()
         self._check_consumed(args)
         start_s = time.perf_counter()
-        number = (iteration or 0) + 1
         planned = self._next(number, data_iterator)
         if self._refit is not None:
             self._refit.begin()
@@ -149,7 +155,7 @@ class TrainingLoop:
                     next_strategy=(
                         data_iterator.next_strategy if number < args.train_iters else None
                     ),
-                    phase=_upstreams_timer,
+                    phase=self._guard.around(_upstreams_timer),
                 )
             if not outcome.num_ranks_without_memory:
                 break
@@ -178,12 +184,12 @@ class TrainingLoop:
     @property
     def save_checkpoint(self) -> Callable[..., None]:
         """Ours, with upstream's parameters."""
-        return self._checkpoints.save_checkpoint
+        return self._guarded("save", self._checkpoints.save_checkpoint)
 
     @property
     def load_checkpoint(self) -> Callable[..., tuple[int, float]]:
         """Ours, with upstream's parameters."""
-        return self._checkpoints.load_checkpoint
+        return self._guarded("load", self._checkpoints.load_checkpoint)
 
     # --- replaced: consume_seqlen_stats_in_iteration ----------------------------------------
 
@@ -211,6 +217,7 @@ class TrainingLoop:
         timers = get_timers()
         timers("evaluate", log_level=0).start(barrier=True)
         engine = model[0].engine
+        self._guard.enter("evaluation", plan="")
         model[0].eval()
         data_iterator.sampler.reset()  # type: ignore[union-attr]
         loss_sum, num_tokens = 0.0, 0
@@ -290,7 +297,24 @@ class TrainingLoop:
                 "off: report this together with the flags of the run"
             )
 
+    def _guarded(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its signature, as a phase."""
+
+        @wraps(function)
+        def guarded(*positional: Any, **named: Any) -> Any:
+            with self._guard.phase(phase):
+                return function(*positional, **named)
+
+        return guarded
+
     def _next(self, number: int, batches: PlannedBatches) -> PlannedBatch:
+        with self._guard.phase("planning"):
+            planned = self._next_traced(number, batches)
+        plan = planned.plan
+        self._guard.enter("gather", plan=f"strategy '{plan.strategy}', plan {plan.digest[:12]}")
+        return planned
+
+    def _next_traced(self, number: int, batches: PlannedBatches) -> PlannedBatch:
         if self._trace is None:
             return next(batches)
         self._trace.expect(number)

@@ -1,0 +1,254 @@
+"""Who waits for whom: every rank tells where it is, and one of them tells all of it when a wait
+takes too long.
+
+A collective that nobody completes ends by itself, after ``--distributed-timeout-minutes``, with an
+error that names neither the iteration nor the rank that never came. Therefore a thread of every
+rank puts the place of its rank into the job's store now and then: which phase of which iteration,
+and when it was last alive. A frozen process tells nothing more. Shortly before collectives give up,
+the ranks that wait read what all have told, and the first of them says who is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["HangGuard", "Place", "missing_ranks", "report_of"]
+
+SHARE_OF_TIMEOUT = 0.8
+"""Of the timeout, after which a wait is told: before the collective ends the process."""
+BEATS_PER_TIMEOUT = 20
+MAX_BEAT_S = 10.0
+BEATS_UNTIL_SILENT = 4
+MAX_RANKS_NAMED = 8
+
+_ORDER = (
+    "start",
+    "load",
+    "planning",
+    "gather",
+    "forward-backward",
+    "scatter",
+    "loss",
+    "optimizer",
+    "evaluation",
+    "save",
+    "end",
+)
+_AFTER = {"scatter": "loss"}
+"""A phase that follows another although nobody enters it."""
+_WITHOUT_WAIT = ("end",)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    iteration: int
+    phase: str
+    plan: str
+    """Strategy and digest; empty where there is none yet."""
+    since_s: float
+    """Clock of the day when it got there."""
+    alive_s: float
+    """Clock of the day when it last told."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Greater further on in the run."""
+        return self.iteration, _ORDER.index(self.phase)
+
+    def __str__(self) -> str:
+        of_plan = f" ({self.plan})" if self.plan else ""
+        return f"phase '{self.phase}' of iteration {self.iteration}{of_plan}"
+
+
+def missing_ranks(places: Sequence[Place | None], now_s: float, silent_s: float) -> list[int]:
+    """Ranks that others wait for: those behind the furthest, and those that tell nothing more.
+
+    Args:
+        places: of every rank; None where it has never told one.
+        now_s: clock of the day.
+        silent_s: after so long a rank has stopped telling.
+    """
+    alive = [p for p in places if p is not None and now_s - p.alive_s <= silent_s]
+    furthest = max((p.order for p in alive), default=(0, 0))
+    return [
+        rank
+        for rank, p in enumerate(places)
+        if p is None or now_s - p.alive_s > silent_s or p.order < furthest
+    ]
+
+
+def report_of(
+    rank: int, places: Sequence[Place | None], now_s: float, silent_s: float, timeout_s: float
+) -> str | None:
+    """What this rank is to say of a wait; None where another one speaks."""
+    missing = missing_ranks(places, now_s, silent_s)
+    waiting = [r for r in range(len(places)) if r not in missing]
+    if rank != min(waiting, default=rank):
+        return None
+    own = places[rank]
+    assert own is not None
+    who_waits = f"rank {rank} and {len(waiting) - 1} others have"
+    if len(waiting) < 2:
+        who_waits = f"rank {rank} has"
+    if missing:
+        named = "; ".join(_told(r, places[r], now_s, silent_s) for r in missing[:MAX_RANKS_NAMED])
+        more = f"; and {len(missing) - MAX_RANKS_NAMED} more" * (len(missing) > MAX_RANKS_NAMED)
+        who = f"missing: {named}{more}"
+    else:
+        who = (
+            "no rank is missing: all are in this phase and alive, so that it may only be slow; "
+            "raise --distributed-timeout-minutes if it is"
+        )
+    return (
+        f"hang: {who_waits} been in {own} for {now_s - own.since_s:.0f} s "
+        f"(--distributed-timeout-minutes ends the job after {timeout_s:.0f} s of waiting); {who}"
+    )
+
+
+def _told(rank: int, place: Place | None, now_s: float, silent_s: float) -> str:
+    if place is None:
+        return f"rank {rank}, never heard of"
+    silence_s = now_s - place.alive_s
+    if silence_s > silent_s:
+        return f"rank {rank}, silent for {silence_s:.0f} s, since {place}"
+    return f"rank {rank}, alive, for {now_s - place.since_s:.0f} s in {place}"
+
+
+class HangGuard:
+    """Tells the place of this rank, and watches how long it stays there.
+
+    Args:
+        store: the job's; a connection of its own is made, as others wait in theirs.
+        rank: this one.
+        num_ranks: of the job.
+        timeout_s: of collectives.
+        say: where a report goes.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        *,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._store = dist.PrefixStore("hydraulis_places", own)
+        self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, timeout_s
+        self._beat_s = min(MAX_BEAT_S, timeout_s / BEATS_PER_TIMEOUT)
+        self._say = say or _to_stderr
+        now_s = time.time()
+        self._place = Place(0, "start", "", now_s, now_s)
+        self._ends = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, name="hydraulis-hang-guard", daemon=True
+        )
+        self._thread.start()
+
+    def enter(self, phase: str, iteration: int | None = None, plan: str | None = None) -> None:
+        """This rank is in another phase from now on; iteration and plan are as before if None."""
+        before = self._place
+        self._place = Place(
+            before.iteration if iteration is None else iteration,
+            phase,
+            before.plan if plan is None else plan,
+            time.time(),
+            before.alive_s,
+        )
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Within, the rank is in the phase; an error says of which iteration and plan."""
+        self.enter(name)
+        try:
+            yield
+        except Exception as error:
+            place = self._place
+            error.add_note(f"iteration {place.iteration}{', ' + place.plan if place.plan else ''}")
+            raise
+        if name in _AFTER:
+            self.enter(_AFTER[name])
+
+    def around(
+        self, phase: Callable[[str], AbstractContextManager[Any]]
+    ) -> Callable[[str], AbstractContextManager[Any]]:
+        """An engine's `Phase` that is watched as well."""
+
+        @contextmanager
+        def both(name: str) -> Iterator[None]:
+            with self.phase(name), phase(name):
+                yield
+
+        return both
+
+    def close(self) -> None:
+        """Stop telling and watching."""
+        self.enter("end")
+        self._ends.set()
+        self._thread.join(self._beat_s)
+
+    def _watch(self) -> None:
+        told: Place | None = None
+        try:
+            while True:
+                place = self._place
+                now_s = time.time()
+                self._tell(replace(place, alive_s=now_s))
+                is_long = now_s - place.since_s > SHARE_OF_TIMEOUT * self._timeout_s
+                if is_long and place is not told and place.phase not in _WITHOUT_WAIT:
+                    told = place
+                    self._report()
+                if self._ends.wait(self._beat_s):
+                    return
+        except Exception as error:
+            # Without the store, which ends with its process, nobody can be asked any more.
+            place = self._place
+            waited_s = time.time() - place.since_s
+            if not self._ends.is_set() and waited_s > SHARE_OF_TIMEOUT * self._timeout_s:
+                self._say(
+                    f"hang: rank {self._rank} has been in {place} for {waited_s:.0f} s, and the "
+                    f"job's store does not answer ({type(error).__name__}): its process, rank 0 or "
+                    "a launcher, is gone or frozen"
+                )
+
+    def _report(self) -> None:
+        time.sleep(self._beat_s)  # so that all others have told where they are
+        text = report_of(
+            self._rank,
+            self._places(),
+            time.time(),
+            (BEATS_UNTIL_SILENT + 1) * self._beat_s,
+            self._timeout_s,
+        )
+        if text is not None:
+            self._say(text)
+
+    def _tell(self, place: Place) -> None:
+        self._store.set(
+            str(self._rank),
+            json.dumps([place.iteration, place.phase, place.plan, place.since_s, place.alive_s]),
+        )
+
+    def _places(self) -> list[Place | None]:
+        keys = [str(rank) for rank in range(self._num_ranks)]
+        return [
+            Place(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+            for key in keys
+        ]
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

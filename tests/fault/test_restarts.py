@@ -1,0 +1,121 @@
+"""A rank that is killed, frozen or raises: torchrun's agent starts the job again from the last
+complete checkpoint, and the losses are those of a run that nothing happened to.
+
+By default a few faults of each kind; with HYPOTHESIS_PROFILE=nightly each kind in every phase.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.hydraulis.arguments import Resolved
+from megatron.hydraulis.loop import entry
+from tests.support.elastic_job import losses_of, run_elastic_job
+from tests.support.fault_injector import PHASES, Action, FaultInjector, Phase
+from tests.support.forked_job import run_job
+from tests.support.tiny_corpus import tiny_command, write_corpus
+
+pytestmark = pytest.mark.fault
+
+IS_NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+NUM_RANKS = 3
+STRATEGY = "pp2+tp1"
+NUM_ITERATIONS = 4
+TIMEOUT_S = 12.0
+"""Of collectives: what a frozen rank costs. A loaded machine may take a second for one."""
+NUM_SPARE_RESTARTS = 2
+"""Where a rank is so slow that the others take it for frozen, the law holds all the same."""
+FAULTS: dict[Action, tuple[Phase, ...]] = {
+    "kill": PHASES if IS_NIGHTLY else ("backward", "save"),
+    "freeze": PHASES if IS_NIGHTLY else ("scatter",),
+    "raise": PHASES if IS_NIGHTLY else (),
+}
+
+
+def with_short_timeout(program: Callable[[Sequence[str]], None]) -> Any:
+    """In a forked process: as --distributed-timeout-minutes, in seconds."""
+    parse_arguments = entry.parse_arguments
+
+    def parse(*args: Any, **kwargs: Any) -> Resolved:
+        resolved = parse_arguments(*args, **kwargs)
+        settings = Namespace(**vars(resolved.args))
+        settings.distributed_timeout_minutes = TIMEOUT_S / 60.0
+        return replace(resolved, args=settings)
+
+    def run(argv: Sequence[str]) -> None:
+        entry.parse_arguments = parse  # type: ignore[attr-defined]
+        program(argv)
+
+    return run
+
+
+def command(prefix: str, folder: Path) -> list[str]:
+    return tiny_command(
+        prefix,
+        folder / "run",
+        *("--strategy", STRATEGY, "--split", "100,0,0", "--train-iters", str(NUM_ITERATIONS)),
+        *("--save", str(folder / "save"), "--load", str(folder / "save"), "--save-interval", "1"),
+        *("--exit-signal-handler",),
+    )
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def expected(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of a run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run_job(command(prefix, folder), NUM_RANKS, folder / "output").assert_succeeded()
+    losses = losses_of(folder / "run")
+    assert sorted(losses) == list(range(1, NUM_ITERATIONS + 1))
+    return losses
+
+
+@pytest.mark.parametrize("action", [action for action, phases in FAULTS.items() if phases])
+@pytest.mark.timeout(900 if IS_NIGHTLY else 240)
+def test_the_job_goes_on_from_its_last_checkpoint(
+    action: Action, prefix: str, expected: dict[int, float], tmp_path: Path
+) -> None:
+    injector = FaultInjector(tmp_path)
+    phases = FAULTS[action]
+    for number, phase in enumerate(phases):
+        # Every rank has its turn, and every fault meets another start of the job.
+        step = 2 + number * (NUM_ITERATIONS - 2) // len(phases)
+        injector.fail_at((number + 1) % NUM_RANKS, step, phase, action)
+
+    def program(argv: Sequence[str]) -> None:
+        injector.install()
+        entry.main(argv)
+
+    outcome = run_elastic_job(
+        command(prefix, tmp_path),
+        NUM_RANKS,
+        tmp_path / "output",
+        program=with_short_timeout(program),
+        max_restarts=len(phases) + NUM_SPARE_RESTARTS,
+        timeout_s=60.0 + 60.0 * len(phases),
+    )
+    outcome.assert_succeeded()
+    assert len(injector.happened) == len(phases)
+    assert outcome.num_starts > len(phases)
+    assert losses_of(tmp_path / "run") == expected
+    said = outcome.output("[1-9]*")
+    assert "loaded " in said
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    if action == "freeze":
+        # Before collectives gave up, a rank that waited said for whom.
+        said = outcome.output("0*stderr")
+        culprit = (0 + 1) % NUM_RANKS
+        (report,) = [line for line in said.splitlines() if line.startswith("hang: ")]
+        assert f"missing: rank {culprit}, silent for " in report
+        assert "of iteration 2 (strategy 'pp2+tp1', plan " in report

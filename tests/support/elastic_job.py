@@ -1,0 +1,145 @@
+"""A job under torchrun's own agent, whose ranks are forked: restarts for real, in a second or two.
+
+What torchrun does besides parsing its command line is `elastic_launch`: rendezvous, start of the
+ranks with their environment, watching them, ending all when one fails, starting all again. Here its
+agent runs in a process of its own, forked from one in which everything is imported.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from megatron.hydraulis.loop import entry
+from megatron.hydraulis.observability.metrics_writer import read_metrics
+from tests.support.forked_job import Program, _free_port, _prepare_once, enter_rank
+
+SHUTDOWN_S = 2
+"""From the signal by which the agent ends a rank to the one that a frozen rank heeds, too."""
+
+
+@dataclass(frozen=True)
+class ElasticOutcome:
+    """How a job ended, restarts included."""
+
+    status: int | None
+    """Of the agent; None where it hung."""
+    folder: Path
+
+    def output(self, name: str = "*") -> str:
+        """What ranks said, restart by restart: of the files ``restart0.rank1.stdout`` and so on."""
+        paths = sorted(self.folder.glob(f"restart{name}"))
+        return "".join(path.read_text(errors="replace") for path in paths)
+
+    @property
+    def num_starts(self) -> int:
+        return len({path.name.split(".")[0] for path in self.folder.glob("restart*.rank*")})
+
+    def assert_succeeded(self) -> None:
+        """Fails with what was said last."""
+        assert self.status == 0, (
+            f"status {self.status}\n{self.output()[-6000:]}\n"
+            + ((self.folder / "agent").read_text()[-3000:])
+        )
+
+
+def run_elastic_job(
+    argv: Sequence[str],
+    num_ranks: int,
+    folder: Path,
+    *,
+    program: Program = entry.main,
+    max_restarts: int,
+    timeout_s: float,
+) -> ElasticOutcome:
+    """Run ``program(argv)`` as ``torchrun --nproc-per-node num_ranks --max-restarts …`` would.
+
+    Args:
+        argv: the flags.
+        num_ranks: on this machine.
+        folder: where each rank's output is kept.
+        program: called on every rank; may be a closure.
+        max_restarts: after which a failure is final.
+        timeout_s: for all of it; upon it agent and ranks are killed.
+    """
+    _prepare_once()
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("fork")
+    agent = context.Process(
+        target=_agent_main, args=(program, list(argv), num_ranks, folder, max_restarts)
+    )
+    agent.start()
+    assert agent.pid is not None
+    agent.join(timeout_s)
+    status = agent.exitcode
+    # The agent made itself the leader of a group, which its ranks are in.
+    for kill in (os.killpg,) if status is None else ():
+        kill(agent.pid, signal.SIGKILL)
+    agent.join()
+    return ElasticOutcome(status, folder)
+
+
+def losses_of(run_dir: Path) -> dict[int, float]:
+    """By iteration, from all starts of a run; an iteration trained twice must give the same."""
+    losses: dict[int, float] = {}
+    for folder in (*sorted(run_dir.glob("earlier.*")), run_dir):
+        for record in read_metrics(folder):
+            assert record.lm_loss is not None
+            before = losses.setdefault(record.iteration, record.lm_loss)
+            assert before == record.lm_loss, f"iteration {record.iteration} trained otherwise"
+    return losses
+
+
+def _agent_main(
+    program: Program, argv: list[str], num_ranks: int, folder: Path, max_restarts: int
+) -> None:
+    os.setpgid(0, 0)
+    log = os.open(folder / "agent", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=f"test{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"127.0.0.1:{_free_port()}",
+        local_addr="127.0.0.1",
+        max_restarts=max_restarts,
+        monitor_interval=0.05,
+        start_method="fork",
+        shutdown_timeout=SHUTDOWN_S,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")),
+    )
+    status = 0
+    try:
+        elastic_launch(config, _rank_main)(program, argv, folder)
+    except BaseException as error:
+        print(type(error).__name__, error, flush=True)
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _rank_main(program: Program, argv: list[str], folder: Path) -> None:
+    rank = os.environ["RANK"]
+    # The agent counts restarts; a rank that was frozen may still hold the file of the one before.
+    restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    enter_rank(argv, folder, f"restart{restart}.rank{rank}")
+    started_s = time.time()
+    try:
+        program(argv)
+    finally:
+        print(f"RANK {rank} ran for {time.time() - started_s:.2f} s", flush=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
