@@ -35,6 +35,8 @@ class ContextAttention(SegmentAttention):
     than its part either way: what was gathered is gathered again.
     """
 
+    takes_context_group = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Upstream hands the type to core attention only where the model's own cp is above 1.

@@ -1,4 +1,4 @@
-"""Rotary positions by the context-parallel group of the micro-batch, not of the model.
+"""Attention by the context-parallel group of the micro-batch, not of the model.
 
 Upstream's attention rotates queries and keys of a packed row by the chunks that a rank holds in
 ``self.pg_collection.cp``, the group that the model was built with, whatever group
@@ -8,7 +8,8 @@ other tokens; its fused kernels would not notice.
 `follow_context_groups` hands each attention, before it runs, a collection whose ``cp`` is the
 micro-batch's. Both of upstream's ways read it there: the unfused one, and the fused kernel of
 Transformer Engine, which takes the group's size and this rank's place. A hook on the built module
-reaches a user's own layers as well and needs no patch.
+reaches a user's own layers as well and needs no patch. A core attention that would take a part of a
+row for the row itself is refused there, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from megatron.core.transformer.attention import Attention
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.process_groups import LocalGroup
+
+MARK = "takes_context_group"
+"""Attribute by which a core attention says that it attends over ``packed_seq_params.cp_group``."""
 
 
 def follow_context_groups(model: torch.nn.Module) -> None:
@@ -51,6 +55,13 @@ def _take_group(
                 "group; set PackedSeqParams.cp_group"
             )
         group = alone
+    if group.size() > 1 and not getattr(attention.core_attention, MARK, False):
+        raise ConfigurationError(
+            f"core attention {type(attention.core_attention).__name__} was given the part of a row "
+            f"that {group.size()} ranks share but is not known to attend to the others' parts; use "
+            f"strategies without cp, or let it attend over packed_seq_params.cp_group and set "
+            f"{MARK} = True on it"
+        )
     if attention.pg_collection.cp is not group:
         # A copy: modules of one model share the collection, and the schedule reads it too.
         attention.pg_collection = copy.copy(attention.pg_collection)

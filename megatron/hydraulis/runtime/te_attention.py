@@ -53,6 +53,8 @@ class TEAttention(torch.nn.Module):
         pg_collection: holds the ``tp`` group.
     """
 
+    takes_context_group = True
+
     def __init__(
         self,
         config: TransformerConfig,

@@ -27,6 +27,8 @@ ROLE = Role(1, 0, 0, 1, 1, False)
 class Recorder(nn.Module):
     """Stands in for core attention and keeps what it was given."""
 
+    takes_context_group = True
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **named: Any) -> Tensor:
         self.given = (query, key)
         return query
@@ -168,3 +170,15 @@ def test_a_part_without_its_group_is_refused() -> None:
     attention, rotary = attention_in(LocalGroup(2, 0))
     with pytest.raises(ConfigurationError, match="shared by 2 ranks but names no"):
         rotated(attention, rotary, [x[local_places(padded, 2, 0)] for x in given], description)
+
+
+def test_a_core_attention_that_knows_no_groups_is_refused() -> None:
+    """It would attend inside the part, and gradients would be wrong without a word."""
+    attention, rotary = attention_in(LocalGroup())
+    attention.core_attention.takes_context_group = False
+    given, padded, _ = row_of(2)
+    mine = [x[local_places(padded, 2, 0)] for x in given]
+    with pytest.raises(ConfigurationError, match=r"Recorder was given the part .* 2 ranks share"):
+        rotated(attention, rotary, mine, description_of(LocalGroup(2, 0)))
+    given, padded, _ = row_of(1)
+    rotated(attention, rotary, given, description_of(LocalGroup(1, 0)))

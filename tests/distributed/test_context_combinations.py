@@ -1,0 +1,108 @@
+"""Context parallelism with what else a model or a run may have: each gives the same update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.hydraulis.runtime.model_building import ModelDefinition
+from tests.distributed.test_context_parallelism import SPLITS, waves
+from tests.support.comparison import assert_same
+from tests.support.evaluation_probes import EvaluatedRun, run_evaluating
+from tests.support.gloo_pool import pool_of
+from tests.support.law import FP64_TOLERANCE, LENGTHS, MAIN_MODEL, assert_law, law_job
+from tests.support.models import Job, SmallModel, assemble, run_job
+from tests.support.recomputed_models import RecomputedModel
+
+pytestmark = pytest.mark.distributed
+
+MODEL = replace(MAIN_MODEL, num_layers=2)
+
+
+@dataclass(frozen=True)
+class CombinedModel(RecomputedModel):
+    """A small model with settings of rotary positions, of the exchange, and of recompute."""
+
+    cp_comm_type: str = "auto"
+    rotary_interleaved: bool = False
+    defined: tuple[tuple[str, Any], ...] = ()
+    """Fields of the model's definition."""
+
+    def transformer(self) -> TransformerConfig:
+        config = super().transformer()
+        config.cp_comm_type = self.cp_comm_type
+        config.rotary_interleaved = self.rotary_interleaved
+        return config
+
+    def definition(self) -> ModelDefinition:
+        return replace(super().definition(), **dict(self.defined))
+
+
+def combined(model: SmallModel, **settings: object) -> CombinedModel:
+    values = {field.name: getattr(model, field.name) for field in fields(SmallModel)}
+    return CombinedModel(**values, **settings)  # type: ignore[arg-type]
+
+
+def job_of(text: str) -> Job:
+    """The law's job on one replica; its waves are cut in every way."""
+    if "~" not in text:
+        return law_job(4, text, MODEL)
+    splits = list(SPLITS.values()) if "cp4" in text else [[(0, 1), (1, 1)], [(0, 2)]]
+    return replace(waves(splits, LENGTHS), strategies=(text,))
+
+
+ROTARY: dict[str, dict[str, object]] = {
+    "half of a head": {"defined": (("rotary_percent", 0.5),)},
+    "scaled as in Llama 3": {
+        "defined": (("rope_scaling", True), ("rotary_base", 500)),
+        "rotary_interleaved": True,
+    },
+    "stretched": {"defined": (("seq_len_interpolation_factor", 4.0),)},
+}
+
+
+@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize(("text", "way"), [("tp2cp2", "a2a"), ("cp2~pp2", "all_gather")])
+def test_rotary_positions_of_every_kind(text: str, way: str, name: str) -> None:
+    model = combined(MODEL, cp_comm_type=way, **ROTARY[name])
+    runs = pool_of(4).run(run_job, replace(job_of(text), model=model))
+    alone = pool_of(1).run(run_job, law_job(1, "tp1", model))
+    plain = pool_of(1).run(run_job, law_job(1, "tp1", MODEL))
+    for i in range(len(LENGTHS)):
+        expected = assemble(alone, [alone[0].gradients[i]])
+        found = assemble(runs, [run.gradients[i] for run in runs])
+        assert_same(found, expected, FP64_TOLERANCE, f"{text}, iteration {i}")
+    assert plain[0].norms[0] != pytest.approx(alone[0].norms[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["all_gather", "a2a"])
+@pytest.mark.parametrize("text", ["cp2~pp2", "tp2cp2~", "cp4~"])
+def test_tied_embeddings_and_full_recompute_in_waves(text: str, way: str) -> None:
+    """On cp4~ with groups of four ranks but two query groups, and norms of queries and keys."""
+    model = replace(MODEL, tied=True, num_groups=2, qk_layernorm=True)
+    recomputed = combined(
+        model, cp_comm_type=way, granularity="full", method="uniform", num_layers_recomputed=1
+    )
+    job = replace(job_of(text), model=model)
+    assert_law(job, pool_of(4).run(run_job, replace(job, model=recomputed)))
+
+
+def test_evaluation_between_iterations_in_strategies_with_cp() -> None:
+    texts = ("tp2cp2", "cp4", "4*tp1")
+    jobs = [law_job(4, text, MODEL) for text in texts]
+    job = replace(
+        jobs[0],
+        strategies=texts,
+        schedule=(0, 1, 2),
+        assignments=tuple(job.assignments[i] for i, job in enumerate(jobs)),
+    )
+    plain: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, False, True)
+    between: list[EvaluatedRun] = pool_of(4).run(run_evaluating, job, True, True)
+    for expected, found in zip(plain, between, strict=True):
+        assert found.losses == expected.losses
+        for losses, trained in zip(found.evaluated, found.losses, strict=True):
+            np.testing.assert_allclose(losses, trained, rtol=1e-12)
