@@ -128,7 +128,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _schemes(namespace: argparse.Namespace) -> tuple[list[Scheme], int, int]:
-    """The schemes once each, without ``~``; ranks of the job and of a node."""
+    """The schemes once each, of ``cp8~`` all its groups; ranks of the job and of a node."""
     if namespace.pool is not None:
         if namespace.num_ranks is not None or namespace.ranks_per_node is not None:
             raise ConfigurationError(
@@ -153,7 +153,7 @@ def _schemes(namespace: argparse.Namespace) -> tuple[list[Scheme], int, int]:
             raise ConfigurationError(
                 f"--ranks-per-node is at least 1 but is {ranks_per_node}; give a positive number"
             )
-    full = [Scheme(scheme.tp, scheme.cp, scheme.pp, scheme.layers) for scheme in found]
+    full = [group for scheme in found for group in scheme.group_schemes]
     for scheme in full:
         if scheme.num_ranks > num_ranks:
             raise ConfigurationError(

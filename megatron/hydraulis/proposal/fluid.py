@@ -56,7 +56,7 @@ class FluidModel:
     def __init__(self, menu: Menu, batches: Sequence[Sequence[int]]) -> None:
         self._menu = menu
         costs = menu.costs
-        edges = _edges(batches, [cost.max_tokens for cost in costs])
+        edges = _edges(batches, [cost.longest for cost in costs])
         shape = (len(batches), len(edges))
         tokens, squares, longest = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         for row, batch in enumerate(batches):
@@ -65,12 +65,13 @@ class FluidModel:
             np.add.at(tokens[row], places, lengths)
             np.add.at(squares[row], places, lengths * lengths)
             np.maximum.at(longest[row], places, lengths)
-        a, b, c, stages, limits = _columns(costs)
+        a, b, c, stages, _ = _columns(costs)
+        held = np.array([float(cost.longest) for cost in costs])
         # (num_batches, num_buckets, num_schemes)
         self._work_ms = a * squares[..., None] + b * tokens[..., None]
         one_ms = a * longest[..., None] ** 2 + b * longest[..., None] + c
         is_empty = (longest == 0.0)[..., None]
-        self._pass_ms = np.where(longest[..., None] <= limits, stages * one_ms, np.inf)
+        self._pass_ms = np.where(longest[..., None] <= held, stages * one_ms, np.inf)
         self._pass_ms[np.broadcast_to(is_empty, self._pass_ms.shape)] = 0.0
         self._grid_ms, self._grid_shares = _work_shares(costs, batches)
         # Of each scheme, of pipelines, of all.

@@ -4,14 +4,15 @@ A **mix** is a strategy without its placement: the number of replicas of every s
 Times depend on nothing else, so this is what the search works on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.pool_costs import PoolCosts
 from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Pool, Strategy
 
 __all__ = ["Menu", "Mix"]
 
@@ -51,29 +52,25 @@ class Menu:
 
         Left out are those not allowed (None allows all), those that are too large for the job,
         those that do not hold the model, and those that another one of as many ranks beats in
-        everything. Raises ConfigurationError for an allowed one that the profile lacks.
+        everything. Where a profile has cp 1, 2, … up to some width, of the same tp, pp and layers,
+        the scheme that divides this width anew for every micro-batch (``cp8~``) is one as well.
+        Raises ConfigurationError for an allowed one that the profile lacks.
         """
         rows = {row.scheme: row for row in cost_model.schemes}
+        known = (*rows, *_splitting(rows))
         for scheme in allowed or ():
-            if scheme not in rows:
-                known = ", ".join(str(known) for known in rows)
+            if scheme not in known:
+                names = ", ".join(map(str, known))
                 raise ConfigurationError(
                     f"--schemes: strategies are made of schemes of the cost profile but {scheme} "
-                    f"is none of {known}; measure it or leave it out"
+                    f"is none of {names}; measure it or leave it out"
                 )
         found = [
-            (
-                scheme,
-                SchemeCost(
-                    coefficients=row.coefficients,
-                    max_tokens=row.max_tokens,
-                    num_stages=scheme.pp,
-                ),
-            )
-            for scheme, row in rows.items()
+            (scheme, cost)
+            for scheme in known
             if (allowed is None or scheme in allowed)
             and scheme.num_ranks <= num_ranks
-            and row.max_tokens > 0
+            and (cost := _cost(scheme, cost_model)).longest > 0
         ]
         kept = [
             (scheme, cost)
@@ -99,7 +96,7 @@ class Menu:
     @property
     def longest(self) -> int:
         """Most tokens of a sequence that some scheme holds."""
-        return max(cost.max_tokens for cost in self.costs)
+        return max(cost.longest for cost in self.costs)
 
     def num_idle(self, mix: Mix) -> int:
         """Ranks that a mix leaves idle."""
@@ -107,7 +104,7 @@ class Menu:
 
     def limit(self, mix: Mix) -> int:
         """Most tokens of a sequence that a mix holds; 0 without replicas."""
-        return max((c.max_tokens for n, c in zip(mix, self.costs, strict=True) if n), default=0)
+        return max((c.longest for n, c in zip(mix, self.costs, strict=True) if n), default=0)
 
     def text(self, mix: Mix) -> str:
         """The mix in strategy notation, large replicas first."""
@@ -143,14 +140,34 @@ class Menu:
         return tuple(counts)
 
 
+def _splitting(schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
+    """Schemes with ``~`` of whose groups every width is there."""
+    there = set(schemes)
+    wide = (s for s in there if s.cp > 1 and s.cp & (s.cp - 1) == 0)
+    split = (Scheme(s.tp, s.cp, s.pp, s.layers, splits_cp=True) for s in wide)
+    return tuple(sorted((s for s in split if there.issuperset(s.group_schemes)), key=str))
+
+
+def _cost(scheme: Scheme, cost_model: ProfileCostModel) -> SchemeCost:
+    """As the planner sees it, limits with padding included."""
+    pool = Pool.of(Strategy.parse(str(scheme), scheme.num_ranks))
+    return PoolCosts(pool, cost_model).replica_costs(pool.strategies[0])[0]
+
+
 def _beats(rival: SchemeCost, cost: SchemeCost, wins_ties: bool) -> bool:
-    """Whether a scheme is no worse in anything, and better in something unless it wins ties."""
+    """Whether a scheme is no worse in anything, and better in something unless it wins ties.
+
+    Of a scheme that divides its width anew only bounds are known, so it beats none.
+    """
+    if rival.waves is not None:
+        return False
     pairs = (
         (rival.coefficients.a_ms_per_token2, cost.coefficients.a_ms_per_token2),
         (rival.coefficients.b_ms_per_token, cost.coefficients.b_ms_per_token),
         (rival.coefficients.c_ms, cost.coefficients.c_ms),
         (rival.num_stages, cost.num_stages),
         (-rival.max_tokens, -cost.max_tokens),
+        (-rival.longest, -cost.longest),
     )
     return all(mine <= theirs for mine, theirs in pairs) and (
         wins_ties or any(mine < theirs for mine, theirs in pairs)

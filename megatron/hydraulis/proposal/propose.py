@@ -108,7 +108,7 @@ def _steps(
         Refiner(menu, judge, explorer, longest),
         regimes_of(
             batches,
-            [cost.max_tokens for cost in menu.costs],
+            [cost.longest for cost in menu.costs],
             min_batches=max(1, int(_MIN_REGIME_SHARE * len(batches))),
         ),
     )

@@ -226,6 +226,23 @@ def test_the_table_names_every_source(capsys: pytest.CaptureFixture[str]) -> Non
     assert text.count("data sheet") >= 3
 
 
+def test_all_groups_of_a_width_that_divides_anew_are_estimated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--device", "h100", "--num-ranks", "64", "--schemes", "tp8cp4~", "tp8cp2", "--json"]
+    assert main(["estimate", *LLAMA_32B, *flags]) == 0
+    rows = json.loads(capsys.readouterr().out)["schemes"]
+    assert [(row["tp"], row["cp"]) for row in rows] == [(8, 4), (8, 2), (8, 1)]
+
+
+def test_a_tp_that_does_not_cut_the_model_is_not_estimated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--device", "h100", "--num-ranks", "9", "--schemes", "tp3"]
+    assert main(["estimate", *LLAMA_32B, *flags]) == 2
+    assert "tp must divide the attention heads" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -23,6 +23,7 @@ from megatron.hydraulis.proposal.propose import propose
 from megatron.hydraulis.proposal.result import Proposal
 from megatron.hydraulis.proposal.selection import pool_times, select
 from megatron.hydraulis.proposal.starts import range_mixes, single_scheme_mixes
+from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool
 
 _SCHEMES = (
@@ -281,6 +282,50 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "tp4",
         "tp1",
     }
+
+
+def context_profile(widths: tuple[int, ...]) -> ProfileCostModel:
+    """Context parallelism of a scheme of one rank, with what the exchange costs."""
+    content = profile()
+    content["schemes"] = [
+        {
+            "tp": 1,
+            "cp": cp,
+            "pp": 1,
+            "a_ms_per_token2": 4e-5 / cp,
+            "b_ms_per_token": 0.4 / cp + 0.02 * (cp > 1),
+            "c_ms": 8.0,
+            "max_tokens": 1000 * cp,
+        }
+        for cp in widths
+    ]
+    return ProfileCostModel.from_json(content, what="profile")
+
+
+def test_widths_of_cp_that_divide_anew_are_on_the_menu() -> None:
+    texts = set(map(str, Menu.of(context_profile((1, 2, 4, 8)), 8, 8).schemes))
+    assert texts == {"tp1", "cp2", "cp4", "cp8", "cp2~", "cp4~", "cp8~"}
+    # cp4 was not measured, so neither cp4~ nor cp8~ can be planned.
+    texts = set(map(str, Menu.of(context_profile((1, 2, 8)), 8, 8).schemes))
+    assert texts == {"tp1", "cp2", "cp8", "cp2~"}
+
+
+def test_groups_divided_anew_are_proposed_where_they_are_faster() -> None:
+    """One long sequence and many short ones: with cp8 alone all of them pay for the exchange."""
+    model, batches = context_profile((1, 2, 4, 8)), [[5500, *[300] * 40]] * 2
+    plain = [scheme for scheme in Menu.of(model, 8, 8).schemes if not scheme.splits_cp]
+    without = proposal(Menu.of(model, 8, 8, plain), batches, model=model)
+    with_them = proposal(Menu.of(model, 8, 8), batches, model=model)
+    assert with_them.mean_s < without.mean_s
+    assert any("~" in member.replicas for member in with_them.members)
+
+
+def test_a_scheme_with_cp_holds_what_its_padding_leaves() -> None:
+    """A row is a multiple of 2·cp, so of a limit of 1003 tokens cp2 can use 1000."""
+    content = context_profile((1, 2)).to_json()
+    content["schemes"][1]["max_tokens"] = 1003
+    menu = Menu.of(ProfileCostModel.from_json(content, what="profile"), 2, 2)
+    assert menu.costs[menu.schemes.index(Scheme(cp=2))].longest == 1000
 
 
 @pytest.mark.parametrize(

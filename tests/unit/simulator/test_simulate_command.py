@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.observability.trace_file import read_trace
@@ -123,6 +124,25 @@ def test_it_writes_results_pictures_and_a_trace_that_adds_up(
     )
     for share in shares:
         assert share.window_us == pytest.approx(way["time_s"] * 1e6, rel=1e-3)
+
+
+def test_the_picture_of_an_iteration_names_schemes_and_has_no_empty_rows(
+    tmp_path: Path, simulate: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    draw = Figure.savefig
+
+    def keep(figure: Figure, *where: Any, **how: Any) -> None:
+        figures.append(figure)
+        draw(figure, *where, **how)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    assert simulate("--ways", "pool", "--out", str(tmp_path)) == 0
+    (axes,) = figures[-1].axes
+    texts = [label.get_text() for label in axes.get_yticklabels()]
+    assert not any("waits" in text for text in texts)
+    assert {text.partition(",")[0] for text in texts} <= {"tp4", "tp2", "tp1"}
+    assert texts[0] in ("tp4, ranks 0-3  compute", "tp2, ranks 0-1  compute")
 
 
 def test_the_model_may_be_described_by_flags(
