@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
-from megatron.hydraulis.runtime.arena import Arena, ArenaMemory
+from megatron.hydraulis.runtime.arena import ArenaMemory
 from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue
-from megatron.hydraulis.runtime.executor import RoleModel, run_micro_batches
+from megatron.hydraulis.runtime.executor import run_micro_batches
 from megatron.hydraulis.runtime.forward_step import ForwardStep
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.out_of_memory import (
@@ -35,41 +34,14 @@ from megatron.hydraulis.runtime.process_groups import (
     device_of_job,
     provide_memory_buffer,
 )
-from megatron.hydraulis.runtime.regroup import Regrouper
-from megatron.hydraulis.runtime.role_model import BoundRole
+from megatron.hydraulis.runtime.settings import Setting, Settings, roles_of
 from megatron.hydraulis.runtime.shards import CanonicalShards
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.runtime.staging import DEFAULT_NUM_SLOTS, Staging
 from megatron.hydraulis.runtime.track import make_track
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
-from megatron.hydraulis.transfer.role import Role, role_of
-
-
-@dataclass
-class _Setting:
-    """What this rank needs to run one strategy."""
-
-    strategy: Strategy
-    role: Role | None
-    bound: BoundRole | None
-    regrouper: Regrouper
-
-    @property
-    def model(self) -> RoleModel | None:
-        """None where the rank is idle."""
-        return None if self.bound is None else self.bound.model
-
-    @property
-    def arena(self) -> Arena | None:
-        """None where the rank is idle."""
-        return None if self.bound is None else self.bound.arena
-
-    @property
-    def num_elements(self) -> int:
-        """Of each arena storage."""
-        return 0 if self.bound is None else self.bound.arena.num_elements
 
 
 class Engine:
@@ -139,7 +111,7 @@ class Engine:
             [entry.spec for entry in entries], num_atoms=num_atoms, num_ranks=pool.num_ranks
         )
         if owners_for is not None:
-            orders = best_owner_orders(self.layout, self._roles(pool.strategy(owners_for)))
+            orders = best_owner_orders(self.layout, roles_of(pool.strategy(owners_for), definition))
             self.layout = self.layout.with_owner_orders(orders)
         self.shards = CanonicalShards(self.layout, self.rank, dtype=wide, device=self.device)
         self.shards.initialise({entry.spec.name: entry for entry in entries}, seed)
@@ -151,21 +123,17 @@ class Engine:
         self._track = make_track(self.device, self.staging, spans)
         self.gather_waits = Waits("gather wait", spans)
         self.scatter_waits = Waits("scatter wait", spans)
-        self._settings: dict[str, _Setting] = {}
-        self._bound_roles: dict[object, BoundRole] = {}
-        self._is_training = True
+        self._settings = Settings(
+            definition, pool, groups, self.layout, self.shards, self.memory, self.dtype
+        )
         self._out_of_memory: OutOfMemory | None = None
         """Of this rank, in the last forward and backward."""
         self._gathered: tuple[str, GatherPass] | None = None
         """The strategy whose parameters are in the arena, or on their way there, and current."""
 
-    def setting(self, strategy_name: str) -> _Setting:
+    def setting(self, strategy_name: str) -> Setting:
         """Role model, arena and routes of a strategy on this rank, built at first use."""
-        found = self._settings.get(strategy_name)
-        if found is None:
-            found = self._build_setting(self.pool.strategy(strategy_name))
-            self._settings[strategy_name] = found
-        return found
+        return self._settings.of(strategy_name)
 
     def num_parameters_held(self, strategy_name: str) -> int:
         """Elements of the arena that this rank's role binds."""
@@ -290,9 +258,7 @@ class Engine:
 
     def set_training(self, training: bool) -> None:
         """`train()` or `eval()` on every model built so far, and on those that will be."""
-        self._is_training = training
-        for bound in self._bound_roles.values():
-            bound.model.model.train(training)
+        self._settings.set_training(training)
 
     def _gradients(
         self,
@@ -300,7 +266,7 @@ class Engine:
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
         phase: Phase,
-    ) -> tuple[_Setting, list[dict[str, Tensor]]]:
+    ) -> tuple[Setting, list[dict[str, Tensor]]]:
         """Sums over tokens, on the canonical shards; and what the loss function reported."""
         self.gather(strategy_name, phase=phase)
         setting = self.setting(strategy_name)
@@ -331,7 +297,7 @@ class Engine:
 
     def _run(
         self,
-        setting: _Setting,
+        setting: Setting,
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
         scatter: ScatterPass | None,
@@ -401,7 +367,7 @@ class Engine:
         if self._gathered is not None:
             self._gathered[1].finish()
 
-    def _scatter_pass(self, setting: _Setting) -> ScatterPass:
+    def _scatter_pass(self, setting: Setting) -> ScatterPass:
         bound = setting.bound
         is_first_stage = bound is None or bound.role.has_embedding
         return ScatterPass(
@@ -425,7 +391,7 @@ class Engine:
 
     def _total(
         self,
-        setting: _Setting,
+        setting: Setting,
         reports: Sequence[dict[str, Tensor]],
         next_strategy: str | None = None,
     ) -> tuple[LossTotal, tuple[int, ...], str | None, int]:
@@ -450,45 +416,6 @@ class Engine:
         told = names[round(number) - 1] if number else None
         loss = LossTotal(loss_sum, round(num_tokens))
         return loss, tuple(bad), told, round(num_without_memory)
-
-    def _build_setting(self, strategy: Strategy) -> _Setting:
-        roles = self._roles(strategy)
-        role = roles[self.rank]
-        bound = None if role is None else self._bound_role(strategy, role)
-        regrouper = Regrouper(
-            self.layout,
-            roles,
-            self.shards,
-            None if bound is None else bound.arena,
-            wire_dtype=self.dtype,
-            group=self.groups.regroup,
-            ranks_per_node=self.pool.ranks_per_node,
-        )
-        return _Setting(strategy, role, bound, regrouper)
-
-    def _roles(self, strategy: Strategy) -> list[Role | None]:
-        """Of every rank."""
-        return [
-            role_of(
-                strategy,
-                rank,
-                num_layers=self.definition.transformer.num_layers,
-                tied_embeddings=self.definition.tied_embeddings,
-            )
-            for rank in range(self.pool.num_ranks)
-        ]
-
-    def _bound_role(self, strategy: Strategy, role: Role) -> BoundRole:
-        """The model of the role, shared by strategies that give this rank the same neighbours."""
-        groups = self.groups.collection(strategy)
-        assert groups is not None
-        key = (role, *(tuple(dist.get_process_group_ranks(g)) for g in (groups.tp, groups.pp)))
-        found = self._bound_roles.get(key)
-        if found is None:
-            found = BoundRole(self.definition, role, groups, self.layout, self.memory)
-            found.model.model.train(self._is_training)
-            self._bound_roles[key] = found
-        return found
 
 
 def _first_report(report: dict[str, Tensor]) -> Tensor:
