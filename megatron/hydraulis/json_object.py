@@ -9,6 +9,11 @@ from megatron.hydraulis.errors import HydraulisError
 
 __all__ = ["JsonObject", "parse_json", "read_json", "read_text"]
 
+MAX_FILE_BYTES = 256 << 20
+"""Of a file that is read: far more than the lengths of a large global batch take."""
+MAX_DEPTH = 32
+"""Of objects and lists in one another."""
+
 # Larger whole numbers are typing errors, and neither numpy nor a float can hold all of them.
 _MOST = 10**18
 
@@ -132,7 +137,14 @@ def _shown(value: Any) -> str:
 def read_text(path: str | Path, what: str, error: type[HydraulisError]) -> str:
     """The text of a UTF-8 file; the given error names what it should be and why it is none."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise error(
+                f"{what} {path}: a file to read has at most {MAX_FILE_BYTES} bytes but this one "
+                f"has more; give another file"
+            )
+        return raw.decode("utf-8-sig")
     except OSError as problem:
         raise error(
             f"{what} {path}: must be a file that can be read but: {problem.strerror}; "
@@ -162,7 +174,7 @@ def parse_json(text: str, what: str, error: type[HydraulisError]) -> Any:
         return content
 
     try:
-        return json.loads(text, object_pairs_hook=once)
+        content = json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as problem:
         raise error(
             f"{what}: must be JSON but line {problem.lineno}, column {problem.colno} is not: "
@@ -171,3 +183,17 @@ def parse_json(text: str, what: str, error: type[HydraulisError]) -> Any:
     except (RecursionError, ValueError) as problem:
         # Nested too deep, or a number of thousands of digits.
         raise error(f"{what}: must be JSON of usual size but: {problem}; correct it") from problem
+    if _is_deeper(content, MAX_DEPTH):
+        raise error(
+            f"{what}: objects and lists stand in one another at most {MAX_DEPTH} deep but these "
+            f"are deeper; correct it"
+        )
+    return content
+
+
+def _is_deeper(content: Any, depth: int) -> bool:
+    if isinstance(content, dict):
+        content = content.values()
+    elif not isinstance(content, list):
+        return False
+    return depth == 0 or any(_is_deeper(value, depth - 1) for value in content)

@@ -137,7 +137,7 @@ def test_flags_of_the_pool_alone(typed: str, says: str, tmp_path: Path) -> None:
 
 def test_a_dry_run_asks_for_the_ranks_of_the_pool(tmp_path: Path) -> None:
     pool = write_pool(tmp_path)
-    with pytest.raises(ConfigurationError, match="give --num-ranks 8 or write a pool for 1"):
+    with pytest.raises(ConfigurationError, match="give --num-ranks 8, write a pool for 1, or"):
         parse(tmp_path, "--strategy-pool", pool, "--dry-run", num_ranks=1)
     typed = ("--strategy-pool", pool, "--dry-run", "--num-ranks", "8")
     assert names(parse(tmp_path, *typed, num_ranks=1)) == list(POOL)

@@ -227,13 +227,20 @@ def _check_boundaries(prefix: str, boundaries: npt.NDArray[np.int64], num_sequen
             f"number of sequences, but the .idx has {int(boundaries[0])} … {int(boundaries[-1])}: "
             f"it is damaged; {_REBUILD}"
         )
+    if len(boundaries) == num_sequences + 1 and (boundaries[1:] == boundaries[:-1]).any():
+        # Each document one sequence, as nearly every dataset has it, with a bit flipped.
+        empty = int(np.argmax(boundaries[1:] == boundaries[:-1]))
+        raise DataError(
+            f"dataset '{prefix}': as many sequences as documents ({num_sequences}) are one each "
+            f"but document {empty} has none and another several: the .idx is damaged; {_REBUILD}"
+        )
 
 
 def _document_lengths(
     sequence_lengths: npt.NDArray[np.int32], boundaries: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.integer[Any]]:
     """(num_documents,) the stored lengths themselves where each document is one sequence."""
-    if len(boundaries) == len(sequence_lengths) + 1 and (boundaries[1:] > boundaries[:-1]).all():
+    if len(boundaries) == len(sequence_lengths) + 1:
         return sequence_lengths
     ends = np.zeros(len(sequence_lengths) + 1, dtype=np.int64)
     np.cumsum(sequence_lengths, dtype=np.int64, out=ends[1:])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.json_object import read_json
 from megatron.hydraulis.planner.plan import IterationPlan
 
 __all__ = ["RecordedPlans", "plan_path", "write_plan"]
@@ -59,14 +60,14 @@ class RecordedPlans:
             PlanError: no file for this iteration, a damaged one, or one for other sequences.
         """
         path = plan_path(self._folder, iteration)
-        try:
-            plan = IterationPlan.from_json(json.loads(path.read_text()))
-        except FileNotFoundError as error:
+        if not path.exists():
             raise PlanError(
                 f"iteration {iteration + 1}: {path} was not recorded; train fewer iterations or "
                 "plan anew without --replay-plans"
-            ) from error
-        except (OSError, ValueError) as error:
+            )
+        try:
+            plan = IterationPlan.from_json(read_json(path, "plan", PlanError))
+        except PlanError as error:
             raise PlanError(
                 f"iteration {iteration + 1}: {path} cannot be read: {error}; record the plans anew"
             ) from error

@@ -203,7 +203,7 @@ def test_the_check_names_the_sequence_in_every_dataset_and_range(
 ) -> None:
     monkeypatch.setattr(corpus_module, "VOCABULARY_STRETCH_TOKENS", stretch_tokens)
     small = write_dataset(tmp_path / "small", numbered_documents([4, 4]))
-    large = write_dataset(tmp_path / "large", [[[1], [2, 3]], [], [[4, 90, 6, 7]], [[5, 80]]])
+    large = write_dataset(tmp_path / "large", [[[1], [2], [3]], [], [[4, 90, 6, 7]], [[5, 80]]])
 
     def check(first: int, end: int, vocab_size: int) -> None:
         ranges = [

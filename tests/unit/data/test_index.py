@@ -52,8 +52,15 @@ def test_lengths_of_single_sequences_are_the_mapped_file(tmp_path: Path) -> None
     assert [index.document_lengths.dtype for index in (one_each, several)] == [np.int32] * 2
     for array in (one_each.document_lengths, *(i.first_sequences for i in (one_each, several))):
         assert is_mapped(array)
-    as_many = read_index(write_dataset(tmp_path / "c", [[[1], [2, 3]], [], [[4]]]))
-    assert as_many.document_lengths.tolist() == [3, 0, 1]  # three documents, three sequences
+
+
+def test_as_many_sequences_as_documents_are_one_each(tmp_path: Path) -> None:
+    # What a flipped bit among the document boundaries makes of nearly every dataset.
+    prefix = write_dataset(tmp_path / "c", [[[1], [2, 3]], [], [[4]]])
+    with pytest.raises(DataError, match="document 1 has none and another several"):
+        read_index(prefix)
+    more = read_index(write_dataset(tmp_path / "d", [[[1], [2], [3]], [], [[4]]]))
+    assert more.document_lengths.tolist() == [3, 0, 1]
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

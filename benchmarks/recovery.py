@@ -1,0 +1,161 @@
+"""From the death of a rank to the next iteration: torchrun, four ranks, one killed by SIGKILL.
+
+The whole program, as a user starts it: the launcher notices and ends the other ranks, starts all
+anew (which imports torch and Megatron), the ranks meet, load the last checkpoint and train on. The
+iterations since that checkpoint, which have to be trained again, come on top: half of what
+--save-interval is, on average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from rich.table import Table
+
+from benchmarks.command import positive, wide_console
+from tests.support.tiny_corpus import tiny_command, write_corpus
+
+ROOT = Path(__file__).parent.parent
+NUM_RANKS = 4
+ITERATION = re.compile(r" iteration +(\d+)/")
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One death; seconds from the signal on, in the order in which they come."""
+
+    noticed_s: float
+    """The launcher has said that a rank failed."""
+    started_s: float
+    """Its new ranks run."""
+    loaded_s: float
+    """The last checkpoint has been loaded."""
+    iteration_s: float
+    """The next iteration has been logged."""
+
+
+class Job:
+    """A job under torchrun, whose lines are kept with the time at which they came."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._lines: list[tuple[float, str]] = []
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc-per-node", str(NUM_RANKS), "--max-restarts", "1000"]
+        self.process = subprocess.Popen(
+            [*launcher, str(ROOT / "pretrain_gpt.py"), *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def ranks(self) -> list[psutil.Process]:
+        """Its processes that run the program, the youngest last."""
+        children = psutil.Process(self.process.pid).children()
+        mine = [child for child in children if "pretrain_gpt.py" in " ".join(child.cmdline())]
+        return sorted(mine, key=lambda child: child.create_time())
+
+    def wait_for(self, is_it: Callable[[str], bool], since_s: float) -> float:
+        """The time of the first such line after a time. Raises RuntimeError if none comes."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            for at_s, line in list(self._lines):
+                if at_s > since_s and is_it(line):
+                    return at_s
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.01)
+        tail = "\n".join(line for _, line in self._lines[-40:])
+        raise RuntimeError(f"the job ended or hung:\n{tail}")
+
+    def end(self) -> None:
+        """Kill launcher and ranks."""
+        for process in (*psutil.Process(self.process.pid).children(recursive=True), self.process):
+            process.kill()
+        self.process.wait()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.append((time.monotonic(), line.rstrip()))
+
+
+def measure(job: Job, rounds: int, tell: Callable[[str], None]) -> list[Recovery]:
+    """Kill a rank, wait for the next iteration, and again."""
+    found = []
+    since_s = 0.0
+    for number in range(rounds):
+        # A few iterations, so that there is a checkpoint and nothing of the start goes on.
+        for _ in range(5):
+            since_s = job.wait_for(lambda line: ITERATION.search(line) is not None, since_s)
+        before = {rank.pid for rank in job.ranks()}
+        victim = job.ranks()[number % NUM_RANKS]
+        killed_s = time.monotonic()
+        victim.send_signal(signal.SIGKILL)
+        noticed_s = job.wait_for(lambda line: "failed (exitcode: -9)" in line, killed_s)
+        while len({rank.pid for rank in job.ranks()} - before) < NUM_RANKS:
+            time.sleep(0.01)
+        started_s = time.monotonic()
+        loaded_s = job.wait_for(lambda line: line.startswith("loaded "), killed_s)
+        since_s = job.wait_for(lambda line: ITERATION.search(line) is not None, loaded_s)
+        found.append(
+            Recovery(*(at_s - killed_s for at_s in (noticed_s, started_s, loaded_s, since_s)))
+        )
+        tell(f"round {number + 1}: next iteration after {found[-1].iteration_s:.1f} s")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=positive, default=3, help="deaths (default: 3)")
+    parser.add_argument("--json", type=Path, help="write every figure here as well")
+    options = parser.parse_args(argv)
+    console = wide_console()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save = str(folder / "save")
+        job = Job(
+            tiny_command(
+                write_corpus(folder / "tiny"),
+                folder / "run",
+                *("--strategy", "tp2+2*tp1", "--split", "100,0,0", "--train-iters", "1000000"),
+                *("--save", save, "--load", save, "--save-interval", "1", "--keep-last", "2"),
+            )
+        )
+        try:
+            found = measure(job, options.rounds, console.print)
+        finally:
+            job.end()
+    table = Table("from SIGKILL until", "median, s", "least", "most")
+    names = {
+        "noticed_s": "torchrun has noticed",
+        "started_s": "new ranks run",
+        "loaded_s": "the checkpoint is loaded",
+        "iteration_s": "the next iteration is done",
+    }
+    for key, label in names.items():
+        values = [getattr(each, key) for each in found]
+        figures = (statistics.median(values), min(values), max(values))
+        table.add_row(label, *(f"{figure:.2f}" for figure in figures))
+    console.print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
