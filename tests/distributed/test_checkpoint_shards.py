@@ -11,8 +11,12 @@ from megatron.hydraulis.checkpoint.manifest import Manifest
 from tests.support.checkpoints import (
     NUM_STEPS,
     differing_keys,
+    fill_moments,
     load_and_save,
+    make_engine,
+    save_engine,
     save_new,
+    saved_state,
     whole_tensors,
 )
 from tests.support.gloo_pool import pool_of
@@ -92,15 +96,17 @@ def test_a_fork_writes_what_the_state_was_when_it_was_forked(tmp_path: Path) -> 
     pool_of(2).run(save_then_change, model, str(tmp_path / "beside"))
     expected, found = (whole_tensors(tmp_path / way / LAST) for way in ("in_line", "beside"))
     assert differing_keys(expected, found) == {}
+    manifest = Manifest.read(tmp_path / "beside" / LAST)
+    assert manifest.problems(tmp_path / "beside" / LAST) == []
 
 
 def save_then_change(model: SmallModel, root: str) -> None:
-    from tests.support.checkpoints import fill_moments, make_engine, save_engine
-
     engine = make_engine(model.definition(), ("tp2",))
+    saver = save_engine(engine, Path(root), iteration=2, asynchronous=True)
     fill_moments(engine)
-    saver = save_engine(engine, Path(root), asynchronous=True)
+    saver.save(saved_state(engine, 3))  # waits for the first, and is planned by the fork
     for flat in (engine.shards.parameters, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq):
         flat.fill_(-1.0)
-    saver.poll()
+    while saver.is_saving:
+        saver.poll()
     saver.finish()

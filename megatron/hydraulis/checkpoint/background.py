@@ -7,17 +7,19 @@ training goes on. It touches files and tensors of the host, never a device or a 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pickle
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from typing import IO, Any
 
 import torch
 
-from megatron.hydraulis.checkpoint.writer import ShardWriter, Written
+from megatron.hydraulis.checkpoint.writer import Written
 
 __all__ = ["BackgroundWrite"]
 
@@ -27,14 +29,18 @@ _SIGNALS_OF_THE_JOB = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 """The rank answers them, and waits for this process before it ends."""
 
 
+Write = Callable[[Callable[[], bool]], Written]
+
+
 class BackgroundWrite:
     """One rank's write in a process of its own.
 
     Args:
-        writer: planned; its tensors must be in the host's memory.
+        write: what is written, given what says whether to go on; of the host's memory, without
+            any collective.
     """
 
-    def __init__(self, writer: ShardWriter) -> None:
+    def __init__(self, write: Write) -> None:
         # A file, not a pipe: the process must be able to end before anybody reads its answer.
         self._answer: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         # What is buffered must not be written twice. Not by multiprocessing: its daemons, as ranks
@@ -47,7 +53,7 @@ class BackgroundWrite:
         if self._process == 0:
             status = 1
             try:
-                _run(writer, self._answer, parent)
+                _run(write, self._answer, parent)
                 status = 0
             finally:
                 os._exit(status)
@@ -87,16 +93,17 @@ class BackgroundWrite:
             self._status = os.waitstatus_to_exitcode(status)
 
 
-def _run(writer: ShardWriter, answer: IO[bytes], parent: int) -> None:
+def _run(write: Write, answer: IO[bytes], parent: int) -> None:
     """In the fork."""
     for name in _SIGNALS_OF_THE_JOB:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    logging.disable(logging.CRITICAL)  # the rank speaks for it
     gc.disable()  # collecting would touch, and so copy, every page of the rank's objects
     torch.set_num_threads(1)  # the threads of the rank are not here
     os.nice(NICENESS)
     result: Written | Exception
     try:
-        result = writer.write(goes_on=partial(_is_child_of, parent))
+        result = write(partial(_is_child_of, parent))
     except Exception as error:
         result = error if _is_told(error) else RuntimeError(f"{type(error).__name__}: {error}")
     pickle.dump(result, answer)

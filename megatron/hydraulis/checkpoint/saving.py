@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.hydraulis.checkpoint.background import BackgroundWrite
@@ -132,22 +135,20 @@ class CheckpointSaver:
         what = self._what(saved.iteration)
         path = self._folder.path_while_saving(saved.iteration)
 
-        def prepare() -> None:
-            if dist.get_rank() == 0:
-                self._folder.begin_saving(saved.iteration)
+        moments = self._moments()
+        if self._asynchronous and self._strategy.is_planned:
+            # All that is left to do needs nobody else: the fork does it.
+            background = BackgroundWrite(partial(self._plan_and_write, saved, path, moments))
+            writer, planned = ShardWriter(path), self._strategy.planned
+        else:
 
-        on_all_ranks(prepare, what)
-        dist_checkpointing.save(
-            self._state_dict(saved),
-            str(path),
-            self._strategy,
-            validate_access_integrity=False,  # by torch, whose check knows uneven shards
-            async_sharded_save=True,
-            content_metadata=sharding_metadata(),
-            async_strategy="mcore",
-        )
-        writer, planned = self._strategy.take()
-        background = BackgroundWrite(writer) if self._asynchronous else None
+            def prepare() -> None:
+                if dist.get_rank() == 0:
+                    self._folder.begin_saving(saved.iteration)
+
+            on_all_ranks(prepare, what)
+            writer, planned = self._plan(saved, path, moments)
+            background = BackgroundWrite(writer.write) if self._asynchronous else None
         self._current = _Save(saved, writer, planned, background, start_s)
         if self._asynchronous:
             self._vote(self._current)
@@ -281,8 +282,35 @@ class CheckpointSaver:
         ).write(path)
         self._folder.publish(saved.iteration)
 
-    def _state_dict(self, saved: SavedState) -> dict[str, Any]:
-        """Upstream's form of state dict, whose tensors are views of the shards."""
+    def _plan(
+        self, saved: SavedState, path: Path, moments: Mapping[str, Tensor]
+    ) -> tuple[ShardWriter, Metadata | None]:
+        """Collective the first time."""
+        dist_checkpointing.save(
+            self._state_dict(saved, moments),
+            str(path),
+            self._strategy,
+            validate_access_integrity=False,  # by torch, whose check knows uneven shards
+            async_sharded_save=True,
+            content_metadata=sharding_metadata(),
+            async_strategy="mcore",
+        )
+        return self._strategy.take(), self._strategy.planned
+
+    def _plan_and_write(
+        self,
+        saved: SavedState,
+        path: Path,
+        moments: Mapping[str, Tensor],
+        goes_on: Callable[[], bool],
+    ) -> Written:
+        """In a fork, once there is a plan. Raises OSError."""
+        path.mkdir(parents=True, exist_ok=True)  # whichever rank comes first
+        writer, _ = self._plan(saved, path, moments)
+        return writer.write(goes_on)
+
+    def _moments(self) -> dict[str, Tensor]:
+        """State of the shards by the prefix of its keys; where a fork, if any, can read it."""
         engine = self._engine
         moments = {
             MASTER: engine.shards.parameters,
@@ -290,8 +318,12 @@ class CheckpointSaver:
             EXP_AVG_SQ: engine.optimizer.exp_avg_sq,
         }
         if self._asynchronous:
-            # A fork cannot read a device.
             moments = {prefix: on_host(flat) for prefix, flat in moments.items()}
+        return moments
+
+    def _state_dict(self, saved: SavedState, moments: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Upstream's form of state dict, whose tensors are views of the shards."""
+        engine = self._engine
         state: dict[str, Any] = dict(saved.upstream)
         state["model"] = sharded_tensors(engine.shards, moments[MASTER], self._stored, MODEL)
         # Alike on all ranks; rank 0 writes them.

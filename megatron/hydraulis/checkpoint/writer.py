@@ -154,13 +154,19 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
         self._model_dtype = model_dtype
         self._writer: ShardWriter | None = None
         self._plan: SavePlan | None = None
-        self._planned: Metadata | None = None
+        self.planned: Metadata | None = None
+        """On rank 0: what all ranks' plans come to."""
 
-    def take(self) -> tuple[ShardWriter, Metadata | None]:
-        """The writer that was planned last, and on rank 0 what all ranks' plans come to."""
+    @property
+    def is_planned(self) -> bool:
+        """Whether ranks have met."""
+        return self._plan is not None
+
+    def take(self) -> ShardWriter:
+        """The writer that was planned last."""
         assert self._writer is not None
         writer, self._writer = self._writer, None
-        return writer, self._planned
+        return writer
 
     def async_save(
         self,
@@ -176,7 +182,7 @@ class StreamingSaveStrategy(TorchDistSaveShardedStrategy):
         planner = ModelDtypePlanner(self._model_dtype)
         self._writer = ShardWriter(Path(checkpoint_dir))
         if self._plan is None:
-            (_, self._planned, _), self._plan, *_ = save_state_dict_async_plan(
+            (_, self.planned, _), self._plan, *_ = save_state_dict_async_plan(
                 state, self._writer, None, 0, planner=planner
             )
         else:
