@@ -24,7 +24,7 @@ class SegmentAttention(torch.nn.Module):
     Takes the place of Megatron's local core attention, which refuses packed input. On a CPU it is
     two to forty times faster than a dense mask over the pack, as no work crosses sequences. On a
     GPU it is right but not fast: a kernel a sequence and layer, where one variable-length kernel
-    would do for the pack; this version has no other.
+    does for the pack (`VarlenAttention`, `TEAttention`).
     """
 
     def __init__(

@@ -33,8 +33,24 @@ def test_groups_are_those_that_waves_may_ask_for(text: str, groups: set[tuple[in
     assert len(found) == len(groups)
 
 
-def test_a_width_of_eight_needs_seven_groups() -> None:
-    assert len(groups_of(Strategy.parse("cp8~", 8))) == 4 + 2 + 1
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "num_groups", "num_of_a_rank"),
+    [
+        ("cp8~", 8, 4 + 2 + 1, 3),
+        ("cp64~", 64, 63, 6),
+        ("tp2cp32~", 64, 32 + 2 * 31, 1 + 5),
+        ("cp32~pp2", 64, 32 + 2 * 31, 1 + 5),
+        ("2*tp8cp8~pp4", 512, 2 * (32 + 4 * 8 * 7 + 64), 1 + 3 + 1),
+    ],
+)
+def test_groups_grow_with_the_ranks_alone(
+    text: str, num_ranks: int, num_groups: int, num_of_a_rank: int
+) -> None:
+    """cp - 1 groups for every stage and tp rank, of which a rank is in one of each size."""
+    found = groups_of(Strategy.parse(text, num_ranks))
+    assert len(found) == num_groups < 2 * num_ranks
+    for rank in range(num_ranks):
+        assert sum(rank in ranks for ranks in found) == num_of_a_rank
 
 
 def waits_end(waves: Sequence[Wave], num_stages: int, *, skips: bool = False) -> bool:
