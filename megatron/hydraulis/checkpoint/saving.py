@@ -136,6 +136,7 @@ class CheckpointSaver:
         path = self._folder.path_while_saving(saved.iteration)
 
         moments = self._moments()
+        background: BackgroundWrite | None = None
         if self._asynchronous and self._strategy.is_planned:
             # All that is left to do needs nobody else: the fork does it.
             background = BackgroundWrite(partial(self._plan_and_write, saved, path, moments))
@@ -148,7 +149,8 @@ class CheckpointSaver:
 
             on_all_ranks(prepare, what)
             writer, planned = self._plan(saved, path, moments)
-            background = BackgroundWrite(writer.write) if self._asynchronous else None
+            if self._asynchronous:
+                background = BackgroundWrite(writer.write)
         self._current = _Save(saved, writer, planned, background, start_s)
         if self._asynchronous:
             self._vote(self._current)
