@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.arguments import gpt_model_config
@@ -18,6 +19,7 @@ from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.exporting import export_checkpoint
 from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
 from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
+from megatron.hydraulis.checkpoint.hugging_face.stored import LAYERS, StoredParameters
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
@@ -26,9 +28,10 @@ from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.loop.checkpointing import _optimizer_entry, _plain_arguments
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
 from megatron.hydraulis.runtime.forward_step import make_forward_step
-from tests.support.checkpoints import make_engine
-from tests.support.gloo_pool import pool_of
+from tests.support.checkpoints import make_engine, whole_tensors
+from tests.support.gloo_pool import GlooPool, pool_of
 from tests.support.huggingface_folders import make_folder, tensors_of, transformers_loss
+from tests.support.plain_checkpoints import train_and_save
 from tests.unit.argument_command import parse
 
 pytestmark = pytest.mark.distributed
@@ -122,3 +125,22 @@ def read_by_upstream(path: str) -> dict[str, object]:
     return dist_checkpointing.load_common_state_dict(path) | {
         key: tensor.numpy() for key, tensor in tensors.items() if hasattr(tensor, "numpy")
     }
+
+
+def test_what_ranks_of_plain_megatron_wrote_is_read_layer_by_layer(tmp_path: Path) -> None:
+    source = tmp_path / "plain"
+    ranks = GlooPool(2)  # of their own: plain Megatron changes processes for good
+    try:
+        ranks.run(train_and_save, 2, 1, str(source), 1, "fully_reshardable")
+    finally:
+        ranks.close()
+    stored = StoredParameters(source)
+    expected = whole_tensors(source)
+    assert set(stored.tensors) == {key for key in expected if not key.startswith("optimizer.")}
+    assert stored.common_state()["args"].num_layers == 2
+    for key in stored.tensors:
+        is_layers = key.startswith(LAYERS)
+        for layer in range(2) if is_layers else [None]:
+            found = stored.read(key.removeprefix(LAYERS), layer)
+            wanted = expected[key] if layer is None else expected[key][layer]
+            assert torch.equal(found, wanted), (key, layer)
