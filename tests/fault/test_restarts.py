@@ -7,16 +7,13 @@ By default a few faults of each kind; with HYPOTHESIS_PROFILE=nightly each kind 
 from __future__ import annotations
 
 import os
-from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron.hydraulis.arguments import Resolved
 from megatron.hydraulis.loop import entry
+from tests.support.changed_settings import with_settings
 from tests.support.elastic_job import losses_of, run_elastic_job
 from tests.support.fault_injector import PHASES, Action, FaultInjector, Phase
 from tests.support.forked_job import run_job
@@ -37,23 +34,6 @@ FAULTS: dict[Action, tuple[Phase, ...]] = {
     "freeze": PHASES if IS_NIGHTLY else ("scatter",),
     "raise": PHASES if IS_NIGHTLY else (),
 }
-
-
-def with_short_timeout(program: Callable[[Sequence[str]], None]) -> Any:
-    """In a forked process: as --distributed-timeout-minutes, in seconds."""
-    parse_arguments = entry.parse_arguments
-
-    def parse(*args: Any, **kwargs: Any) -> Resolved:
-        resolved = parse_arguments(*args, **kwargs)
-        settings = Namespace(**vars(resolved.args))
-        settings.distributed_timeout_minutes = TIMEOUT_S / 60.0
-        return replace(resolved, args=settings)
-
-    def run(argv: Sequence[str]) -> None:
-        entry.parse_arguments = parse  # type: ignore[attr-defined]
-        program(argv)
-
-    return run
 
 
 def command(prefix: str, folder: Path) -> list[str]:
@@ -101,7 +81,7 @@ def test_the_job_goes_on_from_its_last_checkpoint(
         command(prefix, tmp_path),
         NUM_RANKS,
         tmp_path / "output",
-        program=with_short_timeout(program),
+        program=with_settings(program, distributed_timeout_minutes=TIMEOUT_S / 60.0),
         max_restarts=len(phases) + NUM_SPARE_RESTARTS,
         timeout_s=60.0 + 60.0 * len(phases),
     )

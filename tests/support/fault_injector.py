@@ -59,6 +59,7 @@ class FaultInjector:
         self._folder = folder
         self._faults: list[Fault] = []
         self._step = 0
+        self._armed: Fault | None = None
 
     def fail_at(self, rank: int, step: int, phase: Phase, action: Action = "kill") -> FaultInjector:
         """One more fault."""
@@ -71,7 +72,8 @@ class FaultInjector:
         return sorted(path.read_text() for path in self._folder.glob("fault*"))
 
     def install(self) -> None:
-        """In this process, for good."""
+        """In this process, for good. At most one fault happens at each start of the job."""
+        self._armed = next((f for f in self._faults if not self._marker(f).exists()), None)
         self._install_planning()
         for route in (OneStepRoute, EqualSharesRoute):
             self._before(route, "gather", "gather")
@@ -82,18 +84,20 @@ class FaultInjector:
 
     def _at(self, phase: Phase) -> None:
         """Here the phase is: fail if it is time."""
-        for number, fault in enumerate(self._faults):
-            if (fault.rank, fault.phase) != (_rank(), phase) or self._step < fault.step:
-                continue
-            marker = self._folder / f"fault{number}"
-            if marker.exists():
-                continue
-            marker.write_text(str(fault))
-            print(f"FAULT {fault}", flush=True)
-            if fault.action == "raise":
-                raise InjectedFault(f"injected in {phase}")
-            number_of = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
-            os.kill(os.getpid(), number_of[fault.action])
+        fault = self._armed
+        if fault is None or (fault.rank, fault.phase) != (_rank(), phase):
+            return
+        if self._step < fault.step or self._marker(fault).exists():
+            return
+        self._marker(fault).write_text(str(fault))
+        print(f"FAULT {fault}", flush=True)
+        if fault.action == "raise":
+            raise InjectedFault(f"injected in {phase}")
+        number_of = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
+        os.kill(os.getpid(), number_of[fault.action])
+
+    def _marker(self, fault: Fault) -> Path:
+        return self._folder / f"fault{self._faults.index(fault)}"
 
     def _before(self, owner: Any, name: str, phase: Phase) -> None:
         original = getattr(owner, name)
