@@ -7,6 +7,7 @@ agent runs in a process of its own, forked from one in which everything is impor
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -25,6 +27,10 @@ from tests.support.forked_job import Program, _free_port, _prepare_once, enter_r
 
 SHUTDOWN_S = 2
 """From the signal by which the agent ends a rank to the one that a frozen rank heeds, too."""
+LAST_CALL_S = 2
+"""For which agents wait for more nodes than they need."""
+KEEP_ALIVE_S = 1
+"""Between signs of life of an agent; it is lost after three that did not come."""
 
 
 @dataclass(frozen=True)
@@ -71,36 +77,101 @@ def run_elastic_job(
         max_restarts: after which a failure is final.
         timeout_s: for all of it; upon it agent and ranks are killed.
     """
-    _prepare_once()
-    folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("fork")
-    agent = context.Process(
-        target=_agent_main, args=(program, list(argv), num_ranks, folder, max_restarts)
-    )
-    agent.start()
-    assert agent.pid is not None
+    agent = _start_agent(argv, num_ranks, folder, program, max_restarts, _free_port(), 1)
     agent.join(timeout_s)
     status = agent.exitcode
-    # The agent made itself the leader of a group, which its ranks are in.
-    for kill in (os.killpg,) if status is None else ():
-        kill(agent.pid, signal.SIGKILL)
-    agent.join()
+    if status is None:
+        _kill(agent)
     return ElasticOutcome(status, folder)
 
 
-def losses_of(run_dir: Path) -> dict[int, float]:
-    """By iteration, from all starts of a run; an iteration trained twice must give the same."""
+def run_elastic_nodes(
+    argv: Sequence[str],
+    num_nodes: int,
+    folder: Path,
+    *,
+    lost: int,
+    after: str,
+    max_restarts: int,
+    timeout_s: float,
+) -> list[ElasticOutcome]:
+    """As ``torchrun --nnodes 1:num_nodes`` on as many nodes of one rank each, one of which is lost.
+
+    Args:
+        argv: the flags.
+        num_nodes: all of them here; the output of each is in a folder of its own.
+        folder: of these folders.
+        lost: number of the node that is killed with its rank; not 0, where ranks find one another.
+        after: text on any rank's output upon which that happens.
+        max_restarts: of every agent.
+        timeout_s: for all of it.
+    """
+    port = _free_port()
+    folders = [folder / f"node{number}" for number in range(num_nodes)]
+    agents = [
+        _start_agent(argv, 1, each, entry.main, max_restarts, port, num_nodes) for each in folders
+    ]
+    deadline_s = time.monotonic() + timeout_s
+    is_lost = False
+    try:
+        while time.monotonic() < deadline_s and any(agent.is_alive() for agent in agents):
+            if not is_lost and any(after in ElasticOutcome(0, each).output() for each in folders):
+                _kill(agents[lost])
+                is_lost = True
+            time.sleep(0.05)
+        statuses = [agent.exitcode for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.is_alive():
+                _kill(agent)
+    return [ElasticOutcome(*pair) for pair in zip(statuses, folders, strict=True)]
+
+
+def _start_agent(
+    argv: Sequence[str],
+    num_ranks: int,
+    folder: Path,
+    program: Program,
+    max_restarts: int,
+    port: int,
+    num_nodes: int,
+) -> Any:
+    _prepare_once()
+    folder.mkdir(parents=True, exist_ok=True)
+    agent = multiprocessing.get_context("fork").Process(
+        target=_agent_main,
+        args=(program, list(argv), num_ranks, folder, max_restarts, port, num_nodes),
+    )
+    agent.start()
+    return agent
+
+
+def _kill(agent: Any) -> None:
+    """With its ranks: it made itself the leader of a group, which they are in."""
+    os.killpg(agent.pid, signal.SIGKILL)
+    agent.join()
+
+
+def losses_of(run_dir: Path, *, rel: float = 0.0) -> dict[int, float]:
+    """By iteration, from all starts of a run; one trained twice must give the same, to ``rel``."""
     losses: dict[int, float] = {}
     for folder in (*sorted(run_dir.glob("earlier.*")), run_dir):
         for record in read_metrics(folder):
             assert record.lm_loss is not None
             before = losses.setdefault(record.iteration, record.lm_loss)
-            assert before == record.lm_loss, f"iteration {record.iteration} trained otherwise"
+            is_same = math.isclose(before, record.lm_loss, rel_tol=rel, abs_tol=0.0)
+            assert is_same, f"iteration {record.iteration} trained otherwise"
     return losses
 
 
 def _agent_main(
-    program: Program, argv: list[str], num_ranks: int, folder: Path, max_restarts: int
+    program: Program,
+    argv: list[str],
+    num_ranks: int,
+    folder: Path,
+    max_restarts: int,
+    port: int,
+    num_nodes: int,
 ) -> None:
     os.setpgid(0, 0)
     log = os.open(folder / "agent", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -109,11 +180,12 @@ def _agent_main(
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
     config = LaunchConfig(
         min_nodes=1,
-        max_nodes=1,
+        max_nodes=num_nodes,
         nproc_per_node=num_ranks,
-        run_id=f"test{os.getpid()}",
+        run_id=f"test{port}",
         rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{_free_port()}",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"last_call_timeout": LAST_CALL_S, "keep_alive_interval": KEEP_ALIVE_S},
         local_addr="127.0.0.1",
         max_restarts=max_restarts,
         monitor_interval=0.05,

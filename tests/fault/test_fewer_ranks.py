@@ -1,0 +1,106 @@
+"""Ranks that go and come back: 4, then 2, then 3 of them train one run, with one command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.elastic_job import losses_of, run_elastic_nodes
+from tests.support.forked_job import run_job
+from tests.support.tiny_corpus import tiny_command, write_corpus
+from tests.support.training_run import ROUNDING
+
+pytestmark = pytest.mark.fault
+
+NUM_ITERATIONS = 6
+STRATEGIES = {"short": "4*tp1", "mixed": "tp2+2*tp1", "wide": "tp2pp2"}
+
+
+def test_four_two_three_ranks_train_one_run(tmp_path: Path) -> None:
+    pool = tmp_path / "pool.json"
+    entries = [{"name": name, "replicas": text} for name, text in STRATEGIES.items()]
+    pool.write_text(json.dumps({"num_ranks": 4, "ranks_per_node": 4, "strategies": entries}))
+
+    def command(folder: Path, *extra: str) -> list[str]:
+        return tiny_command(
+            write_corpus(folder / "tiny"),
+            folder / "run",
+            *("--strategy-pool", str(pool), "--elastic", "--split", "100,0,0"),
+            *("--train-iters", str(NUM_ITERATIONS), *extra),
+        )
+
+    alone = tmp_path / "alone"
+    run_job(command(alone), 4, alone / "output").assert_succeeded()
+    expected = losses_of(alone / "run")
+    assert len(expected) == NUM_ITERATIONS
+
+    folder = tmp_path / "changing"
+    save = str(folder / "save")
+    argv = command(
+        folder, "--save", save, "--load", save, "--save-interval", "2", "--exit-interval", "2"
+    )
+    said = {}
+    for num_ranks in (4, 2, 3):
+        outcome = run_job(argv, num_ranks, folder / f"on_{num_ranks}")
+        outcome.assert_succeeded()
+        said[num_ranks] = outcome.stdout + outcome.stderr
+    found = losses_of(folder / "run")
+    assert sorted(found) == sorted(expected)
+    for iteration, loss in expected.items():
+        assert found[iteration] == pytest.approx(loss, rel=ROUNDING)
+
+    assert "the strategies are for 4 ranks" not in said[4]
+    for num_ranks, lines in {
+        2: (
+            "the strategies are for 4 ranks but there are 2",
+            "strategy 'short': 4*tp1 becomes 2*tp1",
+            "strategy 'mixed': tp2+2*tp1 becomes tp2",
+            "strategy 'wide' is left out: its tp2pp2 needs 4 ranks",
+            "it was written by 4 ranks, now 2 go on",
+        ),
+        3: (
+            "the strategies are for 4 ranks but there are 3",
+            "strategy 'mixed': tp2+2*tp1 becomes tp2+tp1",
+            "it was written by 2 ranks, now 3 go on",
+        ),
+    }.items():
+        for line in lines:
+            assert line in said[num_ranks], line
+
+
+@pytest.mark.timeout(240)
+def test_a_node_that_is_lost_leaves_the_others_to_go_on(tmp_path: Path) -> None:
+    def command(folder: Path) -> list[str]:
+        return tiny_command(
+            write_corpus(folder / "tiny"),
+            folder / "run",
+            *("--strategy", "tp2+tp1", "--elastic", "--split", "100,0,0"),
+            *("--train-iters", str(NUM_ITERATIONS), "--ranks-per-node", "3"),
+            *("--save", str(folder / "save"), "--load", str(folder / "save")),
+            *("--save-interval", "1"),
+        )
+
+    alone, folder = tmp_path / "alone", tmp_path / "changing"
+    run_job(command(alone), 3, alone / "output").assert_succeeded()
+    expected = losses_of(alone / "run")
+
+    nodes = run_elastic_nodes(
+        command(folder),
+        3,
+        folder / "output",
+        lost=2,
+        after="iteration        2/",
+        max_restarts=3,
+        timeout_s=200.0,
+    )
+    for node in nodes[:2]:
+        node.assert_succeeded()
+    found = losses_of(folder / "run", rel=ROUNDING)
+    assert sorted(found) == sorted(expected)
+    for iteration, loss in expected.items():
+        assert found[iteration] == pytest.approx(loss, rel=ROUNDING)
+    said = "".join(node.output("[1-9]*") for node in nodes)
+    assert "strategy 'tp2+tp1': tp2+tp1 becomes tp2" in said
+    assert "it was written by 3 ranks, now 2 go on" in said
