@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,12 +89,11 @@ class ContextAttention(SegmentAttention):
 
     def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
         part = torch.cat([key, value], dim=1)
-        gathered = gather_row(part, row)
-        again = _GatheredAgain(part.detach(), gathered, row)
-        gathered = _BackwardEnds.apply(gathered, again)
-        with torch.autograd.graph.saved_tensors_hooks(again.forget, again.recall):
-            attended = self._attend_by_blocks(query, gathered, row)
-        return _BackwardBegins.apply(attended, again)
+        return attend_and_forget(
+            lambda gathered: self._attend_by_blocks(query, gathered, row),
+            gather_row(part, row),
+            partial(gathered_again, part.detach(), row),
+        )
 
     def _attend_by_blocks(self, query: Tensor, keys_and_values: Tensor, row: SharedRow) -> Tensor:
         """Queries of this rank's part; (R, 2 · query groups, head size) keys beside values."""
@@ -228,7 +229,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, row: SharedRow) -> Tensor:
         ctx.row = row
-        return _gathered(part, row)
+        return gathered_again(part, row)
 
     @staticmethod
     @once_differentiable
@@ -239,7 +240,8 @@ class _Gather(Function):
         return part, None
 
 
-def _gathered(part: Tensor, row: SharedRow) -> Tensor:
+def gathered_again(part: Tensor, row: SharedRow) -> Tensor:
+    """As `gather_row`, for nothing but the values. Collective."""
     parts = part.new_empty(row.size * part.size(0), *part.shape[1:])
     dist.all_gather_into_tensor(parts, part.contiguous(), group=row.group)
     return parts.index_select(0, row.by_place)
@@ -254,23 +256,34 @@ class _View:
     offset: int
 
 
+def attend_and_forget(
+    attend: Callable[[Tensor], Tensor], gathered: Tensor, again: Callable[[], Tensor]
+) -> Any:
+    """Attention that keeps nothing of what was gathered between forward and backward.
+
+    Args:
+        attend: to keys and values of the row; what autograd would keep of them is forgotten.
+        gathered: these keys and values.
+        again: makes them anew in the backward, once. Collective, so it runs at a fixed place.
+    """
+    memory = _GatheredAgain(gathered, again)
+    gathered = _BackwardEnds.apply(gathered, memory)
+    with torch.autograd.graph.saved_tensors_hooks(memory.forget, memory.recall):
+        attended = attend(gathered)
+    return _BackwardBegins.apply(attended, memory)
+
+
 class _GatheredAgain:
     """Hooks that let the backward gather anew what the forward had gathered, once for all blocks.
 
     It gathers at a fixed place, before the backward of any block: which of their inputs kernels
     keep differs from kernel to kernel and so from rank to rank, and a rank that gathered only when
     it is asked for one would leave the others of its group waiting.
-
-    Args:
-        part: of this rank, kept.
-        gathered: from the parts of all; what autograd would keep of it is forgotten.
-        row: how to gather.
     """
 
-    def __init__(self, part: Tensor, gathered: Tensor, row: SharedRow) -> None:
-        self._part = part
+    def __init__(self, gathered: Tensor, again: Callable[[], Tensor]) -> None:
         self._address = gathered.untyped_storage().data_ptr()
-        self._row = row
+        self._make = again
         self._again: Tensor | None = None
 
     def forget(self, saved: Tensor) -> Tensor | _View:
@@ -281,7 +294,7 @@ class _GatheredAgain:
 
     def begin(self) -> None:
         """Gather; called before the backward of the blocks. Collective over the group."""
-        self._again = _gathered(self._part, self._row)
+        self._again = self._make()
 
     def recall(self, kept: Tensor | _View) -> Tensor:
         """The tensor itself; called in the backward."""

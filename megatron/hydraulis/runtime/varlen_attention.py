@@ -15,8 +15,10 @@ from megatron.hydraulis.data.context_split import local_stretches
 from megatron.hydraulis.runtime.context_attention import (
     ContextAttention,
     SharedRow,
+    attend_and_forget,
     context_size_of,
     gather_row,
+    gathered_again,
 )
 
 CAUSAL_WINDOW = (-1, 0)
@@ -70,24 +72,32 @@ class VarlenAttention(ContextAttention):
         Keys that both stretches of a sequence attend to are there twice: one and a half times the
         row at most, where blocks of queries would launch a kernel each.
         """
-        segments = gather_row(torch.cat([key, value], dim=1), row).split(row.lengths)
         stretches = [
             (segment, start, stop)
             for segment, length in enumerate(row.lengths)
             for start, stop in local_stretches(length, row.size, row.group.rank())
         ]
-        keys_and_values = torch.cat([segments[segment][:stop] for segment, _, stop in stretches])
-        k, v = keys_and_values.split(key.size(1), dim=1)
         num_queries = [stop - start for _, start, stop in stretches]
         num_keys = [stop for _, _, stop in stretches]
-        return self._attend_between(
-            query,
-            k,
-            v,
-            _borders(num_queries, query.device),
-            _borders(num_keys, query.device),
-            max(num_queries),
-            max(num_keys),
+        query_borders = _borders(num_queries, query.device)
+        key_borders = _borders(num_keys, query.device)
+
+        def by_stretch(gathered: Tensor) -> Tensor:
+            segments = gathered.split(row.lengths)
+            return torch.cat([segments[segment][:stop] for segment, _, stop in stretches])
+
+        def attend(keys_and_values: Tensor) -> Tensor:
+            k, v = keys_and_values.split(key.size(1), dim=1)
+            return self._attend_between(
+                query, k, v, query_borders, key_borders, max(num_queries), max(num_keys)
+            )
+
+        part = torch.cat([key, value], dim=1)
+        kept = part.detach()
+        return attend_and_forget(
+            attend,
+            by_stretch(gather_row(part, row)),
+            lambda: by_stretch(gathered_again(kept, row)),
         )
 
     def _attend_between(

@@ -3,9 +3,12 @@ import inspect
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
 
 from megatron.hydraulis.runtime import varlen_attention
+from megatron.hydraulis.runtime.context_attention import attend_and_forget
 from megatron.hydraulis.runtime.packed_attention import SegmentAttention
 from megatron.hydraulis.runtime.varlen_attention import VarlenAttention
 from tests.support import varlen_stand_in
@@ -36,3 +39,25 @@ def test_attends_as_segments_do(lengths: list[int], monkeypatch: pytest.MonkeyPa
     expected = run_attention(reference, given, packed(lengths, lengths))  # type: ignore[arg-type]
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_was_gathered_is_forgotten_until_the_backward() -> None:
+    values = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    num_gathers = 0
+
+    def again() -> Tensor:
+        nonlocal num_gathers
+        num_gathers += 1
+        return 2 * values.detach()
+
+    gathered = 2 * values
+    storage = StorageWeakRef(gathered.untyped_storage())
+    outcome = attend_and_forget(lambda row: (row[1:] * row[:-1]).sum(), gathered, again)
+    del gathered
+    assert storage.expired()
+    assert num_gathers == 0
+    outcome.backward()
+    assert num_gathers == 1
+    expected = values.detach().clone().requires_grad_()
+    (4 * expected[1:] * expected[:-1]).sum().backward()
+    torch.testing.assert_close(values.grad, expected.grad)
