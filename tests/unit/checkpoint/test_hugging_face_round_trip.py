@@ -18,10 +18,12 @@ from megatron.hydraulis.checkpoint.hugging_face.stored import (
     write_parameters,
 )
 from megatron.hydraulis.checkpoint.manifest import Manifest
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from tests.support.checkpoints import whole_tensors
 from tests.support.huggingface_folders import (
     VARIANTS,
     assert_same_tensors,
+    change_config,
     make_folder,
     tensors_of,
 )
@@ -145,3 +147,28 @@ def test_commands_tell_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "qwen2, 3 layers, 61 tokens" in capsys.readouterr().out
     assert len(list(back.glob("*.safetensors"))) > 1
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_tokenizer_of_another_folder(folder_with_tokenizer: Path, tmp_path: Path) -> None:
+    source = folder_with_tokenizer
+    path = import_folder(source, tmp_path / "mega").path
+    back = tmp_path / "back"
+    export_checkpoint(path, back, max_file_bytes=1 << 30, like=source)
+    assert (back / "tokenizer.json").read_text() == "made up"
+    assert not (back / "generation_config.json").exists()
+    config = json.loads((back / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (3, [60, 4])
+    change_config(source, eos_token_id=[61])
+    with pytest.raises(ConfigurationError, match=r"eos_token_id must be a token below the .* 61"):
+        export_checkpoint(path, tmp_path / "other", max_file_bytes=1 << 30, like=source)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        export_checkpoint(path, tmp_path / "other", max_file_bytes=1 << 30, like=tmp_path)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.fixture
+def folder_with_tokenizer(tmp_path: Path) -> Path:
+    source = make_folder(tmp_path / "hf", "llama")
+    change_config(source, bos_token_id=3, eos_token_id=[60, 4])
+    (source / "tokenizer.json").write_text("made up")
+    return source

@@ -31,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of the vocabulary without padding (default: as the checkpoint says)",
     )
     parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face folder, such as the imported one, whose tokenizer is taken: its files "
+        "and the ids of special tokens (default: none)",
+    )
+    parser.add_argument(
         "--max-file-gb",
         type=float,
         default=5.0,
@@ -66,11 +73,13 @@ def run(namespace: argparse.Namespace) -> int:
         vocab_size=namespace.vocab_size,
         max_file_bytes=int(min(limit_gb * _BYTES_PER_GB, 2**62)),
         checks_content=namespace.checks_content,
+        like=namespace.like,
     )
     print(
         f"exported {done.source} to {namespace.output}: {done.model.family}, "
         f"{done.model.num_layers} layers, {done.model.vocab_size} tokens, "
         f"{size_text(done.num_bytes)} of {str(done.dtype).removeprefix('torch.')}"
     )
-    print("put the tokenizer's files beside it: a checkpoint does not have them")
+    if namespace.like is None:
+        print("put the tokenizer's files beside it: a checkpoint does not have them (--like)")
     return 0

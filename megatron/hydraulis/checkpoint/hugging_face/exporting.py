@@ -13,6 +13,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 
 from megatron.hydraulis.checkpoint.folder import RELEASE, CheckpointFolder, is_unfinished
+from megatron.hydraulis.checkpoint.hugging_face.companions import Companions
 from megatron.hydraulis.checkpoint.hugging_face.config_json import CONFIG_NAME, config_of
 from megatron.hydraulis.checkpoint.hugging_face.model import (
     HuggingFaceModel,
@@ -59,6 +60,7 @@ def export_checkpoint(
     vocab_size: int | None = None,
     max_file_bytes: int,
     checks_content: bool = True,
+    like: Path | None = None,
 ) -> Exported:
     """Write a checkpoint's parameters as a Hugging Face folder.
 
@@ -68,6 +70,7 @@ def export_checkpoint(
         vocab_size: tokens without padding; as the checkpoint says where None.
         max_file_bytes: of the tensors in one file.
         checks_content: compare the checkpoint's files with their checksums first.
+        like: Hugging Face folder whose tokenizer, files and ids of special tokens, is taken.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete, or the folder cannot be written.
@@ -83,6 +86,7 @@ def export_checkpoint(
         arguments, str(path), vocab_size=_vocab_size(path, vocab_size, manifest, arguments)
     )
     dtype = _check_tensors(path, parameters, model)
+    companions = None if like is None else Companions.of(like, model.vocab_size)
     rows = list(tensor_rows(model))
     tensors = [
         TensorToWrite(row.name, row.shape, dtype, row.num_elements * dtype.itemsize) for row in rows
@@ -101,6 +105,9 @@ def export_checkpoint(
 
         write_safetensors(folder, tensors, produce, max_file_bytes=max_file_bytes)
         config = config_of(model, str(dtype).removeprefix("torch."))
+        if companions is not None:
+            config |= companions.token_ids
+            companions.copy_to(folder)
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
     return Exported(path, model, dtype, num_bytes)
 
