@@ -113,7 +113,14 @@ class MemoryModel:
         if stage == scheme.pp - 1:
             bytes_per_entry = self.parameter_bytes + _CROSS_ENTROPY_BYTES_PER_ENTRY
             logits = bytes_per_entry * self.shape.vocab_size / scheme.tp
-        return activations + logits
+        return activations + logits + self._gathered_bytes_per_token(scheme)
+
+    def _gathered_bytes_per_token(self, scheme: Scheme) -> float:
+        """Keys and values of the whole row in the layer that runs backward, and their gradients."""
+        if scheme.cp == 1:
+            return 0.0
+        num_entries = 2 * 2 * self.shape.num_query_groups * self.shape.kv_channels
+        return num_entries * self.parameter_bytes / scheme.tp * scheme.cp
 
     def _activations_per_token(self, scheme: Scheme, num_layers: int, num_in_flight: int) -> float:
         """Of num_layers layers, for num_in_flight micro-batches of which one runs backward."""

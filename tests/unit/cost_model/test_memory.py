@@ -44,8 +44,17 @@ def test_what_gives_more_room() -> None:
     assert memory(num_ranks=512).max_tokens(Scheme(tp=2)) > base
     assert replace(memory(), recompute=EVERY_LAYER).max_tokens(Scheme(tp=2)) > base
     assert replace(memory(), sequence_parallel=False).max_tokens(Scheme(tp=2)) < base
-    # Tokens are spread over the cp ranks, weights are not.
-    assert memory().max_tokens(Scheme(tp=2, cp=2)) == pytest.approx(2 * base, rel=0.01)
+    # Tokens are spread over the cp ranks, weights are not, and one layer's keys and values meet.
+    assert 1.95 * base < memory().max_tokens(Scheme(tp=2, cp=2)) < 2 * base
+
+
+def test_keys_and_values_of_the_row_by_hand() -> None:
+    """Of one layer, in bf16, with their gradients; the row is cp times as long as a part."""
+    alone = memory().bytes_per_token(Scheme(tp=2), 0)
+    kept = 2 * 2 * LLAMA_7B.num_query_groups * LLAMA_7B.kv_channels * 2 / 2
+    for cp in (2, 4, 8):
+        shared = memory().bytes_per_token(Scheme(tp=2, cp=cp), 0)
+        assert shared - alone == pytest.approx(kept * cp)
 
 
 @pytest.mark.parametrize("scheme", [Scheme(tp=2), Scheme(tp=2, cp=4), Scheme(cp=2, pp=2)], ids=str)
