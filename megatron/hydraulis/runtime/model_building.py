@@ -66,6 +66,13 @@ class ModelDefinition:
                 f"the vocabulary has {self.vocab_size} tokens but the model's embedding only "
                 f"{self.padded_vocab_size} rows; raise --padded-vocab-size or leave it away"
             )
+        dropout = max(self.transformer.hidden_dropout, self.transformer.attention_dropout)
+        if dropout:
+            raise ConfigurationError(
+                f"dropout is {dropout}, but masks depend on the layout of the replicas and the "
+                "same batch would give another update under another plan; set --hidden-dropout 0 and "
+                "--attention-dropout 0"
+            )
 
     @property
     def as_built(self) -> ModelDefinition:
