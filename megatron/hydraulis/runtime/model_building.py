@@ -70,8 +70,8 @@ class ModelDefinition:
         if dropout:
             raise ConfigurationError(
                 f"dropout is {dropout}, but masks depend on the layout of the replicas and the "
-                "same batch would give another update under another plan; set --hidden-dropout 0 and "
-                "--attention-dropout 0"
+                "same batch would give another update under another plan; set --hidden-dropout 0 "
+                "and --attention-dropout 0"
             )
 
     @property
