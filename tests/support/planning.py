@@ -7,6 +7,11 @@ from megatron.hydraulis.cost_model import Coefficients, ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 
+def evenly_divided(scheme: Scheme) -> Coefficients:
+    """Work that all ranks of a scheme share evenly; a name of its own, so that it is pickled."""
+    return Coefficients(2e-6 / scheme.num_ranks, 0.2 / scheme.num_ranks, 3.0)
+
+
 @dataclass(frozen=True)
 class TableCostModel:
     """A cost model that takes its answers from tables by (tp, cp, pp)."""
@@ -14,9 +19,7 @@ class TableCostModel:
     limits: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
     default_limit: int = 4096
     overheads: Mapping[str, float] = field(default_factory=dict)
-    times: Callable[[Scheme], Coefficients] = lambda scheme: Coefficients(
-        2e-6 / scheme.num_ranks, 0.2 / scheme.num_ranks, 3.0
-    )
+    times: Callable[[Scheme], Coefficients] = evenly_divided
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
         return self.times(scheme)
