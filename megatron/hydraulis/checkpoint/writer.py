@@ -28,7 +28,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
@@ -52,7 +51,7 @@ class Written:
 
 
 class ModelDtypePlanner(MCoreSavePlanner):
-    """Stores the model's parameters in the model's dtype, cast one by one from the fp32 master."""
+    """Plans to store the model's parameters in the model's dtype; `ShardWriter` casts them."""
 
     def __init__(self, model_dtype: torch.dtype) -> None:
         super().__init__(
@@ -66,11 +65,6 @@ class ModelDtypePlanner(MCoreSavePlanner):
         items = [self._in_model_dtype(item) for item in plan.items]
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
-
-    def transform_tensor(self, write_item: WriteItem, tensor: Tensor) -> Tensor:
-        """The tensor as it is to be stored."""
-        assert write_item.tensor_data is not None
-        return tensor.to(write_item.tensor_data.properties.dtype)
 
     def _in_model_dtype(self, item: WriteItem) -> WriteItem:
         if item.tensor_data is None or item.index.fqn.startswith(OPTIMIZER_PREFIX):
@@ -118,7 +112,7 @@ class ShardWriter(FileSystemWriter):
                 if not goes_on():
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
                 data = planner.resolve_data(item)
-                identity = _identity(data)
+                identity = _identity(item, data)
                 info = None if identity is None else at.get(identity)
                 if info is None:
                     start = stream.tell()
@@ -227,17 +221,17 @@ def _write(stream: _HashingStream, item: WriteItem, data: Any) -> None:
     if item.type == WriteItemType.BYTE_IO:
         stream.write(data.getbuffer())
         return
+    assert item.tensor_data is not None
+    # In the dtype that the metadata tell: bf16 parameters come from the fp32 master, one by one.
+    tensor = data.detach().to("cpu", item.tensor_data.properties.dtype)
     # torch.save writes the whole storage of a view, so a rectangle gets one of its own.
-    tensor = data.detach()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize:
         tensor = tensor.clone()
     torch.save(tensor, cast(IO[bytes], stream))
 
 
-def _identity(data: Any) -> tuple[Any, ...] | None:
+def _identity(item: WriteItem, data: Any) -> tuple[Any, ...] | None:
     """Equal for tensors of one content, memory and type: an fp32 parameter is its own master."""
-    if not isinstance(data, Tensor):
+    if item.tensor_data is None:
         return None
-    return data.data_ptr(), tuple(data.shape), data.dtype
+    return data.data_ptr(), tuple(data.shape), item.tensor_data.properties.dtype
