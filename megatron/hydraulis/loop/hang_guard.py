@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,8 @@ __all__ = ["HangGuard", "Place", "missing_ranks", "report_of"]
 
 SHARE_OF_TIMEOUT = 0.8
 """Of the timeout, after which a wait is told: before the collective ends the process."""
+SHARE_OF_TIMEOUT_TO_ANSWER = 0.05
+"""What the store may take for it, which lives in the process of rank 0: that may be frozen."""
 BEATS_PER_TIMEOUT = 20
 MAX_BEAT_S = 10.0
 BEATS_UNTIL_SILENT = 4
@@ -147,6 +150,7 @@ class HangGuard:
     ) -> None:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._store = dist.PrefixStore("hydraulis_places", own)
+        own.set_timeout(timedelta(seconds=SHARE_OF_TIMEOUT_TO_ANSWER * timeout_s))
         self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, timeout_s
         self._beat_s = min(MAX_BEAT_S, timeout_s / BEATS_PER_TIMEOUT)
         self._say = say or _to_stderr
@@ -217,11 +221,13 @@ class HangGuard:
             # Without the store, which ends with its process, nobody can be asked any more.
             place = self._place
             waited_s = time.time() - place.since_s
-            if not self._ends.is_set() and waited_s > SHARE_OF_TIMEOUT * self._timeout_s:
+            is_long = waited_s > SHARE_OF_TIMEOUT * self._timeout_s
+            # Not all of many ranks: each of them sees the same.
+            if is_long and self._rank < MAX_RANKS_NAMED and not self._ends.is_set():
                 self._say(
                     f"hang: rank {self._rank} has been in {place} for {waited_s:.0f} s, and the "
-                    f"job's store does not answer ({type(error).__name__}): its process, rank 0 or "
-                    "a launcher, is gone or frozen"
+                    f"job's store does not answer ({type(error).__name__}): rank 0, in whose "
+                    "process it is, is gone or frozen"
                 )
 
     def _report(self) -> None:
@@ -243,6 +249,7 @@ class HangGuard:
         )
 
     def _places(self) -> list[Place | None]:
+        self._store.wait([str(self._rank)])  # raises in time, which `check` does not
         keys = [str(rank) for rank in range(self._num_ranks)]
         return [
             Place(*json.loads(self._store.get(key))) if self._store.check([key]) else None
