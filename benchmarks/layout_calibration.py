@@ -60,14 +60,18 @@ class Parameter:
 TIME_PARAMETERS = (
     Parameter("matmul_fraction", 1.1, 0.1),
     Parameter("layer_launch_s", 3e-4, 1.0),
-    Parameter("hidden_passes", 12.0, 0.5),
+    # Sequence parallelism takes away 7/8 of this work at tp 8, and saved 0.6 of a 22B layer's
+    # 19.6 ms there (arXiv 2205.05198, table 4), fused kernels: about 5 passes. tp 1 and 2 without
+    # sequence parallelism would call any work that tp 2 does not speed up by this name.
+    Parameter("hidden_passes", 6.0, 0.25),
+    Parameter("query_passes", 6.0, 0.7),
     Parameter("ffn_passes", 5.0, 0.5),
     Parameter("norm_passes", 20.0, 1.0),
     Parameter("logit_passes", 20.0, 0.4),
     Parameter("weight_passes", 2.0, 0.5),
     # One degree of tp alone cannot tell messages from work that every tp rank repeats: held near
     # what published runs with tp 8 and sequence parallelism show (arXiv 2205.05198, tables 4, 5).
-    Parameter("tp_link_fraction", 0.5, 0.2),
+    Parameter("tp_link_fraction", 0.45, 0.08),
     Parameter("tp_latency_s", 2e-5, 0.3),
     Parameter("score_passes", 6.0, 1.0, ("torch",)),
     Parameter("score_passes", 3.0, 1.0, ("fused",)),

@@ -5,7 +5,8 @@ One layer's forward of a micro-batch of n tokens (sequences of s) on a tp rank:
     matrices     2·n·P/tp / matmul rate
     attention    2·n·s·q/tp / attention rate, causal; or, where scores are stored,
                  4·n·s·q/tp / matmul rate + passes·2 bytes·n·s·heads/tp / memory bandwidth
-    elementwise  (passes·h/shares + passes·ffn/tp) · 2 bytes·n / memory bandwidth, norms alike
+    elementwise  (passes·h/shares + passes·qkv/tp + passes·ffn/tp) · 2 bytes·n / memory bandwidth,
+                 norms as hidden states
     messages     2·(latency + 2·(tp-1)/tp · n·h·2 bytes / bandwidth)     all-reduces; the
                  all-gathers and reduce-scatters of sequence parallelism move as much
     launches     a constant
@@ -158,9 +159,12 @@ def _layer(
     attention_s = _attention_forward_s(job, layout, device, constants, kernel)
     norm_passes = 0.0 if kernel.has_norm_kernel else constants.norm_passes
     num_matrices = _GATED_MATRICES if shape.gated_mlp else _GATED_MATRICES - 1
+    qkv_size = shape.query_size + 2 * shape.num_query_groups * shape.kv_channels
     rows = (
         (constants.hidden_passes + norm_passes) * shape.hidden_size / layout.num_shares_of_hidden()
-    ) + constants.ffn_passes * num_matrices / _GATED_MATRICES * shape.ffn_hidden_size / tp
+        + constants.query_passes * qkv_size / tp
+        + constants.ffn_passes * num_matrices / _GATED_MATRICES * shape.ffn_hidden_size / tp
+    )
     elementwise_s = num_tokens * _BF16_BYTES * rows / device.memory_bytes_per_s
     messages_s = 0.0
     if tp > 1:
