@@ -97,8 +97,9 @@ class HydraulisConfig:
     on with CUDA and off without."""
 
     max_tokens_per_micro_batch: int | None = field(default=None, metadata=_flag("N"))
-    """Most tokens in one micro-batch, padding included (tokens). Default: what the memory model, or
-    the cost profile, allows each scheme."""
+    """Most tokens in one micro-batch, padding included (tokens); where a replica like cp8~ splits
+    its cp ranks, a group of c of them holds c/8 of it. Default: what the memory model, or the cost
+    profile, allows each scheme."""
 
     run_dir: Path = field(default_factory=default_run_dir, metadata=_flag("DIR"))
     """Folder of the run: metrics.jsonl, TensorBoard events, summary, resolved configuration.

@@ -65,6 +65,20 @@ def test_measured_memory_lowers_limits_alike_on_all_ranks() -> None:
     assert all(run.allowed == runs[0].allowed for run in runs)
 
 
+def test_every_size_of_group_is_tried_out_by_itself() -> None:
+    """Of a limit that is the same for groups of 4, 2 and 1, a narrow group's rank holds most."""
+    capacity = IDLE_BYTES + 50 * BYTES_PER_TOKEN
+    runs: list[TrialRun] = pool_of(4).run(
+        train_after_trial, law_job(4, "cp4~"), 96, capacity, True, None, True
+    )
+    assert runs[0].allowed == {
+        "cp4~: cp4": (96, 96),  # 24 tokens a rank
+        "cp4~: cp2": (96, 96),  # 48
+        "cp4~: tp1": (96, 50),
+    }
+    assert all(run.allowed == runs[0].allowed for run in runs)
+
+
 def test_memory_that_runs_out_in_spite_of_the_first_measurement_lowers_the_limit() -> None:
     runs = trial_of("4*tp1", 10**9, fails_above=60)
     # 96 tokens find no memory, nor do three quarters of them, 72; 54 do.

@@ -25,6 +25,8 @@ class StraightGauge:
     """Memory that grows with the tokens that forward steps have seen since the restart."""
 
     capacity: int
+    counts_own_part: bool = False
+    """Tokens of this rank's part of a row, not of the row."""
     most_tokens: int = 0
 
     def restart(self) -> int:
@@ -52,7 +54,8 @@ class WatchedForwardStep:
         batch = next(data_iterator)
         num_tokens = batch.tokens.size(-1) * batch.context_size
         if self._gauge is not None:
-            self._gauge.most_tokens = max(self._gauge.most_tokens, num_tokens)
+            counted = batch.tokens.size(-1) if self._gauge.counts_own_part else num_tokens
+            self._gauge.most_tokens = max(self._gauge.most_tokens, counted)
         if self._fails_above is not None and num_tokens > self._fails_above:
             raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
         return self._forward_step(iter([batch]), model)
@@ -117,7 +120,12 @@ class TrialRun:
 
 
 def train_after_trial(
-    job: Job, limit: int, capacity: int, has_trial: bool, fails_above: int | None = None
+    job: Job,
+    limit: int,
+    capacity: int,
+    has_trial: bool,
+    fails_above: int | None = None,
+    counts_own_part: bool = False,
 ) -> TrialRun:
     """On every rank: all iterations of a job, with or without a trial of all strategies first."""
     use_fp64_loss()
@@ -125,7 +133,7 @@ def train_after_trial(
     allowed: dict[str, tuple[int, int]] = {}
     before = torch.random.get_rng_state()
     if has_trial:
-        gauge = StraightGauge(capacity)
+        gauge = StraightGauge(capacity, counts_own_part)
         for strategy in engine.pool.strategies[: len(job.strategies)]:
 
             def limit_of(scheme: Scheme) -> int:

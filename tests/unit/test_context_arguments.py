@@ -2,16 +2,17 @@ from argparse import Namespace
 
 import pytest
 
-from megatron.hydraulis.context_arguments import check_context
+from megatron.hydraulis.context_arguments import check_all_to_all, check_context
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.runtime.context_ways import all_to_all_refusal, te_all_to_all_refusal
 from megatron.hydraulis.strategy import Pool, Strategy
 
 NUM_RANKS = 8
 
 
-def check(strategy: str, *types: str, num_heads: int = 8, num_groups: int = 8) -> None:
-    shape = ModelShape(
+def shape_of(num_heads: int, num_groups: int) -> ModelShape:
+    return ModelShape(
         num_layers=4,
         hidden_size=64,
         ffn_hidden_size=128,
@@ -22,6 +23,10 @@ def check(strategy: str, *types: str, num_heads: int = 8, num_groups: int = 8) -
         gated_mlp=True,
         tied_embeddings=False,
     )
+
+
+def check(strategy: str, *types: str, num_heads: int = 8, num_groups: int = 8) -> None:
+    shape = shape_of(num_heads, num_groups)
     pool = Pool.of(Strategy.parse(strategy, num_ranks=NUM_RANKS))
     check_context(Namespace(cp_comm_type=list(types)), pool, shape)
 
@@ -48,3 +53,12 @@ def test_every_size_that_a_replica_may_split_into_counts() -> None:
     check("cp8~", "a2a")
     with pytest.raises(ConfigurationError, match=r"a2a over 4 .* query heads .* there are 6"):
         check("cp8~", "a2a", num_heads=6, num_groups=6)
+
+
+def test_transformer_engine_repeats_no_query_groups_for_its_all_to_all() -> None:
+    pool = Pool.of(Strategy.parse("tp2cp4", num_ranks=NUM_RANKS))
+    args = Namespace(cp_comm_type=["a2a"])
+    check_all_to_all(args, pool, shape_of(8, 2), all_to_all_refusal)
+    check_all_to_all(args, pool, shape_of(8, 8), te_all_to_all_refusal)
+    with pytest.raises(ConfigurationError, match=r"tp2cp4: Transformer Engine's .* are 4 and 1;"):
+        check_all_to_all(args, pool, shape_of(8, 2), te_all_to_all_refusal)

@@ -179,6 +179,16 @@ def test_a_given_limit_goes_before_that_of_the_profile(tmp_path: Path) -> None:
     assert limits == [255, 252]
 
 
+def test_a_given_limit_is_that_of_a_whole_wave(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path, {"waves": "cp8~"})
+    plan_with = planning(tmp_path, "--max-tokens-per-micro-batch", "1000", pool=pool)
+    (costs,) = plan_with.costs
+    limits = {str(of): costs.max_tokens(of) for of in costs.strategy.schemes[0].group_schemes}
+    # Of a group's share, what is a multiple of twice its ranks.
+    assert limits == {"cp8": 992, "cp4": 496, "cp2": 248, "tp1": 124}
+    assert costs.max_tokens(costs.strategy.schemes[0]) == 992
+
+
 def small_device(memory_bytes: float) -> DeviceConstants:
     cpu = device_constants("cpu")
     return DeviceConstants(

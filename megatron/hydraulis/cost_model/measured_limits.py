@@ -16,7 +16,7 @@ __all__ = [
     "MemoryTrial",
     "after_failure",
     "allowed_tokens",
-    "caps_of_groups",
+    "caps_of_schemes",
     "lower",
     "with_lower_limits",
 ]
@@ -68,19 +68,21 @@ def after_failure(num_tokens: int, scheme: Scheme) -> int:
     return int(num_tokens * SHARE_AFTER_FAILURE) // scheme.token_quantum * scheme.token_quantum
 
 
-def caps_of_groups(scheme: Scheme, num_tokens: int) -> dict[Scheme, int]:
-    """What a cap of a scheme means to the schemes that a cost model is asked for.
+def caps_of_schemes(strategy: Strategy, allowed: Mapping[Scheme, int]) -> dict[Scheme, int]:
+    """What measured limits mean to the schemes of a strategy, and to their context groups.
 
-    A rank holds the row's tokens over cp: the groups of a splitting width hold in proportion.
+    Args:
+        strategy: the one in which they were measured.
+        allowed: most tokens by what was measured, schemes without ``~``: ``cp8~`` runs as cp 8, 4,
+            2 and 1, and what each of them holds was measured by itself.
+
+    Returns:
+        The same, and of a scheme with ``~`` what all its cp ranks hold together.
     """
-    if not scheme.splits_cp:
-        return {scheme: num_tokens}
-    caps = {scheme: num_tokens}
-    for size in (1 << power for power in range(scheme.cp.bit_length())):
-        group = scheme.of_context_group(size)
-        held = num_tokens * size // scheme.cp
-        caps[group] = held // group.token_quantum * group.token_quantum
-    return caps
+    whole = {scheme: scheme.of_context_group(scheme.cp) for scheme in strategy.schemes}
+    return dict(allowed) | {
+        scheme: allowed[group] for scheme, group in whole.items() if group in allowed
+    }
 
 
 def lower(caps: Mapping[Scheme, int], more: Mapping[Scheme, int]) -> dict[Scheme, int]:
@@ -116,8 +118,19 @@ class CappedCostModel:
 def with_lower_limits(strategy: Strategy, caps: Mapping[Scheme, int]) -> Strategy | None:
     """A strategy whose own limits are no higher than the caps; None where one would be below 1."""
     limits = tuple(
-        (scheme, min(limit, caps.get(scheme, limit))) for scheme, limit in strategy.token_limits
+        (scheme, min(limit, _own_cap(scheme, caps, limit)))
+        for scheme, limit in strategy.token_limits
     )
     if any(caps.get(scheme, 1) < 1 for scheme in strategy.schemes):
         return None
+    if any(limit < 1 for _, limit in limits):
+        return None
     return replace(strategy, token_limits=limits)
+
+
+def _own_cap(scheme: Scheme, caps: Mapping[Scheme, int], limit: int) -> int:
+    """A strategy's own limit of ``cp8~`` holds for a group of c as c/8 of it: each caps it."""
+    of_groups = (
+        caps[group] * scheme.cp // group.cp for group in scheme.group_schemes if group in caps
+    )
+    return min(caps.get(scheme, limit), min(of_groups, default=limit))

@@ -37,7 +37,8 @@ class PackedBatch:
     loss_mask: torch.Tensor
     """(1, T) float32, 1 where a token is trained, 0 on padding."""
     position_ids: torch.Tensor
-    """(1, T) int64 place in the segment, from 0; 0 on the padding behind a sequence."""
+    """(1, T) int64 place in the sequence, from 0; 0 on padding, which may be longer than any
+    sequence and than what a model has positions for."""
     cu_seqlens: torch.Tensor
     """(segments + 1,) int32 true lengths of the segments, added up from 0."""
     cu_seqlens_padded: torch.Tensor
@@ -141,14 +142,14 @@ def pack(
     labels = np.zeros(num_local, dtype=np.int64)
     loss_mask = np.zeros(num_local, dtype=np.float32)
     position_ids = np.zeros(num_local, dtype=np.int64)
-    steps = np.arange(max(padded), dtype=np.int64)
+    steps = np.arange(max(lengths, default=0), dtype=np.int64)
     begin = 0
     for segment, (length, padded_length) in enumerate(zip(segments, padded, strict=True)):
         for start, stop in local_stretches(padded_length, context_size, context_rank):
             end = max(start, min(stop, length))
             part = slice(begin, begin + end - start)
-            position_ids[part] = steps[start:end]
             if segment < len(sequences):
+                position_ids[part] = steps[start:end]
                 tokens[part] = sequences[segment][start:end]
                 labels[part] = sequences[segment][start + 1 : end + 1]
                 loss_mask[part] = 1.0

@@ -22,6 +22,7 @@ from megatron.hydraulis.arguments import (
     install_globals,
     parse_arguments,
 )
+from megatron.hydraulis.context_arguments import check_all_to_all
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
@@ -57,6 +58,7 @@ from megatron.hydraulis.observability.earlier_run import (
 )
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.context_ways import te_all_to_all_refusal
 from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, surroundings_here
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import (
@@ -208,11 +210,14 @@ class _Job:
     def choose_core_attention(self) -> None:
         """Find out which core attention there is; needs this rank's device to be the current one.
 
-        Raises ConfigurationError for one that was asked for and is not there.
+        Raises ConfigurationError for one that was asked for and is not there, and for an exchange
+        among cp ranks that it does not have.
         """
-        args = self._resolved.args
+        args, resolved = self._resolved.args, self._resolved
         here = surroundings_here(dtype=args.params_dtype, head_size=args.kv_channels)
-        self._core_attention = choose(self._resolved.hydraulis.core_attention, here)
+        self._core_attention = choose(resolved.hydraulis.core_attention, here)
+        if self._core_attention.name == "te":
+            check_all_to_all(args, resolved.pool, resolved.shape, te_all_to_all_refusal)
 
     def load_corpora(self) -> Corpora:
         """Training, validation and test data, of which only the index is read.

@@ -23,12 +23,12 @@ from megatron.hydraulis.cost_model.measured_limits import (
     CappedCostModel,
     MemoryTrial,
     after_failure,
-    caps_of_groups,
+    caps_of_schemes,
     lower,
     with_lower_limits,
 )
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
-from megatron.hydraulis.errors import OutOfMemoryError
+from megatron.hydraulis.errors import OutOfMemoryError, StrategyError
 from megatron.hydraulis.loop.planned_batches import PlannedBatches
 from megatron.hydraulis.loop.planning import Planning, planners
 from megatron.hydraulis.profiler.memory_meter import CpuMemory, free_share_bytes
@@ -121,7 +121,11 @@ class MemorySafety:
             costs = StrategyCosts(self.planning.cost_model, strategy)
 
             def limit(scheme: Scheme, costs: StrategyCosts = costs) -> int:
-                return min(costs.max_tokens(scheme), scheme.row_tokens((most_tokens,)))
+                try:
+                    held = costs.max_tokens(scheme)
+                except StrategyError:
+                    return 0  # a size of group that the cost profile does not know is not planned
+                return min(held, scheme.row_tokens((most_tokens,)))
 
             results = run_memory_trial(
                 engine,
@@ -135,8 +139,12 @@ class MemorySafety:
             for result in results:
                 self._log(result.text)
                 self._trials[strategy.name, result.scheme] = result.trial
-                if result.allowed_tokens < result.promised_tokens:
-                    self._cap(caps_of_groups(result.scheme, result.allowed_tokens))
+            lowered = {
+                result.scheme: result.allowed_tokens
+                for result in results
+                if result.allowed_tokens < result.promised_tokens
+            }
+            self._cap(caps_of_schemes(strategy, lowered))
         self._replan()
 
     @contextmanager
@@ -174,8 +182,7 @@ class MemorySafety:
             )
         self._failed_iteration = iteration
         for failure in failures:
-            limit = after_failure(failure.num_tokens, failure.scheme)
-            self._cap(caps_of_groups(failure.scheme, limit))
+            self._cap({failure.group: after_failure(failure.num_tokens, failure.group)})
         limits = ", ".join(
             f"{scheme}: {self._caps[scheme]:,} tokens"
             for scheme in dict.fromkeys(failure.scheme for failure in failures)
@@ -218,7 +225,7 @@ class MemorySafety:
             )
 
     def _predicted(self, failure: OutOfMemory) -> str:
-        trial = self._trials.get((failure.strategy, failure.scheme))
+        trial = self._trials.get((failure.strategy, failure.group))
         if trial is not None:
             num_bytes = trial.predicted_bytes(failure.num_tokens)
             return (
@@ -228,7 +235,7 @@ class MemorySafety:
         model = self._given.cost_model
         if not isinstance(model, AnalyticCostModel):
             return "the cost profile foretells limits, not bytes"
-        scheme = failure.scheme
+        scheme = failure.group
         memory = model.memory
         predicted = max(
             memory.state_bytes(scheme, stage)

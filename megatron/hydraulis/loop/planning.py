@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.hydraulis.arguments import Resolved
@@ -11,7 +11,7 @@ from megatron.hydraulis.balanced_pool import balance_pool
 from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.interface import CostModel, given_limit
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -23,7 +23,7 @@ from megatron.hydraulis.planner.scheduled import ScheduledPlanner
 from megatron.hydraulis.pool_arguments import check_schedule
 from megatron.hydraulis.recompute_arguments import recompute_of
 from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.strategy import Pool, Strategy
 
 __all__ = ["Planning", "look_ahead_planner", "planners", "read_cost_profile"]
 
@@ -88,7 +88,9 @@ class Planning:
         else:
             cost_model = _analytic(resolved, device)
             source = f"analytic, device '{device.name}'"
-        given = _pool_with_layers(resolved, cost_model)
+        given = _with_given_limit(
+            _pool_with_layers(resolved, cost_model), resolved.hydraulis.max_tokens_per_micro_batch
+        )
         reasons = {
             strategy: _why_it_does_not_fit(StrategyCosts(cost_model, strategy), source)
             for strategy in given.strategies
@@ -206,6 +208,25 @@ def _pool_with_layers(resolved: Resolved, cost_model: CostModel) -> Pool:
         return cost_model.balanced_scheme(scheme, min_tokens=min_tokens)
 
     return balance_pool(resolved.pool, choose)
+
+
+def _with_given_limit(pool: Pool, limit: int | None) -> Pool:
+    """The pool with --max-tokens-per-micro-batch as the own limit of schemes that split their cp.
+
+    A micro-batch of ``cp8~`` is a whole wave: a group of c columns holds c/8 of the limit, which is
+    what a strategy's own limit means. Elsewhere the cost model's limit is the given one.
+    """
+    if limit is None:
+        return pool
+
+    def limited(strategy: Strategy) -> Strategy:
+        own = (
+            (scheme, given_limit(limit, scheme)) for scheme in strategy.schemes if scheme.splits_cp
+        )
+        # None below 1: the cost model says so, and why the strategy is left out.
+        return replace(strategy, token_limits=tuple(entry for entry in own if entry[1] >= 1))
+
+    return Pool.of(*map(limited, pool.strategies))
 
 
 def _source(hydraulis: HydraulisConfig, profile: ProfileCostModel) -> str:

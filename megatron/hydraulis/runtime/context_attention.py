@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ class ContextAttention(SegmentAttention):
         return attend_and_forget(
             lambda gathered: self._attend_by_blocks(query, gathered, row),
             gather_row(part, row),
-            partial(gathered_again, part.detach(), row),
+            functools.partial(gathered_again, part.detach(), row),
         )
 
     def _attend_by_blocks(self, query: Tensor, keys_and_values: Tensor, row: SharedRow) -> Tensor:
@@ -159,10 +159,20 @@ class SharedRow:
     blocks: list[QueryBlock]
     """This rank's tokens in their order."""
     block_lengths: list[int]
-    mask: Tensor
-    """(queries of the largest block, keys of the longest), 0 where attended and −∞ elsewhere: the
-    last query attends to all keys, each earlier one to one less. Smaller masks are its lower right
-    corner. In the type of the queries: of any other, every block would keep a copy."""
+    dtype: torch.dtype
+    """Of the queries."""
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """(queries of the largest block, keys of the longest), 0 where attended and −∞ elsewhere:
+        the last query attends to all keys, each earlier one to one less. Smaller masks are its
+        lower right corner. In the type of the queries: of any other, every block would keep a copy.
+        Made at first use: kernels that attend to a row at once need none."""
+        num_rows = max(block.num_queries for block in self.blocks)
+        num_columns = max(block.num_keys for block in self.blocks)
+        device = self.by_rank.device
+        mask = torch.full((num_rows, num_columns), -math.inf, dtype=self.dtype, device=device)
+        return mask.triu_(num_columns - num_rows + 1)
 
     def mask_of(self, block: QueryBlock) -> Tensor:
         """(queries, keys), a view."""
@@ -199,11 +209,6 @@ def _shared_row(lengths: list[int], group: dist.ProcessGroup, query: Tensor) -> 
         for begin in range(start, stop, QUERY_BLOCK)
     ]
     by_rank = torch.from_numpy(gathered_places(lengths, size)).to(query.device)
-    num_rows = max(block.num_queries for block in blocks)
-    num_columns = max(block.num_keys for block in blocks)
-    mask = torch.full(
-        (num_rows, num_columns), -math.inf, dtype=query.dtype, device=query.device
-    ).triu_(num_columns - num_rows + 1)
     return SharedRow(
         group=group,
         size=size,
@@ -212,7 +217,7 @@ def _shared_row(lengths: list[int], group: dist.ProcessGroup, query: Tensor) -> 
         by_rank=by_rank,
         blocks=blocks,
         block_lengths=[block.num_queries for block in blocks],
-        mask=mask,
+        dtype=query.dtype,
     )
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "all_to_all_refusal",
     "choose_way",
     "gather_elements",
+    "te_all_to_all_refusal",
 ]
 
 Way = Literal["all_gather", "a2a"]
@@ -86,6 +87,17 @@ def all_to_all_refusal(num_heads: int, num_groups: int, context_size: int) -> st
             f"are {num_groups}"
         )
     return None
+
+
+def te_all_to_all_refusal(num_heads: int, num_groups: int, context_size: int) -> str | None:
+    """As `all_to_all_refusal`, of Transformer Engine's: it does not repeat key and value heads."""
+    if num_heads % context_size == 0 and num_groups % context_size == 0:
+        return None
+    return (
+        f"Transformer Engine's a2a over {context_size} context-parallel ranks needs multiples of "
+        f"{context_size} heads and query groups on a tensor-parallel rank but there are "
+        f"{num_heads} and {num_groups}"
+    )
 
 
 def choose_way(cp_comm_type: str, num_heads: int, num_groups: int, context_size: int) -> Way:

@@ -89,6 +89,7 @@ class TrialResult:
 
     strategy: str
     scheme: Scheme
+    """Without ``~``: of a scheme that splits its cp ranks, each size of group by itself."""
     promised_tokens: int
     """The limit before."""
     allowed_tokens: int
@@ -125,21 +126,25 @@ def run_memory_trial(
     Args:
         engine: of the run; parameters, optimizer and random generators stay as they are.
         strategy: of the engine's pool.
-        limits: tokens of a micro-batch, by scheme; equal on every rank.
+        limits: tokens of a micro-batch, by scheme, of which none has a ``~``; equal on every rank.
+            Below 1 for what no micro-batch runs as: it is left out.
         forward_step: upstream's signature.
         gauge: of this rank.
         longest_tokens: the longest sequence there is.
         vocab_size: random tokens lie below.
 
     Returns:
-        One result a scheme, in the strategy's order.
+        One result for each scheme that micro-batches may run as, in the strategy's order, wide
+        groups of a scheme first.
 
     Raises:
         OutOfMemoryError: memory ran out on one rank of several of a replica, or with every attempt.
     """
     with _random_generators_kept(engine.device):
+        groups = dict.fromkeys(g for scheme in strategy.schemes for g in scheme.group_schemes)
+        promised = {group: limit for group in groups if (limit := limits(group)) >= 1}
         return _Trial(engine, strategy, forward_step, gauge, longest_tokens, vocab_size).results(
-            {scheme: limits(scheme) for scheme in strategy.schemes}
+            promised
         )
 
 
@@ -173,9 +178,9 @@ class _Trial:
             scheme: max(scheme.token_quantum, _rounded(limit * FIRST_SHARE, scheme))
             for scheme, limit in promised.items()
         }
+        # Also what makes the communicators of all groups.
         trials = self._measure(first)
         allowed = self._allowed(promised, trials)
-        self._run_small_groups()
         for _ in range(MAX_ATTEMPTS):
             second = {
                 scheme: max(scheme.token_quantum, _rounded(limit, scheme))
@@ -204,7 +209,7 @@ class _Trial:
                     key=lambda trial: trial.peak_bytes - trial.capacity_bytes,
                 ),
             )
-            for scheme in self._strategy.schemes
+            for scheme in promised
         )
 
     def _allowed(
@@ -222,66 +227,65 @@ class _Trial:
         try:
             return self._measure(num_tokens), set()
         except SharedOutOfMemoryError as error:
-            own = None if error.own is None else error.own.scheme
+            own = None if error.own is None else error.own.group
         free_what_is_left()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         return [], {scheme for scheme in everyone if scheme is not None}
 
     def _measure(self, num_tokens: dict[Scheme, int]) -> list[tuple[Scheme, MemoryTrial]]:
-        """Run as many micro-batches as the pipeline holds; what every rank with work measured."""
+        """What every rank with work measured, in groups of each size that its replica may have."""
+        found: list[tuple[Scheme, MemoryTrial]] = []
+        num_rounds = max(len(scheme.group_schemes) for scheme in self._strategy.schemes)
+        for number in range(num_rounds):
+            found += self._measure_round(number, num_tokens)
+        return found
+
+    def _measure_round(
+        self, number: int, num_tokens: dict[Scheme, int]
+    ) -> list[tuple[Scheme, MemoryTrial]]:
+        """Run as many micro-batches as the pipeline holds, in each replica's groups of a number.
+
+        Replicas of fewer sizes of groups have nothing to run.
+        """
         engine, strategy = self._engine, self._strategy
         mine = strategy.replica_of(engine.rank)
-        batches = [] if mine is None else self._batches(mine.scheme, num_tokens[mine.scheme])
+        groups = () if mine is None else mine.scheme.group_schemes[number : number + 1]
+        group = next((group for group in groups if group in num_tokens), None)
+        batches = [] if group is None else self._batches(group, num_tokens[group])
         engine.gather(strategy.name)
         engine.finish_regrouping()
         idle_bytes = self._gauge.restart()
         engine.forward_backward(strategy.name, batches, self._forward_step)
         own = None
-        if mine is not None:
+        if group is not None:
             trial = MemoryTrial(
-                num_tokens=num_tokens[mine.scheme],
+                num_tokens=num_tokens[group],
                 idle_bytes=idle_bytes,
                 peak_bytes=max(idle_bytes, self._gauge.peak_bytes()),
                 capacity_bytes=self._gauge.capacity_bytes(),
             )
-            own = (mine.scheme, trial)
+            own = (group, trial)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         return [found for found in everyone if found is not None]
 
-    def _run_small_groups(self) -> None:
-        """Groups of every size that a wave may have exchange something once."""
-        sizes = [s.cp for s in self._strategy.schemes if s.splits_cp]
-        widest = max(sizes, default=1)
-        for size in (1 << power for power in range(widest.bit_length() - 1)):
-            mine = self._strategy.replica_of(self._engine.rank)
-            batches: list[PackedBatch] = []
-            if mine is not None:
-                scheme = mine.scheme
-                group = size if scheme.splits_cp and size < scheme.cp else scheme.cp
-                batches = self._batches(scheme, 0, context_size=group)
-            self._engine.forward_backward(self._strategy.name, batches, self._forward_step)
-
-    def _batches(
-        self, scheme: Scheme, num_tokens: int, context_size: int | None = None
-    ) -> list[PackedBatch]:
-        """This rank's part of random micro-batches, as many as the pipeline is deep."""
-        context_size = context_size or scheme.cp
+    def _batches(self, group: Scheme, num_tokens: int) -> list[PackedBatch]:
+        """This rank's part of random micro-batches of a group, as many as the pipeline is deep."""
         replica = self._strategy.replica_of(self._engine.rank)
         position = None if replica is None else replica.position_of(self._engine.rank)
         assert position is not None
-        lengths = trial_lengths(max(num_tokens, scheme.token_quantum), self._longest_tokens, scheme)
+        lengths = trial_lengths(num_tokens, self._longest_tokens, group)
         # The same on every rank of a replica.
-        rng = np.random.default_rng((num_tokens, scheme.num_ranks))
+        rng = np.random.default_rng((num_tokens, group.num_ranks))
         sequences = [rng.integers(0, self._vocab_size, size=length + 1) for length in lengths]
         packed = pack(
             sequences,
-            scheme.tp,
-            context_size=context_size,
-            context_rank=position.cp % context_size,
+            group.tp,
+            context_size=group.cp,
+            context_rank=position.cp % group.cp,
         ).to(self._engine.device)
-        return [packed] * scheme.pp
+        return [packed] * group.pp
 
 
 def _rounded(num_tokens: float, scheme: Scheme) -> int:

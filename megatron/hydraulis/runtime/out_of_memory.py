@@ -10,6 +10,7 @@ process, and the launcher ends the job.
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ __all__ = [
     "what_to_go_on_with",
 ]
 
+_BYTES_OF_MAXRSS = 1024
+"""Unit of ``ru_maxrss`` on Linux."""
 _NO_MEMORY_ON_CPU = "can't allocate memory"
 """What torch's CPU allocator says."""
 
@@ -43,19 +46,30 @@ class OutOfMemory:
     rank: int
     strategy: str
     scheme: Scheme
+    """Of the rank's replica."""
+    context_size: int
+    """Ranks that share the row: those of the wave's group where the scheme splits its cp ranks."""
     micro_batch: int
     """Of the rank's replica, from 0."""
     num_tokens: int
-    """Of the row, over all cp ranks, padding included."""
+    """Of the row, over all ranks that share it, padding included."""
     measured_bytes: int
-    """What this rank's allocator held when it asked for more."""
+    """What this rank held when it asked for more."""
+
+    @property
+    def group(self) -> Scheme:
+        """What the row costs and holds like."""
+        return self.scheme.of_context_group(self.context_size)
 
     @property
     def text(self) -> str:
         """Who ran out of memory with what, for an error or the log."""
+        where = f"{self.scheme}"
+        if self.scheme.splits_cp:
+            where = f"{self.context_size} cp ranks of {where}"
         return (
             f"rank {self.rank} has no memory for micro-batch {self.micro_batch} of strategy "
-            f"'{self.strategy}', {self.num_tokens:,} tokens on {self.scheme}, with "
+            f"'{self.strategy}', {self.num_tokens:,} tokens on {where}, with "
             f"{self.measured_bytes / 2**30:.2f} GiB taken by then"
         )
 
@@ -134,13 +148,21 @@ def what_to_go_on_with(
         rank=rank,
         strategy=strategy.name,
         scheme=mine.scheme,
+        context_size=batches[index].context_size,
         micro_batch=index,
         num_tokens=batches[index].tokens.size(-1) * batches[index].context_size,
-        measured_bytes=torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,
+        measured_bytes=_bytes_taken(),
     )
     if mine.scheme.num_ranks > 1:
         raise LoneOutOfMemoryError(found) from error
     return found
+
+
+def _bytes_taken() -> int:
+    """By torch's allocator on the device; without one, the most that this process ever held."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_OF_MAXRSS
 
 
 def free_what_is_left() -> None:

@@ -25,6 +25,7 @@ from megatron.hydraulis.runtime.context_ways import (
     CP_COMM_TYPES,
     all_to_all_elements,
     gather_elements,
+    te_all_to_all_refusal,
 )
 
 __all__ = ["TE_MASK", "TEAttention", "TEWay", "choose_te_way", "packed_arguments"]
@@ -169,20 +170,16 @@ def choose_te_way(cp_comm_type: str, num_heads: int, num_groups: int, context_si
             f"--cp-comm-type {cp_comm_type} is none of the {len(CP_COMM_TYPES)} that are known; "
             f"choose one of {', '.join(CP_COMM_TYPES)}"
         )
-    # Unlike our own, its all-to-all does not repeat key and value heads.
-    is_possible = num_heads % context_size == 0 and num_groups % context_size == 0
+    refusal = te_all_to_all_refusal(num_heads, num_groups, context_size)
     if cp_comm_type == "a2a":
-        if not is_possible:
+        if refusal is not None:
             raise ConfigurationError(
-                f"Transformer Engine's a2a over {context_size} context-parallel ranks needs "
-                f"multiples of {context_size} heads and query groups on a tensor-parallel rank but "
-                f"there are {num_heads} and {num_groups}; use --cp-comm-type auto, or a strategy "
-                "of a cp that fits"
+                f"{refusal}; use --cp-comm-type auto, or a strategy of a cp that fits"
             )
         return "a2a"
     exchange = all_to_all_elements(num_heads, num_groups, context_size)
     is_cheaper = exchange < gather_elements(num_groups, context_size)
-    return "a2a" if is_possible and is_cheaper else "p2p"
+    return "a2a" if refusal is None and is_cheaper else "p2p"
 
 
 def packed_arguments(packed_seq_params: PackedSeqParams) -> dict[str, Any]:

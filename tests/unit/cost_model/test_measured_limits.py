@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from megatron.hydraulis.cost_model.interface import Coefficients
@@ -6,7 +8,7 @@ from megatron.hydraulis.cost_model.measured_limits import (
     MemoryTrial,
     after_failure,
     allowed_tokens,
-    caps_of_groups,
+    caps_of_schemes,
     lower,
     with_lower_limits,
 )
@@ -51,16 +53,12 @@ def test_after_a_failure_three_quarters() -> None:
     assert after_failure(1, TP2) == 0
 
 
-def test_groups_hold_in_proportion_to_their_ranks() -> None:
-    assert caps_of_groups(TP2, 100) == {TP2: 100}
-    caps = caps_of_groups(WAVES, 1000)
-    assert caps == {
-        WAVES: 1000,
-        Scheme(tp=2): 124,  # 125 are no multiple of 2
-        Scheme(tp=2, cp=2): 248,  # nor 250 of 8
-        Scheme(tp=2, cp=4): 496,  # nor 500 of 16
-        Scheme(tp=2, cp=8): 992,
-    }
+def test_a_scheme_that_splits_holds_what_all_its_ranks_hold_together() -> None:
+    waves = Strategy.parse("tp2cp8~", 16)
+    allowed = {Scheme(tp=2, cp=8): 992, Scheme(tp=2): 100}
+    assert caps_of_schemes(waves, allowed) == allowed | {WAVES: 992}
+    assert caps_of_schemes(waves, {Scheme(tp=2): 100}) == {Scheme(tp=2): 100}
+    assert caps_of_schemes(Strategy.parse("tp2", 2), {TP2: 100}) == {TP2: 100}
 
 
 def test_of_two_caps_the_lower() -> None:
@@ -95,3 +93,13 @@ def test_own_limits_of_a_strategy_are_lowered() -> None:
     assert dict(lowered.token_limits) == {TP2: 60, Scheme(): 50}
     assert with_lower_limits(plain, {TP2: 60}) == plain
     assert with_lower_limits(plain, {TP2: 0}) is None
+
+
+def test_own_limit_of_a_splitting_scheme_follows_the_group_with_the_least_room() -> None:
+    waves = Strategy.parse("tp2cp8~", 16)
+    limited = dataclasses.replace(waves, token_limits=((WAVES, 1600),))
+    # A group of 2 of the 8 columns would hold 400 tokens, but memory holds 300.
+    lowered = with_lower_limits(limited, {Scheme(tp=2, cp=2): 300, Scheme(tp=2, cp=8): 1584})
+    assert lowered is not None
+    assert dict(lowered.token_limits) == {WAVES: 1200}
+    assert with_lower_limits(limited, {Scheme(tp=2): 0}) is None

@@ -33,7 +33,7 @@ def test_padding_is_a_segment_of_its_own_and_not_trained() -> None:
     assert batch.tokens.shape == (1, 8)
     assert row(batch.tokens)[:6] == row(pack(SEQUENCES).tokens)
     assert row(batch.loss_mask) == [1.0] * 6 + [0.0] * 2
-    assert row(batch.position_ids) == [0, 1, 2, 0, 0, 1, 0, 1]
+    assert row(batch.position_ids) == [0, 1, 2, 0, 0, 1, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 6, 8]
     assert (batch.max_seqlen, batch.num_tokens, batch.num_padding) == (3, 6, 2)
 
@@ -41,6 +41,8 @@ def test_padding_is_a_segment_of_its_own_and_not_trained() -> None:
 def test_long_padding_counts_for_the_longest_segment() -> None:
     batch = pack(SEQUENCES, pad_multiple=32)
     assert (batch.max_seqlen, batch.num_padding) == (26, 26)
+    # A model that learns positions need have none beyond those of sequences.
+    assert max(row(batch.position_ids)) == 2
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 2, 3, 4, 5, 6, 7, 12])
@@ -53,8 +55,10 @@ def test_segments_cover_the_row(pad_multiple: int) -> None:
     assert batch.loss_mask.sum() == batch.num_tokens
     borders = batch.cu_seqlens.tolist()
     assert (torch.diff(batch.cu_seqlens) > 0).all()
-    for start, end in itertools.pairwise(borders):
-        assert row(batch.position_ids)[start:end] == list(range(end - start))
+    positions = row(batch.position_ids)
+    for sequence, (start, end) in zip(SEQUENCES, itertools.pairwise(borders), strict=False):
+        assert positions[start:end] == list(range(len(sequence) - 1))
+    assert not any(positions[batch.num_tokens :])
 
 
 def test_types_and_device() -> None:
@@ -120,8 +124,8 @@ def test_parts_of_a_group_make_up_the_row(size: int, tp: int) -> None:
         assert mask[start:stop] == [1.0] * length + [0.0] * num_pads
         assert positions[start:stop] == [*range(length), *[0] * num_pads]
     tail = borders[len(sequences)]
-    assert mask[tail:] == labels[tail:] == tokens[tail:] == [0] * (len(tokens) - tail)
-    assert positions[tail:] == list(range(len(tokens) - tail))
+    nothing = [0] * (len(tokens) - tail)
+    assert mask[tail:] == labels[tail:] == tokens[tail:] == positions[tail:] == nothing
     assert len(tokens) % (tp * 2 * size) == 0
     assert sum(part.num_tokens for part in parts) == 30
     for part in parts:
