@@ -59,6 +59,12 @@ print(digest.hexdigest())
 hydraulis_make_venv() {
     local interpreter
     interpreter="$(hydraulis_find_interpreter)" || return 1
+    # To clear it would empty an environment that another folder may live on.
+    if [[ -L $hydraulis_venv ]]; then
+        echo "error: .venv is made anew where it does not fit this folder but is a link to" \
+            "$(readlink "$hydraulis_venv"); remove the link" >&2
+        return 1
+    fi
     echo "making .venv with $interpreter" >&2
     # Any stamp goes first: from here to the end of the installation .venv is half-made.
     rm -f "$hydraulis_stamp_file"
