@@ -1,7 +1,9 @@
 """scripts/environment.sh, which makes .venv ready."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -20,6 +22,7 @@ def test_an_environment_that_is_a_link_is_not_cleared(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", "source scripts/environment.sh"],
         cwd=project,
+        env=os.environ | {"PYTHON": sys.executable},
         capture_output=True,
         text=True,
         timeout=60,
