@@ -6,6 +6,11 @@ error that names neither the iteration nor the rank that never came. Therefore a
 rank puts the place of its rank into the job's store now and then: which phase of which iteration,
 and when it was last alive. A frozen process tells nothing more. Shortly before collectives give up,
 the ranks that wait read what all have told, and the first of them says who is missing.
+
+The store itself is in the process of rank 0, and torch waits without an end for the answer of a
+store that is frozen, whatever its timeout. Therefore a second thread, which never asks it anything,
+sees how long an answer is owed: it says so, and ends a rank that waits for the store and for no
+collective.
 """
 
 from __future__ import annotations
@@ -17,21 +22,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from megatron.hydraulis.loop.error_report import end_process
 
 __all__ = ["HangGuard", "Place", "missing_ranks", "report_of"]
 
 SHARE_OF_TIMEOUT = 0.8
 """Of the timeout, after which a wait is told: before the collective ends the process."""
-SHARE_OF_TIMEOUT_TO_ANSWER = 0.05
-"""What the store may take for it, which lives in the process of rank 0: that may be frozen."""
 BEATS_PER_TIMEOUT = 20
 MAX_BEAT_S = 10.0
 BEATS_UNTIL_SILENT = 4
+"""Without a sign of life from a rank or the store; one more passes until it could be seen."""
 MAX_RANKS_NAMED = 8
+EXIT_STATUS = 1
+"""Of a process that waits for a frozen store, as after a collective that timed out."""
 
 _ORDER = (
     "start",
@@ -63,6 +70,10 @@ class Place:
     """Clock of the day when it got there."""
     alive_s: float
     """Clock of the day when it last told."""
+
+    def __post_init__(self) -> None:
+        if self.phase not in _ORDER:
+            raise ValueError(f"a phase is one of {', '.join(_ORDER)} but this is {self.phase!r}")
 
     @property
     def order(self) -> tuple[int, int]:
@@ -137,6 +148,7 @@ class HangGuard:
         num_ranks: of the job.
         timeout_s: of collectives.
         say: where a report goes.
+        end: ends a process whose main thread waits for a store that does not answer.
     """
 
     def __init__(
@@ -147,20 +159,26 @@ class HangGuard:
         timeout_s: float,
         *,
         say: Callable[[str], None] | None = None,
+        end: Callable[[], None] | None = None,
     ) -> None:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._store = dist.PrefixStore("hydraulis_places", own)
-        own.set_timeout(timedelta(seconds=SHARE_OF_TIMEOUT_TO_ANSWER * timeout_s))
         self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, timeout_s
         self._beat_s = min(MAX_BEAT_S, timeout_s / BEATS_PER_TIMEOUT)
+        self._silent_s = (BEATS_UNTIL_SILENT + 1) * self._beat_s
         self._say = say or _to_stderr
+        self._end = end or _end_process
         now_s = time.time()
         self._place = Place(0, "start", "", now_s, now_s)
+        self._asked_s: float | None = None
+        """Clock of the day when the store was asked what it has not answered yet."""
         self._ends = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name="hydraulis-hang-guard", daemon=True
-        )
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=target, name=f"hydraulis-hang-guard-{name}", daemon=True)
+            for name, target in (("places", self._tell_places), ("store", self._watch_store))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def enter(self, phase: str, iteration: int | None = None, plan: str | None = None) -> None:
         """This rank is in another phase from now on; iteration and plan are as before if None."""
@@ -202,43 +220,72 @@ class HangGuard:
         """Stop telling and watching."""
         self.enter("end")
         self._ends.set()
-        self._thread.join(self._beat_s)
+        for thread in self._threads:
+            thread.join(self._beat_s)
 
-    def _watch(self) -> None:
+    def _tell_places(self) -> None:
         told: Place | None = None
-        try:
-            while True:
-                place = self._place
-                now_s = time.time()
-                self._tell(replace(place, alive_s=now_s))
-                is_long = now_s - place.since_s > SHARE_OF_TIMEOUT * self._timeout_s
-                if is_long and place is not told and place.phase not in _WITHOUT_WAIT:
-                    told = place
-                    self._report()
-                if self._ends.wait(self._beat_s):
-                    return
-        except Exception as error:
-            # Without the store, which ends with its process, nobody can be asked any more.
+        while True:
             place = self._place
-            waited_s = time.time() - place.since_s
-            is_long = waited_s > SHARE_OF_TIMEOUT * self._timeout_s
-            # Not all of many ranks: each of them sees the same.
-            if is_long and self._rank < MAX_RANKS_NAMED and not self._ends.is_set():
-                self._say(
-                    f"hang: rank {self._rank} has been in {place} for {waited_s:.0f} s, and the "
-                    f"job's store does not answer ({type(error).__name__}): rank 0, in whose "
-                    "process it is, is gone or frozen"
-                )
+            is_long = self._is_long(place) and place is not told
+            if is_long:
+                told = place
+            try:
+                places = self._exchange(place, reads_all=is_long)
+            except RuntimeError:  # of torch; the store has ended with its process, and so will this
+                self._asked_s = None
+                return
+            if places is not None and self._place is place:
+                self._report(places)
+            if self._ends.wait(self._beat_s):
+                return
 
-    def _report(self) -> None:
+    def _exchange(self, place: Place, *, reads_all: bool) -> list[Place | None] | None:
+        """Tell where this rank is; where all are, if that is asked."""
+        self._asked_s = time.time()
+        self._tell(replace(place, alive_s=self._asked_s))
+        # What is set needs no answer, so ask for one.
+        self._store.check([str(self._rank)])
+        self._asked_s = None
+        if not reads_all:
+            return None
         time.sleep(self._beat_s)  # so that all others have told where they are
-        text = report_of(
-            self._rank,
-            self._places(),
-            time.time(),
-            (BEATS_UNTIL_SILENT + 1) * self._beat_s,
-            self._timeout_s,
-        )
+        self._asked_s = time.time()
+        places = self._places()
+        self._asked_s = None
+        return places
+
+    def _watch_store(self) -> None:
+        """Never asks the store: that may take for ever."""
+        told: Place | None = None
+        while not self._ends.wait(self._beat_s):
+            place, asked_s, now_s = self._place, self._asked_s, time.time()
+            if asked_s is None or not self._is_long(place):
+                continue
+            owed_s = now_s - asked_s
+            if owed_s > self._silent_s and place is not told:
+                told = place
+                # Not all of many ranks: each of them sees the same.
+                if self._rank < MAX_RANKS_NAMED:
+                    self._say(
+                        f"hang: rank {self._rank} has been in {place} for "
+                        f"{now_s - place.since_s:.0f} s (--distributed-timeout-minutes ends the "
+                        f"job after {self._timeout_s:.0f} s of waiting); the job's store has not "
+                        f"answered for {owed_s:.0f} s: missing: rank 0, in whose process it is, "
+                        "is frozen"
+                    )
+            # By then every collective has ended, but not a wait for what the store should hold.
+            if min(owed_s, now_s - place.since_s) > self._timeout_s:
+                self._say(f"error: rank {self._rank} ends, as rank 0 is frozen: see 'hang:' above")
+                self._end()
+                return
+
+    def _is_long(self, place: Place) -> bool:
+        waited_s = time.time() - place.since_s
+        return waited_s > SHARE_OF_TIMEOUT * self._timeout_s and place.phase not in _WITHOUT_WAIT
+
+    def _report(self, places: Sequence[Place | None]) -> None:
+        text = report_of(self._rank, places, time.time(), self._silent_s, self._timeout_s)
         if text is not None:
             self._say(text)
 
@@ -249,7 +296,6 @@ class HangGuard:
         )
 
     def _places(self) -> list[Place | None]:
-        self._store.wait([str(self._rank)])  # raises in time, which `check` does not
         keys = [str(rank) for rank in range(self._num_ranks)]
         return [
             Place(*json.loads(self._store.get(key))) if self._store.check([key]) else None
@@ -259,3 +305,7 @@ class HangGuard:
 
 def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _end_process() -> None:
+    end_process(EXIT_STATUS)

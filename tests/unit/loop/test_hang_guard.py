@@ -1,7 +1,16 @@
 """Who is missing, and who says so."""
 
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
+import pytest
 import torch.distributed as dist
 
 from megatron.hydraulis.loop.hang_guard import HangGuard, Place, missing_ranks, report_of
@@ -51,21 +60,74 @@ def test_many_that_are_missing_are_counted_and_none_is_told_apart() -> None:
     assert text.endswith("; and 12 more")
 
 
+def test_a_phase_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match="is one of start, load, planning"):
+        place(3, "siesta")
+
+
+def wait_long(guard: HangGuard, timeout_s: float, is_over: Callable[[], object]) -> None:
+    """As if the rank had been in a phase for nearly as long as collectives wait."""
+    guard.enter("gather", 7, "strategy 'x', plan 12ab")
+    guard._place = replace(guard._place, since_s=time.time() - 0.9 * timeout_s)
+    deadline_s = time.monotonic() + 60.0
+    while not is_over() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    guard.close()
+
+
 def test_a_guard_tells_of_a_wait_once_and_names_the_silent() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
     said: list[str] = []
-    guard = HangGuard(store, 0, 2, 0.5, say=said.append)
-    guard.enter("gather", 7, "strategy 'x', plan 12ab")
-    for _ in range(200):
-        guard._thread.join(0.05)
-        if said:
-            break
-    guard.close()
+    timeout_s = 8.0
+    wait_long(HangGuard(store, 0, 2, timeout_s, say=said.append), timeout_s, lambda: said)
     (text,) = said
     assert text.startswith(
         "hang: rank 0 has been in phase 'gather' of iteration 7 (strategy 'x', plan 12ab)"
     )
     assert text.endswith("missing: rank 1, never heard of")
+
+
+def hold_store(port: Connection) -> None:
+    """In the place of rank 0."""
+    store = dist.TCPStore(
+        "127.0.0.1", 0, 2, True, timeout=timedelta(seconds=20), wait_for_workers=False
+    )
+    port.send(store.port)
+    time.sleep(3600)
+
+
+def test_a_frozen_rank_0_is_told_and_waited_for_no_longer() -> None:
+    """Although the store, whose answers torch waits for without an end, is frozen with it."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    holder = context.Process(target=hold_store, args=(theirs,))
+    holder.start()
+    assert holder.pid is not None
+    said: list[str] = []
+    ended = threading.Event()
+    timeout_s = 4.0
+    try:
+        store = dist.TCPStore(
+            "127.0.0.1",
+            ours.recv(),
+            2,
+            False,
+            timeout=timedelta(seconds=20),
+            wait_for_workers=False,
+        )
+        guard = HangGuard(store, 1, 2, timeout_s, say=said.append, end=ended.set)
+        os.kill(holder.pid, signal.SIGSTOP)
+        wait_long(guard, timeout_s, ended.is_set)
+    finally:
+        holder.kill()
+        holder.join()
+    assert ended.is_set()
+    told, why_it_ends = said
+    assert told.startswith(
+        "hang: rank 1 has been in phase 'gather' of iteration 7 (strategy 'x', plan 12ab) for "
+    )
+    assert told.endswith("missing: rank 0, in whose process it is, is frozen")
+    assert why_it_ends.startswith("error: rank 1 ends")
 
 
 def test_a_store_of_an_earlier_start_is_not_taken() -> None:
