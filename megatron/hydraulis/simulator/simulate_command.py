@@ -27,6 +27,7 @@ from megatron.hydraulis.observability.trace_picture import draw_trace
 from megatron.hydraulis.observability.trace_query import Spans
 from megatron.hydraulis.observability.trace_window import TraceWindow
 from megatron.hydraulis.planner.native_output import native_prints_to_stderr
+from megatron.hydraulis.simulator.batch_planning import BatchPlanning, default_num_processes
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
 from megatron.hydraulis.simulator.regroup_times import RegroupCosts
 from megatron.hydraulis.simulator.result_picture import draw_results
@@ -120,6 +121,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="what a plan takes, in s (default: the CPU time that it takes here)",
     )
+    planning.add_argument(
+        "--processes",
+        type=int,
+        default=default_num_processes(),
+        metavar="N",
+        help="processes that plan, where there are many iterations; the plans are the same "
+        "(default: the cores, here %(default)s)",
+    )
     add_shape_arguments(parser)
     links = parser.add_argument_group(
         "regrouping",
@@ -191,7 +200,11 @@ def run(namespace: argparse.Namespace) -> int:
         batch_size=namespace.global_batch_size,
     )
     names = [way for way in WAYS if way in namespace.ways]
-    with _progress() as progress, native_prints_to_stderr():
+    with (
+        _progress() as progress,
+        native_prints_to_stderr(),
+        BatchPlanning(namespace.processes) as planning,
+    ):
         task = progress.add_task("planning", total=None)
         ways = Ways(
             batches=batches,
@@ -201,6 +214,7 @@ def run(namespace: argparse.Namespace) -> int:
             seq_length=namespace.seq_length,
             shape=shape,
             plan_time_s=namespace.plan_time,
+            planning=planning,
             advance=lambda: progress.advance(task),
         )
         results: list[WayResult] = []

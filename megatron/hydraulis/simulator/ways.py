@@ -25,7 +25,6 @@ Without measured schemes of cp, "cp only" needs model and links: what cp costs i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,12 +34,10 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.dispatch import dispatch
 from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.interface import Planner
 from megatron.hydraulis.planner.packing import SchemeCost, best_fit
-from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.simulator.batch_planning import BatchPlanning
 from megatron.hydraulis.simulator.context_groups import context_group_pools
 from megatron.hydraulis.simulator.fixed_length import deal_padded, fixed_length_shares
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
@@ -54,9 +51,6 @@ BALANCED, PER_BATCH = "static, balanced", "best per batch"
 CP_ONLY, POOL = "cp only", "pool"
 WAYS = (PADDING, FIXED_ROWS, PACKING, DISPATCH, BALANCED, PER_BATCH, CP_ONLY, POOL)
 """In the order in which each has one freedom more, but for the last two."""
-
-NUM_SHORTLISTED = 2
-"""Strategies of a batch that the certified planner looks at, where greedy plans choose them."""
 
 
 def _nothing() -> None:
@@ -85,6 +79,7 @@ class Ways:
     """Where it is given, strategies that cannot cut the model are left out."""
     plan_time_s: float | None = None
     """What a plan takes; None for the CPU time that it takes here."""
+    planning: BatchPlanning = field(default_factory=BatchPlanning)
     advance: Callable[[], None] = field(default=_nothing)
     """Called for each batch of each way."""
 
@@ -245,43 +240,15 @@ class Ways:
 
         Raises PlanError as the planner does.
         """
-        planner: Planner = (
-            _ShortlistPlanner(pool, cost_model)
-            if shortlists
-            else CertifiedPlanner(pool, cost_model)
-        )
         works = []
-        for index, batch in enumerate(self.batches):
-            start_s = time.process_time()
-            plan = planner.plan(batch, iteration=index)
-            spent_s = time.process_time() - start_s
+        timed_plans = self.planning.plans(pool, cost_model, self.batches, shortlists=shortlists)
+        for timed in timed_plans:
             works.append(
                 IterationWork.of_plan(
-                    plan,
-                    pool.strategy(plan.strategy),
-                    plan_time_s=spent_s if self.plan_time_s is None else self.plan_time_s,
+                    timed.plan,
+                    pool.strategy(timed.plan.strategy),
+                    plan_time_s=timed.cpu_s if self.plan_time_s is None else self.plan_time_s,
                 )
             )
             self.advance()
         return works
-
-
-class _ShortlistPlanner:
-    """The certified planner on the strategies of which greedy plans are best."""
-
-    def __init__(self, pool: Pool, cost_model: CostModel) -> None:
-        self._pool = pool
-        self._cost_model = cost_model
-        self._greedy = GreedyPlanner(pool, cost_model)
-        self._certified: dict[tuple[str, ...], CertifiedPlanner] = {}
-
-    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
-        """As planner.interface.Planner."""
-        outcomes = self._greedy.explain(lengths, iteration=iteration).strategies
-        found_s = {each.name: each.found_s for each in outcomes if each.found_s is not None}
-        # By name too: the same strategies make the same planner.
-        best = sorted(sorted(found_s, key=lambda name: found_s[name])[:NUM_SHORTLISTED])
-        if tuple(best) not in self._certified:
-            pool = Pool.of(*(self._pool.strategy(name) for name in best))
-            self._certified[tuple(best)] = CertifiedPlanner(pool, self._cost_model)
-        return self._certified[tuple(best)].plan(lengths, iteration=iteration)

@@ -1,0 +1,81 @@
+"""Batches planned by several processes."""
+
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.simulator.batch_planning import (
+    FEWEST_BATCHES_PER_PROCESS,
+    BatchPlanning,
+    TimedPlan,
+)
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.unit.simulator.test_ways import pool, profile
+
+NUM_PROCESSES = 2
+NUM_BATCHES = NUM_PROCESSES * FEWEST_BATCHES_PER_PROCESS + 1
+
+
+def batches() -> list[list[int]]:
+    draw = random.Random(7)
+    return [[draw.randint(2, 90) for _ in range(12)] for _ in range(NUM_BATCHES)]
+
+
+def without_times(timed: Sequence[TimedPlan]) -> list[tuple[object, ...]]:
+    plans = [each.plan for each in timed]
+    return [(plan.iteration, plan.strategy, plan.replicas, plan.predicted_time_s) for plan in plans]
+
+
+class DyingCostModel(ProfileCostModel):
+    """Ends the process that plans with it."""
+
+    def overhead_ms(self, strategy: Strategy) -> float:
+        assert multiprocessing.parent_process() is not None
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
+
+
+@pytest.mark.parametrize("shortlists", [False, True])
+def test_plans_do_not_depend_on_the_number_of_processes(shortlists: bool) -> None:
+    def plans_of(planning: BatchPlanning) -> list[TimedPlan]:
+        return list(planning.plans(pool(), profile(), batches(), shortlists=shortlists))
+
+    alone = plans_of(BatchPlanning())
+    with BatchPlanning(NUM_PROCESSES) as planning:
+        several = plans_of(planning)
+    assert without_times(several) == without_times(alone)
+    assert [each.plan.iteration for each in alone] == list(range(NUM_BATCHES))
+    assert min(each.cpu_s for each in several) > 0.0
+    assert not multiprocessing.active_children()
+
+
+def test_a_batch_that_nothing_holds_is_told_from_a_process_of_its_own() -> None:
+    too_long = Pool.of(Strategy.parse("4*tp1", 4, name="short"))
+    with (
+        BatchPlanning(NUM_PROCESSES) as planning,
+        pytest.raises(PlanError, match="sequence"),
+    ):
+        list(planning.plans(too_long, profile(), [*batches(), [90]]))
+
+
+def test_a_process_that_is_killed_is_told() -> None:
+    found = profile()
+    dying = DyingCostModel(
+        device="d", source="s", date="t", schemes=found.schemes, strategies=found.strategies
+    )
+    with (
+        BatchPlanning(NUM_PROCESSES) as planning,
+        pytest.raises(PlanError, match="2 processes plan but one of them was killed"),
+    ):
+        list(planning.plans(pool(), dying, batches()))
+
+
+def test_no_process() -> None:
+    with pytest.raises(ConfigurationError, match="at least 1 process plans but 0"):
+        BatchPlanning(0)
