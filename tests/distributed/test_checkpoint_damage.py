@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, CheckpointFolder
+from megatron.hydraulis.checkpoint.inspection import inspect_folder
 from megatron.hydraulis.checkpoint.loading import find_checkpoints, load_first_whole
 from megatron.hydraulis.checkpoint.manifest import MANIFEST_NAME
+from megatron.hydraulis.checkpoint.writer import ShardWriter, Written
 from megatron.hydraulis.errors import CheckpointError, HydraulisError
 from tests.support.checkpoints import fill_moments, make_engine, save_engine, whole_tensors
 from tests.support.full_disk import largest_file
@@ -94,6 +101,9 @@ def test_damage_is_an_error_or_a_reason_to_take_the_one_before(name: str, damage
     for answer in pool_of(NUM_RANKS).run(try_load, str(damaged), False):
         assert answer.startswith("CheckpointError: ")
         assert told in answer
+    before, last = inspect_folder(damaged).checkpoints
+    assert (before.is_complete, last.is_complete) == (True, False)
+    assert told in " ".join(last.problems)
     answers = pool_of(NUM_RANKS).run(try_load, str(damaged), True)
     assert answers == [f"iter_{FIRST:07d}"] * NUM_RANKS
 
@@ -165,6 +175,79 @@ def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(
     assert (folder.latest(), folder.iterations) == (LAST, (FIRST, LAST))
     assert not folder.path_while_saving(9).exists()
     assert pool_of(NUM_RANKS).run(try_load, str(damaged), False)[0] == f"iter_{LAST:07d}"
+
+
+def test_a_writer_that_dies_leaves_the_checkpoint_before(damaged: Path) -> None:
+    answers = pool_of(NUM_RANKS).run(save_while_writer_dies, str(damaged))
+    for answer in answers:
+        assert "iteration 9 cannot be saved" in answer
+        assert "ended with status -9 (rank 1)" in answer
+    folder = CheckpointFolder(damaged)
+    assert (folder.latest(), folder.iterations) == (LAST, (FIRST, LAST))
+    assert not folder.path_while_saving(9).exists()
+
+
+def save_while_writer_dies(root: str) -> str:
+    """On every rank: save beside training; rank 1's fork is killed before it has written."""
+    engine = make_engine(MODEL.definition(), ("tp2",))
+    with writers_that_wait():
+        saver = save_engine(engine, Path(root), 9, asynchronous=True)
+    assert saver.is_saving
+    assert CheckpointFolder(Path(root)).latest() == LAST
+    (fork,) = children_of(os.getpid())
+    while state_of(fork) != "T":
+        time.sleep(0.01)
+    os.kill(fork, signal.SIGKILL if engine.rank == 1 else signal.SIGCONT)
+    try:
+        while saver.is_saving:
+            saver.poll()
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_that_die_leave_a_half_that_the_next_start_removes(damaged: Path) -> None:
+    pool_of(NUM_RANKS).run(save_and_die, str(damaged))
+    folder = CheckpointFolder(damaged)
+    assert (folder.latest(), folder.iterations) == (LAST, (FIRST, LAST))
+    assert folder.path_while_saving(9).exists()
+    folder.remove_leftovers()
+    assert not folder.path_while_saving(9).exists()
+    assert pool_of(NUM_RANKS).run(try_load, str(damaged), False)[0] == f"iter_{LAST:07d}"
+
+
+def save_and_die(root: str) -> None:
+    """On every rank: as if the job were killed while its forks write."""
+    engine = make_engine(MODEL.definition(), ("tp2",))
+    with writers_that_wait():
+        saver = save_engine(engine, Path(root), 9, asynchronous=True)
+    saver.abandon()
+
+
+@contextmanager
+def writers_that_wait() -> Iterator[None]:
+    """Forks that are begun inside stop themselves before they write; SIGCONT lets them go on."""
+    write = ShardWriter.write
+
+    def wait_and_write(writer: ShardWriter, *args: Any) -> Written:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return write(writer, *args)
+
+    ShardWriter.write = wait_and_write  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ShardWriter.write = write  # type: ignore[method-assign]
+
+
+def children_of(process: int) -> list[int]:
+    told = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(word) for word in told.split()]
+
+
+def state_of(process: int) -> str:
+    """T for stopped."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def save_on_full_disk(root: str, asynchronous: bool) -> str:

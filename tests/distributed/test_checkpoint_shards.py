@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.hydraulis.checkpoint.manifest import Manifest
+from megatron.hydraulis.checkpoint.names import stored_objects, stored_parameters
 from tests.support.checkpoints import (
     NUM_STEPS,
     differing_keys,
@@ -110,3 +113,24 @@ def save_then_change(model: SmallModel, root: str) -> None:
     while saver.is_saving:
         saver.poll()
     saver.finish()
+
+
+def test_names_are_the_models_own_whichever_layers_run() -> None:
+    assert pool_of(1).run(compare_names) == [None]
+
+
+def compare_names() -> None:
+    """On a rank: as of local layers, and all that Transformer Engine's ask for besides."""
+    definition = MODELS["fp32"].definition()
+    others = replace(definition, built_layer_spec=ModuleSpec(module=torch.nn.Identity))
+    assert stored_parameters(others) == stored_parameters(definition)
+    num_layers = definition.transformer.num_layers
+    modules = ["linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"]
+    asked = {
+        f"decoder.layers.{place}._extra_state/shard_{layer}_{num_layers}"
+        for place in (*(f"self_attention.{m}" for m in modules), "mlp.linear_fc1", "mlp.linear_fc2")
+        for layer in range(num_layers)
+    }
+    found = [each.unique_key for each in stored_objects(others)]
+    assert asked | {"decoder.final_layernorm._extra_state/shard_0_1"} <= set(found)
+    assert len(found) == len(set(found))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron.hydraulis.checkpoint.inspection import inspect_folder
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.forward_step import make_forward_step
@@ -59,6 +60,9 @@ def test_a_running_megatron_job_goes_on_here(tp: int, pp: int, tmp_path: Path) -
     losses = on_plain_ranks(
         4, train_and_save, tp, pp, str(source), NUM_ITERATIONS, "fully_reshardable"
     )
+    (inspected,) = inspect_folder(source).checkpoints
+    assert (inspected.written_by, inspected.problems) == ("megatron", ())
+    assert inspected.iteration == NUM_ITERATIONS
     expected = whole_tensors(source)
     iterations = range(NUM_ITERATIONS, NUM_ITERATIONS + 2)
     found = pool_of(2).run(go_on, str(source), str(tmp_path / "ours"), "2*tp1", iterations)

@@ -21,9 +21,10 @@ from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
 from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
 from megatron.hydraulis.checkpoint.hugging_face.stored import LAYERS, StoredParameters
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
+from megatron.hydraulis.checkpoint.model_arguments import model_of
 from megatron.hydraulis.checkpoint.names import stored_parameters
+from megatron.hydraulis.checkpoint.reader import read_common_state
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
-from megatron.hydraulis.checkpoint.takeover import model_of
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.loop.checkpointing import _optimizer_entry, _plain_arguments
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
@@ -137,7 +138,7 @@ def test_what_ranks_of_plain_megatron_wrote_is_read_layer_by_layer(tmp_path: Pat
     stored = StoredParameters(source)
     expected = whole_tensors(source)
     assert set(stored.tensors) == {key for key in expected if not key.startswith("optimizer.")}
-    assert stored.common_state()["args"].num_layers == 2
+    assert read_common_state(source)["args"].num_layers == 2
     for key in stored.tensors:
         is_layers = key.startswith(LAYERS)
         for layer in range(2) if is_layers else [None]:

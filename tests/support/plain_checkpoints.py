@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from benchmarks.plain_megatron import PlainMegatronSide
@@ -63,6 +64,7 @@ class PlainMegatron:
         dist.barrier()
         told = self._metadata(sharding_type) | metadata
         state = self._state(told, is_loading=False)
+        state["model"] |= extra_states_of_norms(torch.empty(0, dtype=torch.uint8))
         state |= {
             "args": Namespace(num_layers=2, hidden_size=32, consumed_train_samples=4 * iteration),
             "checkpoint_version": 3.0,
@@ -77,7 +79,9 @@ class PlainMegatron:
         metadata = dist_checkpointing.load_content_metadata(str(folder))
         assert metadata is not None
         metadata["dp_cp_group"] = self.side._groups.dp_cp
-        loaded = dist_checkpointing.load(self._state(metadata, is_loading=True), str(folder))
+        asked = self._state(metadata, is_loading=True) | {"norms": extra_states_of_norms(None)}
+        loaded = dist_checkpointing.load(asked, str(folder))
+        assert len(loaded["norms"]) == 1  # else the load had failed
         self.side._model.module.load_state_dict(loaded["model"])
         (optimizer,) = self.side._optimizer.chained_optimizers
         with _torch_adamw_can_load(optimizer):
@@ -106,6 +110,12 @@ class PlainMegatron:
             state, is_loading=is_loading, metadata=metadata
         )
         return state
+
+
+def extra_states_of_norms(data: torch.Tensor | None) -> dict[str, ShardedObject]:
+    """What norms of Transformer Engine store, and ask for, besides: here only the last one."""
+    key = "decoder.final_layernorm._extra_state"
+    return {key: ShardedObject(key, data, (1,), (0,), replica_id=dist.get_rank())}
 
 
 @contextmanager

@@ -34,11 +34,12 @@ class CheckpointFolder:
 
     root: Path
 
-    def path_of(self, iteration: int) -> Path:
-        """Folder of a complete checkpoint."""
-        return self.root / f"iter_{iteration:07d}"
+    def path_of(self, iteration: int | str) -> Path:
+        """Folder of a complete checkpoint, of an iteration or `RELEASE`."""
+        name = iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
+        return self.root / name
 
-    def path_while_saving(self, iteration: int) -> Path:
+    def path_while_saving(self, iteration: int | str) -> Path:
         """Folder of the same checkpoint until it is complete."""
         return self.root / f"{_SAVING}{self.path_of(iteration).name}"
 
@@ -49,6 +50,13 @@ class CheckpointFolder:
             return ()
         found = (_ITERATION.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir())
         return tuple(sorted(int(match[1]) for match in found if match))
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Folders of all checkpoints: `RELEASE`, then those of iterations in ascending order."""
+        release = self.path_of(RELEASE)
+        first = (release,) if release.is_dir() else ()
+        return (*first, *map(self.path_of, self.iterations))
 
     def latest(self) -> int | str | None:
         """What the file of the latest says: an iteration or `RELEASE`; None where there is none.
@@ -75,7 +83,7 @@ class CheckpointFolder:
             )
         return int(text)
 
-    def begin_saving(self, iteration: int) -> Path:
+    def begin_saving(self, iteration: int | str) -> Path:
         """An empty folder to write into; what an earlier attempt left there goes.
 
         Raises OSError.
@@ -86,7 +94,7 @@ class CheckpointFolder:
         path.mkdir(parents=True)
         return path
 
-    def publish(self, iteration: int) -> Path:
+    def publish(self, iteration: int | str) -> Path:
         """What was written becomes the checkpoint of the iteration, and the latest.
 
         An earlier one of the same iteration is replaced. Raises OSError.
@@ -104,8 +112,8 @@ class CheckpointFolder:
             shutil.rmtree(replaced, ignore_errors=True)
         return path
 
-    def write_latest(self, iteration: int) -> None:
-        """Name the latest checkpoint, at once or not at all. Raises OSError."""
+    def write_latest(self, iteration: int | str) -> None:
+        """Name the latest checkpoint, or `RELEASE`, at once or not at all. Raises OSError."""
         path = self.root / LATEST_FILE_NAME
         unfinished = self.root / f"{_SAVING}{LATEST_FILE_NAME}"
         with unfinished.open("w") as file:
@@ -130,11 +138,20 @@ class CheckpointFolder:
         shutil.rmtree(doomed)
 
     def remove_leftovers(self) -> None:
-        """Delete what interrupted saves and deletions left; nobody else may be saving here."""
-        if self.root.is_dir():
-            for path in self.root.iterdir():
-                if path.is_dir() and path.name.startswith((_SAVING, _DELETING, _REPLACED)):
-                    shutil.rmtree(path, ignore_errors=True)
+        """Delete what interrupted saves and deletions left; nobody else may be saving here.
+
+        A checkpoint that was being replaced, by one that never got its name, gets it back.
+        """
+        if not self.root.is_dir():
+            return
+        for path in self.root.iterdir():
+            if not path.is_dir() or not path.name.startswith((_SAVING, _DELETING, _REPLACED)):
+                continue
+            replaced = self.root / path.name.removeprefix(_REPLACED)
+            if replaced != path and not replaced.exists():
+                path.rename(replaced)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def is_unfinished(path: Path) -> bool:

@@ -4,72 +4,163 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron.hydraulis.checkpoint.inspection import Inspection, inspect_folder
+from rich.console import Console
+from rich.table import Table
+
+from megatron.hydraulis.checkpoint.byte_progress import size_text
+from megatron.hydraulis.data.preprocess_command import import_megatron_quietly
+
+if TYPE_CHECKING:
+    from megatron.hydraulis.checkpoint.inspection import FolderInspection, Inspection
+
+__all__ = ["add_arguments", "run"]
 
 EXIT_INCOMPLETE = 1
-_BYTES_PER_MB = 1e6
+_WIDTH = 100
+"""Columns where the output is no terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the subcommand."""
-    parser.add_argument("folder", type=Path, help="of checkpoints, or of one (iter_…)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="folder of checkpoints, as --save names it, or of a single one (iter_…, release); of "
+        "this program or of plain Megatron",
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
         help="compare sizes only, not checksums, for which every byte is read",
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    parser.epilog = "The exit status is 1 where anything is damaged or incomplete."
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Print what is there; 1 unless every checkpoint is complete. Raises CheckpointError."""
-    inspections, latest = inspect_folder(namespace.folder, checks_content=not namespace.quick)
+    import_megatron_quietly()
+    from megatron.hydraulis.checkpoint.inspection import inspect_folder
+
+    found = inspect_folder(namespace.folder, checks_content=not namespace.quick)
     if namespace.json:
-        content = {"latest": latest, "checkpoints": [each.to_json() for each in inspections]}
-        print(json.dumps(content, indent=1))
+        print(json.dumps(found.to_json(), indent=1))
     else:
-        for inspection in inspections:
-            print("\n".join(_lines(inspection, with_tensors=namespace.tensors)))
-        if latest:
-            print(f"latest: {latest}")
-    return 0 if all(each.is_complete for each in inspections) else EXIT_INCOMPLETE
+        _print(found, with_tensors=namespace.tensors)
+    return 0 if found.is_complete else EXIT_INCOMPLETE
 
 
-def _lines(inspection: Inspection, *, with_tensors: bool) -> list[str]:
-    said = "complete" if inspection.is_complete else "NOT COMPLETE"
-    if inspection.is_complete and inspection.written_by == "hydraulis":
-        said += ", checksums right" if inspection.checks_content else ", sizes right"
-    if inspection.is_complete and inspection.written_by == "megatron":
-        said += " by upstream's marks; it has no checksums of ours"
-    lines = [f"{inspection.path}: {said}"]
-    lines += [f"  {problem}" for problem in inspection.problems]
-    if inspection.iteration is not None:
-        writer = "" if inspection.num_ranks is None else f" by {inspection.num_ranks} ranks"
-        size = (inspection.num_bytes or 0) / _BYTES_PER_MB
-        lines.append(
-            f"  iteration {inspection.iteration}, written by {inspection.written_by}{writer}, "
-            f"{size:.1f} MB"
-        )
-    if inspection.tensors:
-        optimizer = "with" if inspection.has_optimizer else "without"
-        lines.append(
-            f"  {inspection.num_parameters:,} parameters in {len(inspection.tensors)} tensors, "
-            f"{optimizer} optimizer state"
-        )
-    if inspection.model:
-        lines.append("  model " + ", ".join(f"{k} {v}" for k, v in inspection.model.items()))
-    pool = inspection.state.get("planner", {}).get("pool", {})
-    if pool:
-        lines.append("  pool " + "; ".join(dict.fromkeys(pool.values())))
-    if "consumed_train_samples" in inspection.state:
-        lines.append(f"  {inspection.state['consumed_train_samples']:,} sequences consumed")
+def _print(found: FolderInspection, *, with_tensors: bool) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, soft_wrap=True, width=_WIDTH)
+    if found.is_single:
+        console.print(f"{found.path}: {_verdict(found.checkpoints[0])}")
+    else:
+        num = len(found.checkpoints)
+        what = "1 checkpoint" if num == 1 else f"{num} checkpoints"
+        console.print(f"{found.path}: {what}, latest: {found.latest or 'none'}")
+        console.print(_table(found), soft_wrap=False)
+    for problem in found.problems:
+        console.print(f"  {problem}")
+    for each in found.checkpoints:
+        for problem in each.problems if not each.is_under_way else ():
+            # A path in front of it is the folder's own, told already.
+            told = problem.removeprefix(f"{each.path}: ").removeprefix(f"{each.path}/")
+            console.print(f"  {told}" if found.is_single else f"  {each.path.name}: {told}")
+    newest = next((each for each in reversed(found.checkpoints) if each.tensors), None)
+    if newest is not None:
+        if not found.is_single:
+            console.print(f"{newest.path.name}:")
+        console.print(_facts(newest), soft_wrap=False)
     if with_tensors:
-        lines += [
-            f"  {key} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} "
-            f"in {tensor.num_chunks} chunks"
-            for key, tensor in sorted(inspection.tensors.items())
-        ]
-    return lines
+        for each in found.checkpoints:
+            if each.tensors:
+                console.print(_tensors(each), soft_wrap=False)
+
+
+def _verdict(each: Inspection) -> str:
+    if each.is_under_way:
+        return "not finished: under way or interrupted"
+    if not each.is_complete:
+        return "DAMAGED OR INCOMPLETE"
+    if each.written_by == "megatron":
+        return "complete by Megatron's own metadata (it has no checksums)"
+    return "complete, checksums right" if each.checks_content else "complete, sizes right"
+
+
+def _table(found: FolderInspection) -> Table:
+    """A row a checkpoint."""
+    table = Table()
+    table.add_column("checkpoint")
+    table.add_column("state")
+    for column in ("sequences", "ranks", "size"):
+        table.add_column(column, justify="right")
+    for each in found.checkpoints:
+        ranks = "" if each.num_ranks is None else str(each.num_ranks)
+        consumed = each.num_consumed_sequences
+        table.add_row(
+            each.path.name,
+            _verdict(each),
+            "" if consumed is None else f"{consumed:,}",
+            ranks,
+            "" if each.num_bytes is None else size_text(each.num_bytes),
+        )
+    return table
+
+
+def _facts(each: Inspection) -> Table:
+    """What is in one, a line each."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in _lines(each):
+        table.add_row(f"  {name}", value)
+    return table
+
+
+def _lines(each: Inspection) -> Iterator[tuple[str, str]]:
+    writer = "this program" if each.written_by == "hydraulis" else "plain Megatron"
+    ranks = "" if each.num_ranks is None else f", {each.num_ranks} ranks"
+    yield "written by", writer + ranks
+    if each.iteration is not None:
+        yield "iteration", f"{each.iteration:,}"
+    if each.num_consumed_sequences is not None:
+        yield "consumed", f"{each.num_consumed_sequences:,} sequences"
+    if each.num_bytes is not None:
+        yield "size", size_text(each.num_bytes)
+    parameters = each.parameters
+    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in parameters.values()})
+    yield (
+        "parameters",
+        f"{each.num_parameters:,} in {len(parameters)} tensors, {' and '.join(dtypes)}",
+    )
+    if each.has_resumable_optimizer:
+        yield "optimizer", "fp32 master and moments, for any layout of ranks"
+    else:
+        yield "optimizer", "in a form of its ranks' layout" if each.has_optimizer else "none"
+    if each.pool:
+        yield "pool", "; ".join(each.pool)
+    told = ", ".join(f"{name} {value}" for name, value in each.model.items() if value is not None)
+    if told:
+        yield "model", told
+
+
+def _tensors(each: Inspection) -> Table:
+    """All of a checkpoint's."""
+    table = Table(title=each.path.name, title_justify="left")
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape")
+    table.add_column("dtype")
+    table.add_column("chunks", justify="right")
+    for key, tensor in sorted(each.tensors.items()):
+        shape = " × ".join(map(str, tensor.shape))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        table.add_row(key, shape, dtype, str(tensor.num_chunks))
+    return table

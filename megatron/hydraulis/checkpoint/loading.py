@@ -14,8 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 
-from megatron.hydraulis.checkpoint.folder import RELEASE, CheckpointFolder
+from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
 from megatron.hydraulis.checkpoint.manifest import MANIFEST_NAME, Manifest
+from megatron.hydraulis.checkpoint.model_arguments import model_differences
 from megatron.hydraulis.checkpoint.names import StoredParameter, stored_parameters
 from megatron.hydraulis.checkpoint.reader import (
     StoredTensor,
@@ -78,15 +79,20 @@ def find_checkpoints(
                 if not with_earlier:
                     raise
         if latest == RELEASE:
-            return [folder.root / RELEASE]
+            return [folder.path_of(RELEASE)]
         there = folder.iterations
+        if latest is None and folder.paths and not (there and with_earlier):
+            newest = folder.paths[-1].name
+            fix = (
+                f"give --ckpt-step {there[-1]}, or --load-fallback for the last good one"
+                if there
+                else f"write {newest} into {LATEST_FILE_NAME}"
+            )
+            raise CheckpointError(
+                f"{folder.root}: holds {len(folder.paths)} checkpoints, the newest {newest}, but "
+                f"no file that names the latest; {fix}"
+            )
         if latest is None:
-            if there and not with_earlier:
-                raise CheckpointError(
-                    f"{folder.root}: holds {len(there)} checkpoints, the newest of iteration "
-                    f"{there[-1]}, but no file that names the latest; give --ckpt-step "
-                    f"{there[-1]}, or --load-fallback for the last good one"
-                )
             return [folder.path_of(i) for i in reversed(there)]
         assert isinstance(latest, int)
         if latest not in there and not with_earlier:
@@ -208,11 +214,7 @@ def _check_files(path: Path, manifest: Manifest) -> None:
 
 
 def _check_model(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    differences = [
-        f"{name} is {saved[name]} there and {value} here"
-        for name, value in here.items()
-        if name in saved and saved[name] != value
-    ]
+    differences = model_differences(saved, here)
     if differences:
         raise ConfigurationError(
             f"{path} is of another model: {_listed(differences)}; give the flags of the run that "

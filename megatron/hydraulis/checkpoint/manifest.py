@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,15 +141,32 @@ class Manifest:
         )
 
     def problems(
-        self, folder: Path, *, share: int = 0, num_shares: int = 1, checks_content: bool = True
+        self,
+        folder: Path,
+        *,
+        share: int = 0,
+        num_shares: int = 1,
+        checks_content: bool = True,
+        advance: Callable[[int], None] | None = None,
     ) -> list[str]:
-        """What is wrong with the files; each of ``num_shares`` callers reads its own part."""
+        """What is wrong with the files.
+
+        Args:
+            folder: of the checkpoint.
+            share: which part of the files is looked at, of ``num_shares``.
+            num_shares: callers that share them out.
+            checks_content: compare checksums too, not sizes alone.
+            advance: told bytes of files that are done.
+        """
         sizes = {name: record.num_bytes for name, record in self.files.items()}
-        mine = share_of_files(sizes, share, num_shares)
-        found = (
-            self.files[name].problem(folder / name, checks_content=checks_content) for name in mine
-        )
-        return [problem for problem in found if problem is not None]
+        problems = []
+        for name in share_of_files(sizes, share, num_shares):
+            problem = self.files[name].problem(folder / name, checks_content=checks_content)
+            if problem is not None:
+                problems.append(problem)
+            if advance is not None:
+                advance(sizes[name])
+        return problems
 
 
 def share_of_files(sizes: Mapping[str, int], share: int, num_shares: int) -> list[str]:

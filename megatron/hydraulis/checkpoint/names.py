@@ -35,6 +35,8 @@ __all__ = [
 
 WRITTEN_HERE = "hydraulis"
 """Marks a checkpoint of ours where upstream describes its content."""
+_NORM = "layernorm.weight"
+"""Ends the keys of norms that stand by themselves, not fused with a linear layer."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,33 @@ def stored_parameters(
 
 
 def stored_objects(definition: ModelDefinition) -> list[ShardedObject]:
-    """What upstream stores of the model beside parameters, and asks for: extra states."""
+    """What upstream stores of the model beside parameters, and asks for: extra states.
+
+    Those of norms too, which only Transformer Engine's have, so that a model of its layers finds
+    all that it asks for. Ours are None, which its modules take for nothing to set.
+    """
     _, state = _whole_model(definition)
-    return [leaf for leaf in _leaves(state, ShardedObject) if is_main_replica(leaf.replica_id)]
+    found = [leaf for leaf in _leaves(state, ShardedObject) if is_main_replica(leaf.replica_id)]
+    norms = {
+        _extra_state_of_norm(leaf)
+        for leaf in _leaves(state, ShardedTensor)
+        if leaf.key.endswith(_NORM)
+    }
+    known = {each.unique_key for each in found}
+    return found + [
+        ShardedObject(key, None, shape, offset)
+        for key, shape, offset in sorted(norms)
+        if ShardedObject(key, None, shape, offset).unique_key not in known
+    ]
+
+
+def _extra_state_of_norm(weight: ShardedTensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Key, global shape and offset: upstream shares it out along the axes of layers alone."""
+    axes = weight.prepend_axis_num
+    key = weight.key.removesuffix("weight") + "_extra_state"
+    if not axes:
+        return key, (1,), (0,)
+    return key, tuple(weight.global_shape[:axes]), tuple(weight.global_offset[:axes])
 
 
 def _whole_model(

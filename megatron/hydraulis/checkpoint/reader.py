@@ -9,13 +9,15 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     TorchDistLoadShardedStrategy,
@@ -24,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.safe_globals import SAFE_GLOBALS
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -33,11 +35,20 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from megatron.hydraulis.errors import CheckpointError
 
-__all__ = ["CheckedReader", "StoredTensor", "load_into", "read_object", "stored_tensors"]
+__all__ = [
+    "CheckedReader",
+    "StoredTensor",
+    "load_into",
+    "needed_bytes",
+    "read_common_state",
+    "read_object",
+    "stored_tensors",
+    "unique_key",
+]
 
 METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 4 << 30
@@ -119,6 +130,8 @@ class CheckedReader(FileSystemReader):
             and all(
                 isinstance(index, MetadataIndex)
                 and isinstance(info, _StorageInfo)
+                and isinstance(info.offset, int)
+                and isinstance(info.length, int)
                 and isinstance(info.relative_path, str)
                 and Path(info.relative_path).name == info.relative_path
                 for index, info in metadata.storage_data.items()
@@ -139,12 +152,22 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _WeightsOnlyPlanner(MCoreLoadPlanner):
-    """Upstream's, which would unpickle objects as they come."""
+class _TensorsOnlyPlanner(MCoreLoadPlanner):
+    """Upstream's, which would unpickle an object that stands where a tensor is wanted."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        with torch.serialization.safe_globals([*SAFE_GLOBALS, *_numpy_dtypes()]):
-            self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        raise CheckpointError(f"{read_item.dest_index.fqn} must be a tensor but is an object")
+
+
+class _ObjectPlanner(DefaultLoadPlanner):
+    """Reads one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: Any = None
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.loaded = _plain_object(value)
 
 
 class CheckedLoadStrategy(TorchDistLoadShardedStrategy):
@@ -156,7 +179,7 @@ class CheckedLoadStrategy(TorchDistLoadShardedStrategy):
         """Fill the sharded tensors' data in place.
 
         Returns:
-            Objects by their unique key.
+            What was asked for, as torch has it.
         """
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         tensors = [t for parts in by_key.values() for t in parts if isinstance(t, ShardedTensor)]
@@ -164,7 +187,7 @@ class CheckedLoadStrategy(TorchDistLoadShardedStrategy):
         checkpoint.load(
             wanted,
             CheckedReader(checkpoint_dir),
-            planner=_WeightsOnlyPlanner(
+            planner=_TensorsOnlyPlanner(
                 shapes_validation_sharded_tensors=tensors,
                 flatten_state_dict=False,
                 flatten_sharded_tensors=False,
@@ -175,23 +198,55 @@ class CheckedLoadStrategy(TorchDistLoadShardedStrategy):
 
 
 def load_into(state: Mapping[str, Any], folder: Path) -> None:
-    """Fill sharded tensors with what a checkpoint has of them.
+    """Fill sharded tensors with what a checkpoint has of them. Needs a process group.
 
     Raises CheckpointError.
     """
-    _load(dict(state), folder)
+    with _reading(folder):
+        CheckedLoadStrategy().load(dict(state), folder)
 
 
 def read_object(folder: Path, key: str, num_axes: int = 1) -> Any:
     """An object of the checkpoint, not shared out along any axis; None where it has none.
 
-    Raises CheckpointError.
+    Needs no process group. Raises CheckpointError.
     """
-    wanted = ShardedObject(key, None, (1,) * num_axes, (0,) * num_axes)
-    unique = wanted.unique_key
-    if unique not in CheckedReader(folder).read_metadata().state_dict_metadata:
+    unique = unique_key(key, num_axes)
+    reader = CheckedReader(folder)
+    metadata = reader.read_metadata()
+    if unique not in metadata.state_dict_metadata:
         return None
-    return _load({key: wanted}, folder)[unique][0]
+    index, nothing, planner = MetadataIndex(unique), torch.Size([0]), _ObjectPlanner()
+    item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+    with _reading(folder):
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        reader.read_data(LoadPlan([item]), planner).wait()
+        return planner.loaded[0]
+
+
+def read_common_state(folder: Path) -> Mapping[str, Any]:
+    """Upstream's entries beside tensors, also as its earlier versions stored them.
+
+    Needs no process group. Raises CheckpointError.
+    """
+    earlier = folder / COMMON_STATE_FNAME
+    if earlier.is_file():
+        with _reading(earlier), earlier.open("rb") as file:
+            common = _plain_object(file)
+    else:
+        common = read_object(folder, "common_state")
+    if not isinstance(common, dict):
+        raise CheckpointError(
+            f"{folder}: the state beside the tensors must be a dict but is "
+            f"{type(common).__name__}; load another checkpoint"
+        )
+    return common
+
+
+def unique_key(key: str, num_axes: int = 1) -> str:
+    """How upstream calls an object in the checkpoint that is not shared out along any axis."""
+    found: str = ShardedObject(key, None, (1,) * num_axes, (0,) * num_axes).unique_key
+    return found
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -215,20 +270,40 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+def needed_bytes(folder: Path) -> dict[str, int]:
+    """Bytes that each file of a checkpoint must have at least, by its metadata.
+
+    Raises CheckpointError.
+    """
+    needed: dict[str, int] = {}
+    for info in CheckedReader(folder).read_metadata().storage_data.values():
+        end = info.offset + info.length
+        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+    return needed
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Make CheckpointError of whatever damaged files raise, from KeyError to AssertionError."""
     try:
-        return CheckedLoadStrategy().load(state, folder)
+        yield
     except CheckpointError:
         raise
-    except Exception as error:  # damaged files raise anything, from KeyError to AssertionError
+    except Exception as error:
         cause: BaseException = error
         if isinstance(error, checkpoint.CheckpointException) and error.failures:
             failure = next(iter(error.failures.values()))
             cause = failure[0] if isinstance(failure, tuple) else failure
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
         raise CheckpointError(
-            f"{folder}: cannot be read: {reason}; load another checkpoint"
+            f"{path}: cannot be read: {reason}; load another checkpoint"
         ) from error
+
+
+def _plain_object(file: IO[bytes]) -> Any:
+    """What was pickled of plain data and the few types that upstream stores."""
+    with torch.serialization.safe_globals([*SAFE_GLOBALS, *_numpy_dtypes()]):
+        return torch.load(file, weights_only=True, map_location="cpu")
 
 
 def _numpy_dtypes() -> list[Any]:

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.safe_globals import SAFE_GLOBALS
-
+from megatron.hydraulis.checkpoint.model_arguments import model_of
 from megatron.hydraulis.checkpoint.names import WRITTEN_HERE
-from megatron.hydraulis.checkpoint.reader import read_object
+from megatron.hydraulis.checkpoint.reader import read_common_state
 from megatron.hydraulis.checkpoint.tensors import MASTER
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 
-__all__ = ["MODEL_ARGUMENTS", "UpstreamState", "master_prefix", "model_of", "upstream_state"]
-
-MODEL_ARGUMENTS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "swiglu",
-    "normalization",
-    "norm_epsilon",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-)
-"""Attributes of upstream's arguments that make another model of the same tensors, or other tensors;
-a run must have those of the checkpoint that it loads."""
+__all__ = ["UpstreamState", "master_prefix", "upstream_state"]
 
 
 @dataclass(frozen=True)
@@ -56,15 +32,7 @@ class UpstreamState:
     sharding_type: str | None
     """Of the optimizer state; None where the checkpoint does not tell."""
     model: Mapping[str, Any]
-    """As far as its arguments are stored; see `MODEL_ARGUMENTS`."""
-
-
-def model_of(args: Any) -> dict[str, Any]:
-    """What makes the model, of upstream's arguments."""
-    present = {name: getattr(args, name) for name in MODEL_ARGUMENTS if hasattr(args, name)}
-    if not getattr(args, "group_query_attention", True):
-        present["num_query_groups"] = args.num_attention_heads
-    return present
+    """As far as its arguments are stored; see `model_of`."""
 
 
 def upstream_state(path: Path) -> UpstreamState:
@@ -72,13 +40,13 @@ def upstream_state(path: Path) -> UpstreamState:
 
     Raises CheckpointError.
     """
-    common = _common_state(path)
-    if not isinstance(common, dict):
-        raise CheckpointError(
-            f"{path}: the state beside the tensors must be a dict but is "
-            f"{type(common).__name__}; load another checkpoint"
-        )
+    common = read_common_state(path)
     args = common.get("args")
+    if args is not None and not isinstance(args, Namespace):
+        raise CheckpointError(
+            f"{path}: args must be upstream's arguments but is {type(args).__name__}; load another "
+            "checkpoint"
+        )
     optimizer = common.get("optimizer")
     metadata = common.get("content_metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
@@ -115,19 +83,6 @@ def master_prefix(path: Path, keys: Collection[str], upstream: UpstreamState) ->
         f"of ranks that wrote it can read; let Megatron save once with "
         "--dist-ckpt-optim-fully-reshardable, or take the weights alone by --finetune"
     )
-
-
-def _common_state(path: Path) -> Any:
-    if not (path / COMMON_STATE_FNAME).is_file():
-        return read_object(path, "common_state")
-    try:
-        with torch.serialization.safe_globals(SAFE_GLOBALS):
-            return torch.load(path / COMMON_STATE_FNAME, weights_only=True, map_location="cpu")
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(
-            f"{path / COMMON_STATE_FNAME}: cannot be read: {' '.join(str(error).split())[:300]}; "
-            "load another checkpoint"
-        ) from error
 
 
 def _num_steps(path: Path, optimizer: Any, iteration: int) -> int:

@@ -30,9 +30,9 @@ from megatron.hydraulis.checkpoint.loading import (
     load_first_whole,
     read_rng_state,
 )
+from megatron.hydraulis.checkpoint.model_arguments import model_of
 from megatron.hydraulis.checkpoint.names import sharding_metadata, stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
-from megatron.hydraulis.checkpoint.takeover import model_of
 from megatron.hydraulis.description import describe
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.loop.model_container import ModelContainer
@@ -198,12 +198,12 @@ class RunCheckpoints:
         if save is None:
             return
         folder = CheckpointFolder(Path(save))
-        there = folder.iterations
+        there = folder.paths
         if there and load is None:
             raise ConfigurationError(
-                f"--save {save} holds checkpoints, the newest of iteration {there[-1]}, but "
-                f"without --load the run starts from iteration 1 and would replace them; add "
-                f"--load {save} to go on, or name another folder"
+                f"--save {save} holds checkpoints, the newest {there[-1].name}, but without --load "
+                f"the run starts from iteration 1 and would replace them; add --load {save} to go "
+                "on, or name another folder"
             )
         if dist.get_rank() == 0:
             folder.remove_leftovers()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.loop.entry import EXIT_STATUS_OF_ERROR
 from tests.support.checkpoints import whole_tensors
@@ -130,6 +131,21 @@ def test_other_ranks_go_on_with_the_same_sequences(
     assert f"written by {NUM_RANKS} ranks, now {num_ranks} go on" in run.outcome.stdout
 
 
+def test_inspection_tells_of_a_run(
+    uninterrupted: Run, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect-checkpoint", str(saved)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for fact in (
+        "2 checkpoints, latest: iter_0000004",
+        f"{NUM_RANKS} ranks",
+        f"consumed {uninterrupted.records[-1].consumed_samples} sequences",
+        "pool 4*tp1; tp2+pp2",
+        "num_attention_heads 4",
+    ):
+        assert fact in told
+
+
 def test_the_first_start_says_that_it_begins_from_scratch(uninterrupted: Run, saved: Path) -> None:
     line = f"warning: there is no checkpoint in {saved} yet: training starts from scratch"
     assert line in uninterrupted.outcome.stdout
@@ -142,7 +158,7 @@ REFUSED = {
     "another schedule": ("--load {saved} --ckpt-step 2 --lr 0.5", "learning rate"),
     "another seed": ("--load {saved} --ckpt-step 2 --seed 5", "resume with --seed"),
     "no such iteration": ("--load {saved} --ckpt-step 3", "no checkpoint of iteration 3"),
-    "another model": ("--load {saved} --num-attention-heads 2", "num_attention_heads is 4 there"),
+    "another model": ("--load {saved} --norm-epsilon 0.1", "layernorm_epsilon is 1e-05 there"),
 }
 
 

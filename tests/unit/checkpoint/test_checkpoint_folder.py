@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, CheckpointFolder
+from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
 from megatron.hydraulis.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -48,6 +48,24 @@ def test_an_earlier_attempt_leaves_nothing_in_a_save(folder: CheckpointFolder) -
     assert list(folder.begin_saving(3).iterdir()) == []
     folder.remove_leftovers()
     assert list(folder.root.iterdir()) == []
+
+
+def test_a_crash_while_one_is_replaced_leaves_it(folder: CheckpointFolder) -> None:
+    save(folder, 3, "old")
+    (folder.begin_saving(3) / "file").write_text("new")
+    folder.path_of(3).rename(folder.root / ".replaced-iter_0000003")  # and then it died
+    folder.remove_leftovers()
+    assert (folder.path_of(folder.latest() or 0) / "file").read_text() == "old"
+    assert sorted(p.name for p in folder.root.iterdir()) == ["iter_0000003", LATEST_FILE_NAME]
+
+
+def test_a_release_has_no_iteration(folder: CheckpointFolder) -> None:
+    (folder.begin_saving(RELEASE) / "file").write_text("x")
+    folder.publish(RELEASE)
+    assert (folder.latest(), folder.iterations) == (RELEASE, ())
+    save(folder, 3)
+    assert [path.name for path in folder.paths] == [RELEASE, "iter_0000003"]
+    assert folder.surplus(1) == ()
 
 
 def test_the_newest_are_kept_and_none_that_is_newer_than_the_latest(

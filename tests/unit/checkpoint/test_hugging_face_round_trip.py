@@ -12,12 +12,9 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.exporting import export_checkpoint
 from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
-from megatron.hydraulis.checkpoint.hugging_face.stored import (
-    PieceToWrite,
-    StoredParameters,
-    write_parameters,
-)
+from megatron.hydraulis.checkpoint.hugging_face.stored import PieceToWrite, write_parameters
 from megatron.hydraulis.checkpoint.manifest import Manifest
+from megatron.hydraulis.checkpoint.reader import read_common_state
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from tests.support.checkpoints import whole_tensors
 from tests.support.huggingface_folders import (
@@ -107,10 +104,9 @@ def test_a_folder_of_several_files(tmp_path: Path) -> None:
 def test_a_checkpoint_with_tensors_for_every_layer(tmp_path: Path) -> None:
     """As upstream writes layers that are not alike."""
     source = make_folder(tmp_path / "hf", "qwen3")
-    import_folder(source, tmp_path / "mega")
-    stored = StoredParameters(tmp_path / "mega" / "release")
+    path = import_folder(source, tmp_path / "mega").path
     tensors = {}
-    for key, tensor in whole_tensors(tmp_path / "mega" / "release").items():
+    for key, tensor in whole_tensors(path).items():
         if key.startswith("decoder.layers."):
             for layer in range(3):
                 tensors[key.replace("layers.", f"layers.{layer}.")] = tensor[layer]
@@ -124,7 +120,7 @@ def test_a_checkpoint_with_tensors_for_every_layer(tmp_path: Path) -> None:
         pieces,
         torch.float32,
         lambda i: tensors[pieces[i].key].clone(),
-        stored.common_state(),
+        read_common_state(path),
     )
     export_checkpoint(apart, tmp_path / "back", max_file_bytes=1 << 30)
     assert_same_tensors(tensors_of(source), tensors_of(tmp_path / "back"))

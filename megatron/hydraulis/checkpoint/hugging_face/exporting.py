@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 
-from megatron.hydraulis.checkpoint.folder import RELEASE, CheckpointFolder, is_unfinished
+from megatron.hydraulis.checkpoint.byte_progress import ByteProgress
+from megatron.hydraulis.checkpoint.folder import CheckpointFolder, is_unfinished
 from megatron.hydraulis.checkpoint.hugging_face.companions import Companions
 from megatron.hydraulis.checkpoint.hugging_face.config_json import CONFIG_NAME, config_of
 from megatron.hydraulis.checkpoint.hugging_face.model import (
     HuggingFaceModel,
     model_from_arguments,
 )
-from megatron.hydraulis.checkpoint.hugging_face.new_folder import ByteProgress, new_folder
+from megatron.hydraulis.checkpoint.hugging_face.new_folder import new_folder
 from megatron.hydraulis.checkpoint.hugging_face.safetensors_files import (
     TensorToWrite,
     write_safetensors,
@@ -34,6 +35,7 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     tensor_rows,
 )
 from megatron.hydraulis.checkpoint.manifest import MANIFEST_NAME, Manifest
+from megatron.hydraulis.checkpoint.reader import read_common_state
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Exported", "export_checkpoint"]
@@ -81,7 +83,7 @@ def export_checkpoint(
     if manifest is not None:
         _check_files(path, manifest, checks_content=checks_content)
     parameters = StoredParameters(path)
-    arguments = _arguments(path, parameters)
+    arguments = _arguments(path)
     model = model_from_arguments(
         arguments, str(path), vocab_size=_vocab_size(path, vocab_size, manifest, arguments)
     )
@@ -149,7 +151,7 @@ def _checkpoint_path(source: Path) -> Path:
             f"{source}: must be a checkpoint of the format torch_dist, or a folder of checkpoints, "
             f"but has neither {CONFIG_FNAME} nor a file that names the latest; correct the path"
         )
-    path = source / RELEASE if latest == RELEASE else folder.path_of(int(latest))
+    path = folder.path_of(latest)
     if not path.is_dir() or not _is_checkpoint(path):
         raise CheckpointError(
             f"{source}: the latest checkpoint is {path.name} but that is not there, or not in the "
@@ -171,21 +173,16 @@ def _manifest(path: Path) -> Manifest | None:
 
 
 def _check_files(path: Path, manifest: Manifest, *, checks_content: bool) -> None:
-    problems = []
     what = "checksums" if checks_content else "sizes"
     with ByteProgress(what, manifest.num_bytes) as progress:
-        for name, record in sorted(manifest.files.items()):
-            problem = record.problem(path / name, checks_content=checks_content)
-            if problem is not None:
-                problems.append(problem)
-            progress.advance(record.num_bytes)
+        problems = manifest.problems(path, checks_content=checks_content, advance=progress.advance)
     if problems:
         raise CheckpointError(f"{path}: {_listed(problems)}; export another checkpoint")
 
 
-def _arguments(path: Path, parameters: StoredParameters) -> Mapping[str, Any]:
+def _arguments(path: Path) -> Mapping[str, Any]:
     """Upstream's arguments as the checkpoint stores them."""
-    arguments = parameters.common_state().get("args")
+    arguments = read_common_state(path).get("args")
     if not isinstance(arguments, Namespace):
         raise CheckpointError(
             f"{path}: the arguments of the run, which say what the model is, must be stored in the "

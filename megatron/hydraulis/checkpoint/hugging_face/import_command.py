@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from megatron.hydraulis.checkpoint.byte_progress import size_text
 from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
-from megatron.hydraulis.checkpoint.hugging_face.new_folder import size_text
 from megatron.hydraulis.data.preprocess_command import import_megatron_quietly
 from megatron.hydraulis.errors import ConfigurationError
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron.hydraulis.checkpoint.byte_progress import ByteProgress
 from megatron.hydraulis.checkpoint.folder import (
     LATEST_FILE_NAME,
     RELEASE,
@@ -16,7 +16,7 @@ from megatron.hydraulis.checkpoint.folder import (
 )
 from megatron.hydraulis.checkpoint.hugging_face.config_json import CONFIG_NAME, model_from_config
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel
-from megatron.hydraulis.checkpoint.hugging_face.new_folder import ByteProgress, new_folder
+from megatron.hydraulis.checkpoint.hugging_face.new_folder import new_folder
 from megatron.hydraulis.checkpoint.hugging_face.safetensors_files import SafetensorsFolder
 from megatron.hydraulis.checkpoint.hugging_face.stored import (
     LAYERS,
@@ -32,8 +32,8 @@ from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     tensor_rows,
 )
 from megatron.hydraulis.checkpoint.manifest import FileRecord, Manifest, files_of, sha256_of
+from megatron.hydraulis.checkpoint.model_arguments import model_of
 from megatron.hydraulis.checkpoint.names import sharding_metadata
-from megatron.hydraulis.checkpoint.takeover import model_of
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import read_json
 
@@ -80,7 +80,7 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Im
     rows = list(tensor_rows(model))
     dtype = _check_tensors(source, files, model, rows)
     folder = CheckpointFolder(output)
-    if folder.latest() is not None or folder.iterations:
+    if folder.latest() is not None or folder.paths:
         raise CheckpointError(
             f"{output}: a model is imported into a folder without checkpoints but there are "
             "some; name another folder"
@@ -88,8 +88,7 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Im
     padded_size = -(-model.vocab_size // vocab_divisor) * vocab_divisor
     pieces, parts = _pieces(model, padded_size, rows)
     num_bytes = sum(torch.Size(piece.sizes).numel() * dtype.itemsize for piece in pieces)
-    path = output / RELEASE
-    while_writing = folder.path_while_saving(0).with_name(f".saving-{RELEASE}")
+    path, while_writing = folder.path_of(RELEASE), folder.path_while_saving(RELEASE)
     with (
         ByteProgress("import-hf", num_bytes) as progress,
         new_folder(path, while_writing, num_bytes) as new,
@@ -104,7 +103,7 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Im
         arguments = _arguments(model, padded_size, dtype)
         write_parameters(new, pieces, dtype, produce, _common(arguments))
         _write_manifest(new, arguments, model, source)
-    _name_latest(output)
+    _name_latest(folder)
     return Imported(path, model, dtype, num_bytes)
 
 
@@ -224,18 +223,13 @@ def _write_manifest(
     ).write(folder)
 
 
-def _name_latest(output: Path) -> None:
-    unfinished = output / f".saving-{LATEST_FILE_NAME}"
+def _name_latest(folder: CheckpointFolder) -> None:
     try:
-        with unfinished.open("w") as file:
-            file.write(RELEASE)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(output / LATEST_FILE_NAME)
+        folder.write_latest(RELEASE)
     except OSError as error:
         raise CheckpointError(
-            f"{output}: {LATEST_FILE_NAME} cannot be written: {error.strerror}; write 'release' "
-            "into it"
+            f"{folder.root}: {LATEST_FILE_NAME} cannot be written: {error.strerror}; write "
+            f"'{RELEASE}' into it"
         ) from error
 
 

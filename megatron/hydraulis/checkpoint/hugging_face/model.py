@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron.hydraulis.checkpoint.model_arguments import NEVER_ON_HERE
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 
@@ -24,30 +25,7 @@ _REQUIRED: Mapping[str, tuple[object, str]] = {
     "rotary_percent": (1.0, "--rotary-percent"),
 }
 """Arguments of upstream that must have one value, and their flags."""
-_MUST_BE_OFF = (
-    "activation_func_clamp_value",
-    "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
-    "attention_output_gate",
-    "experimental_attention_variant",
-    "glu_linear_offset",
-    "heterogeneous_layers_config_encoded_json",
-    "heterogeneous_layers_config_path",
-    "layernorm_zero_centered_gamma",
-    "linear_attention_freq",
-    "mtp_num_layers",
-    "multi_latent_attention",
-    "no_rope_freq",
-    "num_experts",
-    "qk_l2_norm",
-    "quick_geglu",
-    "rotary_interleaved",
-    "softmax_scale",
-    "spec",
-    "squared_relu",
-    "use_mup",
-    "window_size",
-)
+_MUST_BE_OFF = (*NEVER_ON_HERE, "rotary_interleaved", "spec")
 """Arguments of upstream that make another computation unless they are false, empty or absent."""
 
 

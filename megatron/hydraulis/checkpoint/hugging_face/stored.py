@@ -12,9 +12,6 @@ from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.safe_globals import SAFE_GLOBALS
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -24,9 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
     LoadPlan,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -37,7 +32,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron.hydraulis.checkpoint.reader import CheckedReader, StoredTensor, stored_tensors
+from megatron.hydraulis.checkpoint.reader import (
+    CheckedReader,
+    StoredTensor,
+    stored_tensors,
+    unique_key,
+)
 from megatron.hydraulis.errors import CheckpointError
 
 __all__ = ["LAYERS", "PieceToWrite", "StoredParameters", "write_parameters"]
@@ -45,7 +45,7 @@ __all__ = ["LAYERS", "PieceToWrite", "StoredParameters", "write_parameters"]
 LAYERS = "decoder.layers."
 _FILE_NAME = "__0_0.distcp"
 """As torch calls the first file of rank 0."""
-_COMMON_KEY = ShardedObject("common_state", None, (1,), (0,)).unique_key
+_COMMON_KEY = unique_key("common_state")
 """Upstream's, of what it stores beside tensors, in a list of one."""
 
 
@@ -98,36 +98,11 @@ class StoredParameters:
         try:
             self._reader.read_data(LoadPlan(items), _IntoTensor(destination)).wait()
         except Exception as error:  # damaged files raise anything
-            raise self._unreadable(stored_key, error) from error
+            raise CheckpointError(
+                f"{self._folder}: {stored_key} cannot be read: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}; load another checkpoint"
+            ) from error
         return destination[0] if has_axis else destination
-
-    def common_state(self) -> Mapping[str, Any]:
-        """Upstream's entries beside tensors; empty where there are none. Raises CheckpointError."""
-        legacy = self._folder / COMMON_STATE_FNAME
-        if not legacy.is_file() and _COMMON_KEY not in self._metadata.state_dict_metadata:
-            return {}
-        try:
-            with torch.serialization.safe_globals(SAFE_GLOBALS):
-                if legacy.is_file():
-                    common = torch.load(legacy, weights_only=True, map_location="cpu")
-                else:
-                    index = MetadataIndex(_COMMON_KEY)
-                    nothing = torch.Size([0])
-                    item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-                    planner = _IntoTensor(torch.empty(0))
-                    self._reader.read_data(LoadPlan([item]), planner).wait()
-                    common = planner.loaded[0]
-            if not isinstance(common, dict):
-                raise TypeError(f"it is {type(common).__name__} instead of dict")
-        except Exception as error:  # damaged files raise anything
-            raise self._unreadable("the state beside tensors", error) from error
-        return common
-
-    def _unreadable(self, what: str, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"{self._folder}: {what} cannot be read: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}; load another checkpoint"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,19 +162,14 @@ def write_parameters(
 
 
 class _IntoTensor(DefaultLoadPlanner):
-    """Whatever is read goes into one tensor; an object is read without unpickling classes."""
+    """Whatever is read goes into one tensor."""
 
     def __init__(self, destination: torch.Tensor) -> None:
         super().__init__()
         self._destination = destination
-        self.loaded: Any = None
-        """An object that was read instead."""
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self._destination
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.loaded = torch.load(value, weights_only=True)
 
 
 class _LazyPlanner(DefaultSavePlanner):

@@ -1,0 +1,221 @@
+"""`inspect-checkpoint`: what it tells of whole, damaged, foreign and absent checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, CheckpointFolder
+from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
+from megatron.hydraulis.checkpoint.hugging_face.stored import PieceToWrite, write_parameters
+from megatron.hydraulis.checkpoint.manifest import FileRecord, Manifest, files_of, sha256_of
+from tests.support.huggingface_folders import changed_file, make_folder
+
+NUM_PARAMETERS = 5 * 8
+STATE = {
+    "consumed_train_samples": 1234,
+    "planner": {"pool": {"short": "4*tp1", "long": "tp2+pp2"}},
+}
+
+
+def write_checkpoint(path: Path, iteration: int, *, is_ours: bool = True) -> None:
+    """Of two tensors, as this program or as plain Megatron has it."""
+    path.mkdir(parents=True)
+    shapes = {"decoder.weight": (5, 8), "optimizer.state.param.decoder.weight": (5, 8)}
+    pieces = [PieceToWrite(key, shape, None) for key, shape in shapes.items()]
+    args = Namespace(num_layers=2, consumed_train_samples=99)
+    common: dict[str, Any] = {"iteration": iteration, "args": args}
+    write_parameters(path, pieces, torch.float32, lambda i: torch.ones(pieces[i].shape), common)
+    if is_ours:
+        records = {
+            name: FileRecord((path / name).stat().st_size, sha256_of(path / name))
+            for name in files_of(path)
+        }
+        Manifest(iteration, 4, {"num_layers": 2}, STATE, {}, records).write(path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two checkpoints of ours."""
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    for iteration in (3, 6):
+        write_checkpoint(folder.path_of(iteration), iteration)
+    folder.write_latest(6)
+    return folder.root
+
+
+Tell = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
+    """Runs the command: (exit status, what it printed, on one line)."""
+
+    def run(*words: str | Path) -> tuple[int, str]:
+        status = main(["inspect-checkpoint", *map(str, words)])
+        out, err = capsys.readouterr()
+        return status, " ".join(out.split()) + err
+
+    return run
+
+
+def test_a_folder_of_whole_checkpoints(root: Path, tell: Tell) -> None:
+    status, told = tell(root)
+    assert status == 0
+    assert f"{root}: 2 checkpoints, latest: iter_0000006" in told
+    assert told.count("complete, checksums right") == 2
+    for fact in (
+        "iter_0000006: written by this program, 4 ranks",
+        "consumed 1,234 sequences",
+        f"parameters {NUM_PARAMETERS} in 1 tensors, float32",
+        "fp32 master and moments",
+        "pool 4*tp1; tp2+pp2",
+        "model num_layers 2",
+    ):
+        assert fact in told
+
+
+def test_one_of_them_and_its_tensors(root: Path, tell: Tell) -> None:
+    path = root / "iter_0000003"
+    status, told = tell(path, "--quick", "--tensors")
+    assert status == 0
+    assert f"{path}: complete, sizes right" in told
+    assert "decoder.weight │ 5 × 8 │ float32 │ 1" in told
+
+
+def test_json_is_all_of_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect-checkpoint", str(root), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["complete"], told["latest"]) == (True, "iter_0000006")
+    first, last = told["checkpoints"]
+    assert first["iteration"] == 3
+    assert last["state"] == STATE
+    assert last["num_parameters"] == NUM_PARAMETERS
+    assert last["tensors"]["decoder.weight"] == {
+        "shape": [5, 8],
+        "dtype": "float32",
+        "num_chunks": 1,
+    }
+    assert first["checksums_compared"]
+
+
+def flip(data: bytes) -> bytes:
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def leave_manifest(path: Path) -> None:
+    for file in path.iterdir():
+        if file.name != "hydraulis.json":
+            file.unlink()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped byte": (
+        lambda path: changed_file(path / "__0_0.distcp", flip),
+        "__0_0.distcp is damaged: its SHA-256",
+    ),
+    "missing shard": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "cut shard": (
+        lambda path: changed_file(path / "__0_0.distcp", lambda data: data[:-9]),
+        "__0_0.distcp has",
+    ),
+    "damaged manifest": (
+        lambda path: changed_file(path / "hydraulis.json", lambda d: d.replace(b"1234", b"1235")),
+        "hydraulis.json: its own SHA-256",
+    ),
+    "damaged metadata": (lambda path: changed_file(path / ".metadata", flip), ".metadata"),
+    "manifest alone": (leave_manifest, "__0_0.distcp is missing"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_told_by_file_and_status(case: str, root: Path, tell: Tell) -> None:
+    damage, words = DAMAGE[case]
+    damage(root / "iter_0000006")
+    status, told = tell(root)
+    assert status == 1
+    assert f"iter_0000006: {words}" in told
+    assert told.count("DAMAGED OR INCOMPLETE") == 1
+    assert "complete, checksums right" in told  # the other one
+    path = root / "iter_0000006"
+    assert f"{path}: DAMAGED OR INCOMPLETE {words}" in tell(path)[1]
+
+
+def test_quick_compares_sizes_alone(root: Path, tell: Tell) -> None:
+    changed_file(root / "iter_0000006" / "__0_0.distcp", flip)
+    assert tell(root, "--quick")[0] == 0
+
+
+def test_a_save_under_way_is_shown_and_no_failure(root: Path, tell: Tell) -> None:
+    half = root / ".saving-iter_0000009"
+    shutil.copytree(root / "iter_0000006", half)
+    status, told = tell(root)
+    assert status == 0
+    assert ".saving-iter_0000009 │ not finished" in told
+    assert tell(half)[0] == 1
+
+
+def test_what_is_named_the_latest_must_be_there(root: Path, tell: Tell) -> None:
+    (root / LATEST_FILE_NAME).write_text("9")
+    status, told = tell(root)
+    assert (status, "iter_0000009 is named the latest but is not there" in told) == (1, True)
+    (root / LATEST_FILE_NAME).write_text("nine")
+    status, told = tell(root)
+    assert (status, "must hold the number of an iteration" in told) == (1, True)
+    (root / LATEST_FILE_NAME).unlink()
+    status, told = tell(root)
+    assert (status, "no file names the latest" in told) == (1, True)
+
+
+def test_of_plain_megatron(tmp_path: Path, tell: Tell) -> None:
+    path = tmp_path / "iter_0000007"
+    write_checkpoint(path, 7, is_ours=False)
+    status, told = tell(path)
+    assert status == 0
+    for fact in ("complete by Megatron's own metadata", "iteration 7", "consumed 99 sequences"):
+        assert fact in told
+    changed_file(path / "__0_0.distcp", lambda data: data[:-9])
+    assert "but its tensors need" in tell(path)[1]
+    (path / "__0_0.distcp").unlink()
+    status, told = tell(path)
+    assert (status, "__0_0.distcp is missing" in told) == (1, True)
+    (path / "metadata.json").unlink()
+    assert "metadata.json is missing, which upstream writes last" in tell(path)[1]
+
+
+def test_an_imported_model(tmp_path: Path, tell: Tell) -> None:
+    import_folder(make_folder(tmp_path / "hf", "llama"), tmp_path / "mega")
+    status, told = tell(tmp_path / "mega")
+    assert status == 0
+    assert "1 checkpoint, latest: release" in told
+    assert "optimizer none" in told
+
+
+def test_what_is_no_folder_of_checkpoints(
+    tmp_path: Path, tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name, words in (
+        ("nothing", "there is no such folder"),
+        ("file", "must be a folder but is a file"),
+        ("empty", "holds no checkpoint"),
+    ):
+        status, told = tell(tmp_path / name)
+        assert (status, told.startswith("error: "), words in told) == (2, True, True)
+
+    def refuse(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    status, told = tell(tmp_path / "empty")
+    assert (status, "empty: cannot be read: Permission denied" in told) == (2, True)
