@@ -155,6 +155,10 @@ def _mark(expression: ast.expr) -> str:
     match expression:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return f"⟨{name.strip('_').replace('_', ' ')}⟩"
+        case ast.Call(func=ast.Attribute(value=ast.Name() as changed, attr="replace")):
+            return _mark(changed)
+        case ast.Call(func=ast.Name(id="option_of"), args=[ast.Name() as named]):
+            return f"--{_mark(named)}"
         case _:
             return OF_THE_MOMENT
 
@@ -179,7 +183,9 @@ def texts_of(expression: ast.expr, known: Known) -> list[str]:
             ]
             return _joined(parts)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _joined([texts_of(left, known) or [_mark(left)], texts_of(right, known) or [""]])
+            # Of what is added to a text, a choice that is not known may be nothing at all.
+            added = texts_of(right, known) or [_mark(right).replace(OF_THE_MOMENT, "")]
+            return _joined([texts_of(left, known) or [_mark(left)], added])
         case ast.IfExp(body=body, orelse=other):
             either = texts_of(body, known), texts_of(other, known)
             return [*either[0], *either[1]] if all(either) else []

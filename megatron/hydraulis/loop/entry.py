@@ -76,6 +76,11 @@ from megatron.hydraulis.runtime.spans import SpanRecorder
 EXIT_STATUS_OF_ERROR = 2
 EXIT_STATUS_OF_UNFORESEEN_ERROR = 1
 """That of an uncaught exception in Python."""
+RESTART_COUNTS = {
+    "Slurm has queued this job again": "SLURM_RESTART_COUNT",
+    "torchrun has started the ranks again": "TORCHELASTIC_RESTART_COUNT",
+}
+"""Who starts a run again, and the variable that counts it."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 Corpora = tuple[Corpus | None, Corpus | None, Corpus | None]
@@ -132,7 +137,7 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
         check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count())
         torch.cuda.set_device(args.local_rank)
     if rank == 0:
-        _warn_of_requeue(loads=args.load is not None)
+        _warn_of_restart(save=args.save, loads=args.load is not None)
     job = _Job(resolved, hooks, has_cuda=has_cuda)
     job.choose_core_attention()
     corpora = job.load_corpora()
@@ -163,15 +168,20 @@ def _check_launcher(num_ranks: int) -> None:
         )
 
 
-def _warn_of_requeue(*, loads: bool) -> None:
-    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
-    if restarts.isdigit() and int(restarts) > 0 and not loads:
-        print(
-            f"warning: Slurm has queued this job again (restart {restarts}) but there is no "
-            "--load, so training starts again from iteration 1; give --save DIR --load DIR",
-            file=sys.stderr,
-            flush=True,
-        )
+def _warn_of_restart(*, save: str | None, loads: bool) -> None:
+    """Say that a run which was started again, by Slurm or by torchrun, does not go on."""
+    if loads:
+        return
+    flags = f"--load {save}" if save else "--save DIR --load DIR"
+    for who, variable in RESTART_COUNTS.items():
+        count = os.environ.get(variable, "")
+        if count.isdigit() and int(count) > 0:
+            print(
+                f"warning: {who} (restart {count}) but there is no --load, so training starts "
+                f"again from iteration 1; give {flags} to go on from the latest checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class _Job:

@@ -73,3 +73,24 @@ def test_requests_to_end_are_passed_on(
     with pytest.raises(type(request_to_end)) as ended:
         end_with(request_to_end, ranks_have_met=ranks_have_met)
     assert ended.value is request_to_end
+
+
+@pytest.mark.parametrize(
+    ("who", "variable"),
+    [("Slurm", "SLURM_RESTART_COUNT"), ("torchrun", "TORCHELASTIC_RESTART_COUNT")],
+)
+def test_a_run_that_is_started_again_and_does_not_go_on_says_so(
+    who: str, variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(count: str, *, save: str | None = None, loads: bool = False) -> str:
+        monkeypatch.setenv(variable, count)
+        entry._warn_of_restart(save=save, loads=loads)
+        return capsys.readouterr().err
+
+    for other in entry.RESTART_COUNTS.values():
+        monkeypatch.delenv(other, raising=False)
+    assert told("0") == told("2", loads=True) == ""
+    assert told("2").startswith(f"warning: {who} has ")
+    assert "(restart 2)" in told("2")
+    assert "give --save DIR --load DIR to go on" in told("2")
+    assert "give --load here to go on" in told("2", save="here")

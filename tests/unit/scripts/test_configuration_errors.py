@@ -65,6 +65,16 @@ def check(args):
     }
 
 
+def test_options_that_are_made_from_names_are_marked(script: ModuleType) -> None:
+    source = """
+def check(args, dest, place):
+    option = "--" + dest.replace("_", "-")
+    where = f"at {place + 1}" + (f" to {args.end}" if args.end else "")
+    raise ConfigurationError(f"{option_of(dest)} and {option} differ {where}; give {option}")
+"""
+    assert texts(script, source) == ["--⟨dest⟩ and --⟨dest⟩ differ at ⟨place⟩; give --⟨dest⟩"]
+
+
 def test_functions_that_make_errors_are_followed_to_their_words(script: ModuleType) -> None:
     source = """
 class Pool:
