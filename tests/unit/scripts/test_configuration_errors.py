@@ -69,7 +69,7 @@ def test_options_that_are_made_from_names_are_marked(script: ModuleType) -> None
     source = """
 def check(args, dest, place):
     option = "--" + dest.replace("_", "-")
-    where = f"at {place + 1}" + (f" to {args.end}" if args.end else "")
+    where = f"at {place + 1}" + ending(place)
     raise ConfigurationError(f"{option_of(dest)} and {option} differ {where}; give {option}")
 """
     assert texts(script, source) == ["--⟨dest⟩ and --⟨dest⟩ differ at ⟨place⟩; give --⟨dest⟩"]
