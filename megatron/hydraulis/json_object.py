@@ -1,13 +1,15 @@
-"""Reading JSON files and their objects by key and type, with errors that say what is wrong."""
+"""Reading JSON files and their objects by key and type, with errors that say what is wrong; and
+writing files that are whole or not there at all."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.errors import HydraulisError
 
-__all__ = ["JsonObject", "parse_json", "read_json", "read_text"]
+__all__ = ["JsonObject", "parse_json", "read_json", "read_text", "write_json"]
 
 MAX_FILE_BYTES = 256 << 20
 """Of a file that is read: far more than the lengths of a large global batch take."""
@@ -197,3 +199,23 @@ def _is_deeper(content: Any, depth: int) -> bool:
     elif not isinstance(content, list):
         return False
     return depth == 0 or any(_is_deeper(value, depth - 1) for value in content)
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write a file that is whole at every moment, even where the process is killed meanwhile.
+
+    What is no regular file, such as /dev/stdout, is written to as it is. Raises OSError.
+    """
+    text = json.dumps(content, indent=1) + "\n"
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    target = Path(os.path.realpath(path))
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(target)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise

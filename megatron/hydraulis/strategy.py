@@ -22,6 +22,9 @@ __all__ = ["Pool", "Position", "Replica", "Scheme", "Strategy"]
 
 _FORMAT_VERSION = 1
 
+MAX_RANKS = 1 << 20
+"""Of a job: more are a typing error or a damaged file, and would take memory for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -213,6 +216,11 @@ def _ranks_per_node(num_ranks: int, ranks_per_node: int, what: str) -> int:
     if num_ranks < 1:
         raise StrategyError(
             f"{what}: a job needs at least 1 rank but has {num_ranks}; start a positive number"
+        )
+    if num_ranks > MAX_RANKS:
+        raise StrategyError(
+            f"{what}: a job has at most {MAX_RANKS} ranks here but this one has {num_ranks}; "
+            f"correct the number"
         )
     if ranks_per_node < 0:
         raise StrategyError(

@@ -122,6 +122,7 @@ def test_placement(
         ("tp2@0,1+tp2@1,2", 4, "rank 1 is named for tp2 and for tp2"),
         ("tp2@0,5+tp2", 4, "rank 5 but the job's 4 ranks end at 3"),
         ("tp1", 0, "at least 1 rank but has 0"),
+        ("999999999*tp1", 999999999, "at most 1048576 ranks here but this one has 999999999"),
     ],
 )
 def test_bad_text_names_rule_numbers_and_fix(text: str, num_ranks: int, message: str) -> None:

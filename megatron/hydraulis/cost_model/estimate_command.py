@@ -4,7 +4,6 @@ import argparse
 import datetime
 import json
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +14,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledSche
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.notation import Term, parse_terms
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -188,7 +188,7 @@ def _recompute(namespace: argparse.Namespace) -> Recompute:
 
 def _write(profile: ProfileCostModel, path: str) -> None:
     try:
-        Path(path).write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, profile.to_json())
     except OSError as error:
         raise ConfigurationError(
             f"--out {path}: must be a path that can be written but: {error.strerror}; "

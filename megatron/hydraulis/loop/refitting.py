@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
 from megatron.hydraulis.loop.planning import Planning, planners
 from megatron.hydraulis.observability.earlier_run import REFITTED_PROFILE_FILE_NAME
@@ -161,7 +162,7 @@ class RunRefit:
         )
         path = folder / REFITTED_PROFILE_FILE_NAME
         try:
-            path.write_text(json.dumps(profile.to_json(), indent=1) + "\n")
+            write_json(path, profile.to_json())
         except OSError as error:
             raise ConfigurationError(
                 f"cannot write {path}: {error.strerror or error}; make room or name another "

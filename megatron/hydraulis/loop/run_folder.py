@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from megatron.hydraulis.arguments import Resolved
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.description import describe
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.planning import Planning
 from megatron.hydraulis.observability.console import closing_table
 from megatron.hydraulis.observability.metrics_writer import read_metrics
@@ -73,8 +73,7 @@ def write_configuration(
         description = describe(
             resolved, planning.costs, cost_model=planning.source, left_out=planning.left_out
         )
-        text = json.dumps(description | {"corpus": corpus}, indent=1)
-        (run_dir / "config.json").write_text(text + "\n")
+        write_json(run_dir / "config.json", description | {"corpus": corpus})
     except OSError as error:
         raise _cannot_write("--run-dir", run_dir, error.strerror or str(error)) from error
 

@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.explanation import PlanExplanation
 from megatron.hydraulis.planner.lengths_file import read_lengths
@@ -112,7 +112,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _write(plan: IterationPlan, path: str) -> None:
     try:
-        Path(path).write_text(json.dumps(plan.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, plan.to_json())
     except OSError as error:
         raise ConfigurationError(
             f"--out {path}: must be a path that can be written but: {error.strerror}; "

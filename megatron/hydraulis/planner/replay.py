@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.json_object import read_json
+from megatron.hydraulis.json_object import read_json, write_json
 from megatron.hydraulis.planner.plan import IterationPlan
 
 __all__ = ["RecordedPlans", "plan_path", "write_plan"]
@@ -27,7 +26,7 @@ def write_plan(folder: Path, plan: IterationPlan) -> None:
     path = plan_path(folder, plan.iteration)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+        write_json(path, plan.to_json())
     except OSError as error:
         raise PlanError(
             f"iteration {plan.iteration + 1}: the plan cannot be written to {path}: "

@@ -24,6 +24,7 @@ from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.arguments import Resolved, gpt_model_config, parse_arguments
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop import error_report
 from megatron.hydraulis.loop.devices import check_devices
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
@@ -419,7 +420,7 @@ def _typical_point(points: Sequence[MeasuredPoint]) -> MeasuredPoint | None:
 def _write(path: Path, profile: ProfileCostModel) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(profile.to_json(), indent=1) + "\n")
+        write_json(path, profile.to_json())
     except OSError as error:
         raise ConfigurationError(
             f"--out {path}: must be a file that can be written but: {error.strerror or error}; "

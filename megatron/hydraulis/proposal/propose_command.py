@@ -5,13 +5,13 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.lengths.lengths_command import (
     add_lengths_arguments,
@@ -175,7 +175,7 @@ def _progress(*, is_shown: bool) -> Iterator[OnProgress]:
 def _write(proposal: Proposal, path: str) -> None:
     content = {"version": 1, **proposal.pool.to_json()}
     try:
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(path, content)
     except OSError as error:
         raise ConfigurationError(
             f"--out {path}: must be a path that can be written but: {error.strerror}; "

@@ -19,6 +19,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, given_shape
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.lengths_command import check_seed, check_seq_length
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.observability.trace_events import Span
@@ -382,7 +383,7 @@ def _write(
     """Results, their picture, a trace and a picture of its last iteration."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULTS_FILE_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        write_json(folder / RESULTS_FILE_NAME, content)
     except OSError as error:
         raise ConfigurationError(
             f"--out {folder}: must be a folder that can be written but: {error.strerror}; give "
