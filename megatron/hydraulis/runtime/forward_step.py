@@ -152,7 +152,11 @@ def _sum_and_tokens(returned: Any) -> tuple[float, float]:
             "the loss function must return three values: the sum of the token losses, the number "
             "of tokens, and a report {'lm loss': tensor of both}"
         )
-    total, num_tokens, report = float(returned[0]), float(returned[1]), returned[2]
+    total, num_tokens = (
+        float(value.detach() if isinstance(value, torch.Tensor) else value)
+        for value in returned[:2]
+    )
+    report = returned[2]
     name, entry = next(iter(report.items()), ("none", torch.empty(0)))
     reported = entry.reshape(-1).tolist()
     if len(reported) != 2:

@@ -107,7 +107,7 @@ def test_sums_pass_and_are_checked_once() -> None:
     nan, *others = run(weighted, Losses(torch.full((1, 7), torch.nan)), *[some_losses()] * 3)
     assert num_calls == 5, "once for each micro-batch, once more for the check"
     assert not torch.isfinite(nan[0])
-    assert [float(returned[0]) for returned in others] == [7.0] * 3
+    assert [float(returned[0].detach()) for returned in others] == [7.0] * 3
 
 
 def test_the_check_leaves_the_gradient_alone() -> None:
