@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import IO, Any
+from typing import IO
 
 import torch
 
@@ -27,6 +27,8 @@ NICENESS = 5
 """Training goes first where cores are few."""
 _SIGNALS_OF_THE_JOB = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 """The rank answers them, and waits for this process before it ends."""
+_EXIT_TOLD = 3
+"""The process has failed and its answer is why."""
 
 
 Write = Callable[[Callable[[], bool]], Written]
@@ -53,8 +55,7 @@ class BackgroundWrite:
         if self._process == 0:
             status = 1
             try:
-                _run(write, self._answer, parent)
-                status = 0
+                status = _run(write, self._answer, parent)
             finally:
                 os._exit(status)
 
@@ -67,18 +68,21 @@ class BackgroundWrite:
                 self._status = os.waitstatus_to_exitcode(status)
         return self._status is not None
 
-    def result(self) -> Written:
-        """What was written, once it is. Raises OSError, RuntimeError for a process that died."""
+    def result(self) -> bytes:
+        """What was written, once it is: a pickled `Written`, which training need not wait for.
+
+        Raises OSError, RuntimeError for a process that died.
+        """
         self._wait()
         self._answer.seek(0)
         raw = self._answer.read()
         self._answer.close()
+        if self._status == _EXIT_TOLD and raw:
+            error: Exception = pickle.loads(raw)  # of this very process's child
+            raise error
         if self._status != 0 or not raw:
             raise RuntimeError(f"the process that writes ended with status {self._status}")
-        answer: Any = pickle.loads(raw)  # of this very process's child
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return raw
 
     def abandon(self) -> None:
         """End it; nobody wants the result."""
@@ -93,8 +97,8 @@ class BackgroundWrite:
             self._status = os.waitstatus_to_exitcode(status)
 
 
-def _run(write: Write, answer: IO[bytes], parent: int) -> None:
-    """In the fork."""
+def _run(write: Write, answer: IO[bytes], parent: int) -> int:
+    """In the fork; its exit status."""
     for name in _SIGNALS_OF_THE_JOB:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     logging.disable(logging.CRITICAL)  # the rank speaks for it
@@ -108,6 +112,7 @@ def _run(write: Write, answer: IO[bytes], parent: int) -> None:
         result = error if _is_told(error) else RuntimeError(f"{type(error).__name__}: {error}")
     pickle.dump(result, answer)
     answer.flush()
+    return _EXIT_TOLD if isinstance(result, Exception) else 0
 
 
 def _is_child_of(parent: int) -> bool:

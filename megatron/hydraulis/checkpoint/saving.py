@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import shutil
 import threading
 import time
@@ -238,11 +239,11 @@ class CheckpointSaver:
 
     def _collect(self, current: _Save, what: str) -> None:
         """Rank 0 learns what every rank has written, or why not, and begins to describe it."""
-        write = current.writer.write if current.background is None else current.background.result
-        written: Written | None = None
+        background = current.background
+        written: Written | bytes | None = None
         failure = None
         try:
-            written = write()
+            written = current.writer.write() if background is None else background.result()
         except Exception as error:
             failure = failure_of(error, what)
         rank = dist.get_rank()
@@ -259,11 +260,14 @@ class CheckpointSaver:
         self,
         current: _Save,
         failures: Sequence[Any],
-        everyone: Sequence[Written],
+        answers: Sequence[Written | bytes],
         what: str,
     ) -> None:
         """On rank 0, in a thread: where everything lies; then the folder gets its name."""
         raise_first(failures, what)
+        everyone: list[Written] = [
+            pickle.loads(each) if isinstance(each, bytes) else each for each in answers
+        ]
         saved = current.saved
         path = self._folder.path_while_saving(saved.iteration)
         assert current.planned is not None
