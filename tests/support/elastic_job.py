@@ -20,13 +20,15 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import ProcessContext
 
 from megatron.hydraulis.loop import entry
 from megatron.hydraulis.observability.metrics_writer import read_metrics
 from tests.support.forked_job import Program, _free_port, _prepare_once, enter_rank
 
 SHUTDOWN_S = 2
-"""From the signal by which the agent ends a rank to the one that a frozen rank heeds, too."""
+"""From the signal by which the agent ends a rank to the one that a frozen rank heeds, too. Before a
+restart torch 2.13 waits 30 s, whatever it was told."""
 LAST_CALL_S = 2
 """For which agents wait for more nodes than they need."""
 KEEP_ALIVE_S = 1
@@ -193,6 +195,12 @@ def _agent_main(
         shutdown_timeout=SHUTDOWN_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torchrun")),
     )
+    join = ProcessContext._join_procs_with_timeout
+
+    def join_for_less(processes: ProcessContext, timeout: float) -> None:
+        join(processes, min(timeout, SHUTDOWN_S))
+
+    ProcessContext._join_procs_with_timeout = join_for_less  # type: ignore[method-assign]
     status = 0
     try:
         elastic_launch(config, _rank_main)(program, argv, folder)
