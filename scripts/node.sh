@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
+# shellcheck disable=SC2329  # traps call the functions
+#
 # The ranks of one node: `node.sh [OPTIONS OF TORCHRUN] -- PROGRAM FLAGS`, where the program is a
 # Python file, or -m and a module. Started by scripts/run_local.sh, or by Slurm on every node.
 #
@@ -60,42 +62,43 @@ lose_patience() {
     done
 }
 
+# Traps act themselves: one that only took a note between two commands of the loop at the end would
+# be heeded no sooner than torchrun ends.
+launched=
+is_asked=0
+ask() {
+    if ((!is_asked)); then
+        is_asked=1
+        echo "$(date -Is) $1: asking the ranks of $(hostname) to save and end" >&2
+        # Ranks that start from now on see this and end.
+        touch "$HYDRAULIS_NODE_DIR/stopping"
+        signal_ranks TERM
+        [[ -z $launched ]] || lose_patience &
+    elif [[ $1 == SIGINT ]]; then
+        echo "$(date -Is) SIGINT again: killing the ranks" >&2
+        signal_ranks KILL
+        [[ -z $launched ]] || kill -HUP "$launched" 2>/dev/null || true
+    fi
+}
+trap 'ask SIGUSR1' USR1
+trap 'ask SIGTERM' TERM
+trap 'ask SIGINT' INT
+
 # Slurm sends a signal to every process of a step, a terminal to every process in the foreground, but
 # only this script is to act on it: torchrun ignores all but SIGHUP, which also tells it should this
 # script be killed. Ranks heed SIGTERM as ever.
-export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGHUP
+# torchrun reads the first of these; before it had an option for it, it read the second.
+export PET_SIGNALS_TO_HANDLE=SIGHUP TORCHELASTIC_SIGNALS_TO_HANDLE=SIGHUP
 (
     trap '' INT TERM USR1
     exec setsid setpriv --pdeathsig HUP "$python" -m torch.distributed.run "${launcher[@]}" \
         --no-python env --default-signal=INT,TERM bash "$scripts/rank.sh" "$python" -u "$@"
 ) </dev/null &
 launched=$!
-
-# Traps only take notes: bash runs them in the middle of anything. `wait` returns early at a signal.
-received=
-trap 'received=SIGUSR1' USR1
-trap 'received=SIGTERM' TERM
-trap 'received=SIGINT' INT
-is_asked=0
-status=0
-while true; do
-    status=0
-    wait "$launched" || status=$?
-    if [[ -n $received ]]; then
-        signal="$received"
-        received=
-        if ((!is_asked)); then
-            is_asked=1
-            echo "$(date -Is) $signal: asking the ranks of $(hostname) to save and end" >&2
-            touch "$HYDRAULIS_NODE_DIR/stopping"
-            signal_ranks TERM
-            lose_patience &
-        elif [[ $signal == SIGINT ]]; then
-            echo "$(date -Is) SIGINT again: killing the ranks" >&2
-            signal_ranks KILL
-            kill -HUP "$launched" 2>/dev/null || true
-        fi
-    fi
-    kill -0 "$launched" 2>/dev/null || break
+# A signal ends `wait`, not torchrun, whose status bash keeps.
+while kill -0 "$launched" 2>/dev/null; do
+    wait "$launched" || true
 done
+status=0
+wait "$launched" || status=$?
 exit "$status"

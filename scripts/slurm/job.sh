@@ -3,6 +3,9 @@
 # starts, and how its ranks are started, warned, ended and queued again. Settings are environment
 # variables, so that one script serves every cluster; `print_settings` names all of them.
 
+# shellcheck source=where_to_start.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../where_to_start.sh"
+
 # The last value of an option among flags, as argparse reads them: `--name value` or `--name=value`.
 flag_value() {
     local name="$1" value='' previous='' argument
@@ -22,18 +25,6 @@ has_flag() {
         [[ $argument != "$name" && $argument != "$name="* ]] || return 0
     done
     return 1
-}
-
-# Adds to program_flags all but those by which a run starts from the checkpoint of another.
-add_flags_but_where_to_start() {
-    while (($#)); do
-        case "$1" in
-            --load | --ckpt-step) shift ;;
-            --load=* | --ckpt-step=* | --finetune) ;;
-            *) program_flags+=("$1") ;;
-        esac
-        (($# == 0)) || shift
-    done
 }
 
 say() {
@@ -58,6 +49,25 @@ check_counts() {
     if ((min_nodes > num_nodes)); then
         fail "MIN_NODES is $min_nodes but the job has $num_nodes nodes; set at most $num_nodes"
     fi
+}
+
+# Completes program_flags by the given ones and by --load: a job that has a checkpoint goes on from it,
+# whatever it once started from. So do ranks that torchrun starts again (rank.sh).
+choose_where_to_start() {
+    local elsewhere
+    export HYDRAULIS_GO_ON_FROM="$save_dir"
+    if ! holds_checkpoint "$save_dir"; then
+        program_flags+=("$@")
+        [[ -z $save_dir ]] || has_flag --load "$@" || program_flags+=(--load "$save_dir")
+        return
+    fi
+    elsewhere="$(flag_value --load "$@")"
+    if has_flag --ckpt-step "$@" && [[ ${elsewhere:-$save_dir} -ef $save_dir ]]; then
+        fail "a job that starts again takes the latest checkpoint, but --ckpt-step names another of" \
+            "CHECKPOINT_DIR $save_dir; set a new CHECKPOINT_DIR and give --load $save_dir with it"
+    fi
+    go_on_from "$save_dir" "${program_flags[@]}" "$@"
+    program_flags=("${going_on[@]}")
 }
 
 # Settings from variables, or their defaults; arguments are the flags of pretrain_gpt.py.
@@ -137,15 +147,16 @@ resolve_settings() {
         has_flag --save "$@" || program_flags+=(--save "$save_dir")
         has_flag --save-interval "$@" || program_flags+=(--save-interval "$save_interval")
     fi
-    if [[ -n $save_dir && -f $save_dir/latest_checkpointed_iteration.txt ]]; then
-        # A job that goes on takes its own checkpoint, whatever it once started from.
-        add_flags_but_where_to_start "$@"
-        program_flags+=(--load "$save_dir")
-    else
-        program_flags+=("$@")
+    if ((min_nodes < num_nodes)); then
+        # Strategies are written for all nodes.
+        has_flag --elastic "$@" || program_flags+=(--elastic)
+        # Where the node of rank 0 is lost, the others must not go on naming its address.
+        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     fi
+    choose_where_to_start "$@"
 
-    step=(srun --nodes "$num_nodes" --ntasks-per-node 1)
+    # What is typed at a terminal is not for the ranks.
+    step=(srun --nodes "$num_nodes" --ntasks-per-node 1 --input=none)
     if ((min_nodes < num_nodes)); then
         # The loss of a node is not the end of the others.
         step+=(--no-kill --kill-on-bad-exit=0)
@@ -208,7 +219,7 @@ describe_run() {
     local command=("$python" pretrain_gpt.py "${program_flags[@]}" --dry-run
         --num-ranks "$((num_nodes * ranks_per_node))" --ranks-per-node "$ranks_per_node")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        srun --nodes 1 --ntasks 1 "${step[@]:5}" "${command[@]}"
+        srun --nodes 1 --ntasks 1 --input=none "${step[@]:6}" "${command[@]}"
     elif [[ -n $container_image ]]; then
         echo "the flags themselves are checked inside the container, once the job has started"
     else
@@ -292,9 +303,14 @@ queue_again() {
     scontrol requeue "$job_id"
 }
 
+# Asks the ranks of a step that runs to save and end.
+tell_training() {
+    [[ -z $training ]] || kill -USR1 "$training" 2>/dev/null || true
+}
+
 # Everything, as a job script does it; arguments are the flags of pretrain_gpt.py.
 run_job() {
-    local queues_again=1 asked='' status=0 is_told=0 training
+    local queues_again=1 asked='' status=0 training=''
     if [[ ${1:-} == --interactive ]]; then
         queues_again=0
         shift
@@ -315,9 +331,9 @@ run_job() {
 
     # USR1 is Slurm's warning before the time limit: save, end, queue again. TERM is a cancelled or
     # pre-empted job: save and end; whether it comes back is for Slurm to say.
-    # Traps only take notes, as bash runs them in the middle of anything.
-    trap 'asked=USR1' USR1
-    trap 'asked=TERM' TERM INT
+    # Either way srun, once it runs, hands USR1 on to every node.
+    trap 'asked=USR1; tell_training' USR1
+    trap 'asked=TERM; tell_training' TERM INT
     [[ $preflight == 0 ]] || run_preflight
     if [[ -n $asked ]]; then
         say "SIG$asked before training started"
@@ -328,17 +344,12 @@ run_job() {
         "rendezvous at $master_addr:$master_port, logs in $log_dir"
     "${training_step[@]}" &
     training=$!
-    # `wait` returns early at a signal; the step's own status is that of the last one.
-    while true; do
-        status=0
-        wait "$training" || status=$?
-        if [[ -n $asked ]] && ((!is_told)); then
-            is_told=1
-            # srun hands USR1 on to every node.
-            kill -USR1 "$training" 2>/dev/null || true
-        fi
-        kill -0 "$training" 2>/dev/null || break
+    [[ -z $asked ]] || tell_training
+    # A signal ends `wait`, not the step, whose status bash keeps.
+    while kill -0 "$training" 2>/dev/null; do
+        wait "$training" || true
     done
+    wait "$training" || status=$?
     trap - USR1 TERM INT
     say "training ended with status $status${asked:+ after SIG$asked}"
     if ((queues_again)); then

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -107,11 +108,23 @@ class Job:
         self.wait(f"state {states}", lambda: self.shown("JobState") in states)
         return self.shown("JobState")
 
-    def wait_for_iteration(self, iteration: int) -> None:
+    def wait_for_iteration(self, iteration: int, *, after: str = "") -> None:
+        """Until an iteration is in the log, behind the last of some words."""
         self.wait(
-            f"iteration {iteration}",
-            lambda: bool(re.search(rf"iteration +{iteration}/", self.text)),
+            f"iteration {iteration} after {after!r}",
+            lambda: bool(re.search(rf"{after}(?s:.*)iteration +{iteration}/", self.text)),
         )
+
+    @property
+    def num_saved(self) -> int:
+        """Iterations of the latest checkpoint; 0 without one."""
+        latest = self.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+        return int(latest.read_text()) if latest.exists() else 0
+
+    def kill_rank(self, rank: int, start: int) -> None:
+        """As the kernel does it to a process that takes too much memory."""
+        log = (self.run_dir / "logs" / f"start-{start}" / f"rank-{rank:04}.log").read_text()
+        os.kill(int(re.findall(r"^--- .*, process (\d+),", log, re.MULTILINE)[-1]), signal.SIGKILL)
 
     def losses(self) -> dict[int, float]:
         """Loss of each iteration, over all starts of the job."""
@@ -142,44 +155,38 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         shutil.rmtree(folder / "spool", ignore_errors=True)
 
 
-def test_a_warned_job_saves_is_queued_again_and_ends_as_if_never_interrupted(
+def test_a_job_is_killed_warned_and_cancelled_and_trains_as_if_it_were_not(
     cluster: Cluster,
 ) -> None:
-    iterations = ("--train-iters", "60", "--log-interval", "1")
-    whole = cluster.submit("whole", *iterations, CHECKPOINT_DIR="", PREFLIGHT="1")
-    assert whole.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", whole.text
-    assert "pre-flight 3 of 3" in whole.text
-    assert "preflight: 4 ranks on " in whole.text
-    for rank in range(4):
-        lines = (whole.run_dir / "logs" / "start-0" / f"rank-{rank:04}.log").read_text()
-        assert f"rank {rank} on " in lines
+    # However fast the machine is, training lasts until it is ended.
+    endless = ("--train-iters", "1000000", "--log-interval", "1")
+    job = cluster.submit("ended", *endless, SAVE_INTERVAL="5", PREFLIGHT="0")
 
-    job = cluster.submit("warned", *iterations, SAVE_INTERVAL="1000", PREFLIGHT="0")
-    job.wait_for_iteration(3)
+    # A rank dies in the first start: torchrun goes on from the checkpoint of this very start.
+    job.wait("a checkpoint", lambda: job.num_saved > 0)
+    job.kill_rank(1, start=0)
+    job.wait("a restart", lambda: "loaded " in job.text)
+    loaded = re.search(r"loaded \S+: (\d+) iterations", job.text)
+    assert loaded is not None, job.text
+    assert int(loaded[1]) % 5 == 0 < int(loaded[1])
+    job.wait_for_iteration(int(loaded[1]) + 1, after="loaded ")
+
+    # Slurm warns: the ranks save where they are, and the job goes on under its number.
     cluster.run("scancel", "--signal=USR1", "--batch", job.identifier)
     job.wait("the requeue", lambda: job.shown("Restarts") == "1")
-    assert job.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", job.text
-
-    # What the ranks were doing ended well: they saved where they were, at no interval.
     assert "ended with status 0 after SIGUSR1" in job.text
     saved = re.search(r"at iteration (\d+), saved up to (\d+): queueing", job.text)
     assert saved is not None, job.text
-    assert 3 <= int(saved[1]) == int(saved[2]) < 60
+    assert saved[1] == saved[2]
+    last = int(saved[1]) + 3
+    job.wait_for_iteration(last, after=f"loaded .*: {saved[1]} iterations")
     assert (job.run_dir / "logs" / "start-1" / "rank-0003.log").is_file()
-    latest = job.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
-    assert latest.read_text().strip() == "60"
-    # Neither an iteration left out nor one trained otherwise.
-    assert job.losses() == whole.losses()
-    assert sorted(job.losses()) == list(range(1, 61))
 
-
-def test_a_cancelled_job_ends_and_does_not_come_back(cluster: Cluster) -> None:
-    job = cluster.submit("cancelled", "--train-iters", "100000", PREFLIGHT="0")
-    job.wait_for_iteration(2)
+    # Cancelled, it ends and does not come back.
     cluster.run("scancel", job.identifier)
     job.wait_for_state("CANCELLED")
     job.wait("the end", lambda: not cluster.run("squeue", "--noheader").strip())
-    assert job.shown("Restarts") == "0"
+    assert job.shown("Restarts") == "1"
     left = subprocess.run(
         ["pgrep", "--full", "--list-full", f"run-dir {job.run_dir}"],
         capture_output=True,
@@ -187,6 +194,18 @@ def test_a_cancelled_job_ends_and_does_not_come_back(cluster: Cluster) -> None:
         check=False,
     )
     assert left.stdout == ""
+
+    # Neither an iteration left out nor one trained otherwise.
+    whole = cluster.submit("whole", *endless, "--exit-interval", str(last), CHECKPOINT_DIR="")
+    assert whole.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", whole.text
+    assert "pre-flight 3 of 3" in whole.text
+    assert "preflight: 4 ranks on " in whole.text
+    for rank in range(4):
+        lines = (whole.run_dir / "logs" / "start-0" / f"rank-{rank:04}.log").read_text()
+        assert f"rank {rank} on " in lines
+    losses = job.losses()
+    assert sorted(losses)[:last] == sorted(whole.losses()) == list(range(1, last + 1))
+    assert {i: losses[i] for i in range(1, last + 1)} == whole.losses()
 
 
 def test_preflight_stops_a_job_whose_flags_are_wrong_before_any_rank_starts(

@@ -6,6 +6,7 @@ Jobs on a real Slurm are in tests/slurm/slurm_jobs.py.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -75,30 +76,86 @@ def test_one_rendezvous_and_every_setting_are_printed(tmp_path: Path) -> None:
     assert "--rdzv-endpoint localhost:23456 --rdzv-id 123456-0" in text
     assert "--nnodes 4 --nproc-per-node 8" in text
     assert f"--exit-signal-handler --run-dir {tmp_path} --save {tmp_path}/checkpoints" in text
+
+
+def test_the_head_of_the_script_has_every_setting_with_its_default() -> None:
     header = (ROOT / "scripts/slurm/pretrain_gpt.sbatch").read_text()
-    for line in text.splitlines():
-        name = line.split()[0]
-        if name.isupper() and name != "NUM_NODES":
-            assert f"#   {name} " in header, f"{name} is not told at the top of the script"
+    unset = {"OMP_NUM_THREADS": "", "CUDA_DEVICE_MAX_CONNECTIONS": ""}
+    told = dict(re.findall(r"^#   ([A-Z_]+) +(?:.*? {2,})?(\S.*)$", header, re.MULTILINE))
+    printed = dict(
+        re.findall(r"^([A-Z_]+) +(\S+)", composed(CHECKPOINT_DIR="", **unset), re.MULTILINE)
+    )
+    assert told.keys() == printed.keys()
+    for name, value in printed.items():
+        if value.isdigit() and name not in ("RANKS_PER_NODE", "MIN_NODES", "MASTER_PORT"):
+            defaults = re.findall(r"\d+", told[name])
+            assert value in defaults, f"{name}: {told[name]}"
+
+
+def hold_checkpoint(folder: Path, iteration: int) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+ELSEWHERE = ("--load", "/other", "--ckpt-step", "7", "--finetune", "--lr", "1")
 
 
 def test_a_job_that_goes_on_takes_its_own_checkpoint(tmp_path: Path) -> None:
-    flags = ("--load", "/other", "--ckpt-step", "7", "--finetune", "--lr", "1")
-    assert "--load /other --ckpt-step 7 --finetune --lr 1\n" in composed(
-        *flags, RUN_DIR=str(tmp_path)
+    own = tmp_path / "checkpoints"
+    # From the first start on: torchrun starts ranks again with the same flags.
+    assert f"--save-interval 500 --lr 1 --load {own}\n" in composed(
+        "--lr", "1", RUN_DIR=str(tmp_path)
     )
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("12")
-    text = composed(*flags, RUN_DIR=str(tmp_path))
-    assert f"--save-interval 500 --lr 1 --load {tmp_path}/checkpoints\n" in text
+    assert "--load /other --ckpt-step 7 --finetune --lr 1\n" in composed(
+        *ELSEWHERE, RUN_DIR=str(tmp_path)
+    )
+    hold_checkpoint(own, 12)
+    text = composed(*ELSEWHERE, RUN_DIR=str(tmp_path))
+    assert f"--save-interval 500 --lr 1 --load {own}\n" in text
     assert "/other" not in text
+
+
+@pytest.mark.parametrize("load", [(), ("--load", "{own}")])
+def test_a_job_does_not_go_back_in_its_own_checkpoints(
+    tmp_path: Path, load: tuple[str, ...]
+) -> None:
+    own = tmp_path / "checkpoints"
+    hold_checkpoint(own, 12)
+    flags = [word.format(own=own) for word in ("--ckpt-step", "7", *load)]
+    result = job_library(f"resolve_settings {' '.join(flags)}", RUN_DIR=str(tmp_path))
+    assert result.returncode == 2
+    assert f"set a new CHECKPOINT_DIR and give --load {own} with it" in result.stderr
+
+
+def test_ranks_that_are_started_again_go_on_from_the_runs_own_checkpoint(tmp_path: Path) -> None:
+    def started(**environment: str) -> str:
+        result = bash(
+            *("scripts/rank.sh", "printf", "%s ", "pretrain_gpt.py", *ELSEWHERE),
+            RANK="3",
+            LOCAL_RANK="1",
+            HYDRAULIS_LOG_DIR=str(tmp_path),
+            HYDRAULIS_NODE_DIR=str(tmp_path),
+            **environment,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    own = tmp_path / "checkpoints"
+    first = f"[rank 3] pretrain_gpt.py {' '.join(ELSEWHERE)} "
+    assert started() == started(HYDRAULIS_GO_ON_FROM=str(own)) == first
+    hold_checkpoint(own, 12)
+    again = started(HYDRAULIS_GO_ON_FROM=str(own))
+    assert again == f"[rank 3] pretrain_gpt.py --lr 1 --load {own} "
+    log = (tmp_path / "rank-0003.log").read_text()
+    assert log.count("--- ") == 3
+    assert f"--load {own}" in log
 
 
 def test_flags_win_over_variables(tmp_path: Path) -> None:
     text = composed("--run-dir", "/a", "--save=/b", "--save-interval", "9", RUN_DIR=str(tmp_path))
     assert "RUN_DIR          /a\n" in text
     assert "CHECKPOINT_DIR   /b\n" in text
-    assert "--exit-signal-handler --run-dir /a --save=/b --save-interval 9\n" in text
+    assert "--exit-signal-handler --run-dir /a --save=/b --save-interval 9 --load /b\n" in text
 
 
 def test_containers_and_the_loss_of_nodes_are_options_of_the_step() -> None:
@@ -106,6 +163,7 @@ def test_containers_and_the_loss_of_nodes_are_options_of_the_step() -> None:
         CONTAINER_IMAGE="img", CONTAINER_MOUNTS="/d:/d", NUM_NODES="4", MIN_NODES="2", PYTHON=""
     )
     assert "--no-kill --kill-on-bad-exit=0" in text
+    assert " --elastic" in text, "strategies are written for 4 nodes"
     assert f"--container-image=img --container-mounts=/d:/d --container-workdir={ROOT} " in text
     assert "--nnodes 2:4 " in text
     assert "PYTHON           python3\n" in text
@@ -159,10 +217,11 @@ def test_a_script_that_is_called_wrongly_says_how(
 RANK = """
 import os, signal, sys, time
 def end(*_):
+    time.sleep(1)
     print("saved", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
-print("ready", flush=True)
+print(f"ready, started by {os.getppid()}", flush=True)
 time.sleep(60)
 """
 
@@ -191,13 +250,16 @@ def test_node_asks_ranks_to_end_and_ends_well_with_a_log_for_each(tmp_path: Path
             assert node.poll() is None, node.communicate()[0]
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
-        # As Slurm does it: every process of the group gets the signal.
+        # As Slurm does it: every process gets the signal, torchrun among them.
         os.killpg(node.pid, signal.SIGUSR1)
+        for name in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(int(re.findall(r"started by (\d+)", logs[0].read_text())[0]), name)
         told, _ = node.communicate(timeout=60)
     finally:
         if node.poll() is None:
             os.killpg(node.pid, signal.SIGKILL)
     assert node.returncode == 0, told
+    assert "Traceback" not in told, told
     for rank, log in enumerate(logs):
         assert "saved" in log.read_text()
         assert f"[rank {rank}] saved" in told

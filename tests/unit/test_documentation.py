@@ -1,0 +1,295 @@
+"""What the documentation says is there: commands, options, defaults, files and sections."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.hydraulis.__main__ import COMMANDS
+from megatron.hydraulis.arguments import parse_arguments
+from megatron.hydraulis.config import HydraulisConfig, option_of
+from megatron.hydraulis.elastic_pool import num_ranks_of
+from megatron.hydraulis.honoured_options import HONOURED
+from megatron.hydraulis.strategy import Strategy
+from tests.support.documented_commands import (
+    DocumentedCommand,
+    documented_commands,
+    documented_options,
+)
+from tests.unit.argument_command import flag_parser, write_corpus
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / name / "README.md" for name in ("benchmarks", "examples", "hydraulis_patches")),
+    ]
+)
+OF_OTHERS = {
+    # Slurm
+    *("--account", "--array", "--batch", "--container-image", "--container-mounts", "--exclude"),
+    *("--gpus-per-node", "--mem", "--no-kill", "--nodes", "--partition", "--requeue", "--signal"),
+    *("--start", "--time"),
+    # torchrun, pip
+    *("--max-restarts", "--nnodes", "--nproc-per-node", "--no-build-isolation", "--build-arg"),
+    # docker, apt
+    *("--gpus", "--no-install-recommends"),
+}
+"""Options of other programs that the pages name."""
+SAID_BY_OTHERS = ("srun: ", "ReqNode", "Rendezvous", "address", "CUDA", "exitcode", "No space")
+TRAINING_SCRIPTS = ("quickstart.sh", "run_local.sh", "pretrain_gpt.sbatch", "sweep.sbatch")
+"""What follows them are flags of training."""
+
+
+@functools.cache
+def commands_of(path: Path) -> list[DocumentedCommand]:
+    return documented_commands(path, ROOT)
+
+
+@functools.cache
+def training_options() -> frozenset[str]:
+    ours = {option_of(field.name) for field in dataclasses.fields(HydraulisConfig)}
+    return frozenset({*HONOURED, *ours, "--help"})
+
+
+@functools.cache
+def parser_of(command: str) -> argparse.ArgumentParser:
+    module = {each.name: each.module for each in COMMANDS}[command]
+    parser = argparse.ArgumentParser(prog=command, exit_on_error=False)
+    importlib.import_module(module).add_arguments(parser)
+    return parser
+
+
+@functools.cache
+def benchmark_options(name: str) -> frozenset[str]:
+    """What stands in the source: the parsers themselves are inside of functions."""
+    path = ROOT / "benchmarks" / name.replace(".", "/")
+    sources = [path.with_suffix(".py")] if path.with_suffix(".py").is_file() else path.glob("*.py")
+    texts = [source.read_text() for source in (*sources, ROOT / "benchmarks" / "command.py")]
+    return frozenset({"--help", *re.findall(r'"(--[\w-]+)"', "".join(texts))})
+
+
+def after(words: tuple[str, ...], word: str) -> tuple[str, ...]:
+    return words[words.index(word) + 1 :]
+
+
+def options_in(words: tuple[str, ...]) -> set[str]:
+    return {word.split("=")[0] for word in words if re.match(r"--\w", word)}
+
+
+def wrong_in(command: DocumentedCommand) -> set[str]:
+    """Options, modules, scripts and targets of a command that are not there."""
+    words = command.words
+    missing = {
+        word
+        for word in words
+        if re.fullmatch(r"(scripts|examples|tests|benchmarks)/[\w./-]+", word)
+        and not (ROOT / word).exists()
+    }
+    if "megatron.hydraulis" in words:
+        name, *rest = after(words, "megatron.hydraulis")
+        if name not in {each.name for each in COMMANDS}:
+            return {name}
+        own, _, of_training = " ".join(rest).partition(" -- ")
+        known = set(parser_of(name)._option_string_actions)
+        missing |= options_in(tuple(own.split())) - known
+        missing |= options_in(tuple(of_training.split())) - training_options()
+    elif any(word.startswith("benchmarks.") for word in words):
+        name = next(word for word in words if word.startswith("benchmarks."))
+        missing |= options_in(after(words, name)) - benchmark_options(name.split(".")[1])
+    elif "pretrain_gpt.py" in words:
+        missing |= options_in(after(words, "pretrain_gpt.py")) - training_options()
+    elif words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        missing |= {words[1]} - set(targets)
+    for script in words:
+        if Path(script).name in TRAINING_SCRIPTS:
+            missing |= options_in(after(words, script)) - training_options()
+    return missing
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_of_a_page_can_be_typed(path: Path) -> None:
+    wrong = {
+        f"{command.where}: {command.text}": missing
+        for command in commands_of(path)
+        if (missing := wrong_in(command))
+    }
+    assert not wrong
+
+
+def test_commands_that_are_shown_whole_are_complete() -> None:
+    """Nothing that a command requires is left out, and every value is one that it takes."""
+    num_seen = 0
+    for path in PAGES:
+        for command in commands_of(path):
+            if "megatron.hydraulis" not in command.words or not command.is_whole:
+                continue
+            name, *rest = after(command.words, "megatron.hydraulis")
+            if not command.in_block and not rest:
+                continue  # the name of the command
+            try:
+                parser_of(name).parse_args(rest)
+            except (argparse.ArgumentError, SystemExit) as error:
+                pytest.fail(f"{command.where}: {command.text}: {error}")
+            num_seen += 1
+    assert num_seen >= 6
+
+
+def test_variables_before_a_command_are_read_by_something() -> None:
+    scripts = "".join(path.read_text() for path in (ROOT / "scripts").rglob("*") if path.is_file())
+    for path in PAGES:
+        for command in commands_of(path):
+            for word in command.words:
+                name, equals, _ = word.partition("=")
+                if not equals or not name.isidentifier():
+                    break
+                assert re.search(rf"\b{name}\b", scripts), f"{command.where}: {name}"
+
+
+def test_every_option_that_a_page_names_is_one_of_some_program() -> None:
+    known = {*training_options(), *flag_parser().upstream_options, *OF_OTHERS}
+    known |= {option for each in COMMANDS for option in parser_of(each.name)._option_string_actions}
+    known |= {
+        option
+        for path in (ROOT / "benchmarks").glob("*.py")
+        for option in benchmark_options(path.stem)
+    }
+    scripts = [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "scripts").glob("*.py")]
+    known |= set(re.findall(r"--[a-z][\w-]+", "".join(path.read_text() for path in scripts)))
+    unknown = {
+        str(path.relative_to(ROOT)): missing
+        for path in PAGES
+        if (missing := documented_options(path) - known)
+    }
+    assert not unknown
+
+
+def flag_rows() -> list[str]:
+    """The table of flags in README.md, a row a line."""
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("| flag | meaning | default |") :].partition("\n\n")[0]
+    return table.splitlines()[2:]
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(HydraulisConfig), ids=lambda field: field.name)
+def test_readme_has_every_flag_of_ours_with_its_default(field: dataclasses.Field[object]) -> None:
+    option = option_of(field.name)
+    rows = [row for row in flag_rows() if re.search(rf"`{option}\b(?!-)", row)]
+    assert rows, f"{option} is not in the table"
+    default = field.default
+    if default is dataclasses.MISSING or default is None or default is False:
+        return
+    row = next((row for row in rows if row.startswith(f"| `{option}")), None)
+    # A flag has a row of its own, or stands beside another one with its default behind it.
+    told = row.rstrip("| ").rpartition(" | ")[2] if row else rows[0].partition(option)[2][:40]
+    assert re.search(rf"(?<![\w.]){re.escape(as_text(default))}(?!\w|\.\d)", told), told
+
+
+def as_text(default: object) -> str:
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def test_defaults_in_the_help_are_those_that_hold() -> None:
+    source = (ROOT / "megatron" / "hydraulis" / "config.py").read_text()
+    for field in dataclasses.fields(HydraulisConfig):
+        if isinstance(field.default, bool) or not isinstance(field.default, int | float | str):
+            continue
+        _, _, behind = source.partition(f"\n    {field.name}: ")
+        described = " ".join(behind.split('"""')[1].split())
+        told = re.search(r"Default: (\w+(\.\w+)?)", described)
+        assert told is not None, field.name
+        assert told[1] == as_text(field.default), field.name
+
+
+def anchors(path: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        found.add(slug if slug not in found else f"{slug}-1")
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    for link in links:
+        if link.startswith(("http", "mailto:")):
+            continue
+        file, _, section = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), link
+        if section:
+            assert section in anchors(target), link
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or page.suffix != ".md":
+            continue
+        reached.add(page)
+        links = re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8"))
+        waiting += [
+            target
+            for link in links
+            if not link.startswith("http") and (target := (page.parent / link).resolve()).is_file()
+        ]
+    assert not set(PAGES) - reached
+
+
+def test_readme_names_every_part_of_the_package() -> None:
+    text = (ROOT / "README.md").read_text()
+    layout = text[text.index("## Layout") :]
+    parts = [path.parent.name for path in (ROOT / "megatron" / "hydraulis").glob("*/__init__.py")]
+    assert not [part for part in parts if f"{part}/`" not in layout]
+
+
+def test_the_flags_that_operations_give_as_an_example_train_on_eight_nodes(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    block = re.search(r"^FLAGS=\(\n(.*?)^\)$", text, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    flags = block[1].split()
+    # There is neither their corpus nor their tokenizer here.
+    for option in ("--data-path", "--tokenizer-type", "--tokenizer-model"):
+        del flags[(at := flags.index(option)) : at + 2]
+    flags += ["--data-path", write_corpus(tmp_path), "--tokenizer-type", "NullTokenizer"]
+    flags += ["--vocab-size", "32000", "--ranks-per-node", "8"]
+    parser = flag_parser()
+    for strategy in re.findall(r"--strategy '([^']*)'", text):
+        num_ranks = Strategy.parse(strategy, num_ranks_of(strategy)).num_ranks
+        argv = [*flags, "--strategy", strategy]
+        resolved = parse_arguments(argv, num_ranks=num_ranks, rank=0, flag_parser=parser)
+        assert resolved.pool.num_ranks == num_ranks
+
+
+def test_what_operations_quote_of_our_messages_is_what_we_say() -> None:
+    """Each part of a quotation that does not vary stands in a script or in the package."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    table = text[text.index("| what you see |") :].partition("\n\n")[0]
+    said = "".join(
+        re.sub(r'"(\s*\\)?\n\s*[fr]*"', " " if path.suffix == ".sh" else "", path.read_text())
+        for folder in ("scripts", "megatron/hydraulis")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".sh", ".py")
+    )
+    num_seen = 0
+    for row in table.splitlines()[2:]:
+        for quotation in re.findall(r"`([^`]+)`", row.split(" | ")[0]):
+            for part in re.split(r"…|\b\d+|\bN\b|error: ", quotation):
+                if len(words := part.strip(" :,")) > 15 and not quotation.startswith(
+                    SAID_BY_OTHERS
+                ):
+                    assert words in said, quotation
+                    num_seen += 1
+    assert num_seen >= 10
