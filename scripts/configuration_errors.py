@@ -66,6 +66,7 @@ TOPICS = (
             "arguments",
             "config",
             "context_arguments",
+            "context_ways",
             "flag_parser",
             "loop/planning",
             "pool_arguments",

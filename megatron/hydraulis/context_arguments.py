@@ -3,9 +3,9 @@
 import argparse
 from collections.abc import Callable
 
+from megatron.hydraulis.context_ways import CP_COMM_TYPES, all_to_all_refusal
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.runtime.context_ways import CP_COMM_TYPES, all_to_all_refusal
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool
 

@@ -3,9 +3,9 @@ from argparse import Namespace
 import pytest
 
 from megatron.hydraulis.context_arguments import check_all_to_all, check_context
+from megatron.hydraulis.context_ways import all_to_all_refusal, te_all_to_all_refusal
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.runtime.context_ways import all_to_all_refusal, te_all_to_all_refusal
 from megatron.hydraulis.strategy import Pool, Strategy
 
 NUM_RANKS = 8

@@ -10,14 +10,17 @@ matrices, V padded vocabulary):
     b  = 3 · 2 · P · L / (tp·cp) / matmul rate                 matrices
        + 3 · 2 · h · V / (tp·cp) / matmul rate                 output layer, on the last stage
        + 8 · (tp-1)/tp · h · bytes · L / cp / bandwidth        TP with or without SP
-       + 3 · (cp-1)/cp · 2·kv · bytes · L / tp / bandwidth     CP: keys and values go round
+       + 3 · (cp-1)/cp · 2·kv · bytes · L / tp / bandwidth     CP: keys and values go round, or
+       | 2 · (cp-1)/cp² · 2·(q + kv') · bytes · L / tp / bandwidth  are exchanged for heads
        + 2 · h · bytes / (tp·cp) / bandwidth                   PP: activation and its gradient
     c  = overhead · L + latencies of all messages
 
 TP moves a layer's activations 8 times: an all-gather and a reduce-scatter around attention and
 around the MLP, forward and backward (arXiv 2205.05198 §4.2.2; an all-reduce without sequence
 parallelism moves as much as the two). CP sends keys and values round the ring in the forward, and
-them and their gradients in the backward, hence 3 times. Nothing is taken to overlap. What is
+them and their gradients in the backward, hence 3 times; or, by the way that training takes, all of
+an attention's inputs and its outcome from tokens to heads and back, forward and backward, kv' being
+kv with query groups repeated up to cp (exchange.py). Nothing is taken to overlap. What is
 recomputed runs its forward, the messages in it included, once more: a layer, its core attention
 (with the ring) or its MLP (with two of the collectives).
 
@@ -28,12 +31,8 @@ runs at the pace of its slowest stage.
 from dataclasses import dataclass, replace
 
 from megatron.hydraulis.cluster import Cluster, Link
-from megatron.hydraulis.cost_model.context import (
-    NUM_RING_ROUNDS,
-    NUM_RING_ROUNDS_FORWARD,
-    ring_bytes_per_token,
-)
 from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.exchange import Exchange, exchange_of
 from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
@@ -76,6 +75,8 @@ class AnalyticCostModel:
     """Which activations the backward computes again."""
     max_tokens_per_micro_batch: int | None = None
     """Takes the place of what the memory model says, for every scheme."""
+    cp_comm_type: str = "p2p"
+    """How cp ranks exchange keys and values, one of `context_ways.CP_COMM_TYPES`."""
 
     def __post_init__(self) -> None:
         if self.parameter_bytes not in (2, 4):
@@ -115,6 +116,7 @@ class AnalyticCostModel:
             parameter_bytes=self.parameter_bytes,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
+            cp_comm_type=self.cp_comm_type,
         )
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
@@ -175,8 +177,8 @@ class AnalyticCostModel:
         seconds = num_layers * self._layer_s_per_token(scheme)
         seconds += again.num_layers_again(num_layers) * self._projections_again_s(scheme)
         seconds += again.num_mlps_again(num_layers) * self._mlp_again_s(scheme)
-        ring_s = NUM_RING_ROUNDS_FORWARD * self._cp_round_s(scheme)
-        seconds += again.num_attentions_again(num_layers) * ring_s
+        exchange_s = self._cp_seconds(scheme, self._exchange(scheme).forward_bytes)
+        seconds += again.num_attentions_again(num_layers) * exchange_s
         return seconds + self._output_layer_s_per_token(scheme) if is_last else seconds
 
     def _stage_s_per_token2(self, scheme: Scheme, num_layers: int) -> float:
@@ -190,17 +192,18 @@ class AnalyticCostModel:
         """What a stage costs without tokens: launches and latencies."""
         again = self.recompute
         tp_s = (scheme.tp > 1) * self._tp_link(scheme).latency_s
-        cp_s = (scheme.cp - 1) * self._cp_link(scheme).latency_s
+        cp_s = self._cp_link(scheme).latency_s
         num_halves_again = again.num_layers_again(num_layers) + again.num_mlps_again(num_layers)
         num_collectives = (
             _NUM_TP_COLLECTIVES * num_layers + _NUM_TP_COLLECTIVES_FORWARD * num_halves_again
         )
-        num_rounds = (
-            NUM_RING_ROUNDS * num_layers
-            + NUM_RING_ROUNDS_FORWARD * again.num_attentions_again(num_layers)
+        exchange = self._exchange(scheme)
+        num_messages = (
+            exchange.total_messages * num_layers
+            + exchange.forward_messages * again.num_attentions_again(num_layers)
         )
         overhead_s = self.device.layer_overhead_s * num_layers
-        return overhead_s + num_collectives * tp_s + num_rounds * cp_s
+        return overhead_s + num_collectives * tp_s + num_messages * cp_s
 
     def _projections_again_s(self, scheme: Scheme) -> float:
         """Forward of a layer's matrices around core attention, per token."""
@@ -227,7 +230,7 @@ class AnalyticCostModel:
         num_entries = self.shape.num_matrix_parameters_per_layer
         compute_s = self._matmul_s_per_token(num_entries, _NUM_PASSES, scheme)
         tp_s = _NUM_TP_COLLECTIVES * self._tp_collective_s(scheme)
-        return compute_s + tp_s + NUM_RING_ROUNDS * self._cp_round_s(scheme)
+        return compute_s + tp_s + self._cp_seconds(scheme, self._exchange(scheme).total_bytes)
 
     def _tp_collective_s(self, scheme: Scheme) -> float:
         """A hidden state all-gathered or reduce-scattered over the TP ranks, per token."""
@@ -238,9 +241,11 @@ class AnalyticCostModel:
             return num_bytes / (link.bytes_per_s * self.device.network_fraction)
         return num_bytes / self._bandwidth(link)
 
-    def _cp_round_s(self, scheme: Scheme) -> float:
-        """Keys and values once round the CP ring, per token."""
-        num_bytes = ring_bytes_per_token(self.shape, scheme, self.parameter_bytes)
+    def _exchange(self, scheme: Scheme) -> Exchange:
+        return exchange_of(self.shape, scheme, self.parameter_bytes, self.cp_comm_type)
+
+    def _cp_seconds(self, scheme: Scheme, num_bytes: float) -> float:
+        """Of what the CP ranks exchange."""
         return num_bytes / self._bandwidth(self._cp_link(scheme))
 
     def _boundary(self, scheme: Scheme) -> tuple[float, float]:

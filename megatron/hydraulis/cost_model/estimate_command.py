@@ -8,6 +8,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from megatron.hydraulis.context_ways import CP_COMM_TYPES
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
@@ -49,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="(default: %(default)s)",
+    )
+    job.add_argument(
+        "--cp-comm-type",
+        choices=CP_COMM_TYPES,
+        default="auto",
+        help="how cp ranks exchange keys and values, as in training (default: %(default)s)",
     )
     job.add_argument(
         "--recompute-granularity",
@@ -95,6 +102,7 @@ def run(namespace: argparse.Namespace) -> int:
         parameter_bytes=_FP32_BYTES if namespace.fp32 else _BF16_BYTES,
         sequence_parallel=namespace.sequence_parallel,
         recompute=_recompute(namespace),
+        cp_comm_type=namespace.cp_comm_type,
     )
     profile = ProfileCostModel(
         device=device.name,

@@ -29,6 +29,7 @@ count of arXiv 2205.05198 §4.1 without dropout and with grouped queries and gat
 from dataclasses import dataclass
 
 from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.exchange import exchange_of
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.scheme import Scheme
@@ -55,6 +56,8 @@ class MemoryModel:
     sequence_parallel: bool = True
     recompute: Recompute = NO_RECOMPUTE
     """Which activations the backward computes again."""
+    cp_comm_type: str = "p2p"
+    """How cp ranks exchange keys and values, one of `context_ways.CP_COMM_TYPES`."""
 
     def max_tokens(self, scheme: Scheme) -> int:
         """Most tokens of a micro-batch over all cp ranks, 0 where the model does not fit.
@@ -113,14 +116,8 @@ class MemoryModel:
         if stage == scheme.pp - 1:
             bytes_per_entry = self.parameter_bytes + _CROSS_ENTROPY_BYTES_PER_ENTRY
             logits = bytes_per_entry * self.shape.vocab_size / scheme.tp
-        return activations + logits + self._gathered_bytes_per_token(scheme)
-
-    def _gathered_bytes_per_token(self, scheme: Scheme) -> float:
-        """Keys and values of the whole row in the layer that runs backward, and their gradients."""
-        if scheme.cp == 1:
-            return 0.0
-        num_entries = 2 * 2 * self.shape.num_query_groups * self.shape.kv_channels
-        return num_entries * self.parameter_bytes / scheme.tp * scheme.cp
+        exchange = exchange_of(self.shape, scheme, self.parameter_bytes, self.cp_comm_type)
+        return activations + logits + exchange.held_bytes
 
     def _activations_per_token(self, scheme: Scheme, num_layers: int, num_in_flight: int) -> float:
         """Of num_layers layers, for num_in_flight micro-batches of which one runs backward."""

@@ -23,6 +23,7 @@ from megatron.hydraulis.arguments import (
     parse_arguments,
 )
 from megatron.hydraulis.context_arguments import check_all_to_all
+from megatron.hydraulis.context_ways import te_all_to_all_refusal
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
@@ -58,7 +59,6 @@ from megatron.hydraulis.observability.earlier_run import (
 )
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.runtime.context_ways import te_all_to_all_refusal
 from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, surroundings_here
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import (

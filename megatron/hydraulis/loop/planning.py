@@ -189,6 +189,7 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
         sequence_parallel=resolved.hydraulis.sequence_parallel,
         recompute=recompute_of(resolved.args),
         max_tokens_per_micro_batch=resolved.hydraulis.max_tokens_per_micro_batch,
+        cp_comm_type=resolved.args.cp_comm_type[0],
     )
 
 

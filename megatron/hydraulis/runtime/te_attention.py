@@ -19,14 +19,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.context_attention import context_size_of
-from megatron.hydraulis.runtime.context_ways import (
+from megatron.hydraulis.context_ways import (
     CP_COMM_TYPES,
     all_to_all_elements,
     gather_elements,
     te_all_to_all_refusal,
 )
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.context_attention import context_size_of
 
 __all__ = ["TE_MASK", "TEAttention", "TEWay", "choose_te_way", "packed_arguments"]
 

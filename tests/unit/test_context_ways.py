@@ -1,13 +1,13 @@
 import pytest
 
-from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.context_ways import (
+from megatron.hydraulis.context_ways import (
     CP_COMM_TYPES,
     all_to_all_elements,
     all_to_all_refusal,
     choose_way,
     gather_elements,
 )
+from megatron.hydraulis.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
