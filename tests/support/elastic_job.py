@@ -200,7 +200,7 @@ def _agent_main(
     def join_for_less(processes: ProcessContext, timeout: float) -> None:
         join(processes, min(timeout, SHUTDOWN_S))
 
-    ProcessContext._join_procs_with_timeout = join_for_less  # type: ignore[method-assign]
+    ProcessContext._join_procs_with_timeout = join_for_less  # type: ignore[method-assign,assignment]
     status = 0
     try:
         elastic_launch(config, _rank_main)(program, argv, folder)
