@@ -82,6 +82,13 @@ def rename_file(path: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+def keep_one_shard(path: Path) -> None:
+    """As an interrupted copy leaves a checkpoint."""
+    for file in path.iterdir():
+        if file.name != "__0_0.distcp":
+            file.unlink()
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "missing shard": ("__1_0.distcp", Path.unlink, "__1_0.distcp is missing"),
     "flipped byte": ("__0_0.distcp", flip_byte, "__0_0.distcp is damaged"),
@@ -91,6 +98,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "changed manifest": (MANIFEST_NAME, rename_file, "SHA-256"),
     "missing manifest": (MANIFEST_NAME, Path.unlink, f"{MANIFEST_NAME} is missing"),
     "missing metadata": (".metadata", Path.unlink, ".metadata is missing"),
+    "half-written folder": ("", keep_one_shard, "metadata.json"),
 }
 
 
@@ -160,6 +168,36 @@ def test_a_file_of_the_latest_that_says_nonsense_or_names_nothing(damaged: Path)
     (damaged / LATEST_FILE_NAME).unlink()
     (answer, _) = pool_of(NUM_RANKS).run(try_load, str(damaged), False)
     assert "no file that names the latest" in answer
+
+
+@pytest.mark.parametrize(
+    ("removed", "iteration", "told"),
+    [
+        ((FIRST, LAST), None, "no checkpoint of iteration 5; there are none: copy it back"),
+        ((), FIRST - 1, "no checkpoint of iteration 2; there are 3, 5: give --ckpt-step"),
+    ],
+    ids=["none is left", "none is as early"],
+)
+def test_a_fallback_is_no_start_from_scratch(
+    removed: tuple[int, ...], iteration: int | None, told: str, damaged: Path
+) -> None:
+    for each in removed:
+        shutil.rmtree(damaged / f"iter_{each:07d}")
+    for answer in pool_of(NUM_RANKS).run(try_find, str(damaged), iteration):
+        assert told in answer
+        assert "--load-fallback" not in answer
+    if removed:
+        (damaged / LATEST_FILE_NAME).write_text("five")
+        (answer, _) = pool_of(NUM_RANKS).run(try_find, str(damaged), None)
+        assert "must hold the number" in answer
+
+
+def try_find(root: str, iteration: int | None) -> str:
+    folder = CheckpointFolder(Path(root))
+    try:
+        return f"found {find_checkpoints(folder, iteration=iteration, with_earlier=True)}"
+    except CheckpointError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -39,6 +39,8 @@ def test_a_signal_to_one_rank_saves_and_ends_all(number: signal.Signals, tmp_pat
     # The last iteration before the signal is the last in the checkpoint: nothing is trained twice.
     assert sorted(losses_of(tmp_path / "run")) == list(range(1, last + 2))
     assert f"iter_{last:07d}: {last} iterations" in outcome.stdout
+    # An interval that is reached saves as well.
+    assert int((save / "latest_checkpointed_iteration.txt").read_text()) == last + 1
 
 
 def test_time_that_is_up_saves_and_ends(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ that is whole but of another model never is: no checkpoint before it would fit e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ __all__ = [
 
 _MOST_NAMED = 4
 """Problems or differences that an error names before it only counts the rest."""
+_MOST_ITERATIONS_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,20 @@ def find_checkpoints(
         Newest first; empty where there is nothing that looks like a checkpoint.
 
     Raises:
-        CheckpointError: the latest cannot be told, or is not there.
+        CheckpointError: the latest cannot be told, or is not there, nor any that may stand in.
     """
 
     def find() -> list[Path]:
+        there = folder.iterations
         latest: int | str | None = iteration
         if latest is None:
             try:
                 latest = folder.latest()
             except CheckpointError:
-                if not with_earlier:
+                if not (with_earlier and there):
                     raise
         if latest == RELEASE:
             return [folder.path_of(RELEASE)]
-        there = folder.iterations
         if latest is None and folder.paths and not (there and with_earlier):
             newest = folder.paths[-1].name
             fix = (
@@ -95,16 +96,24 @@ def find_checkpoints(
         if latest is None:
             return [folder.path_of(i) for i in reversed(there)]
         assert isinstance(latest, int)
-        if latest not in there and not with_earlier:
-            named = ", ".join(map(str, there[-8:])) or "none"
-            raise CheckpointError(
-                f"{folder.root}: there is no checkpoint of iteration {latest}; there are {named}: "
-                "give --ckpt-step for one of them, or --load-fallback for the last good one"
-            )
-        return [folder.path_of(i) for i in reversed(there) if i <= latest]
+        usable = [folder.path_of(i) for i in reversed(there) if i <= latest]
+        # Where one is named, having none is no reason to start from scratch.
+        if latest not in there and not (with_earlier and usable):
+            raise CheckpointError(_not_there(folder, latest, there))
+        return usable
 
     found = on_rank_0(find, f"{folder.root} cannot be read")
     return found if with_earlier else found[:1]
+
+
+def _not_there(folder: CheckpointFolder, latest: int, there: Sequence[int]) -> str:
+    named = ", ".join(map(str, there[-_MOST_ITERATIONS_NAMED:])) or "none"
+    fix = "copy it back, or start a new run in another folder"
+    if there:
+        fix = "give --ckpt-step for one of them"
+        if there[0] < latest:
+            fix += ", or --load-fallback for the last good one"
+    return f"{folder.root}: there is no checkpoint of iteration {latest}; there are {named}: {fix}"
 
 
 def load_first_whole(

@@ -29,6 +29,7 @@ from megatron.hydraulis.observability.console import EtaEstimator, iteration_suf
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.observability.records import IterationRecord
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
+from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.plan_status import is_marked, plan_status
 from megatron.hydraulis.runtime.outcome import StepOutcome
 
@@ -217,13 +218,15 @@ class TrainingLoop:
         timers = get_timers()
         timers("evaluate", log_level=0).start(barrier=True)
         engine = model[0].engine
-        self._guard.enter("evaluation", plan="")
         model[0].eval()
         data_iterator.sampler.reset()  # type: ignore[union-attr]
         loss_sum, num_tokens = 0.0, 0
         with nullcontext() if self._trace is None else self._trace.evaluation():
             for _ in range(args.eval_iters if eval_iters is None else eval_iters):
+                # Anew for every batch: the timeout is that of one wait, not of them all.
+                self._guard.enter("evaluation", plan="")
                 planned = next(data_iterator)
+                self._guard.enter("evaluation", plan=_named(planned.plan))
                 loss = engine.evaluate(
                     planned.plan.strategy, planned.micro_batches, forward_step_func
                 )
@@ -310,8 +313,7 @@ class TrainingLoop:
     def _next(self, number: int, batches: PlannedBatches) -> PlannedBatch:
         with self._guard.phase("planning"):
             planned = self._next_traced(number, batches)
-        plan = planned.plan
-        self._guard.enter("gather", plan=f"strategy '{plan.strategy}', plan {plan.digest[:12]}")
+        self._guard.enter("gather", plan=_named(planned.plan))
         return planned
 
     def _next_traced(self, number: int, batches: PlannedBatches) -> PlannedBatch:
@@ -376,6 +378,11 @@ class TrainingLoop:
             writer.add_scalar("tokens", record.num_tokens, number)
             writer.add_scalar("padding-fraction", record.padding_fraction, number)
             writer.add_scalar("imbalance", record.imbalance, number)
+
+
+def _named(plan: IterationPlan) -> str:
+    """As errors and the hang guard tell it."""
+    return f"strategy '{plan.strategy}', plan {plan.digest[:12]}"
 
 
 @contextmanager

@@ -32,6 +32,9 @@ __all__ = [
 _VERSION = 1
 # Larger whole numbers are typing errors, which numpy cannot hold.
 _MOST = 10**18
+_MOST_BYTES = 256 << 20
+# Of objects and lists in one another; a plan has 8.
+_MOST_LEVELS = 32
 _IDX_HEADER = struct.Struct("<9sQBQQ")
 _IDX_MAGIC = b"MMIDIDX\0\0"
 
@@ -354,13 +357,36 @@ def _check_version(content: Any) -> None:
 
 def _json(path: str) -> Any:
     try:
-        return json.loads(_text(path))
+        content = json.loads(_text(path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: JSON is expected but: {error}; correct the file") from error
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        level = _inside(level)
+    if any(isinstance(value, dict | list) for value in level):
+        raise DataError(
+            f"{path}: objects and lists stand in one another at most {_MOST_LEVELS} deep but these "
+            "are deeper; correct the file"
+        )
+    return content
+
+
+def _inside(values: list[Any]) -> list[Any]:
+    return [
+        inner
+        for outer in values
+        if isinstance(outer, dict | list)
+        for inner in (outer.values() if isinstance(outer, dict) else outer)
+    ]
 
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        with Path(path).open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        text = raw.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}; correct the path") from error
+    if len(raw) > _MOST_BYTES:
+        raise DataError(f"{path}: has more than {_MOST_BYTES} bytes; give another file")
+    return text

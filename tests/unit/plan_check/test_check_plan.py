@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.plan_check import files
 from megatron.hydraulis.plan_check.broken_rule import Rule
 from tests.support.index_file import write_idx
 from tests.support.planning_files import LENGTHS, POOL, PROFILE, make_plan, write_files
@@ -280,6 +281,27 @@ def test_files_that_cannot_be_used_are_status_2(
     assert error.startswith("error: ")
     assert message is not None
     assert message in error
+
+
+@pytest.mark.parametrize("name", ["plan", "cost_profile", "pool"])
+def test_files_beyond_the_bounds_are_status_2(
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most_bytes = 5_000_000
+    monkeypatch.setattr(files, "_MOST_BYTES", most_bytes)
+    flags = write_files(tmp_path, plan=make_plan())
+    path = tmp_path / f"{name}.json"
+    for text, told in (
+        ("[" * 33 + "]" * 33, "at most 32 deep"),
+        ("[" * 99_999 + "]" * 99_999, "JSON is expected but"),
+        (path.read_text() + " " * most_bytes, f"has more than {most_bytes} bytes"),
+    ):
+        path.write_text(text)
+        assert main(["check-plan", *flags]) == 2
+        assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["plan", "lengths", "cost_profile", "pool"])
