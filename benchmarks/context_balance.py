@@ -8,9 +8,9 @@ a time, padding to 2·cp included, so a sequence of l tokens needs l / tokens ra
 power of two; a group shares its sequences evenly; the makespan is the sum over waves of the slowest
 rank. *Ideal* is all work over all ranks. Nothing here charges for communication, so that one group
 of all ranks would be ideal: groups are therefore held to what their longest sequence needs, or to
-twice that, as Megatron widens groups to fill empty ranks. Beside them Megatron's own scheduler
-(BalancedCPScheduler), given the same cost; it runs the sequences of a rank one by one, so that it
-need not fit several into one row.
+twice that, as Megatron widens groups to fill empty ranks. Both are told. Beside them Megatron's own
+scheduler (BalancedCPScheduler), given the same cost; it runs the sequences of a rank one by one, so
+that it need not fit several into one row.
 
 **FlexSP's setting.** 7B on 64 ranks, at most 192K tokens, time and memory by the published
 constants, the eight frozen batches (README.md). *Groups of 64*: as few micro-batches as memory
@@ -257,7 +257,19 @@ def balance_table(
             f"{setting.goal:.2f}",
             f"{max(one.cpu_s for by_seed in of for one in by_seed):.2f}",
         )
+    table.caption = "\n".join(verdict(found, doublings) for doublings in WIDENINGS)
     return table
+
+
+def verdict(found: dict[tuple[Setting, int], list[Balance]], doublings: int) -> str:
+    """Which goals the medians reach with groups as wide as needed, or up to twice as wide."""
+    words = []
+    for setting in SETTINGS:
+        median = float(np.median([one.makespan for one in found[setting, doublings]]))
+        misses = "reaches" if median <= setting.goal else "misses"
+        words.append(f"{setting.num_ranks} ranks {median:.3f} {misses} {setting.goal:.2f}")
+    width = "No wider than needed" if doublings == 0 else "Up to twice as wide"
+    return f"{width}: {', '.join(words)}."
 
 
 def flexsp_table(batches: Sequence[FlexspBatch]) -> Table:

@@ -7,12 +7,14 @@ import pytest
 from benchmarks.context_balance import (
     LINEAR_COST,
     SETTINGS,
+    Balance,
     Setting,
     balance,
     in_step_s,
     megatron_balance,
     rows_by_best_fit,
     rows_longest_first,
+    verdict,
     work,
 )
 from megatron.hydraulis.cost_model.interface import Coefficients
@@ -50,3 +52,19 @@ def test_waves_reach_the_goal_and_balance_better_than_megatron(setting: Setting)
     assert found.bound <= found.makespan <= setting.goal
     theirs = megatron_balance(setting, 0)
     assert found.makespan < theirs < math.inf
+
+
+def test_both_widths_are_held_against_the_goals() -> None:
+    makespans = {8: (1.06, 1.03, 1.035), 32: (1.019, 1.0, 1.5), 64: (1.0, 1.026, 1.03)}
+    found = {
+        (setting, doublings): [
+            Balance(value, 1.0, 1, 0.0) for value in makespans[setting.num_ranks]
+        ]
+        for setting in SETTINGS
+        for doublings in (0, 1)
+    }
+    assert verdict(found, 0) == (
+        "No wider than needed: 8 ranks 1.035 reaches 1.04, 32 ranks 1.019 reaches 1.02, 64 ranks "
+        "1.026 misses 1.02."
+    )
+    assert verdict(found, 1).startswith("Up to twice as wide: 8 ranks 1.035 reaches 1.04")
