@@ -193,13 +193,12 @@ class HangGuard:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within, the rank is in the phase; an error says of which iteration and plan."""
+        """Within, the rank is in the phase; an error says so, with iteration and plan."""
         self.enter(name)
         try:
             yield
         except Exception as error:
-            place = self._place
-            error.add_note(f"iteration {place.iteration}{', ' + place.plan if place.plan else ''}")
+            error.add_note(str(replace(self._place, phase=name)))
             raise
         if name in _AFTER:
             self.enter(_AFTER[name])

@@ -65,6 +65,16 @@ def test_a_phase_that_nobody_knows_is_refused() -> None:
         place(3, "siesta")
 
 
+def test_an_error_is_told_with_its_place() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
+    guard = HangGuard(store, 0, 1, 60.0)
+    guard.enter("planning", 7, "strategy 'x', plan 12ab")
+    with pytest.raises(RuntimeError) as caught, guard.phase("save"):
+        raise RuntimeError("disk")
+    guard.close()
+    assert caught.value.__notes__ == ["phase 'save' of iteration 7 (strategy 'x', plan 12ab)"]
+
+
 def wait_long(guard: HangGuard, timeout_s: float, is_over: Callable[[], object]) -> None:
     """As if the rank had been in a phase for nearly as long as collectives wait."""
     guard.enter("gather", 7, "strategy 'x', plan 12ab")
