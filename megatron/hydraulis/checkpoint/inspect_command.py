@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.hydraulis.checkpoint.byte_progress import size_text
-from megatron.hydraulis.data.preprocess_command import import_megatron_quietly
 
 if TYPE_CHECKING:
     from megatron.hydraulis.checkpoint.inspection import FolderInspection, Inspection
@@ -45,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Print what is there; 1 unless every checkpoint is complete. Raises CheckpointError."""
-    import_megatron_quietly()
-    from megatron.hydraulis.checkpoint.inspection import inspect_folder
+    from megatron.hydraulis.checkpoint.inspection import inspect_folder  # so that help is quick
 
     found = inspect_folder(namespace.folder, checks_content=not namespace.quick)
     if namespace.json:
@@ -63,8 +61,7 @@ def _print(found: FolderInspection, *, with_tensors: bool) -> None:
     if found.is_single:
         console.print(f"{found.path}: {_verdict(found.checkpoints[0])}")
     else:
-        num = len(found.checkpoints)
-        what = "1 checkpoint" if num == 1 else f"{num} checkpoints"
+        what = _counted(len(found.checkpoints), "checkpoint")
         console.print(f"{found.path}: {what}, latest: {found.latest or 'none'}")
         console.print(_table(found), soft_wrap=False)
     for problem in found.problems:
@@ -127,7 +124,7 @@ def _facts(each: Inspection) -> Table:
 
 def _lines(each: Inspection) -> Iterator[tuple[str, str]]:
     writer = "this program" if each.written_by == "hydraulis" else "plain Megatron"
-    ranks = "" if each.num_ranks is None else f", {each.num_ranks} ranks"
+    ranks = "" if each.num_ranks is None else f" on {_counted(each.num_ranks, 'rank')}"
     yield "written by", writer + ranks
     if each.iteration is not None:
         yield "iteration", f"{each.iteration:,}"
@@ -150,6 +147,10 @@ def _lines(each: Inspection) -> Iterator[tuple[str, str]]:
     told = ", ".join(f"{name} {value}" for name, value in each.model.items() if value is not None)
     if told:
         yield "model", told
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _tensors(each: Inspection) -> Table:

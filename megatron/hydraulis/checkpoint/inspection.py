@@ -159,8 +159,7 @@ def inspect_folder(path: Path, *, checks_content: bool = True) -> FolderInspecti
         return _inspect_all(CheckpointFolder(path), checks_content=checks_content)
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or path}: cannot be read: {error.strerror or error}; correct its "
-            "permissions"
+            f"{path}: cannot be read: {error.strerror or error}; correct its permissions"
         ) from error
 
 

@@ -3,10 +3,6 @@
 Everything here is thin: the engine, the planner and the data know nothing of the loop.
 """
 
-import logging
-import warnings
+from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
-# Upstream and torch warn while they are imported that Apex, Transformer Engine or a CUDA runtime
-# are absent: known, and said a dozen times by every rank. Filters have to stand before the imports.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.(core|training)\b.*")
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+silence_warnings_of_imports()

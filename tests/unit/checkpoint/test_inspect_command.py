@@ -73,7 +73,7 @@ def test_a_folder_of_whole_checkpoints(root: Path, tell: Tell) -> None:
     assert f"{root}: 2 checkpoints, latest: iter_0000006" in told
     assert told.count("complete, checksums right") == 2
     for fact in (
-        "iter_0000006: written by this program, 4 ranks",
+        "iter_0000006: written by this program on 4 ranks",
         "consumed 1,234 sequences",
         f"parameters {NUM_PARAMETERS} in 1 tensors, float32",
         "fp32 master and moments",
