@@ -147,8 +147,8 @@ resolve_settings() {
         has_flag --save "$@" || program_flags+=(--save "$save_dir")
         has_flag --save-interval "$@" || program_flags+=(--save-interval "$save_interval")
     fi
-    if ((min_nodes < num_nodes)); then
-        # Strategies are written for all nodes.
+    if [[ -n ${MIN_NODES:-} ]]; then
+        # Strategies are written for all nodes, of which a job that is queued again may get fewer.
         has_flag --elastic "$@" || program_flags+=(--elastic)
         # Where the node of rank 0 is lost, the others must not go on naming its address.
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -164,6 +164,8 @@ def test_containers_and_the_loss_of_nodes_are_options_of_the_step() -> None:
     )
     assert "--no-kill --kill-on-bad-exit=0" in text
     assert " --elastic" in text, "strategies are written for 4 nodes"
+    assert " --elastic" in composed(NUM_NODES="2", MIN_NODES="2"), "it may have been 4 before"
+    assert " --elastic" not in composed(NUM_NODES="4")
     assert f"--container-image=img --container-mounts=/d:/d --container-workdir={ROOT} " in text
     assert "--nnodes 2:4 " in text
     assert "PYTHON           python3\n" in text
