@@ -168,6 +168,11 @@ def test_a_file_of_the_latest_that_says_nonsense_or_names_nothing(damaged: Path)
     (damaged / LATEST_FILE_NAME).unlink()
     (answer, _) = pool_of(NUM_RANKS).run(try_load, str(damaged), False)
     assert "no file that names the latest" in answer
+    for path in damaged.iterdir():
+        path.rename(damaged / "release") if path.name.endswith(str(LAST)) else shutil.rmtree(path)
+    for fallback in (False, True):  # else it would begin from scratch
+        (answer, _) = pool_of(NUM_RANKS).run(try_load, str(damaged), fallback)
+        assert f"write release into {LATEST_FILE_NAME}" in answer
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
 from megatron.hydraulis.checkpoint.hugging_face.stored import LAYERS, StoredParameters
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.checkpoint.model_arguments import model_of
-from megatron.hydraulis.checkpoint.names import stored_parameters
-from megatron.hydraulis.checkpoint.reader import read_common_state
+from megatron.hydraulis.checkpoint.names import stored_objects, stored_parameters
+from megatron.hydraulis.checkpoint.reader import CheckedReader, read_common_state
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.loop.checkpointing import _optimizer_entry, _plain_arguments
@@ -86,6 +86,9 @@ def load_train_save(
     model = model_of(resolved.args) | {"vocab_size": resolved.vocabulary.size}
     loaded = load_checkpoint(Path(root) / "release", engine, model)
     assert not loaded.with_optimizer
+    stored = CheckedReader(loaded.path).read_metadata().state_dict_metadata
+    asked = {each.unique_key for each in stored_objects(engine.definition)}
+    assert asked <= stored.keys()  # so that plain Megatron can load it too
     losses = []
     for _ in range(2):
         outcome = engine.train_step(strategy, [pack(batch, 2)], make_forward_step())

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.hydraulis.checkpoint.manifest import FileRecord
+from megatron.hydraulis.checkpoint.tensor_file import save_tensor
 from megatron.hydraulis.errors import CheckpointError
 
 __all__ = ["ShardWriter", "StreamingSaveStrategy", "Written"]
@@ -227,7 +228,7 @@ def _write(stream: _HashingStream, item: WriteItem, data: Any) -> None:
     # torch.save writes the whole storage of a view, so a rectangle gets one of its own.
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize:
         tensor = tensor.clone()
-    torch.save(tensor, cast(IO[bytes], stream))
+    save_tensor(tensor, stream)
 
 
 def _identity(item: WriteItem, data: Any) -> tuple[Any, ...] | None:

@@ -201,8 +201,13 @@ def test_other_checkpoints_stay(folder: Path, checkpoint: Path) -> None:
     assert sorted(checkpoint.parent.rglob("*")) == before
 
 
-def test_a_full_disk_while_importing(folder: Path, tmp_path: Path) -> None:
-    with largest_file(20_000), pytest.raises(CheckpointError, match="cannot be written") as caught:
+@pytest.mark.parametrize("num_bytes", [10_000, 20_000, 20_500, 30_000])
+def test_a_full_disk_while_importing(num_bytes: int, folder: Path, tmp_path: Path) -> None:
+    """Wherever in a tensor's record it fills up."""
+    with (
+        largest_file(num_bytes),
+        pytest.raises(CheckpointError, match="cannot be written") as caught,
+    ):
         import_folder(folder, tmp_path / "mega")
     assert "make room for" in str(caught.value)
     assert list((tmp_path / "mega").iterdir()) == []

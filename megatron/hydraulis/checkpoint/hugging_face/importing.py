@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron.hydraulis.checkpoint.byte_progress import ByteProgress
 from megatron.hydraulis.checkpoint.folder import (
@@ -25,6 +26,7 @@ from megatron.hydraulis.checkpoint.hugging_face.stored import (
 )
 from megatron.hydraulis.checkpoint.hugging_face.tensors import (
     EMBEDDING,
+    FINAL_NORM,
     OUTPUT,
     TensorRows,
     layer_shapes,
@@ -101,7 +103,9 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Im
             return _assembled(shape, dtype, parts[i], files)
 
         arguments = _arguments(model, padded_size, dtype)
-        write_parameters(new, pieces, dtype, produce, _common(arguments))
+        write_parameters(
+            new, pieces, dtype, produce, _common(arguments), empty_objects=_extra_states(model)
+        )
         _write_manifest(new, arguments, model, source)
     _name_latest(folder)
     return Imported(path, model, dtype, num_bytes)
@@ -205,6 +209,18 @@ def _common(arguments: Namespace) -> dict[str, object]:
         "num_floating_point_operations_so_far": 0,
         "content_metadata": sharding_metadata(),
     }
+
+
+def _extra_states(model: HuggingFaceModel) -> list[str]:
+    """Keys of what upstream's modules store besides, and ask for, local or Transformer Engine's."""
+    states = [ShardedObject(f"{FINAL_NORM}._extra_state", None, (1,), (0,))]
+    for key in layer_shapes(model):
+        module, found, _ = key.partition(".weight")
+        if found:
+            for layer in range(model.num_layers):
+                shape, offset = (model.num_layers,), (layer,)
+                states.append(ShardedObject(f"{LAYERS}{module}._extra_state", None, shape, offset))
+    return [each.unique_key for each in states]
 
 
 def _write_manifest(

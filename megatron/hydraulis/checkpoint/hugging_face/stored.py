@@ -38,6 +38,7 @@ from megatron.hydraulis.checkpoint.reader import (
     stored_tensors,
     unique_key,
 )
+from megatron.hydraulis.checkpoint.tensor_file import save_tensor
 from megatron.hydraulis.errors import CheckpointError
 
 __all__ = ["LAYERS", "PieceToWrite", "StoredParameters", "write_parameters"]
@@ -134,6 +135,8 @@ def write_parameters(
     dtype: torch.dtype,
     produce: Callable[[int], torch.Tensor],
     common: Mapping[str, Any],
+    *,
+    empty_objects: Sequence[str] = (),
 ) -> None:
     """Write a checkpoint of parameters alone, holding one piece at a time.
 
@@ -143,10 +146,12 @@ def write_parameters(
         dtype: of all.
         produce: the piece of an index, without the axis of layers.
         common: upstream's entries beside tensors.
+        empty_objects: keys of objects that upstream asks for, here None.
 
     Raises OSError.
     """
-    planner = _LazyPlanner(pieces, dtype, produce, common)
+    objects: dict[str, Any] = {_COMMON_KEY: dict(common)} | dict.fromkeys(empty_objects)
+    planner = _LazyPlanner(pieces, dtype, produce, objects)
     try:
         with warnings.catch_warnings():
             # That there is no process group is meant.
@@ -180,17 +185,17 @@ class _LazyPlanner(DefaultSavePlanner):
         pieces: Sequence[PieceToWrite],
         dtype: torch.dtype,
         produce: Callable[[int], torch.Tensor],
-        common: Mapping[str, Any],
+        objects: Mapping[str, Any],
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = pieces
         self._dtype = dtype
         self._produce = produce
-        self._common = common
+        self._objects = objects
         self._number = {self._index(piece): i for i, piece in enumerate(pieces)}
 
     def create_local_plan(self) -> SavePlan:
-        items = [WriteItem(MetadataIndex(_COMMON_KEY), WriteItemType.BYTE_IO)]
+        items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
         for piece in self._pieces:
             data = TensorWriteData(
                 chunk=ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)),
@@ -204,7 +209,7 @@ class _LazyPlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             stream = io.BytesIO()
-            torch.save([dict(self._common)], stream)
+            torch.save([self._objects[write_item.index.fqn]], stream)
             return stream
         i = self._number[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
         tensor = self._produce(i).reshape(self._pieces[i].sizes)
@@ -227,7 +232,7 @@ class _OneByOneWriter(FileSystemWriter):
                 if isinstance(data, io.BytesIO):
                     file.write(data.getbuffer())
                 else:
-                    torch.save(data, file)
+                    save_tensor(data, file)
                 length = file.tell() - start
                 results.append(
                     WriteResult(item.index, length, _StorageInfo(_FILE_NAME, start, length))

@@ -18,11 +18,19 @@ from dataclasses import dataclass
 
 from megatron.hydraulis.checkpoint.hugging_face.model import HuggingFaceModel
 
-__all__ = ["EMBEDDING", "OUTPUT", "TensorRows", "layer_shapes", "outer_shapes", "tensor_rows"]
+__all__ = [
+    "EMBEDDING",
+    "FINAL_NORM",
+    "OUTPUT",
+    "TensorRows",
+    "layer_shapes",
+    "outer_shapes",
+    "tensor_rows",
+]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-_FINAL_NORM = "decoder.final_layernorm.weight"
+FINAL_NORM = "decoder.final_layernorm"
 
 _Runs = tuple[tuple[int, int], ...]
 
@@ -61,7 +69,7 @@ def tensor_rows(model: HuggingFaceModel) -> Iterator[TensorRows]:
     yield whole("model.embed_tokens.weight", EMBEDDING)
     for layer in range(model.num_layers):
         yield from _layer(model, layer)
-    yield whole("model.norm.weight", _FINAL_NORM)
+    yield whole("model.norm.weight", f"{FINAL_NORM}.weight")
     if not model.tied_embeddings:
         yield whole("lm_head.weight", OUTPUT)
 
@@ -70,7 +78,7 @@ def outer_shapes(model: HuggingFaceModel) -> dict[str, tuple[int, ...]]:
     """Megatron's tensors beside those of layers by key, without padding of the vocabulary."""
     shapes: dict[str, tuple[int, ...]] = {
         EMBEDDING: (model.vocab_size, model.hidden_size),
-        _FINAL_NORM: (model.hidden_size,),
+        f"{FINAL_NORM}.weight": (model.hidden_size,),
     }
     if not model.tied_embeddings:
         shapes[OUTPUT] = shapes[EMBEDDING]
