@@ -1,7 +1,8 @@
 """A rank that is killed, frozen or raises: torchrun's agent starts the job again from the last
 complete checkpoint, and the losses are those of a run that nothing happened to.
 
-By default a few faults; with HYPOTHESIS_PROFILE=nightly each kind in every phase on every rank.
+By default a rank is killed in every phase, and one is frozen; with HYPOTHESIS_PROFILE=nightly each
+kind in every phase on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TIMEOUT_S = 12.0
 NUM_SPARE_RESTARTS = 2
 """Where a rank is so slow that the others take it for frozen, the law holds all the same."""
 FAULTS: dict[Action, tuple[Phase, ...]] = {
-    "kill": PHASES if IS_NIGHTLY else ("backward", "save"),
+    "kill": PHASES,
     "freeze": PHASES if IS_NIGHTLY else ("scatter",),
     "raise": PHASES if IS_NIGHTLY else (),
 }
@@ -38,13 +39,13 @@ FIRST_RANKS = range(NUM_RANKS) if IS_NIGHTLY else (1,)
 """Of which the first fault is; the next one is of the next rank."""
 
 
-def command(prefix: str, folder: Path) -> list[str]:
+def command(prefix: str, folder: Path, *extra: str) -> list[str]:
     return tiny_command(
         prefix,
         folder / "run",
         *("--strategy", STRATEGY, "--split", "100,0,0", "--train-iters", str(NUM_ITERATIONS)),
         *("--save", str(folder / "save"), "--load", str(folder / "save"), "--save-interval", "1"),
-        *("--exit-signal-handler",),
+        *("--exit-signal-handler", *extra),
     )
 
 
@@ -65,7 +66,7 @@ def expected(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int,
 
 @pytest.mark.parametrize("first_rank", FIRST_RANKS)
 @pytest.mark.parametrize("action", [action for action, phases in FAULTS.items() if phases])
-@pytest.mark.timeout(900 if IS_NIGHTLY else 240)
+@pytest.mark.timeout(600)
 def test_the_job_goes_on_from_its_last_checkpoint(
     action: Action, first_rank: int, prefix: str, expected: dict[int, float], tmp_path: Path
 ) -> None:
@@ -80,8 +81,10 @@ def test_the_job_goes_on_from_its_last_checkpoint(
         injector.install()
         entry.main(argv)
 
+    # Where rank 0 is frozen in planning, others are to wait in its store, not in a collective.
+    extra = ("--plan-ahead", "0") if first_rank == 0 else ()
     outcome = run_elastic_job(
-        command(prefix, tmp_path),
+        command(prefix, tmp_path, *extra),
         NUM_RANKS,
         tmp_path / "output",
         program=with_settings(program, distributed_timeout_minutes=TIMEOUT_S / 60.0),
