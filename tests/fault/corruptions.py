@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import shutil
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -176,18 +178,33 @@ def _checkpoint(root: Path) -> Kind:
     pool_of(2).run(_save, str(folder))
     sound = {f"iter_{i:07d}": pool_of(2).run(_load, str(folder), i) for i in ITERATIONS}
 
-    def judge(damaged: Path) -> str:
-        ranks = pool_of(2).run(_load, str(damaged), None)
+    def load(damaged: Path, iteration: int | None, with_earlier: bool = False) -> str:
+        """Raises what all ranks tell alike."""
+        ranks = pool_of(2).run(_load, str(damaged), iteration, with_earlier)
         errors = [found for found in ranks if isinstance(found, str)]
         if len(errors) == len(ranks):
             raise HydraulisError(errors[0])
         if errors:
             return f"some ranks alone refuse: {errors[0]}"
-        for name, expected in sound.items():
-            if ranks[0][0] == name:
-                # An earlier one that is whole is a start from an earlier iteration.
-                return UNCHANGED if ranks == expected else f"{name} was loaded otherwise"
-        return f"unknown checkpoint {ranks[0][0]}"
+        # An earlier one that is whole is a start from an earlier iteration.
+        name = ranks[0][0]
+        return UNCHANGED if ranks == sound[name] else f"{name} was loaded otherwise"
+
+    def judge(damaged: Path) -> str:
+        try:
+            # The latest, and the one before, which the damage may be in.
+            verdicts = [load(damaged, iteration) for iteration in (None, ITERATIONS[0])]
+        except HydraulisError:
+            try:
+                verdict = load(damaged, None, with_earlier=True)
+            except HydraulisError as error:
+                if "there is no checkpoint of iteration" in str(error):  # so says the damaged file
+                    raise
+                return f"no fallback: {error}"
+            if verdict == UNCHANGED:
+                raise
+            return verdict
+        return next((each for each in verdicts if each != UNCHANGED), UNCHANGED)
 
     return Kind("checkpoint", folder, judge)
 
@@ -200,14 +217,17 @@ def _save(root: str) -> None:
         save_engine(engine, Path(root), iteration)
 
 
-def _load(root: str, iteration: int | None) -> tuple[str, bytes] | str:
+def _load(root: str, iteration: int | None, with_earlier: bool = False) -> tuple[str, bytes] | str:
     """On every rank: name and content of what was loaded, or the error of this package."""
     engine = make_engine(MODEL.definition(), ("tp2",), seed=5)
     try:
-        paths = find_checkpoints(CheckpointFolder(Path(root)), iteration=iteration)
+        folder = CheckpointFolder(Path(root))
+        paths = find_checkpoints(folder, iteration=iteration, with_earlier=with_earlier)
         if not paths:
             return "there is no checkpoint"
-        loaded = load_first_whole(paths, engine, {"vocab_size": MODEL.vocab_size})
+        loaded = load_first_whole(
+            paths, engine, {"vocab_size": MODEL.vocab_size}, log=lambda line: None
+        )
     except HydraulisError as error:
         return str(error)
     flats = (engine.shards.parameters, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq)
@@ -353,6 +373,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=1000, help="corruptions (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="of all of them (default: 1)")
     options = parser.parse_args(argv)
+    # Upstream's of every model that is built, which the ranks would inherit.
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run(options.num, options.seed, Path(folder))
     counts = Counter((outcome.kind, outcome.verdict) for outcome in outcomes)
