@@ -56,13 +56,28 @@ def torchrun(*arguments: str) -> str:
     return "".join(lines)
 
 
+def profile_flags(path: Path) -> list[str]:
+    """Of the command profile."""
+    return [
+        *("--out", str(path), "--schemes", STRATEGY),
+        *("--max-tokens", str(NUM_TOKENS), "--num-sizes", "4", "--", *MODEL_FLAGS),
+    ]
+
+
+def training_flags(folder: Path, corpus: Path) -> list[str]:
+    """Of pretrain_gpt.py, less the cost profile."""
+    return [
+        *(*MODEL_FLAGS, "--strategy", STRATEGY, "--data-path", str(corpus), "--split", "100,0,0"),
+        *("--train-iters", str(NUM_ITERATIONS), "--global-batch-tokens", str(8 * NUM_TOKENS)),
+        *("--lr", "3e-4", "--min-lr", "3e-5", "--memory-trial", "on"),
+        *("--max-tokens-per-micro-batch", str(NUM_TOKENS), "--run-dir", str(folder / "run")),
+    ]
+
+
 def profile(folder: Path) -> dict[str, Any]:
     """Measured time of packs of equal tokens and different Σs² beside the fitted model."""
     path = folder / "profile.json"
-    torchrun(
-        *("-m", "megatron.hydraulis", "profile", "--out", str(path), "--schemes", STRATEGY),
-        *("--max-tokens", str(NUM_TOKENS), "--num-sizes", "4", "--", *MODEL_FLAGS),
-    )
+    torchrun("-m", "megatron.hydraulis", "profile", *profile_flags(path))
     row = json.loads(path.read_text())["schemes"][0]
     fitted = Coefficients(row["a_ms_per_token2"], row["b_ms_per_token"], row["c_ms"])
     rows = []
@@ -88,13 +103,7 @@ def profile(folder: Path) -> dict[str, Any]:
 
 def training(folder: Path, profile_path: Path | None) -> dict[str, Any]:
     """50 iterations of the model: MFU, predicted times, memory foretold and measured."""
-    corpus = _write_corpus(folder)
-    flags = [
-        *(*MODEL_FLAGS, "--strategy", STRATEGY, "--data-path", str(corpus), "--split", "100,0,0"),
-        *("--train-iters", str(NUM_ITERATIONS), "--global-batch-tokens", str(8 * NUM_TOKENS)),
-        *("--lr", "3e-4", "--min-lr", "3e-5", "--memory-trial", "on"),
-        *("--max-tokens-per-micro-batch", str(NUM_TOKENS), "--run-dir", str(folder / "run")),
-    ]
+    flags = training_flags(folder, write_corpus(folder))
     told = torchrun(
         "pretrain_gpt.py",
         *flags,
@@ -146,11 +155,12 @@ def _memory(flags: Sequence[str], told: str) -> list[dict[str, float]]:
     return rows
 
 
-def _write_corpus(folder: Path) -> Path:
+def write_corpus(folder: Path, num_documents: int = NUM_DOCUMENTS) -> Path:
+    """Random tokens in documents of a long tail; the prefix of its files."""
     rng = np.random.default_rng(0)
     prefix = folder / "corpus"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    lengths = np.exp(rng.normal(np.log(MEDIAN_TOKENS), SIGMA, NUM_DOCUMENTS))
+    lengths = np.exp(rng.normal(np.log(MEDIAN_TOKENS), SIGMA, num_documents))
     for length in np.clip(lengths, 2, SEQ_LENGTH + 1).astype(int):
         builder.add_document(
             torch.from_numpy(rng.integers(0, VOCAB_SIZE, int(length))), [int(length)]

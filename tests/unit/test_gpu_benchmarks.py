@@ -1,3 +1,4 @@
+import argparse
 import json
 from pathlib import Path
 
@@ -6,6 +7,10 @@ import torch
 
 from benchmarks.gpu.__main__ import main, markdown
 from benchmarks.gpu.packs import NUM_TOKENS, PACKS
+from benchmarks.gpu.programs import profile_flags, training_flags, write_corpus
+from megatron.hydraulis.arguments import parse_arguments
+from megatron.hydraulis.profiler.command import add_arguments
+from megatron.hydraulis.profiler.settings import training_defaults
 
 
 def test_packs_have_equal_tokens_and_different_squares() -> None:
@@ -13,6 +18,21 @@ def test_packs_have_equal_tokens_and_different_squares() -> None:
     squares = [sum(n * n for n in pack.lengths) for pack in PACKS]
     assert squares == [pack.sum_of_squares for pack in PACKS]
     assert len(set(squares)) == len(PACKS)
+
+
+def test_the_programs_take_their_flags(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    typed = profile_flags(tmp_path / "profile.json")
+    place = typed.index("--")
+    assert parser.parse_args(typed[:place]).max_tokens == NUM_TOKENS
+    model = training_defaults(typed[place + 1 :])
+    assert parse_arguments(model, num_ranks=1, rank=0, needs_data=False).args.bf16
+    flags = training_flags(tmp_path, write_corpus(tmp_path, num_documents=3))
+    resolved = parse_arguments(flags, num_ranks=1, rank=0)
+    shape = resolved.shape
+    assert 1.2e9 < shape.num_parameters < 1.4e9
+    assert resolved.hydraulis.memory_trial == "on"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure for minutes")
