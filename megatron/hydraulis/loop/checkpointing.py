@@ -199,11 +199,14 @@ class RunCheckpoints:
             return
         folder = CheckpointFolder(Path(save))
         there = folder.paths
-        if there and load is None:
+        goes_on = load is not None and Path(load).resolve() == folder.root.resolve()
+        if there and not goes_on:
+            start = "without --load the run starts from iteration 1"
+            if load is not None:
+                start = f"with --load {load} the run starts from what is there"
             raise ConfigurationError(
-                f"--save {save} holds checkpoints, the newest {there[-1].name}, but without --load "
-                f"the run starts from iteration 1 and would replace them; add --load {save} to go "
-                "on, or name another folder"
+                f"--save {save} holds checkpoints, the newest {there[-1].name}, but {start} and "
+                f"would replace them; give --load {save} to go on, or another --save"
             )
         if dist.get_rank() == 0:
             folder.remove_leftovers()

@@ -154,7 +154,11 @@ def test_the_first_start_says_that_it_begins_from_scratch(uninterrupted: Run, sa
 REFUSED = {
     "nothing to load": ("--load {empty}", "there is no checkpoint"),
     "another folder to save": ("--load {empty} --save {other} --save-interval 2", "no checkpoint"),
-    "would be replaced": ("--save {saved} --save-interval 2", "add --load {saved} to go on"),
+    "would be replaced": ("--save {saved} --save-interval 2", "give --load {saved} to go on"),
+    "would be replaced from elsewhere": (
+        "--load {empty} --save {saved} --save-interval 2",
+        "with --load {empty} the run starts from what is there",
+    ),
     "another schedule": ("--load {saved} --ckpt-step 2 --lr 0.5", "learning rate"),
     "another seed": ("--load {saved} --ckpt-step 2 --seed 5", "resume with --seed"),
     "no such iteration": ("--load {saved} --ckpt-step 3", "no checkpoint of iteration 3"),
