@@ -39,10 +39,12 @@ def test_a_rank_without_memory_ends_no_iteration_of_the_others(text: str) -> Non
     assert "tokens on tp1" in text_of_failing
 
 
-def test_a_rank_of_several_names_what_it_ran_and_ends() -> None:
-    for rank, text in enumerate(pool_of(2).run(error_without_memory, law_job(2, "tp2"))):
-        assert f"rank {rank} has no memory for micro-batch 0 of strategy 'tp2'" in text
-        assert "the other 1 ranks of the replica wait" in text
+@pytest.mark.parametrize(("text", "where"), [("tp2", "tp2"), ("cp2~", "2 cp ranks of cp2~")])
+def test_a_rank_of_several_names_what_it_ran_and_ends(text: str, where: str) -> None:
+    for rank, said in enumerate(pool_of(2).run(error_without_memory, law_job(2, text))):
+        assert f"rank {rank} has no memory for micro-batch 0 of strategy '{text}'" in said
+        assert f"tokens on {where}, with" in said
+        assert "the other 1 ranks of the replica wait" in said
 
 
 @pytest.mark.parametrize("text", ["tp2pp2", "tp2+2*tp1", "cp4~"])
