@@ -248,7 +248,7 @@ class HangGuard:
         self._asked_s = None
         if not reads_all:
             return None
-        time.sleep(self._beat_s)  # so that all others have told where they are
+        self._ends.wait(self._beat_s)  # so that all others have told where they are
         self._asked_s = time.time()
         places = self._places()
         self._asked_s = None

@@ -1,0 +1,41 @@
+"""An evaluation of many batches is many waits, each with the plan that it waits in."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from megatron.hydraulis.loop import training_loop
+from megatron.hydraulis.loop.training_loop import TrainingLoop
+from megatron.hydraulis.runtime.outcome import LossTotal
+
+
+def test_every_batch_is_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(eval_iters=2, consumed_valid_samples=0)
+    monkeypatch.setattr(training_loop, "get_args", lambda: args)
+    monkeypatch.setattr(training_loop, "get_timers", MagicMock())
+    guard = MagicMock()
+    unused: Any = MagicMock()
+    loop = TrainingLoop(unused, unused, None, checkpoints=unused, memory=unused, guard=guard)
+    batches = MagicMock()
+    batches.__next__.side_effect = [
+        SimpleNamespace(
+            plan=SimpleNamespace(strategy=name, digest=name * 20),
+            micro_batches=(),
+            batch=SimpleNamespace(num_sequences=1),
+        )
+        for name in ("a", "b")
+    ]
+    model = MagicMock()
+    model.engine.device = torch.device("cpu")
+    model.engine.evaluate.return_value = LossTotal(3.0, 2)
+    losses, _, _ = loop.evaluate(unused, batches, [model], None, None)
+    assert losses["lm loss"].item() == 1.5
+    assert [call.kwargs["plan"] for call in guard.enter.mock_calls] == [
+        "",
+        "strategy 'a', plan aaaaaaaaaaaa",
+        "",
+        "strategy 'b', plan bbbbbbbbbbbb",
+    ]
