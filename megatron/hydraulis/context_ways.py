@@ -16,6 +16,7 @@ __all__ = [
     "all_to_all_refusal",
     "choose_way",
     "gather_elements",
+    "takes_all_to_all",
     "te_all_to_all_refusal",
 ]
 
@@ -112,20 +113,31 @@ def choose_way(cp_comm_type: str, num_heads: int, num_groups: int, context_size:
     Raises:
         ConfigurationError: an unknown type, or ``a2a`` where the heads do not allow it.
     """
+    refusal = all_to_all_refusal(num_heads, num_groups, context_size)
+    takes = takes_all_to_all(cp_comm_type, num_heads, num_groups, context_size, refusal)
+    return "a2a" if takes else "all_gather"
+
+
+def takes_all_to_all(
+    cp_comm_type: str, num_heads: int, num_groups: int, context_size: int, refusal: str | None
+) -> bool:
+    """Whether a group exchanges tokens for heads: where told to, or where it moves less.
+
+    Args as of `choose_way`; refusal says why the software at hand cannot, None where it can.
+
+    Raises:
+        ConfigurationError: an unknown type, or ``a2a`` that is refused.
+    """
     if cp_comm_type not in CP_COMM_TYPES:
         raise ConfigurationError(
             f"--cp-comm-type {cp_comm_type} is none of the {len(CP_COMM_TYPES)} that are known; "
             f"choose one of {', '.join(CP_COMM_TYPES)}"
         )
-    if cp_comm_type in ("p2p", "all_gather"):
-        return "all_gather"
-    refusal = all_to_all_refusal(num_heads, num_groups, context_size)
-    if cp_comm_type == "a2a":
-        if refusal is not None:
-            raise ConfigurationError(
-                f"{refusal}; use --cp-comm-type auto, or a strategy of a cp that fits"
-            )
-        return "a2a"
+    if cp_comm_type == "a2a" and refusal is not None:
+        raise ConfigurationError(
+            f"{refusal}; use --cp-comm-type auto, or a strategy of a cp that fits"
+        )
+    if cp_comm_type != "auto":
+        return cp_comm_type == "a2a"
     exchange = all_to_all_elements(num_heads, num_groups, context_size)
-    is_cheaper = exchange < gather_elements(num_groups, context_size)
-    return "a2a" if refusal is None and is_cheaper else "all_gather"
+    return refusal is None and exchange < gather_elements(num_groups, context_size)

@@ -19,12 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.hydraulis.context_ways import (
-    CP_COMM_TYPES,
-    all_to_all_elements,
-    gather_elements,
-    te_all_to_all_refusal,
-)
+from megatron.hydraulis.context_ways import takes_all_to_all, te_all_to_all_refusal
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.context_attention import context_size_of
 
@@ -161,25 +156,10 @@ def choose_te_way(cp_comm_type: str, num_heads: int, num_groups: int, context_si
     Raises:
         ConfigurationError: an unknown type, or ``a2a`` where the heads do not allow it.
     """
-    if cp_comm_type == "p2p":
-        return "p2p"
-    if cp_comm_type == "all_gather":
-        return "all_gather"
-    if cp_comm_type not in CP_COMM_TYPES:
-        raise ConfigurationError(
-            f"--cp-comm-type {cp_comm_type} is none of the {len(CP_COMM_TYPES)} that are known; "
-            f"choose one of {', '.join(CP_COMM_TYPES)}"
-        )
     refusal = te_all_to_all_refusal(num_heads, num_groups, context_size)
-    if cp_comm_type == "a2a":
-        if refusal is not None:
-            raise ConfigurationError(
-                f"{refusal}; use --cp-comm-type auto, or a strategy of a cp that fits"
-            )
+    if takes_all_to_all(cp_comm_type, num_heads, num_groups, context_size, refusal):
         return "a2a"
-    exchange = all_to_all_elements(num_heads, num_groups, context_size)
-    is_cheaper = exchange < gather_elements(num_groups, context_size)
-    return "a2a" if refusal is None and is_cheaper else "p2p"
+    return "all_gather" if cp_comm_type == "all_gather" else "p2p"
 
 
 def packed_arguments(packed_seq_params: PackedSeqParams) -> dict[str, Any]:
