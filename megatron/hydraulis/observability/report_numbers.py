@@ -84,7 +84,7 @@ class Prediction:
     factor: float
     """Median of measured / predicted time."""
     error: float
-    """Median of |predicted - measured| / measured."""
+    """Median of |measured / predicted - 1|, as `prediction_error` of an iteration is."""
     error_beyond_factor: float
     """The same with predicted times multiplied by the factor: what one constant cannot mend."""
 
@@ -293,7 +293,7 @@ def _prediction(pairs: Iterable[tuple[float, float]]) -> Prediction | None:
 
     def error(scale: float) -> float:
         return statistics.median(
-            abs(scale * predicted - measured) / measured for predicted, measured in known
+            abs(measured / (scale * predicted) - 1.0) for predicted, measured in known
         )
 
     return Prediction(
