@@ -47,12 +47,14 @@ def test_plans_do_not_depend_on_the_number_of_processes(shortlists: bool) -> Non
         return list(planning.plans(pool(), profile(), batches(), shortlists=shortlists))
 
     alone = plans_of(BatchPlanning())
+    before = multiprocessing.active_children()
     with BatchPlanning(NUM_PROCESSES) as planning:
         several = plans_of(planning)
+        assert len(multiprocessing.active_children()) == len(before) + NUM_PROCESSES
     assert without_times(several) == without_times(alone)
     assert [each.plan.iteration for each in alone] == list(range(NUM_BATCHES))
     assert min(each.cpu_s for each in several) > 0.0
-    assert not multiprocessing.active_children()
+    assert len(multiprocessing.active_children()) == len(before)
 
 
 def test_a_batch_that_nothing_holds_is_told_from_a_process_of_its_own() -> None:
