@@ -18,6 +18,9 @@ from megatron.hydraulis.runtime.shards import CanonicalShards
 Run = tuple[int, int]
 """Elements [start, stop) of the flat shards."""
 
+NORM_CHUNK_ELEMENTS = 1 << 22
+"""Elements of the gradient whose norm is taken at a time: 32 MiB in fp64."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings:
@@ -87,9 +90,11 @@ class ShardedAdamW:
 
     def gradient_norm(self) -> float:
         """2-norm of the whole model's gradient; every element lies on exactly one rank."""
-        # Adds up in fp64 without an fp64 copy of the shards.
-        norm = torch.linalg.vector_norm(self._shards.gradients, dtype=torch.float64)
-        squares = norm.square().reshape(1)
+        # A reduction to fp64 copies what it reads to fp64 (`_foreach_norm` on the CPU,
+        # `vector_norm` on CUDA too): chunks keep the copy small.
+        chunks = self._shards.gradients.split(NORM_CHUNK_ELEMENTS)
+        norms = torch.stack(torch._foreach_norm(chunks, 2, torch.float64))
+        squares = norms.square().sum(dim=0, keepdim=True)
         dist.all_reduce(squares)
         return math.sqrt(squares.item())
 
