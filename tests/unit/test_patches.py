@@ -5,11 +5,12 @@ import inspect
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.training import initialize, training
 
 from hydraulis_patches import registry
 from hydraulis_patches.__main__ import main as list_patches
@@ -28,7 +29,13 @@ from hydraulis_patches.registry import (
     source_hash,
     undo_all,
 )
-from hydraulis_patches.training_loop import ALL, MEMORY_BUFFER
+from hydraulis_patches.training_loop import (
+    ALL,
+    MEMORY_BUFFER,
+    REPLACED,
+    WRAPPED,
+    apply_training_loop,
+)
 from megatron.hydraulis.errors import UpstreamVersionError
 
 UPSTREAM = """
@@ -177,6 +184,28 @@ def test_a_replacement_of_another_signature_is_refused(
 ) -> None:
     with pytest.raises(UpstreamVersionError, match=r"callers pass \(question, times\); port it"):
         check_signature("some_upstream:answer", replacement)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_no_fusion_is_warmed_up_in_the_shape_of_the_longest_sequence(
+    monkeypatch: pytest.MonkeyPatch, has_cuda: bool
+) -> None:
+    warmed_up: list[int] = []
+    monkeypatch.setattr(
+        initialize, "_warmup_jit_function", lambda tp_size=None: warmed_up.append(tp_size)
+    )
+    loop = SimpleNamespace(
+        **{patch.name: getattr(training, patch.name) for patch in REPLACED},
+        **{f"around_{patch.name}": lambda original: original for patch in WRAPPED},
+    )
+    applied = apply_training_loop(loop, has_cuda=has_cuda)
+    try:
+        training.set_jit_fusion_options(tp_size=1)
+    finally:
+        undo_all(applied)
+    assert not warmed_up
+    training.set_jit_fusion_options(tp_size=1)
+    assert warmed_up == [1]
 
 
 def test_every_patch_and_every_state_that_is_set_is_listed(
