@@ -93,10 +93,11 @@ def test_where_streams_share_a_queue_later_stages_scatter_after_their_schedule()
     by_rank = pool_of(4).run(spans_as_with_one_queue, job)
     for rank, iterations in enumerate(by_rank):
         for spans in iterations:
-            last_backward = max(s.end_ns for s in spans if s.name == "backward")
-            starts = [s.start_ns for s in spans if s.name == "scatter"]
+            last_backward = [s for s in spans if s.name == "backward"][-1]
+            first_scatter_ns = min(s.start_ns for s in spans if s.name == "scatter")
             is_first_stage = rank < 2
-            assert (min(starts) < last_backward) == is_first_stage
+            assert (first_scatter_ns < last_backward.end_ns) == is_first_stage
+            assert first_scatter_ns > last_backward.start_ns, "its gradient was received before"
 
 
 def run_as_with_one_queue(job: Job) -> RankRun:

@@ -28,7 +28,7 @@ from megatron.hydraulis.runtime.out_of_memory import (
     what_to_go_on_with,
 )
 from megatron.hydraulis.runtime.outcome import LossTotal, Phase, StepOutcome, untimed
-from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, Waits
+from megatron.hydraulis.runtime.passes import GatherPass, PostFrom, ScatterPass, Waits
 from megatron.hydraulis.runtime.process_groups import (
     GroupRegistry,
     device_of_job,
@@ -275,8 +275,6 @@ class Engine:
             if setting.arena is not None:
                 setting.arena.zero_gradients()
             scatter = self._scatter_pass(setting)
-            if not batches:
-                scatter.begin_last_backward()  # there is none to wait for
             self._out_of_memory = None
             counted = CountedForwardStep(forward_step)
             try:
@@ -369,14 +367,21 @@ class Engine:
 
     def _scatter_pass(self, setting: Setting) -> ScatterPass:
         bound = setting.bound
-        is_first_stage = bound is None or bound.role.has_embedding
+        if bound is None or not self._overlap:
+            post_from = PostFrom.FINISH
+        elif not self._track.may_delay_compute:
+            post_from = PostFrom.LAST_BACKWARD
+        elif bound.role.has_embedding:
+            post_from = PostFrom.FIRST_GRADIENT
+        else:
+            post_from = PostFrom.FINISH  # the last backward ends with a message
         return ScatterPass(
             setting.regrouper,
             len(self.layout.buckets),
             self._track,
             self.scatter_waits,
             buckets_of={} if bound is None else bound.buckets_of,
-            posts_early=self._overlap and (is_first_stage or not self._track.may_delay_compute),
+            post_from=post_from,
         )
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.runtime.regroup import Regrouper
@@ -101,19 +102,32 @@ class GatherPass:
         self.need(range(self._num_buckets))
 
 
+class PostFrom(Enum):
+    """The moment from which a rank may post scatters; docs/regrouping.md, section Overlap."""
+
+    LAST_BACKWARD = auto()
+    """Where a scatter never delays compute."""
+    FIRST_GRADIENT = auto()
+    """Of the last backward. Megatron's schedules announce that backward before they receive what it
+    works on; once it has added to a gradient, a first stage has no message left."""
+    FINISH = auto()
+    """After the schedule; at once where there is none."""
+
+
 class ScatterPass:
     """The gradients of one iteration on their way: each bucket once, by falling index.
 
-    A bucket is posted when this rank's last backward has completed it and all buckets of higher
-    index are posted. Nothing is waited for before `finish`.
+    A bucket is posted when this rank's last backward has completed it, all buckets of higher index
+    are posted, and ``post_from`` has come. Nothing is waited for before `finish`.
 
     Args:
         regrouper: of the strategy.
         num_buckets: of the layout.
         track: where jobs run.
         waits: told of every wait.
-        buckets_of: the buckets that each parameter of this rank contributes to.
-        posts_early: whether buckets may be posted before `finish`.
+        buckets_of: the buckets that each parameter of this rank lies in. Ranks of one tp group
+            hold the same parameters, so that they post at the same places of their backward.
+        post_from: when the first may be posted.
     """
 
     def __init__(
@@ -124,13 +138,13 @@ class ScatterPass:
         waits: Waits,
         *,
         buckets_of: Mapping[int, Sequence[int]],
-        posts_early: bool = True,
+        post_from: PostFrom = PostFrom.LAST_BACKWARD,
     ) -> None:
         self._regrouper = regrouper
         self._track = track
         self._waits = waits
         self._buckets_of = buckets_of
-        self._posts_early = posts_early
+        self._post_from = post_from
         self._missing: list[set[int]] = [set() for _ in range(num_buckets)]
         """Of each bucket, the parameters whose gradients are not complete."""
         for parameter, buckets in buckets_of.items():
@@ -143,7 +157,8 @@ class ScatterPass:
     def begin_last_backward(self) -> None:
         """From now on a gradient that is added to is complete."""
         self._is_last_backward = True
-        self._post_complete()
+        if self._post_from is PostFrom.LAST_BACKWARD:
+            self._post_complete()
 
     def arrived(self, parameter: int) -> None:
         """A backward has added to the gradient of a parameter."""
@@ -157,7 +172,8 @@ class ScatterPass:
                     "--no-regroup-overlap"
                 )
             self._missing[bucket].discard(parameter)
-        self._post_complete()
+        if self._post_from is not PostFrom.FINISH:
+            self._post_complete()
 
     def finish(self) -> None:
         """Post the rest and go on when all gradients are on the shards."""
@@ -167,7 +183,7 @@ class ScatterPass:
             self._waits.wait_for(ticket)
 
     def _post_complete(self) -> None:
-        while self._posts_early and self._num_left and not self._missing[self._num_left - 1]:
+        while self._num_left and not self._missing[self._num_left - 1]:
             self._post()
 
     def _post(self) -> None:

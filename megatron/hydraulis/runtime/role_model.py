@@ -46,12 +46,12 @@ class BoundRole:
         self.arena = Arena(layout, role, memory)
         parameters = self.arena.bind(module)
         self.model = RoleModel(module, groups)
-        self.buckets_of = _contributed_buckets(layout, role, parameters)
-        """Buckets that each parameter contributes to, by index into ``layout.parameters``."""
+        held = _buckets_of_parameters(layout)
+        self.buckets_of = {index: held[index] for index in parameters}
+        """Buckets that each parameter lies in, by index into ``layout.parameters``."""
         self._gather: GatherPass | None = None
         self._scatter: ScatterPass | None = None
-        held = _buckets_of_parameters(layout)
-        self._held_buckets = sorted({bucket for index in parameters for bucket in held[index]})
+        self._held_buckets = sorted({b for buckets in self.buckets_of.values() for b in buckets})
         index_of = {id(parameter): index for index, parameter in parameters.items()}
         for part, members in _parts(module, lambda p: layout.parameters[index_of[id(p)]].unit):
             buckets = sorted({b for p in members for b in held[index_of[id(p)]]})
@@ -112,14 +112,3 @@ def _buckets_of_parameters(layout: CanonicalLayout) -> dict[int, list[int]]:
         for piece in bucket.pieces:
             found.setdefault(piece.parameter, {})[bucket.index] = None
     return {parameter: list(buckets) for parameter, buckets in found.items()}
-
-
-def _contributed_buckets(
-    layout: CanonicalLayout, role: Role, parameters: dict[int, torch.nn.Parameter]
-) -> dict[int, list[int]]:
-    every = _buckets_of_parameters(layout)
-    return {
-        index: every[index]
-        for index in parameters
-        if role.contributes(layout.parameters[index].contribution)
-    }

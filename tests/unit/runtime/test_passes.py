@@ -7,7 +7,7 @@ import torch
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.runtime import passes
-from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, Waits
+from megatron.hydraulis.runtime.passes import GatherPass, PostFrom, ScatterPass, Waits
 from megatron.hydraulis.runtime.role_model import _parts
 
 NUM_BUCKETS = 4
@@ -48,16 +48,18 @@ class FakeTrack:
         raise AssertionError
 
 
-def scatter_pass(track: FakeTrack, posts_early: bool = True) -> ScatterPass:
-    # Parameter 7 lies in buckets 0 and 1; nobody here contributes to bucket 2.
+def scatter_pass(
+    track: FakeTrack, post_from: PostFrom = PostFrom.LAST_BACKWARD, num_buckets: int = NUM_BUCKETS
+) -> ScatterPass:
+    # Parameter 7 lies in buckets 0 and 1; this rank holds nothing of buckets 2, 4 and above.
     buckets_of = {7: (0, 1), 8: (1,), 9: (3,)}
     return ScatterPass(
         track,  # type: ignore[arg-type]
-        NUM_BUCKETS,
+        num_buckets,
         track,  # type: ignore[arg-type]
         Waits("scatter wait"),
         buckets_of=buckets_of,
-        posts_early=posts_early,
+        post_from=post_from,
     )
 
 
@@ -87,9 +89,35 @@ class TestScatter:
         scatter.finish()
         assert track.posted == [3, 2, 1, 0]
 
-    def test_where_it_may_delay_compute_nothing_goes_before_the_end(self) -> None:
+    def test_buckets_that_a_rank_holds_nothing_of_need_not_wait_for_a_gradient(self) -> None:
         track = FakeTrack()
-        scatter = scatter_pass(track, posts_early=False)
+        scatter_pass(track, num_buckets=6).begin_last_backward()
+        assert track.posted == [5, 4]
+
+    def test_a_first_stage_posts_from_the_first_gradient_of_its_last_backward(self) -> None:
+        """Before that it may still have to receive what the backward works on."""
+        track = FakeTrack()
+        scatter = scatter_pass(track, PostFrom.FIRST_GRADIENT, num_buckets=6)
+        scatter.arrived(9)
+        scatter.begin_last_backward()
+        assert track.posted == []
+        scatter.arrived(7)
+        assert track.posted == [5, 4]
+        scatter.arrived(9)
+        assert track.posted == [5, 4, 3, 2]
+        scatter.finish()
+        assert track.posted == [5, 4, 3, 2, 1, 0]
+
+    def test_a_first_stage_whose_last_backward_adds_to_nothing_posts_in_the_end(self) -> None:
+        track = FakeTrack()
+        scatter = scatter_pass(track, PostFrom.FIRST_GRADIENT)
+        scatter.begin_last_backward()
+        scatter.finish()
+        assert track.posted == [3, 2, 1, 0]
+
+    def test_a_later_stage_posts_in_the_end(self) -> None:
+        track = FakeTrack()
+        scatter = scatter_pass(track, PostFrom.FINISH)
         scatter.begin_last_backward()
         for parameter in (9, 8, 7):
             scatter.arrived(parameter)
