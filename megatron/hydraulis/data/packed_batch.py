@@ -44,8 +44,11 @@ class PackedBatch:
     cu_seqlens_padded: torch.Tensor
     """(segments + 1,) int32 borders of the segments in the row, 0 to R. The padding behind a
     sequence is the difference to ``cu_seqlens``; without context parallelism there is none."""
+    segment_lengths: tuple[int, ...]
+    """Lengths of the segments of the row, padding included, in tokens: the steps of
+    ``cu_seqlens_padded``, known on the host so that nobody has to read them from a device."""
     max_seqlen: int
-    """Longest segment of the row, padding included, in tokens."""
+    """The longest of them."""
     num_tokens: int
     """Trained tokens of this rank's part: over the ranks of a group they add up to those of the
     sequences."""
@@ -168,6 +171,7 @@ def pack(
             else torch.from_numpy(np.cumsum([0, *segments], dtype=np.int32))
         ),
         cu_seqlens_padded=cu_seqlens_padded,
+        segment_lengths=tuple(padded),
         max_seqlen=max(padded),
         num_tokens=num_tokens,
         num_padding=num_local - num_tokens,

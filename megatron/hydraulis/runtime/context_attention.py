@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,10 +19,11 @@ from torch.autograd.function import Function, once_differentiable
 
 from megatron.hydraulis.context_ways import choose_way
 from megatron.hydraulis.data.context_split import gathered_places, local_stretches
-from megatron.hydraulis.runtime.packed_attention import SegmentAttention, segment_lengths
-
-_CONTEXT = "hydraulis_context"
-"""Attribute that the first layer leaves on a pack's description for the others."""
+from megatron.hydraulis.runtime.packed_attention import (
+    SegmentAttention,
+    once_a_row,
+    segment_lengths,
+)
 
 QUERY_BLOCK = 512
 """Queries that attend at once, in tokens: the mask of a block is as high, and a block looks at no
@@ -130,7 +132,11 @@ class ContextAttention(SegmentAttention):
         num_heads = [share.size(2) for share in shares]
         exchanged: Tensor = _TokensForHeads.apply(torch.cat(shares, dim=2), row)
         q, k, v = exchanged.split(num_heads, dim=1)
-        return _HeadsForTokens.apply(self.attend(q, k, v, row.lengths), row).flatten(1, 2)
+        return _HeadsForTokens.apply(self._attend_to_row(q, k, v, row), row).flatten(1, 2)
+
+    def _attend_to_row(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Tensor:
+        """All tokens of the row, some of its heads."""
+        return self.attend(query, key, value, row.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +149,21 @@ class QueryBlock:
     """Up to the last query, itself included."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """Neighbouring queries of this rank as far as they are of one segment, each with the keys up to
+    its end."""
+
+    places: list[tuple[int, int, int]]
+    """Segment, and where in it the queries begin and end."""
+    num_queries: list[int]
+    num_keys: list[int]
+    query_borders: Tensor
+    """(stretches + 1,) int32: the numbers of queries added up from 0."""
+    key_borders: Tensor
+    """Likewise of keys."""
+
+
 @dataclass(frozen=True, eq=False)
 class SharedRow:
     """What every layer has to know of a row that a group shares; found out once a micro-batch."""
@@ -150,8 +171,10 @@ class SharedRow:
     group: dist.ProcessGroup
     size: int
     """Ranks of the group, c."""
-    lengths: list[int]
+    lengths: tuple[int, ...]
     """Of the segments of the whole row, padding included, in tokens."""
+    borders: Tensor
+    """(segments + 1,) int32: these lengths added up from 0."""
     by_place: Tensor
     """(R,) int64: takes parts laid out by rank into the order of the row."""
     by_rank: Tensor
@@ -174,6 +197,20 @@ class SharedRow:
         mask = torch.full((num_rows, num_columns), -math.inf, dtype=self.dtype, device=device)
         return mask.triu_(num_columns - num_rows + 1)
 
+    @functools.cached_property
+    def stretches(self) -> Stretches:
+        """Made at first use, as the mask."""
+        places = [
+            (segment, start, stop)
+            for segment, length in enumerate(self.lengths)
+            for start, stop in local_stretches(length, self.size, self.group.rank())
+        ]
+        num_queries = [stop - start for _, start, stop in places]
+        num_keys = [stop for _, _, stop in places]
+        sums = np.cumsum([[0, *num_queries], [0, *num_keys]], axis=1, dtype=np.int32)
+        borders = to_device(torch.from_numpy(sums), self.by_rank.device)
+        return Stretches(places, num_queries, num_keys, borders[0], borders[1])
+
     def mask_of(self, block: QueryBlock) -> Tensor:
         """(queries, keys), a view."""
         return self.mask[-block.num_queries :, -block.num_keys :]
@@ -192,15 +229,16 @@ def shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
         packed_seq_params: with a ``cp_group`` of more than one rank.
         query: of any layer; tells device and type.
     """
-    known: SharedRow | None = getattr(packed_seq_params, _CONTEXT, None)
-    if known is None:
-        lengths = segment_lengths(packed_seq_params)
-        known = _shared_row(lengths, packed_seq_params.cp_group, query)
-        setattr(packed_seq_params, _CONTEXT, known)
-    return known
+    return once_a_row(
+        packed_seq_params,
+        ("shared row", query.dtype),
+        lambda: _shared_row(packed_seq_params, query),
+    )
 
 
-def _shared_row(lengths: list[int], group: dist.ProcessGroup, query: Tensor) -> SharedRow:
+def _shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
+    lengths = segment_lengths(packed_seq_params)
+    group = packed_seq_params.cp_group
     size = group.size()
     blocks = [
         QueryBlock(segment, min(QUERY_BLOCK, stop - begin), min(begin + QUERY_BLOCK, stop))
@@ -208,17 +246,27 @@ def _shared_row(lengths: list[int], group: dist.ProcessGroup, query: Tensor) -> 
         for start, stop in local_stretches(length, size, group.rank())
         for begin in range(start, stop, QUERY_BLOCK)
     ]
-    by_rank = torch.from_numpy(gathered_places(lengths, size)).to(query.device)
+    by_rank = gathered_places(lengths, size)
+    places = to_device(torch.from_numpy(np.stack([by_rank, by_rank.argsort()])), query.device)
+    borders = packed_seq_params.cu_seqlens_q_padded
     return SharedRow(
         group=group,
         size=size,
         lengths=lengths,
-        by_place=by_rank.argsort(),
-        by_rank=by_rank,
+        borders=packed_seq_params.cu_seqlens_q if borders is None else borders,
+        by_place=places[1],
+        by_rank=places[0],
         blocks=blocks,
         block_lengths=[block.num_queries for block in blocks],
         dtype=query.dtype,
     )
+
+
+def to_device(on_host: Tensor, device: torch.device) -> Tensor:
+    """A copy there, for which the host does not wait."""
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
 
 
 def gather_row(part: Tensor, row: SharedRow) -> Tensor:

@@ -124,14 +124,18 @@ class EmulatedDevice:
             kept = batch.cu_seqlens.clamp(max=num_kept).unique()
         else:
             kept = batch.cu_seqlens.new_tensor([0, num_kept * size])
+        segment_lengths = tuple(kept.diff().tolist())
+        longest = max(segment_lengths)
         return EmulatedBatch(
             tokens=batch.tokens[:, :num_kept],
             labels=batch.labels[:, :num_kept],
             loss_mask=batch.loss_mask[:, :num_kept],
-            position_ids=batch.position_ids[:, :num_kept],
+            # Other chunks of a shared row lie behind the end of what is left of it.
+            position_ids=batch.position_ids[:, :num_kept].clamp(max=longest - 1),
             cu_seqlens=kept,
             cu_seqlens_padded=kept,
-            max_seqlen=int(kept.diff().max()),
+            segment_lengths=segment_lengths,
+            max_seqlen=longest,
             num_tokens=num_trained,
             num_padding=num_kept - num_trained,
             sequence_lengths=lengths,

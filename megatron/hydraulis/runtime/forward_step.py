@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.packed_attention import PackedRow
 
 AGREEMENT_RTOL = 0.02
 """Sums of a loss function that differ by no more are equal: room for bf16 and another order, far
@@ -41,11 +41,11 @@ def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor,
     return loss, num_tokens, {"lm loss": report}
 
 
-def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
+def packed_seq_params(batch: PackedBatch) -> PackedRow:
     """Upstream's description of a pack, of the whole row where a group shares it.
 
     ``max_seqlen`` is the longest sequence, not the pack. The context-parallel group is the
-    micro-batch's own: `ContextAttention` and `follow_context_groups` read it here.
+    micro-batch's own: `ContextAttention` and `follow_rows` read it here.
 
     Raises:
         ConfigurationError: the batch is one rank's part of a row but was not told of its group.
@@ -55,7 +55,7 @@ def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
             f"a micro-batch is the part of rank {batch.context_rank} of {batch.context_size} but "
             "has no context-parallel group; give it one with PackedBatch.in_group"
         )
-    return PackedSeqParams(
+    return PackedRow(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
@@ -65,6 +65,8 @@ def packed_seq_params(batch: PackedBatch) -> PackedSeqParams:
         max_seqlen_kv=batch.max_seqlen,
         local_cp_size=batch.context_size,
         cp_group=batch.context_group,
+        positions=batch.position_ids.view(-1),
+        segment_lengths=batch.segment_lengths,
     )
 
 

@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.context_rope import follow_context_groups
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName, builder_of
+from megatron.hydraulis.runtime.packed_rope import follow_rows
 from megatron.hydraulis.runtime.te_layers import (
     canonical_name,
     te_attention_wrapper,
@@ -208,7 +208,7 @@ def build_role_model(
     for numbered in model.modules():
         if isinstance(getattr(numbered, "layer_number", None), int):
             numbered.layer_number += role.first_layer
-    follow_context_groups(model)
+    follow_rows(model)
     model.config = config
     return model
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +16,21 @@ from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError
 
-_LENGTHS = "hydraulis_segment_lengths"
-"""Attribute that the first layer leaves on a pack's description for the others."""
+_FOUND_OUT = "hydraulis_found_out"
+"""Attribute under which layers leave on a row's description what they found out of the row."""
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """Upstream's description of a packed row, with what the host knows of it already.
+
+    Upstream's code reads the same from ``cu_seqlens``, and waits for the device each time.
+    """
+
+    positions: Tensor | None = None
+    """(T,) int64: of each token of this rank, its place in its sequence."""
+    segment_lengths: tuple[int, ...] = ()
+    """Of the segments of the whole row, padding included, in tokens."""
 
 
 class SegmentAttention(torch.nn.Module):
@@ -79,14 +94,14 @@ class SegmentAttention(torch.nn.Module):
                     f"unpacked input has {query.size(1)} rows; pack them into one THD row"
                 )
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-            lengths = [query.size(0)]
+            lengths: Sequence[int] = [query.size(0)]
         else:
             lengths = segment_lengths(packed_seq_params)
         context = self.attend(query, key, value, lengths)
         context = context.reshape(context.size(0), -1)
         return context.unsqueeze(1) if unpacked else context
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
         """Causal attention inside every segment of a whole row.
 
         Args:
@@ -99,7 +114,7 @@ class SegmentAttention(torch.nn.Module):
             (tokens, heads, head size).
         """
         segments = []
-        parts = (query.split(lengths), key.split(lengths), value.split(lengths))
+        parts = (each.split(list(lengths)) for each in (query, key, value))
         for q, k, v in zip(*parts, strict=True):
             attended = F.scaled_dot_product_attention(
                 q.transpose(0, 1).unsqueeze(0),
@@ -113,18 +128,34 @@ class SegmentAttention(torch.nn.Module):
         return torch.cat(segments) if len(segments) > 1 else segments[0]
 
 
-def segment_lengths(packed_seq_params: PackedSeqParams) -> list[int]:
+def segment_lengths(packed_seq_params: PackedSeqParams) -> tuple[int, ...]:
     """Padded lengths: padding inside a segment comes last, so causality hides it from the rest.
 
-    Of the whole row, also where this rank holds a part of it.
+    Of the whole row, also where this rank holds a part of it. The host waits for the device where
+    the description is not a `PackedRow`.
     """
-    # Reading them makes the host wait for the device: once a micro-batch, not once a layer.
-    known: list[int] | None = getattr(packed_seq_params, _LENGTHS, None)
-    if known is not None:
-        return known
-    cu_seqlens = packed_seq_params.cu_seqlens_q_padded
-    if cu_seqlens is None:
-        cu_seqlens = packed_seq_params.cu_seqlens_q
-    lengths: list[int] = cu_seqlens.diff().tolist()
-    setattr(packed_seq_params, _LENGTHS, lengths)
-    return lengths
+    if isinstance(packed_seq_params, PackedRow) and packed_seq_params.segment_lengths:
+        return packed_seq_params.segment_lengths
+
+    def read() -> tuple[int, ...]:
+        padded = packed_seq_params.cu_seqlens_q_padded
+        borders = packed_seq_params.cu_seqlens_q if padded is None else padded
+        return tuple(borders.diff().tolist())
+
+    return once_a_row(packed_seq_params, "segment lengths", read)
+
+
+def once_a_row[Found](
+    packed_seq_params: PackedSeqParams, what: Hashable, find_out: Callable[[], Found]
+) -> Found:
+    """What all layers need to know of a row: found out by the first, kept with its description.
+
+    Args:
+        packed_seq_params: describes one micro-batch, and no other after it.
+        what: the question.
+        find_out: answers it.
+    """
+    found_out: dict[Hashable, Found] = vars(packed_seq_params).setdefault(_FOUND_OUT, {})
+    if what not in found_out:
+        found_out[what] = find_out()
+    return found_out[what]

@@ -11,7 +11,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from megatron.hydraulis.data.context_split import local_stretches
 from megatron.hydraulis.runtime.context_attention import (
     ContextAttention,
     SharedRow,
@@ -19,6 +18,7 @@ from megatron.hydraulis.runtime.context_attention import (
     context_size_of,
     gather_row,
     gathered_again,
+    to_device,
 )
 
 CAUSAL_WINDOW = (-1, 0)
@@ -61,10 +61,15 @@ class VarlenAttention(ContextAttention):
             packed_seq_params,
         )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
         """As `SegmentAttention.attend`."""
-        borders, longest = _borders(lengths, query.device), max(lengths)
+        sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        borders, longest = to_device(sums, query.device), max(lengths)
         return self._attend_between(query, key, value, borders, borders, longest, longest)
+
+    def _attend_to_row(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Tensor:
+        longest = max(row.lengths)
+        return self._attend_between(query, key, value, row.borders, row.borders, longest, longest)
 
     def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
         """Each stretch of this rank's queries is a segment, with the keys up to its end.
@@ -72,24 +77,22 @@ class VarlenAttention(ContextAttention):
         Keys that both stretches of a sequence attend to are there twice: one and a half times the
         row at most, where blocks of queries would launch a kernel each.
         """
-        stretches = [
-            (segment, start, stop)
-            for segment, length in enumerate(row.lengths)
-            for start, stop in local_stretches(length, row.size, row.group.rank())
-        ]
-        num_queries = [stop - start for _, start, stop in stretches]
-        num_keys = [stop for _, _, stop in stretches]
-        query_borders = _borders(num_queries, query.device)
-        key_borders = _borders(num_keys, query.device)
+        stretches = row.stretches
 
         def by_stretch(gathered: Tensor) -> Tensor:
             segments = gathered.split(row.lengths)
-            return torch.cat([segments[segment][:stop] for segment, _, stop in stretches])
+            return torch.cat([segments[segment][:stop] for segment, _, stop in stretches.places])
 
         def attend(keys_and_values: Tensor) -> Tensor:
             k, v = keys_and_values.split(key.size(1), dim=1)
             return self._attend_between(
-                query, k, v, query_borders, key_borders, max(num_queries), max(num_keys)
+                query,
+                k,
+                v,
+                stretches.query_borders,
+                stretches.key_borders,
+                max(stretches.num_queries),
+                max(stretches.num_keys),
             )
 
         part = torch.cat([key, value], dim=1)
@@ -125,11 +128,3 @@ class VarlenAttention(ContextAttention):
         )
         assert isinstance(context, Tensor)  # a pair only where more is asked for
         return context
-
-
-def _borders(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """(segments + 1,) int32, from 0."""
-    sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    if device.type == "cuda":
-        sums = sums.pin_memory()
-    return sums.to(device, non_blocking=True)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from megatron.hydraulis.data.context_split import local_places, row_segments
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.context_rope import follow_context_groups
 from megatron.hydraulis.runtime.forward_step import packed_seq_params
-from megatron.hydraulis.runtime.model_building import build_model, build_role_model
+from megatron.hydraulis.runtime.model_building import build_model
+from megatron.hydraulis.runtime.packed_rope import follow_rows, rotate
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
 from megatron.hydraulis.transfer.role import Role
 from tests.support.gloo_pool import prepare_parent
@@ -45,14 +45,13 @@ def attention_in(cp: LocalGroup, *, follows: bool = True) -> tuple[Any, Any]:
     groups: Any = local_collection()
     groups.cp = cp
     definition = MODEL.definition()
-    if follows:
-        model: Any = build_role_model(definition, ROLE, groups)
-    else:
-        with torch.device("meta"):
-            model = build_model(definition, definition.role_config(ROLE), ROLE, groups)
+    with torch.device("meta"):
+        model: Any = build_model(definition, definition.role_config(ROLE), ROLE, groups)
     attention = model.decoder.layers[0].self_attention
     attention.core_attention = Recorder()
     attention.linear_proj = Unchanged()
+    if follows:
+        follow_rows(model)
     return attention, model.rotary_pos_emb
 
 
@@ -90,9 +89,15 @@ def naive(given: Tensor, position: list[int]) -> Tensor:
 
 
 def row_of(size: int) -> tuple[list[Tensor], list[int], list[int]]:
-    """A whole row: queries, keys and values; padded lengths; the place of each token."""
+    """A whole row: queries, keys and values; padded lengths; the place of each token, 0 on padding,
+    which nothing attends to."""
     _, padded = row_segments(LENGTHS, context_size=size)
-    return tensors(sum(padded)), padded, [i for length in padded for i in range(length)]
+    positions = [
+        i if i < length else 0
+        for length, padded_length in zip((*LENGTHS, 0), padded, strict=False)
+        for i in range(padded_length)
+    ]
+    return tensors(sum(padded)), padded, positions
 
 
 def description_of(group: LocalGroup) -> Any:
@@ -125,7 +130,7 @@ def test_upstream_alone_turns_by_the_group_of_the_model() -> None:
     attention, rotary = attention_in(LocalGroup(2, 1), follows=False)
     found = rotated(attention, rotary, mine, description)[0]
     assert (found - expected).abs().max() > 0.1
-    follow_context_groups(attention)
+    follow_rows(attention)
     found = rotated(attention, rotary, mine, description)[0]
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
 
@@ -182,3 +187,67 @@ def test_a_core_attention_that_knows_no_groups_is_refused() -> None:
         rotated(attention, rotary, mine, description_of(LocalGroup(2, 0)))
     given, padded, _ = row_of(1)
     rotated(attention, rotary, given, description_of(LocalGroup(1, 0)))
+
+
+def test_rows_without_positions_are_left_to_upstream() -> None:
+    """A user's own forward step may describe its rows as upstream does."""
+    given, padded, positions = row_of(2)
+    places = local_places(padded, 2, 1)
+    attention, rotary = attention_in(LocalGroup())
+    description = description_of(LocalGroup(2, 1))
+    description.positions = None
+    found = rotated(attention, rotary, [x[places] for x in given], description)[0]
+    is_token = torch.tensor([positions[place] for place in places]) > 0
+    expected = naive(given[0], positions)[places]
+    torch.testing.assert_close(found[is_token], expected[is_token], rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("num_turned", [HEAD_SIZE, HEAD_SIZE // 2])
+def test_turning_is_upstream_s_with_its_gradient(num_turned: int, interleaved: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    positions = torch.tensor([0, 1, 2, 0, 7, 8])
+    halves = torch.outer(positions.double(), torch.tensor([1.0, 0.3, 0.1, 0.02])[: num_turned // 2])
+    angles = (
+        halves.repeat_interleave(2, dim=1) if interleaved else torch.cat([halves, halves], dim=1)
+    ).view(-1, 1, 1, num_turned)
+    query, key = (
+        torch.randn(6, heads, HEAD_SIZE, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (4, 2)
+    )
+    cos, sin = angles[:, 0].cos(), angles[:, 0].sin()
+    found = rotate(query, key, cos, sin, interleaved=interleaved)
+    for given, turned in zip((query, key), found, strict=True):
+        expected = rope_utils._apply_rotary_pos_emb_bshd(
+            given.unsqueeze(1), angles, rotary_interleaved=interleaved
+        ).squeeze(1)
+        torch.testing.assert_close(turned, expected, rtol=1e-14, atol=1e-14)
+        gradient = torch.randn(turned.shape, generator=generator, dtype=torch.float64)
+        (wanted,) = torch.autograd.grad(expected, given, gradient)
+        (got,) = torch.autograd.grad(turned, given, gradient, retain_graph=True)
+        torch.testing.assert_close(got, wanted, rtol=1e-14, atol=1e-14)
+
+
+def test_layers_share_cosines_and_sines_and_do_not_keep_the_fused_output() -> None:
+    given, _, _ = row_of(1)
+    fused = torch.cat(given, dim=1).requires_grad_()
+    attention, rotary = attention_in(LocalGroup())
+    description = description_of(LocalGroup(1, 0))
+    attention.core_attention.register_forward_hook(
+        lambda _, inputs, outcome: outcome + inputs[1].repeat(1, 2, 1) * inputs[2].repeat(1, 2, 1)
+    )
+    kept: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    heads = [x.size(1) for x in given]
+    table = rotary(description.max_seqlen_q, packed_seq=True)
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            parts = list((fused * 1.0).split(heads, dim=1))
+            rotated(attention, lambda *_, **__: table, parts, description)
+    sizes = list(kept.values())
+    assert fused.untyped_storage().nbytes() not in sizes
+    assert sizes.count(len(fused) * HEAD_SIZE * fused.element_size()) == 2  # cosines and sines
