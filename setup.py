@@ -21,7 +21,7 @@ PACKAGES = find_namespace_packages(
 MEGATRON = [
     # hydraulis_patches is written for this very version and refuses any other.
     "megatron-core==0.19.2",
-    "torch>=2.11,<2.14",
+    "torch>=2.11,<2.16",
     # What megatron-core imports without declaring it: some of it inside `try`, to fail much later
     # (checkpoints without psutil, rank generation without einops).
     "absl-py>=2.1",

@@ -124,8 +124,19 @@ def test_plain_megatron_reads_what_was_imported(
 def read_by_upstream(path: str) -> dict[str, object]:
     """On a rank: everything, by upstream's code alone."""
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    tensors = dist_checkpointing.load_plain_tensors(path)
+    # Upstream's load_plain_tensors would ask for the same, but fails with torch 2.15: it passes
+    # a stored property that torch.empty does not know.
+    wanted = {
+        key: dist_checkpointing.ShardedTensor.from_rank_offsets(
+            key, torch.empty(stored.size, dtype=stored.properties.dtype)
+        )
+        for key, stored in FileSystemReader(path).read_metadata().state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    tensors = dist_checkpointing.load(wanted, path)
     return dist_checkpointing.load_common_state_dict(path) | {
         key: tensor.numpy() for key, tensor in tensors.items() if hasattr(tensor, "numpy")
     }
