@@ -9,6 +9,20 @@ from dataclasses import dataclass
 import torch
 
 _NS_PER_MS = 1e6
+_MS_PER_S = 1e3
+
+
+class CudaStamp:
+    """A moment of the current CUDA stream: when it has done all that was queued before."""
+
+    def __init__(self) -> None:
+        self._event = _recorded()
+
+    def s_until(self, later: CudaStamp) -> float | None:
+        """Time to a later moment; None where the stream has not come to it. Never waits."""
+        if not later._event.query():
+            return None
+        return self._event.elapsed_time(later._event) / _MS_PER_S
 
 
 @dataclass(frozen=True)

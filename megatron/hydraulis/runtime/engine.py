@@ -16,6 +16,7 @@ from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
 from megatron.hydraulis.runtime.arena import ArenaMemory
 from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue
+from megatron.hydraulis.runtime.cuda_clock import CudaStamp
 from megatron.hydraulis.runtime.executor import run_micro_batches
 from megatron.hydraulis.runtime.forward_step import ForwardStep
 from megatron.hydraulis.runtime.model_building import ModelDefinition
@@ -28,7 +29,7 @@ from megatron.hydraulis.runtime.out_of_memory import (
     what_to_go_on_with,
 )
 from megatron.hydraulis.runtime.outcome import LossTotal, Phase, StepOutcome, untimed
-from megatron.hydraulis.runtime.passes import GatherPass, PostFrom, ScatterPass, Waits
+from megatron.hydraulis.runtime.passes import GatherPass, HostStamp, PostFrom, ScatterPass, Waits
 from megatron.hydraulis.runtime.process_groups import (
     GroupRegistry,
     device_of_job,
@@ -121,8 +122,9 @@ class Engine:
         self._overlap = overlap
         self._spans = spans
         self._track = make_track(self.device, self.staging, spans)
-        self.gather_waits = Waits("gather wait", spans)
-        self.scatter_waits = Waits("scatter wait", spans)
+        stamp = CudaStamp if self.device.type == "cuda" else HostStamp
+        self.gather_waits = Waits("gather wait", spans, stamp)
+        self.scatter_waits = Waits("scatter wait", spans, stamp)
         self._settings = Settings(
             definition, pool, groups, self.layout, self.shards, self.memory, self.dtype
         )
@@ -169,8 +171,8 @@ class Engine:
         Raises:
             OutOfMemoryError: memory ran out on a replica of several ranks.
         """
-        self.gather_waits.take_s()
-        self.scatter_waits.take_s()
+        self.gather_waits.forget()
+        self.scatter_waits.forget()
         setting, reports = self._gradients(strategy_name, batches, forward_step, phase)
         if callable(next_strategy):
             next_strategy = next_strategy() if self.rank == 0 else None

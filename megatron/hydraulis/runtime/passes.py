@@ -6,20 +6,47 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from typing import Any
 
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.runtime.cuda_clock import CudaStamp
 from megatron.hydraulis.runtime.regroup import Regrouper
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.runtime.track import Ticket, Track
 
 
-class Waits:
-    """Time that compute stood still, added up."""
+class HostStamp:
+    """A moment of the host."""
 
-    def __init__(self, span: str, spans: SpanRecorder = NO_SPANS) -> None:
+    def __init__(self) -> None:
+        self._time_s = time.perf_counter()
+
+    def s_until(self, later: HostStamp) -> float | None:
+        """Time to a later moment; None where that is not known yet."""
+        return later._time_s - self._time_s
+
+
+class Waits:
+    """Time that compute stood still, added up.
+
+    Args:
+        span: what a wait is called.
+        spans: told of every wait.
+        stamp: makes a stamp of the present of what waits: of the host, or of a CUDA stream
+            (`cuda_clock.CudaStamp`), where the host only queues the wait and goes on.
+    """
+
+    def __init__(
+        self,
+        span: str,
+        spans: SpanRecorder = NO_SPANS,
+        stamp: Callable[[], HostStamp | CudaStamp] = HostStamp,
+    ) -> None:
         self._span = span
         self._spans = spans
-        self.total_s = 0.0
+        self._stamp: Callable[[], Any] = stamp
+        self._waits: list[tuple[Any, Any]] = []
+        """Stamps before and after each."""
 
     def wait_for(self, ticket: Ticket, **detail: int | str) -> None:
         """Wait for a job's end, if it has not come already."""
@@ -27,17 +54,24 @@ class Waits:
             ticket.wait()  # tells of errors
             return
         span = self._spans.begin(self._span, **detail)
-        start_s = time.perf_counter()
+        before = self._stamp()
         try:
             ticket.wait()
         finally:
-            self.total_s += time.perf_counter() - start_s
+            self._waits.append((before, self._stamp()))
             self._spans.end(span)
 
     def take_s(self) -> float:
-        """The sum since the last call."""
-        total_s, self.total_s = self.total_s, 0.0
-        return total_s
+        """The sum since the last call; never waits for a device. What a device has not come to yet
+        counts the next time, unless `forget` comes before."""
+        times_s = [before.s_until(after) for before, after in self._waits]
+        known = zip(self._waits, times_s, strict=True)
+        self._waits = [wait for wait, time_s in known if time_s is None]
+        return sum(time_s for time_s in times_s if time_s is not None)
+
+    def forget(self) -> None:
+        """What has been waited for so far counts no more."""
+        self._waits.clear()
 
 
 class GatherPass:

@@ -175,6 +175,33 @@ def test_waits_add_up_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> N
     assert waits.take_s() == 0.0
 
 
+def test_waits_of_a_stream_count_once_the_device_has_come_to_them() -> None:
+    passed: set[int] = set()
+
+    class StreamStamp:
+        """The n-th stamp of a stream, half a second after the one before."""
+
+        num_stamps = 0
+
+        def __init__(self) -> None:
+            self.number = StreamStamp.num_stamps
+            StreamStamp.num_stamps += 1
+
+        def s_until(self, later: Any) -> float | None:
+            return 0.5 * (later.number - self.number) if later.number in passed else None
+
+    waits = Waits("gather wait", stamp=StreamStamp)  # type: ignore[arg-type]
+    for bucket in range(3):
+        waits.wait_for(FakeTicket([], bucket))
+    assert waits.take_s() == 0.0
+    passed |= {1, 3}
+    assert waits.take_s() == 1.0
+    assert waits.take_s() == 0.0
+    waits.forget()
+    passed.add(5)
+    assert waits.take_s() == 0.0, "not of this iteration any more"
+
+
 def test_hooks_stand_on_the_largest_modules_that_are_called_and_have_one_unit() -> None:
     class Block(torch.nn.Module):
         def __init__(self, num_layers: int) -> None:
