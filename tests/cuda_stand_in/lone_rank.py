@@ -1,0 +1,188 @@
+"""One process that takes itself for one rank of a larger job, on the stand-in.
+
+It has no peers: its calls of NCCL leave their lines in the log and return at once, so that a job
+whose calls fit no order is found out by `order`, where with peers it would hang. And it has no
+values: kernels compute nothing, and what the host reads of the device is zero. What the engine
+decides by such values is given instead. So a rank of a job of any size runs in a second or two,
+with all allocations and calls that it would make.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.outcome import LossTotal
+from megatron.hydraulis.runtime.settings import Setting
+from megatron.hydraulis.runtime.shards import CanonicalShards
+from tests.cuda_stand_in.device import mark
+from tests.cuda_stand_in.order import COMMUNICATOR_MARK
+
+NUM_DEVICES = 8
+"""Of a node: rank r runs on device r modulo that."""
+_ID_BYTES = 128
+"""Length of NCCL's id of a communicator; the stand-in logs what stands before the first zero."""
+
+SEED = 1
+GIVEN_LOSS = LossTotal(loss_sum=10.0, num_tokens=1000)
+GIVEN_NORM = 1.0
+
+
+class StoreOfAll(dist.Store):
+    """A store to which all ranks have come already.
+
+    NCCL gets the id of a communicator from it. A rank that leads one makes its own id, so that ids
+    differ from rank to rank; a mark in the log gives each the name under which it is stored.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self._num_ranks = num_ranks
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Keep a value."""
+        self._values[key] = value.encode() if isinstance(value, str) else value
+        if len(self._values[key]) == _ID_BYTES:
+            _name_communicator(self._values[key], key)
+
+    def get(self, key: str) -> bytes:
+        """A kept value, or one made up, as long as an id of NCCL."""
+        if key not in self._values:
+            text = hashlib.sha256(key.encode()).hexdigest()[:16]
+            self.set(key, text.encode().ljust(_ID_BYTES, b"\0"))
+        return self._values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """As `get`."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        """As `set`."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        """All ranks have counted."""
+        return self._num_ranks
+
+    def check(self, keys: list[str]) -> bool:
+        """Everything is there."""
+        return True
+
+    def wait(self, *args: Any) -> None:
+        """Nothing is waited for."""
+
+    def append(self, key: str, value: bytes) -> None:
+        """Lengthen a kept value."""
+        self.set(key, self._values.get(key, b"") + value)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Nobody else sets anything."""
+        self.set(key, desired)
+        return self._values[key]
+
+    def deleteKey(self, key: str) -> bool:  # as torch calls it
+        """Whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def getNumKeys(self) -> int:
+        """Number of values kept."""
+        return len(self._values)
+
+    def has_extended_api(self) -> bool:
+        """`multi_get` and `multi_set` are there."""
+        return True
+
+    def clone(self) -> StoreOfAll:
+        """Another connection to the same store."""
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Nothing takes time."""
+
+
+def _name_communicator(identity: bytes, key: str) -> None:
+    text = identity.split(b"\0")[0].decode()
+    mark(COMMUNICATOR_MARK.format(id=text, name=key.replace(" ", "_")))
+
+
+class ZerosFromDevice(TorchDispatchMode):
+    """What the host reads of the device is zero, not whatever its memory holds."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Zero where a value comes to the host; otherwise the operation."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return type(result)(0) if args[0].is_cuda else result
+        from_device = any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves(args))
+        if func in _COPIES and from_device and result.device.type == "cpu":
+            result.zero_()
+        return result
+
+
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+@contextmanager
+def alone(rank: int, num_ranks: int) -> Iterator[None]:
+    """Within, `torch.distributed` is initialised with NCCL, this process being one rank of a job.
+
+    Weights are not initialised. Every iteration has a finite loss and norm, so that it updates, and
+    knows the next strategy that it was given.
+    """
+    torch.cuda.set_device(rank % NUM_DEVICES)
+    store = StoreOfAll(num_ranks)  # torch calls its methods only as long as it lives here
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=num_ranks)
+    # Upstream asks its tracker of random numbers, which our engine needs on no rank.
+    model_parallel_cuda_manual_seed(SEED, tp_rank=0, ep_rank=0, etp_rank=0)
+    with ExitStack() as stack:
+        stack.enter_context(ZerosFromDevice())
+        stack.enter_context(patch.object(CanonicalShards, "initialise", lambda *_: None))
+        stack.enter_context(patch.object(Engine, "_total", _given_total(Engine._total)))
+        stack.enter_context(
+            patch.object(ShardedAdamW, "gradient_norm", _given_norm(ShardedAdamW.gradient_norm))
+        )
+        stack.enter_context(patch.object(dist, "all_gather_object", _all_gather_object))
+        yield
+
+
+def _all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None:
+    """Every rank has said the same. Not in the log: objects would have to be read from a device."""
+    gathered[:] = [own] * len(gathered)
+
+
+def _given_total(real: Callable[..., Any]) -> Callable[..., Any]:
+    def total(
+        engine: Engine,
+        setting: Setting,
+        reports: Sequence[dict[str, Tensor]],
+        next_strategy: str | None = None,
+    ) -> tuple[LossTotal, tuple[int, ...], str | None, int]:
+        real(engine, setting, reports, next_strategy)
+        return GIVEN_LOSS, (), next_strategy, 0
+
+    return total
+
+
+def _given_norm(real: Callable[[ShardedAdamW], float]) -> Callable[[ShardedAdamW], float]:
+    def gradient_norm(optimizer: ShardedAdamW) -> float:
+        real(optimizer)
+        return GIVEN_NORM
+
+    return gradient_norm

@@ -1,0 +1,201 @@
+"""Lone ranks by the dozen: forks of one process that has imported torch and Megatron.
+
+Imports take seconds and a small rank one: the process with the imports, preloaded with the
+stand-in, stays for the session, and every rank is a fork of it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.cuda_stand_in.launch import environment
+
+NUM_AT_A_TIME = 2
+DEFAULT_TIMEOUT_S = 60.0
+"""Of one rank."""
+
+
+class LoneRankFailure(AssertionError):
+    """A rank raised, died or took too long."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    num_ranks: int
+    ranks: tuple[int, ...]
+    logs: Path | None
+    settings: dict[str, str]
+    timeout_s: float
+
+
+def run_alone(
+    function: Callable[..., Any],
+    *arguments: Any,
+    num_ranks: int,
+    ranks: Sequence[int] | None = None,
+    logs: Path | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    **settings: object,
+) -> list[Any]:
+    """``function(*arguments)`` in one process a rank, each `lone_rank.alone`; the results.
+
+    Args:
+        function: importable by name; what it returns must be picklable.
+        num_ranks: of the job that each takes itself to be in.
+        ranks: to run; all where None.
+        logs: a folder that gets the log of each, `log_of`.
+        timeout_s: for each rank.
+        settings: of the stand-in, such as ``STAND_IN_MEMORY_BYTES``.
+
+    Raises:
+        LoneRankFailure: with the traceback of the first rank that failed.
+    """
+    request = _Request(
+        function,
+        arguments,
+        num_ranks,
+        tuple(range(num_ranks) if ranks is None else ranks),
+        logs,
+        {name: str(value) for name, value in settings.items()},
+        timeout_s,
+    )
+    host = _host()
+    try:
+        host.send_bytes(pickle.dumps(request))
+        is_fine, answer = pickle.loads(host.recv_bytes())
+    except (EOFError, OSError) as error:
+        _host.cache_clear()
+        raise LoneRankFailure("the process that forks lone ranks died") from error
+    if not is_fine:
+        raise LoneRankFailure(answer)
+    results: list[Any] = answer
+    return results
+
+
+def log_of(logs: Path, rank: int) -> Path:
+    """The log of one rank in the folder of all."""
+    return logs / f"rank{rank}.log"
+
+
+@cache
+def _host() -> Connection:
+    """Our end of the pipe to the process that forks; it ends when this process does."""
+    ours, theirs = multiprocessing.Pipe()
+    subprocess.Popen(
+        [sys.executable, "-m", "tests.cuda_stand_in.lone_ranks", str(theirs.fileno())],
+        # torch 2.15 splits communicators, and the parts depend on what the other ranks say. Without
+        # that each group gets its communicator through the store, as in earlier versions.
+        env=environment(TORCH_DIST_USE_NCCL2=0),
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    return ours
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        try:
+            request: _Request = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        answer: tuple[bool, Any]
+        try:
+            answer = (True, _run_all(request))
+        except LoneRankFailure as failure:
+            answer = (False, str(failure))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _run_all(request: _Request) -> list[Any]:
+    context = multiprocessing.get_context("fork")
+    waiting = deque(request.ranks)
+    running: dict[Connection, tuple[int, ForkProcess, float]] = {}
+    results: dict[int, Any] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < NUM_AT_A_TIME:
+                rank = waiting.popleft()
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_run_one, args=(request, rank, theirs))
+                process.start()
+                theirs.close()
+                running[ours] = (rank, process, time.monotonic() + request.timeout_s)
+            first_end = min(deadline for _, _, deadline in running.values())
+            for ready in wait(list(running), timeout=max(0.0, first_end - time.monotonic())):
+                assert isinstance(ready, Connection)
+                rank, process, _ = running.pop(ready)
+                results[rank] = _result(rank, ready)
+                process.join()
+            for rank, _, deadline in running.values():
+                if time.monotonic() > deadline:
+                    raise LoneRankFailure(f"rank {rank} took more than {request.timeout_s} s")
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+            process.join()
+    return [results[rank] for rank in request.ranks]
+
+
+def _result(rank: int, connection: Connection) -> Any:
+    try:
+        is_fine, answer = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        is_fine, answer = False, "the process died"
+    connection.close()
+    if not is_fine:
+        raise LoneRankFailure(f"rank {rank} failed:\n{answer}")
+    return answer
+
+
+def _run_one(request: _Request, rank: int, connection: Connection) -> None:
+    """In a fork: torch's CUDA is first used here."""
+    from tests.cuda_stand_in.device import flush_log, log_to
+    from tests.cuda_stand_in.lone_rank import alone
+
+    os.environ.update(request.settings)
+    status = 1
+    with suppress(BaseException):
+        try:
+            if request.logs is not None:
+                log_to(log_of(request.logs, rank))
+            with alone(rank, request.num_ranks):
+                answer = (True, request.function(*request.arguments))
+            flush_log()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
+        status = 0
+    os._exit(status)  # NCCL's threads would wait for peers
+
+
+def _import() -> None:
+    """What every fork needs. torch refuses CUDA to forks of a process that has counted devices, as
+    modules do that ask whether there are any."""
+    with patch("torch.cuda.is_available", lambda: True):
+        import tests.cuda_stand_in.lone_rank
+        import tests.support.models  # noqa: F401
+
+
+if __name__ == "__main__":
+    _import()
+    _serve(Connection(int(sys.argv[1])))
