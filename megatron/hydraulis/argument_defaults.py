@@ -1,11 +1,12 @@
 """What is set for a user who has not said otherwise, and why it differs from upstream's default."""
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 from megatron.hydraulis.flag_parser import ParsedFlags
 
-__all__ = ["set_defaults"]
+__all__ = ["has_fused_weight_gradients", "set_defaults"]
 
 
 def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
@@ -19,6 +20,8 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         "max_position_embeddings": flags.args.seq_length,
         "num_workers": 0,
         "cp_comm_type": ["auto"],
+        # Upstream's default is an error where apex is not installed.
+        "gradient_accumulation_fusion": has_cuda and has_fused_weight_gradients(),
         "tensorboard_dir": str(run_dir / "tensorboard"),
         # Upstream would put it into the folder of checkpoints.
         "wandb_save_dir": str(run_dir / "wandb"),
@@ -34,6 +37,13 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         if not flags.was_given(dest):
             setattr(flags.args, dest, value)
 
+
+def has_fused_weight_gradients() -> bool:
+    """Whether apex's kernel is there that adds a weight's gradient to what there is of it."""
+    return importlib.util.find_spec(_FUSED_WEIGHT_GRADIENTS) is not None
+
+
+_FUSED_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
 # No CUDA: no NCCL, and compiled fusions cost each process 10-20 s before its first step.
 _CPU_DEFAULTS: dict[str, object] = {
@@ -60,8 +70,6 @@ def _set_always(args: argparse.Namespace) -> None:
     args.calculate_per_token_loss = True
     args.use_distributed_optimizer = True
     args.accumulate_allreduce_grads_in_fp32 = True
-    # Upstream's fused kernel adds into param.main_grad, which parameters in arenas do not have.
-    args.gradient_accumulation_fusion = False
     # Fused rotation and persistent norms are kernels of apex or of Transformer Engine.
     args.apply_rope_fusion = False
     args.no_persist_layer_norm = True

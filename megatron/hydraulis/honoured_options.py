@@ -153,7 +153,9 @@ _MODEL = {
     "--no-bias-dropout-fusion": Honoured("unfused bias, dropout and residual"),
     "--no-rope-fusion": _always("unfused rotation"),
     "--no-persist-layer-norm": _always("no persistent norm kernel"),
-    "--no-gradient-accumulation-fusion": _always("gradients are accumulated by autograd, in fp32"),
+    "--no-gradient-accumulation-fusion": Honoured(
+        "a kernel of its own adds each weight's gradient; so anyway without apex", differs=True
+    ),
     "--disable-jit-fuser": Honoured("no compiled fusions"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,9 +57,8 @@ def probe_precision(job: Job) -> PrecisionProbe:
     setting = engine.setting(name)
     assert setting.model is not None
     assert setting.arena is not None
-    parameters = list(setting.model.model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    assert len(gradients) == len(parameters)
+    parameters: list[Any] = list(setting.model.model.parameters())
+    gradients = [p.main_grad for p in parameters]
     states = [
         value
         for state in engine.optimizer.state_dict()["state"].values()

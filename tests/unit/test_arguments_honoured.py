@@ -104,7 +104,7 @@ ROWS: dict[str, Row] = {
     "--no-rope-fusion": _args("", "apply_rope_fusion", False, beside=_ROPE, always=True),
     "--no-persist-layer-norm": _model("", "persist_layer_norm", False, always=True),
     "--no-gradient-accumulation-fusion": _model(
-        "", "gradient_accumulation_fusion", False, always=True
+        "", "gradient_accumulation_fusion", False, cuda=True
     ),
     "--disable-jit-fuser": _args("", "disable_jit_fuser", True, cuda=True),
     # batch and loop

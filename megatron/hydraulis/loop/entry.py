@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from hydraulis_patches.training_loop import apply_training_loop
+from megatron.hydraulis.argument_defaults import has_fused_weight_gradients
 from megatron.hydraulis.arguments import (
     Resolved,
     gpt_model_config,
@@ -295,6 +296,12 @@ class _Job:
                 f"core attention: {self._core_attention.name} ({self._core_attention.why})",
                 flush=True,
             )
+            if self._has_cuda and not has_fused_weight_gradients():
+                print(
+                    "weight gradients: a kernel of its own adds each (apex's "
+                    "fused_weight_gradient_mlp_cuda is not installed)",
+                    flush=True,
+                )
             for line in (*resolved.pool_changes, *self._planning.left_out):
                 print(f"warning: {line}", file=sys.stderr, flush=True)
             for corpus in corpora:

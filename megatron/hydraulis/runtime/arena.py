@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,6 +126,10 @@ class Arena:
     def bind(self, model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
         """Give every parameter of a model on `meta` its place here, gradients included.
 
+        A parameter's gradient is ``main_grad``, as upstream calls it: a view of the arena, in its
+        type. Linear layers with ``config.gradient_accumulation_fusion`` add to it themselves; what
+        else a backward makes is added when it is complete, and then forgotten: ``grad`` is None.
+
         Args:
             model: the role's model; its parameters are replaced by views into the arena that carry
                 the attributes Megatron wrote on the originals.
@@ -175,9 +180,10 @@ class Arena:
         parameter.data = bound.values.view(shape)
         for key, value in vars(original).items():
             setattr(parameter, key, value)
-        if bound.gradient.dtype != bound.values.dtype:
-            parameter.grad_dtype = bound.gradient.dtype
-        parameter.grad = bound.gradient.view(shape)
+        accumulated: Any = parameter  # it carries attributes that torch's type does not know
+        accumulated.main_grad = bound.gradient.view(shape)
+        accumulated.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
         self.bound[index] = bound
         return index, parameter
 
@@ -188,6 +194,15 @@ class Arena:
         return BoundParameter(
             name, self.parameters[start : start + size], self.gradients[start : start + size]
         )
+
+
+def _add_to_main_grad(parameter: Any) -> None:
+    """By upstream's rules: a layer that has added to ``main_grad`` gives autograd a tensor of no
+    meaning in the gradient's place, or zeros where a second use of the weight has a true one."""
+    if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+    parameter.grad_added_to_main_grad = False
 
 
 def _replace_parameter(

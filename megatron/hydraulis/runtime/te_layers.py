@@ -5,9 +5,7 @@ parameters do not depend on which layers run, and neither do checkpoints. A laye
 Engine has the same parameters under other names, because each norm is fused with the linear layer
 behind it; `canonical_name` leads back. The norm behind the last layer stays torch's.
 
-Gradients are accumulated by autograd, in fp32, as those of local layers: Transformer Engine's fused
-accumulation would write to ``weight.main_grad`` and give autograd a tensor of no meaning in the
-gradient's place, which autograd would add to the arena, as ``.grad`` lies there.
+Its fused accumulation adds to ``weight.main_grad``, as that of local layers does.
 """
 
 from __future__ import annotations
