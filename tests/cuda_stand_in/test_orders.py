@@ -1,0 +1,51 @@
+"""One order holds the NCCL calls of all ranks: strategies, pools, and two mutations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_stand_in.orders import (
+    FIRST_STAGE_BEFORE_ITS_RECEIVE,
+    IN_SUITE,
+    LATER_STAGE_BEFORE_ITS_SEND,
+    NIGHTLY,
+    Mutation,
+    OrderCase,
+    order_of,
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=case.name) for case in IN_SUITE),
+        *(pytest.param(case, id=case.name, marks=pytest.mark.nightly) for case in NIGHTLY),
+    ],
+)
+def test_one_order_holds_all_calls(case: OrderCase, tmp_path: Path) -> None:
+    report = order_of(case, tmp_path)
+    assert not report.mismatches, str(report)
+    assert not report.cycle, str(report)
+    assert min(report.num_operations) > 0
+    print(f"{case.name}: {case.num_ranks} ranks, {report}")
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(FIRST_STAGE_BEFORE_ITS_RECEIVE, id="a first stage before its receive"),
+        pytest.param(LATER_STAGE_BEFORE_ITS_SEND, id="a later stage before its send"),
+    ],
+)
+def test_ranks_that_scatter_too_early_wait_for_one_another(
+    mutation: Mutation, tmp_path: Path
+) -> None:
+    """The message of the last backward on one side, a scatter on the other."""
+    report = order_of(IN_SUITE[0], tmp_path, mutation)
+    assert not report.mismatches
+    assert len(report.cycle) == 2, str(report)
+    kinds = {frozenset(call.kind for call in wait.operation.calls) for wait in report.cycle}
+    assert kinds & {frozenset({"Send"}), frozenset({"Recv"})}, str(report)
+    assert all("in tp2pp2, forward-backward" in wait.operation.phase for wait in report.cycle)
