@@ -24,6 +24,7 @@ from megatron.hydraulis.runtime.packed_attention import (
     once_a_row,
     segment_lengths,
 )
+from megatron.hydraulis.runtime.process_groups import to_device
 
 QUERY_BLOCK = 512
 """Queries that attend at once, in tokens: the mask of a block is as high, and a block looks at no
@@ -260,13 +261,6 @@ def _shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
         block_lengths=[block.num_queries for block in blocks],
         dtype=query.dtype,
     )
-
-
-def to_device(on_host: Tensor, device: torch.device) -> Tensor:
-    """A copy there, for which the host does not wait."""
-    if device.type == "cuda":
-        on_host = on_host.pin_memory()
-    return on_host.to(device, non_blocking=True)
 
 
 def gather_row(part: Tensor, row: SharedRow) -> Tensor:

@@ -34,6 +34,7 @@ from megatron.hydraulis.runtime.process_groups import (
     GroupRegistry,
     device_of_job,
     provide_memory_buffer,
+    to_device,
 )
 from megatron.hydraulis.runtime.settings import Setting, Settings, roles_of
 from megatron.hydraulis.runtime.shards import CanonicalShards
@@ -408,20 +409,24 @@ class Engine:
         along so that all decide alike.
         """
         names = [strategy.name for strategy in self.pool.strategies]
-        total = torch.zeros(4, dtype=torch.float64, device=self.device)
-        total[3] = self._out_of_memory is not None
-        bad: list[int] = []
+        number = 0
+        if self.rank == 0 and next_strategy is not None:
+            number = 1 + names.index(self.pool.strategy(next_strategy).name)
+        own = [0.0, 0.0, number, self._out_of_memory is not None]
+        # The host waits for the device once: for the sum.
+        total = to_device(torch.tensor(own, dtype=torch.float64), self.device)
+        losses = None
         if setting.model is not None and setting.model.reports_loss and reports:
             losses = torch.stack([_first_report(report) for report in reports]).double()
             total[:2] += losses.sum(dim=0)
-            bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]
-        if self.rank == 0 and next_strategy is not None:
-            total[2] = 1 + names.index(self.pool.strategy(next_strategy).name)
         with self._in_phase("loss", setting.strategy.name, untimed):
             dist.all_reduce(total)
         loss_sum, num_tokens, number, num_without_memory = total.tolist()
         told = names[round(number) - 1] if number else None
         loss = LossTotal(loss_sum, round(num_tokens))
+        bad: list[int] = []
+        if losses is not None and not loss.is_finite:
+            bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]
         return loss, tuple(bad), told, round(num_without_memory)
 
 

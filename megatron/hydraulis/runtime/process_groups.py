@@ -62,6 +62,10 @@ class GroupRegistry:
         )
         self.regroup = dist.new_group(timeout=timeout, group_desc="hydraulis_regroup")
         """All ranks, for regrouping alone: no other collective comes between its own."""
+        if dist.get_backend() == "nccl":
+            # A communicator is made at its first use, by all of its ranks; in an exchange by pairs
+            # some have nothing to do.
+            dist.all_reduce(torch.zeros(1, device=device_of_job()), group=self.regroup)
         self.num_created = 2
         for strategy in strategies:
             self.add_strategy(strategy)
@@ -198,6 +202,13 @@ def device_of_job() -> torch.device:
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def to_device(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy there, for which the host does not wait."""
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
 
 
 def provide_memory_buffer() -> None:

@@ -115,6 +115,8 @@ class Route(ABC):
         if group.size() == 1:
             received.copy_(send)
             return None
+        if received.is_cuda:
+            return _exchange_by_pairs(received, receive_sizes, send, send_sizes, group)
         return dist.all_to_all_single(
             received, send, receive_sizes, send_sizes, group=group, async_op=True
         )
@@ -323,6 +325,44 @@ def make_route(
         return TwoStepRoute(ends, gather, scatter)
     assert isinstance(scatter, TransferPlan)
     return OneStepRoute(ends, gather, scatter)
+
+
+def _exchange_by_pairs(
+    received: Tensor,
+    receive_sizes: Sequence[int],
+    send: Tensor,
+    send_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Step:
+    """All messages of the rank as one group of NCCL's; nothing where it has none.
+
+    As all-to-all NCCL would connect every pair of ranks, to send most of them no bytes. The
+    communicator must be there: a rank that has no message does not help to make it.
+    """
+    own = group.rank()
+    arriving, leaving = _parts(received, receive_sizes), _parts(send, send_sizes)
+    if own in arriving:
+        arriving.pop(own).copy_(leaving.pop(own))
+    messages = [
+        dist.P2POp(operation, part, group=group, group_peer=rank)
+        for operation, parts in ((dist.isend, leaving), (dist.irecv, arriving))
+        for rank, part in parts.items()
+    ]
+    if not messages:
+        return None
+    (work,) = dist.batch_isend_irecv(messages)  # one, for NCCL runs them as one
+    return work
+
+
+def _parts(whole: Tensor, sizes: Sequence[int]) -> dict[int, Tensor]:
+    """Rank -> its part of what lies one behind the other, where there is any."""
+    parts: dict[int, Tensor] = {}
+    start = 0
+    for rank, size in enumerate(sizes):
+        if size:
+            parts[rank] = whole[start : start + size]
+            start += size
+    return parts
 
 
 def _departing(

@@ -18,8 +18,8 @@ from megatron.hydraulis.runtime.context_attention import (
     context_size_of,
     gather_row,
     gathered_again,
-    to_device,
 )
+from megatron.hydraulis.runtime.process_groups import to_device
 
 CAUSAL_WINDOW = (-1, 0)
 """How ``varlen_attn`` is told to be causal: all to the left, none to the right of a query. The last
