@@ -29,6 +29,9 @@ from megatron.hydraulis.runtime.process_groups import to_device
 QUERY_BLOCK = 512
 """Queries that attend at once, in tokens: the mask of a block is as high, and a block looks at no
 more keys than half its height too many."""
+MASK_QUANTUM = 16
+"""Masks begin at a multiple of this in memory, in elements: CUDA's memory-efficient kernel reads 16
+bytes at a time and refuses a mask that begins between."""
 
 
 class ContextAttention(SegmentAttention):
@@ -188,12 +191,14 @@ class SharedRow:
 
     @functools.cached_property
     def mask(self) -> Tensor:
-        """(queries of the largest block, keys of the longest), 0 where attended and −∞ elsewhere:
-        the last query attends to all keys, each earlier one to one less. Smaller masks are its
-        lower right corner. In the type of the queries: of any other, every block would keep a copy.
-        Made at first use: kernels that attend to a row at once need none."""
-        num_rows = max(block.num_queries for block in self.blocks)
-        num_columns = max(block.num_keys for block in self.blocks)
+        """0 where attended and −∞ elsewhere: the last query attends to all keys, each earlier one
+        to one less. Those of blocks are cut out of it, and it has a few rows and columns more than
+        the largest: moved up the diagonal, a cut is the same. In the type of the queries: of any
+        other, every block would keep a copy. Made at first use: kernels that attend to a row at
+        once need none."""
+        num_rows = max(block.num_queries for block in self.blocks) + MASK_QUANTUM - 1
+        longest = max(block.num_keys for block in self.blocks)
+        num_columns = math.ceil(longest / MASK_QUANTUM) * MASK_QUANTUM
         device = self.by_rank.device
         mask = torch.full((num_rows, num_columns), -math.inf, dtype=self.dtype, device=device)
         return mask.triu_(num_columns - num_rows + 1)
@@ -213,8 +218,12 @@ class SharedRow:
         return Stretches(places, num_queries, num_keys, borders[0], borders[1])
 
     def mask_of(self, block: QueryBlock) -> Tensor:
-        """(queries, keys), a view."""
-        return self.mask[-block.num_queries :, -block.num_keys :]
+        """(queries, keys), a view that begins at a multiple of `MASK_QUANTUM`."""
+        num_rows, num_columns = self.mask.shape
+        column = num_columns - block.num_keys
+        up = column % MASK_QUANTUM
+        row, column = num_rows - block.num_queries - up, column - up
+        return self.mask[row : row + block.num_queries, column : column + block.num_keys]
 
 
 def context_size_of(packed_seq_params: PackedSeqParams) -> int:
