@@ -20,7 +20,9 @@
 #include <ctime>
 #include <map>
 #include <mutex>
+#include <string>
 #include <unordered_map>
+#include <utility>
 
 namespace {
 
@@ -166,8 +168,9 @@ const char* copy_kind(cudaMemcpyKind kind) {
   return names[kind];
 }
 
-// The check and the effect of every copy. What is written on the device inside an operation whose
-// values are computed is left to values.py: the copy's source may hold no values yet.
+// The check and the effect of every copy. Inside an operation whose values are computed its source
+// may hold no values yet: what is written on the device is left to values.py, and the host reads
+// zeros (as the number of elements that a kernel counted, say).
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
   const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
@@ -177,7 +180,11 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) 
                        copy_kind(kind), bytes, from, to);
     return failed(cudaErrorInvalidValue);
   }
-  if (!(to_device && is_computing) && stand_in::moves(bytes)) memmove(to, from, bytes);
+  if (is_computing) {
+    if (from_device && !to_device) memset(to, 0, bytes);
+  } else if (stand_in::moves(bytes)) {
+    memmove(to, from, bytes);
+  }
   return cudaSuccess;
 }
 
@@ -190,9 +197,31 @@ cudaError_t set(void* to, int value, size_t bytes) {
   return cudaSuccess;
 }
 
-int error_of_driver() {
-  stand_in::complain("a function of the driver that is not written was called");
+// Functions of the driver that are looked up by name and not written: each is an error of its own.
+constexpr int MAX_MISSING = 128;
+std::string missing_names[MAX_MISSING];
+int num_missing = 0;
+std::mutex missing_mutex;
+
+template <int number>
+int call_missing() {
+  stand_in::complain("%s is not written", missing_names[number].c_str());
   return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+template <int... numbers>
+void* missing_function(int number, std::integer_sequence<int, numbers...>) {
+  static int (*const functions[])() = {call_missing<numbers>...};
+  return reinterpret_cast<void*>(functions[number]);
+}
+
+void* missing_function(const char* name) {
+  std::lock_guard<std::mutex> guard(missing_mutex);
+  int number = 0;
+  while (number < num_missing && missing_names[number] != name) ++number;
+  if (number == MAX_MISSING) return nullptr;
+  if (number == num_missing) missing_names[num_missing++] = name;
+  return missing_function(number, std::make_integer_sequence<int, MAX_MISSING>());
 }
 
 }  // namespace
@@ -260,11 +289,14 @@ extern "C" {
 // ---- what device.py calls ----
 
 void stand_in_log(const char* path) {
-  std::lock_guard<std::mutex> guard(log_mutex);
-  if (log_file) fclose(log_file);
-  log_file = path ? fopen(path, "w") : nullptr;
-  log_is_open = true;
-  next_line = 0;
+  {
+    std::lock_guard<std::mutex> guard(log_mutex);
+    if (log_file) fclose(log_file);
+    log_file = path ? fopen(path, "w") : nullptr;
+    log_is_open = true;
+    next_line = 0;
+  }
+  stand_in::log_communicators();
 }
 void stand_in_flush() { stand_in::flush_log(); }
 void stand_in_mark(const char* text) { log_line("MARK %s", text); }
@@ -796,6 +828,12 @@ CUresult cuMemSetAccess(CUdeviceptr begin, size_t bytes, const CUmemAccessDesc*,
   const int status = mprotect(reinterpret_cast<void*>(begin), bytes, PROT_READ | PROT_WRITE);
   return status == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
+CUresult cuLogsRegisterCallback(CUlogsCallback, void*, CUlogsCallbackHandle* handle) {
+  static int the_callback;
+  if (handle) *handle = reinterpret_cast<CUlogsCallbackHandle>(&the_callback);
+  return CUDA_SUCCESS;
+}
+CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle) { return CUDA_SUCCESS; }
 CUresult cuTensorMapEncodeTiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -806,7 +844,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
   *function = dlsym(RTLD_DEFAULT, name);
-  if (!*function) *function = reinterpret_cast<void*>(error_of_driver);
+  if (!*function) *function = missing_function(name);
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }

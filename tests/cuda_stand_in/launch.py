@@ -75,6 +75,8 @@ def environment(
         "STAND_IN_TIMEOUT_S": int(timeout_s),
         # Kernels are never compiled, and none would run.
         "TORCH_COMPILE_DISABLE": 1,
+        # A process that only asks whether there is CUDA can still be forked.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": 1,
         # As the job scripts set.
         "CUDA_DEVICE_MAX_CONNECTIONS": 1,
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

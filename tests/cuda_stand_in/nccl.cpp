@@ -22,6 +22,7 @@
 #include <ctime>
 #include <functional>
 #include <list>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -400,6 +401,14 @@ ncclResult_t issue(const Call& call) {
 
 // ---- communicators ----
 
+std::mutex live_mutex;
+std::vector<ncclComm*> live;
+
+void log_communicator(const ncclComm* comm) {
+  log_line("COMM %ld id %s size %d rank %d", comm->number, comm->id.c_str(), comm->size,
+           comm->rank);
+}
+
 // Maps the communicator's shared memory and waits for all its ranks.
 ncclResult_t join(ncclComm* comm) {
   const char* folder = getenv("STAND_IN_EXCHANGE");
@@ -426,8 +435,17 @@ ncclResult_t make(ncclComm_t* made, const std::string& id, int size, int rank) {
   static std::atomic<long> next{0};
   ncclComm* comm = *made = new ncclComm{id, size, rank, next++};
   stand_in::take_on_current_device(stand_in::number("STAND_IN_COMMUNICATOR_BYTES", 0));
-  log_line("COMM %ld id %s size %d rank %d", comm->number, id.c_str(), size, rank);
+  log_communicator(comm);
+  {
+    std::lock_guard<std::mutex> guard(live_mutex);
+    live.push_back(comm);
+  }
   return join(comm);
+}
+
+void forget(ncclComm* comm) {
+  std::lock_guard<std::mutex> guard(live_mutex);
+  live.erase(std::remove(live.begin(), live.end(), comm), live.end());
 }
 
 std::string text_of(const ncclUniqueId& id) {
@@ -438,6 +456,11 @@ std::string text_of(const ncclUniqueId& id) {
 }
 
 }  // namespace
+
+void stand_in::log_communicators() {
+  std::lock_guard<std::mutex> guard(live_mutex);
+  for (const ncclComm* comm : live) log_communicator(comm);
+}
 
 extern "C" {
 
@@ -506,10 +529,12 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   log_line("DESTROY %ld", comm->number);
+  forget(comm);
   return ncclSuccess;
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   log_line("ABORT %ld", comm->number);
+  forget(comm);
   comm->is_aborted = true;  // another thread may still wait in it
   return ncclSuccess;
 }

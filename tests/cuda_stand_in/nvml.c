@@ -1,8 +1,11 @@
 // The management library, as far as torch asks it: no NVLink, no fabric, no processes.
+#include <stdlib.h>
+
 #define NOT_SUPPORTED 3
 #define CUDA_VERSION_OF_DRIVER 13000
 
 int nvmlInit_v2(void) { return 0; }
+int nvmlInit(void) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** device) {
   static int the_device;
@@ -11,7 +14,8 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** device) {
   return 0;
 }
 int nvmlDeviceGetCount_v2(unsigned* count) {
-  *count = 8;
+  const char* value = getenv("STAND_IN_DEVICES");
+  *count = value ? (unsigned)atoi(value) : 8;
   return 0;
 }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return NOT_SUPPORTED; }

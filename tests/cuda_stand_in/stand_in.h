@@ -28,4 +28,7 @@ bool moves(size_t bytes);
 // Bytes that a library takes on the current device, beside what is allocated through the runtime.
 void take_on_current_device(size_t bytes);
 
+// A new log begins with the communicators that exist.
+void log_communicators();
+
 }  // namespace stand_in

@@ -14,7 +14,7 @@ from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from tests.support.checkpoints import differing_keys, make_engine, save_engine, whole_tensors
-from tests.support.gloo_pool import GlooPool, pool_of
+from tests.support.gloo_pool import RankPool, pool_of
 from tests.support.plain_checkpoints import PLAIN_WORKLOAD, load_and_train, train_and_save
 
 pytestmark = pytest.mark.distributed
@@ -25,7 +25,7 @@ SAME_LOSS = 2e-6
 
 def on_plain_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """In processes of their own, which plain Megatron changes for good."""
-    pool = GlooPool(num_ranks)
+    pool = RankPool(num_ranks)
     try:
         return pool.run(function, *args)
     finally:

@@ -10,11 +10,18 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.hydraulis.runtime.model_building import ModelDefinition
-from tests.distributed.test_context_parallelism import SPLITS, waves
 from tests.support.comparison import assert_same
 from tests.support.evaluation_probes import EvaluatedRun, run_evaluating
 from tests.support.gloo_pool import pool_of
-from tests.support.law import FP64_TOLERANCE, LENGTHS, MAIN_MODEL, assert_law, law_job
+from tests.support.law import (
+    FP64_TOLERANCE,
+    LENGTHS,
+    MAIN_MODEL,
+    SPLITS,
+    assert_law,
+    law_job,
+    waves,
+)
 from tests.support.models import Job, SmallModel, assemble, run_job
 from tests.support.recomputed_models import RecomputedModel
 
@@ -52,7 +59,7 @@ def job_of(text: str) -> Job:
     if "~" not in text:
         return law_job(4, text, MODEL)
     splits = list(SPLITS.values()) if "cp4" in text else [[(0, 1), (1, 1)], [(0, 2)]]
-    return replace(waves(splits, LENGTHS), strategies=(text,))
+    return replace(waves(splits, MODEL), strategies=(text,))
 
 
 ROTARY: dict[str, dict[str, object]] = {

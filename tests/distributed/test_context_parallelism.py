@@ -13,8 +13,16 @@ from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from megatron.hydraulis.strategy import Strategy
 from tests.support.gloo_pool import WorkerFailure, pool_of
-from tests.support.law import LENGTHS, MAIN_MODEL, check_law, law_job
-from tests.support.models import Assignment, Job, build_engine
+from tests.support.law import (
+    LENGTHS,
+    MAIN_MODEL,
+    SPLITS,
+    changing,
+    check_law,
+    law_job,
+    waves,
+)
+from tests.support.models import Job, build_engine
 
 pytestmark = pytest.mark.distributed
 
@@ -47,44 +55,6 @@ STRATEGIES = [
     (4, "cp2+pp2"),
 ]
 
-SPLITS = {
-    "4": [(0, 4)],
-    "2+2": [(0, 2), (2, 2)],
-    "2+1+1": [(0, 2), (2, 1), (3, 1)],
-    "1+1+2": [(0, 1), (1, 1), (2, 2)],
-    "1+1+1+1": [(0, 1), (1, 1), (2, 1), (3, 1)],
-}
-"""Every way to cut a width of 4 into aligned groups: offsets and sizes."""
-
-
-def waves(splits: list[list[tuple[int, int]]], lengths: tuple[list[int], ...]) -> Job:
-    """The law's job on one replica, its micro-batches in groups of the given splits, in turn.
-
-    Groups get unequal shares, some of them none: which ones changes from wave to wave.
-    """
-    width = sum(size for _, size in splits[0])
-    assignments = []
-    turn = 0
-    for batch in lengths:
-        shares, groups = [], []
-        for start in range(0, len(batch), 3):
-            indices = tuple(range(start, min(start + 3, len(batch))))
-            split = splits[turn % len(splits)]
-            counts = [0] * len(split)
-            for i in range(len(indices)):
-                counts[(i + turn) % len(split)] += 1
-            shares.append(indices)
-            groups.append(
-                tuple((*place, count) for place, count in zip(split, counts, strict=True))
-            )
-            turn += 1
-        assignments.append(Assignment((tuple(shares),), (tuple(groups),)))
-    return replace(
-        law_job(width, f"cp{width}", SHORT_MODEL),
-        strategies=(f"cp{width}~",),
-        assignments=tuple(assignments),
-    )
-
 
 @pytest.mark.parametrize(("num_ranks", "text"), STRATEGIES)
 def test_cp_ranks_give_the_same_update(num_ranks: int, text: str) -> None:
@@ -104,12 +74,12 @@ def test_every_model_obeys_the_law(text: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_every_split_of_a_wave_gives_the_same_update(name: str) -> None:
-    check_law(waves([SPLITS[name]], LENGTHS), 4)
+    check_law(waves([SPLITS[name]], SHORT_MODEL), 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_waves_may_be_cut_differently(dtype: torch.dtype) -> None:
-    job = waves(list(SPLITS.values()), LENGTHS)
+    job = waves(list(SPLITS.values()), SHORT_MODEL)
     model = replace(SHORT_MODEL, dtype=dtype)
     settings = law_job(4, "cp4", model).settings
     check_law(replace(job, model=model, settings=settings), 4)
@@ -117,26 +87,19 @@ def test_waves_may_be_cut_differently(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("text", ["cp2~pp2", "tp2cp2~", "tp2cp2~@3,1,0,2"])
 def test_pipelines_and_tensor_parallel_ranks_may_split(text: str) -> None:
-    job = waves([[(0, 1), (1, 1)], [(0, 2)], [(0, 1), (1, 1)]], LENGTHS)
+    job = waves([[(0, 1), (1, 1)], [(0, 2)], [(0, 1), (1, 1)]], SHORT_MODEL)
     check_law(replace(job, strategies=(text,)), 4)
 
 
 def test_a_wave_may_leave_groups_without_sequences() -> None:
-    job = waves([SPLITS["1+1+1+1"], SPLITS["2+2"]], LENGTHS)
+    job = waves([SPLITS["1+1+1+1"], SPLITS["2+2"]], SHORT_MODEL)
     counts = [[group[2] for group in wave] for a in job.assignments for wave in a.groups[0]]
     assert any(0 in wave and sum(wave) for wave in counts)
     assert any(wave[0] == 0 for wave in counts)
 
 
 def test_strategies_with_and_without_cp_may_alternate() -> None:
-    jobs = [law_job(4, text, SHORT_MODEL) for text in ("tp2cp2", "cp2~+2*tp1", "4*tp1")]
-    job = replace(
-        jobs[0],
-        strategies=tuple(job.strategies[0] for job in jobs),
-        schedule=(0, 1, 2),
-        assignments=tuple(job.assignments[i] for i, job in enumerate(jobs)),
-    )
-    check_law(job, 4)
+    check_law(changing(("tp2cp2", "cp2~+2*tp1", "4*tp1"), SHORT_MODEL), 4)
 
 
 def run_uncut(job: Job) -> None:

@@ -30,7 +30,7 @@ from megatron.hydraulis.loop.checkpointing import _optimizer_entry, _plain_argum
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from tests.support.checkpoints import make_engine, whole_tensors
-from tests.support.gloo_pool import GlooPool, pool_of
+from tests.support.gloo_pool import RankPool, pool_of
 from tests.support.huggingface_folders import make_folder, tensors_of, transformers_loss
 from tests.support.plain_checkpoints import train_and_save
 from tests.unit.argument_command import parse
@@ -144,7 +144,7 @@ def read_by_upstream(path: str) -> dict[str, object]:
 
 def test_what_ranks_of_plain_megatron_wrote_is_read_layer_by_layer(tmp_path: Path) -> None:
     source = tmp_path / "plain"
-    ranks = GlooPool(2)  # of their own: plain Megatron changes processes for good
+    ranks = RankPool(2)  # of their own: plain Megatron changes processes for good
     try:
         ranks.run(train_and_save, 2, 1, str(source), 1, "fully_reshardable")
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.gloo_pool import GlooPool, pool_of
+from tests.support.gloo_pool import RankPool, pool_of
 from tests.support.law import law_job
 from tests.support.memory_probes import (
     BYTES_PER_TOKEN,
@@ -42,7 +42,7 @@ def test_a_rank_without_memory_ends_no_iteration_of_the_others(text: str) -> Non
 @pytest.mark.parametrize(("text", "where"), [("tp2", "tp2"), ("cp2~", "2 cp ranks of cp2~")])
 def test_a_rank_of_several_names_what_it_ran_and_ends(text: str, where: str) -> None:
     # Ranks of its own, which end: what was under way when each failed is left as it was.
-    pool = GlooPool(2)
+    pool = RankPool(2)
     try:
         told = pool.run(error_without_memory, law_job(2, text))
     finally:

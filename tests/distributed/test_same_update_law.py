@@ -17,6 +17,7 @@ from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import (
     MAIN_MODEL,
     NUM_ATOMS,
+    changing,
     check_law,
     law_job,
     law_reference,
@@ -127,16 +128,7 @@ def test_a_t_that_a_strategy_cannot_cut_is_refused() -> None:
 
 
 def test_strategies_may_change_between_iterations() -> None:
-    first, second, third = (
-        law_job(4, text) for text in ("tp2+2*tp1", "tp2@0,3+pp2@2,1", "pp3:2,1,1+idle")
-    )
-    job = replace(
-        first,
-        strategies=(*first.strategies, *second.strategies, *third.strategies),
-        schedule=(0, 1, 2),
-        assignments=(first.assignments[0], second.assignments[1], third.assignments[2]),
-    )
-    check_law(job, 4)
+    check_law(changing(("tp2+2*tp1", "tp2@0,3+pp2@2,1", "pp3:2,1,1+idle")), 4)
 
 
 def test_replicas_get_unequal_numbers_of_micro_batches() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.gloo_pool import GlooPool, WorkerFailure, close_pools, pool_of
+from tests.support.gloo_pool import Pool, RankPool, WorkerFailure, close_pools, pool_of
 
 pytestmark = pytest.mark.fault
 
@@ -64,21 +64,21 @@ def unpicklable() -> object:
 
 
 @pytest.fixture
-def pool() -> GlooPool:
+def pool() -> Pool:
     return pool_of(NUM_RANKS)
 
 
-def assert_works(pool: GlooPool) -> None:
+def assert_works(pool: Pool) -> None:
     assert pool.run(sum_of_ranks) == [3.0] * NUM_RANKS
 
 
-def test_workers_are_reused(pool: GlooPool) -> None:
+def test_workers_are_reused(pool: Pool) -> None:
     first = pool.run(process_id)
     assert len(set(first)) == NUM_RANKS
     assert pool.run(process_id) == first
 
 
-def test_a_hang_of_one_rank_is_a_failure_that_names_it(pool: GlooPool) -> None:
+def test_a_hang_of_one_rank_is_a_failure_that_names_it(pool: Pool) -> None:
     with pytest.raises(
         WorkerFailure, match=r"ranks \[1\] of 3 did not finish within 1.0 s: a hang"
     ):
@@ -86,13 +86,13 @@ def test_a_hang_of_one_rank_is_a_failure_that_names_it(pool: GlooPool) -> None:
     assert_works(pool)
 
 
-def test_a_hang_in_a_collective_is_a_failure(pool: GlooPool) -> None:
+def test_a_hang_in_a_collective_is_a_failure(pool: Pool) -> None:
     with pytest.raises(WorkerFailure, match=r"ranks \[0, 1, 2\] of 3 did not finish"):
         pool.run(wait_for_a_rank_that_never_comes, timeout_s=TIMEOUT_S)
     assert_works(pool)
 
 
-def test_hung_workers_are_gone(pool: GlooPool) -> None:
+def test_hung_workers_are_gone(pool: Pool) -> None:
     before = pool.run(process_id)
     with pytest.raises(WorkerFailure):
         pool.run(sleep_on, 0, timeout_s=TIMEOUT_S)
@@ -100,19 +100,19 @@ def test_hung_workers_are_gone(pool: GlooPool) -> None:
     assert not set(before) & set(pool.run(process_id))
 
 
-def test_a_worker_that_dies_is_reported_though_others_wait_for_it(pool: GlooPool) -> None:
+def test_a_worker_that_dies_is_reported_though_others_wait_for_it(pool: Pool) -> None:
     with pytest.raises(WorkerFailure, match=r"^rank 2 of 3 failed:\nthe worker died"):
         pool.run(die_on, 2)
     assert_works(pool)
 
 
-def test_a_worker_that_dies_alone_is_named(pool: GlooPool) -> None:
+def test_a_worker_that_dies_alone_is_named(pool: Pool) -> None:
     with pytest.raises(WorkerFailure, match=r"^rank 0 of 3 failed:\nthe worker died"):
         pool.run(die_quietly_on_first)
     assert_works(pool)
 
 
-def test_a_worker_that_died_between_two_runs_is_replaced(pool: GlooPool) -> None:
+def test_a_worker_that_died_between_two_runs_is_replaced(pool: Pool) -> None:
     victim = pool.run(process_id)[1]
     os.kill(victim, 9)
     # Its main thread is a zombie before the other threads are gone; only then has it ended.
@@ -120,7 +120,7 @@ def test_a_worker_that_died_between_two_runs_is_replaced(pool: GlooPool) -> None
     assert_works(pool)
 
 
-def test_a_worker_that_dies_before_it_reads_its_message_is_reported(pool: GlooPool) -> None:
+def test_a_worker_that_dies_before_it_reads_its_message_is_reported(pool: Pool) -> None:
     victim = pool.run(process_id)[1]
     os.kill(victim, signal.SIGSTOP)  # it lives when the run begins, and leaves the message unread
     killer = threading.Timer(0.2, os.kill, (victim, signal.SIGKILL))
@@ -131,13 +131,13 @@ def test_a_worker_that_dies_before_it_reads_its_message_is_reported(pool: GlooPo
     assert_works(pool)
 
 
-def test_an_exception_comes_with_its_traceback(pool: GlooPool) -> None:
+def test_an_exception_comes_with_its_traceback(pool: Pool) -> None:
     with pytest.raises(WorkerFailure, match=r"(?s)rank 2 of 3 failed.*raise_on.*had enough"):
         pool.run(raise_on, 2)
     assert_works(pool)
 
 
-def test_an_answer_that_cannot_be_sent_is_a_failure_not_a_hang(pool: GlooPool) -> None:
+def test_an_answer_that_cannot_be_sent_is_a_failure_not_a_hang(pool: Pool) -> None:
     with pytest.raises(WorkerFailure, match="pickle"):
         pool.run(unpicklable, timeout_s=10.0)
     assert_works(pool)
@@ -151,7 +151,7 @@ def test_closed_pools_leave_no_process_and_start_again_when_asked_for() -> None:
 
 
 def start_a_pool_and_wait(connection: Connection) -> None:
-    connection.send(GlooPool(2).run(process_id))
+    connection.send(RankPool(2).run(process_id))
     time.sleep(3600)
 
 

@@ -1,4 +1,4 @@
-"""Processes forked as the ranks of one gloo job, each at the end of a pipe."""
+"""Processes forked as the ranks of one job, each at the end of a pipe."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch.distributed as dist
+
+_IN_MEMORY = "/dev/shm"
 
 
 class ForkedRanks:
@@ -18,9 +21,12 @@ class ForkedRanks:
 
     Args:
         num_ranks: of the job.
-        serve: called on each rank with ``join``, which makes it a member of the gloo job, and its
-            end of the pipe; ends the process itself, or by returning. Need not be picklable.
+        serve: called on each rank with ``join``, which makes it a member of the job, and its end
+            of the pipe; ends the process itself, or by returning. Need not be picklable.
         timeout_s: for each collective.
+        backend: of the job's process groups.
+        enter: called on each rank before it joins, with the rank and the job's folder, which lies
+            in memory where the machine has a folder there.
     """
 
     def __init__(
@@ -29,19 +35,24 @@ class ForkedRanks:
         serve: Callable[[Callable[[], None], Connection], None],
         *,
         timeout_s: float,
+        backend: str = "gloo",
+        enter: Callable[[int, Path], None] | None = None,
     ) -> None:
-        self._directory = tempfile.mkdtemp(prefix="forked_ranks_")
+        parent = _IN_MEMORY if os.path.isdir(_IN_MEMORY) else None
+        self.directory = Path(tempfile.mkdtemp(prefix="forked_ranks_", dir=parent))
         self.connections: list[Connection] = []
         """Our ends of the pipes, by rank."""
         self._processes = []
         context = multiprocessing.get_context("fork")
-        store_path = os.path.join(self._directory, "store")
+        store_path = str(self.directory / "store")
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
 
             def join(rank: int = rank) -> None:
+                if enter is not None:
+                    enter(rank, self.directory)
                 dist.init_process_group(
-                    "gloo",
+                    backend,
                     store=dist.FileStore(store_path, num_ranks),
                     rank=rank,
                     world_size=num_ranks,
@@ -66,4 +77,4 @@ class ForkedRanks:
             process.join()
         for connection in self.connections:
             connection.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)

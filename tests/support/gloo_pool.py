@@ -1,7 +1,8 @@
-"""Pools of forked gloo workers: a multi-process test costs its own time, not an import of torch.
+"""Pools of forked workers: a multi-process test costs its own time, not an import of torch.
 
-The parent imports torch and Megatron once and applies the CPU backend; workers are forks of it.
-A worker that hangs or dies fails the test within its timeout, and the next test gets a new pool.
+The parent imports torch and Megatron once and applies the CPU backend; workers are forks of it that
+form a gloo job. Workers on the CUDA stand-in are forks of a process that was started on it. A
+worker that hangs or dies fails the test within its timeout, and the next test gets a new pool.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -30,17 +32,47 @@ ORPHAN_CHECK_S = 1.0
 CULPRIT_WAIT_S = 0.2
 """After a failure, how long the other ranks may still tell of theirs."""
 DIED = "the worker died"
+LAST_WORDS = 2000
+"""Characters of what a worker wrote to its standard error that a failure quotes."""
+
+Device = Literal["cpu", "cuda"]
 
 
 class WorkerFailure(AssertionError):
     """A worker raised, died or hung."""
 
 
-class GlooPool:
-    """``world_size`` forked processes in one gloo job, reused from test to test."""
+class Pool(Protocol):
+    """What `pool_of` gives."""
 
-    def __init__(self, world_size: int) -> None:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> list[Any]:
+        """As `RankPool.run`."""
+
+    def close(self) -> None:
+        """Kill the workers."""
+
+
+class RankPool:
+    """``world_size`` forked processes in one job, reused from test to test.
+
+    Args:
+        world_size: number of processes.
+        backend: of their process groups.
+        enter: called in each before it joins the job, with its rank and the job's folder; may leave
+            what the worker writes to its standard error there, in ``*.stderr``.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        enter: Callable[[int, Path], None] | None = None,
+    ) -> None:
         self.world_size = world_size
+        self._backend, self._enter = backend, enter
         self._start()
 
     def run(
@@ -80,18 +112,19 @@ class GlooPool:
             if failures:
                 # Those who waited for the culprit may have failed before it: see who else comes.
                 deadline = min(deadline, time.monotonic() + CULPRIT_WAIT_S)
+        last_words = self._last_words() if failures or waiting else ""
         if failures:
             self._restart()
             first_dead = sorted(failures, key=lambda rank: failures[rank] != DIED)
             reports = [
                 f"rank {rank} of {self.world_size} failed:\n{failures[rank]}" for rank in first_dead
             ]
-            raise WorkerFailure("\n".join(reports))
+            raise WorkerFailure("\n".join(reports) + last_words)
         if waiting:
             self._restart()
             raise WorkerFailure(
                 f"ranks {sorted(waiting.values())} of {self.world_size} did not finish within "
-                f"{timeout_s} s: a hang"
+                f"{timeout_s} s: a hang{last_words}"
             )
         return [results[rank] for rank in range(self.world_size)]
 
@@ -104,8 +137,24 @@ class GlooPool:
         self._start()
 
     def _start(self) -> None:
-        prepare_parent()
-        self._ranks = ForkedRanks(self.world_size, _serve, timeout_s=COLLECTIVE_TIMEOUT_S)
+        if self._backend == "gloo":
+            prepare_parent()
+        self._ranks = ForkedRanks(
+            self.world_size,
+            _serve,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+            backend=self._backend,
+            enter=self._enter,
+        )
+
+    def _last_words(self) -> str:
+        words = ""
+        for path in sorted(self._ranks.directory.glob("*.stderr")):
+            lines = path.read_text(errors="replace").splitlines()
+            said = "\n".join(line for line in lines if not line.startswith("Extension modules"))
+            said = said[-LAST_WORDS:]
+            words += f"\n{path.stem} wrote:\n{said}" if said else ""
+        return words
 
 
 @cache
@@ -121,22 +170,23 @@ def worker_groups() -> GroupRegistry:
     return GroupRegistry([])
 
 
-class _Pools(dict[int, GlooPool]):
-    """Pools by number of ranks, started when first asked for."""
-
-    def __missing__(self, world_size: int) -> GlooPool:
-        self[world_size] = GlooPool(world_size)
-        return self[world_size]
-
-
 @cache
-def _pools() -> _Pools:
-    return _Pools()
+def _pools() -> dict[tuple[int, Device], Pool]:
+    """By number of ranks and device."""
+    return {}
 
 
-def pool_of(world_size: int) -> GlooPool:
-    """In the parent: the pool of this size."""
-    return _pools()[world_size]
+def pool_of(world_size: int, device: Device = "cpu") -> Pool:
+    """In the parent: the pool of this size, started when first asked for."""
+    key = (world_size, device)
+    if key not in _pools():
+        if device == "cuda":
+            from tests.cuda_stand_in.pool import StandInPool
+
+            _pools()[key] = StandInPool(world_size)
+        else:
+            _pools()[key] = RankPool(world_size)
+    return _pools()[key]
 
 
 def close_pools() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.strategy import Strategy
 from tests.support.comparison import assert_close, assert_same, wrong_tensors
-from tests.support.gloo_pool import pool_of
+from tests.support.gloo_pool import Device, pool_of
 from tests.support.models import (
     Assignment,
     Job,
@@ -70,6 +71,56 @@ def law_job(
     )
 
 
+SPLITS = {
+    "4": [(0, 4)],
+    "2+2": [(0, 2), (2, 2)],
+    "2+1+1": [(0, 2), (2, 1), (3, 1)],
+    "1+1+2": [(0, 1), (1, 1), (2, 2)],
+    "1+1+1+1": [(0, 1), (1, 1), (2, 1), (3, 1)],
+}
+"""Every way to cut a width of 4 into aligned groups: offsets and sizes."""
+
+
+def waves(splits: list[list[tuple[int, int]]], model: SmallModel = MAIN_MODEL) -> Job:
+    """The law's job on one replica, its micro-batches in groups of the given splits, in turn.
+
+    Groups get unequal shares, some of them none: which ones changes from wave to wave.
+    """
+    width = sum(size for _, size in splits[0])
+    assignments = []
+    turn = 0
+    for batch in LENGTHS:
+        shares, groups = [], []
+        for start in range(0, len(batch), 3):
+            indices = tuple(range(start, min(start + 3, len(batch))))
+            split = splits[turn % len(splits)]
+            counts = [0] * len(split)
+            for i in range(len(indices)):
+                counts[(i + turn) % len(split)] += 1
+            shares.append(indices)
+            groups.append(
+                tuple((*place, count) for place, count in zip(split, counts, strict=True))
+            )
+            turn += 1
+        assignments.append(Assignment((tuple(shares),), (tuple(groups),)))
+    return replace(
+        law_job(width, f"cp{width}", model),
+        strategies=(f"cp{width}~",),
+        assignments=tuple(assignments),
+    )
+
+
+def changing(texts: tuple[str, ...], model: SmallModel = MAIN_MODEL) -> Job:
+    """The law's job on another strategy of four ranks in each of its three iterations."""
+    jobs = [law_job(4, text, model) for text in texts]
+    return replace(
+        jobs[0],
+        strategies=texts,
+        schedule=tuple(range(len(texts))),
+        assignments=tuple(job.assignments[i] for i, job in enumerate(jobs)),
+    )
+
+
 @cache
 def law_reference(model: SmallModel) -> ReferenceRun:
     """The one-process run of `law_job`'s sequences, computed in fp64.
@@ -117,8 +168,8 @@ def wrong_gradients(job: Job, runs: list[RankRun]) -> dict[str, float]:
     return wrong_tensors(found, law_reference(job.model).gradients[0], FP64_TOLERANCE)
 
 
-def check_law(job: Job, num_ranks: int) -> list[RankRun]:
+def check_law(job: Job, num_ranks: int, device: Device = "cpu") -> list[RankRun]:
     """Run the job on as many ranks and compare."""
-    runs: list[RankRun] = pool_of(num_ranks).run(run_job, job)
+    runs: list[RankRun] = pool_of(num_ranks, device).run(run_job, job)
     assert_law(job, runs)
     return runs

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch
+from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from megatron.hydraulis.runtime.model_building import ModelDefinition
@@ -42,6 +43,7 @@ class SmallModel:
     normalization: str = "RMSNorm"
     swiglu: bool = True
     position_embedding: str = "rope"
+    core_attention: CoreAttentionName = "sdpa"
 
     def transformer(self) -> TransformerConfig:
         """Upstream's configuration of the whole model."""
@@ -86,6 +88,7 @@ class SmallModel:
             position_embedding_type=self.position_embedding,
             tied_embeddings=self.tied,
             sequence_parallel=self.sequence_parallel,
+            core_attention=self.core_attention,
         )
 
 
@@ -212,7 +215,10 @@ def run_job(job: Job) -> RankRun:
         job.schedule, upcoming, job.assignments, job.batches, strict=True
     ):
         strategy = engine.pool.strategies[which]
-        mine = packs_of_rank(strategy, assignment, batch, engine.rank, job.pad_multiple)
+        mine = [
+            packed.to(engine.device)
+            for packed in packs_of_rank(strategy, assignment, batch, engine.rank, job.pad_multiple)
+        ]
         outcome = engine.train_step(
             strategy.name,
             mine,
@@ -222,8 +228,8 @@ def run_job(job: Job) -> RankRun:
         norm = outcome.gradient_norm or 0.0
         clip = job.settings.clip_grad
         scale = clip / (norm + 1.0e-6) if outcome.updated and norm > clip else 1.0
-        gradients.append((engine.shards.gradients / scale).numpy().copy())
-        parameters.append(engine.shards.parameters.numpy().copy())
+        gradients.append((engine.shards.gradients / scale).cpu().numpy().copy())
+        parameters.append(engine.shards.parameters.cpu().numpy().copy())
         losses.append(outcome.loss.mean)
         norms.append(norm)
     return rank_run(engine, gradients, parameters, losses, norms)
@@ -272,7 +278,7 @@ def rank_run(
 def run_initial_weights(job: Job) -> RankRun:
     """On every rank: the initial weights, as the only entry of `parameters`."""
     engine = build_engine(job)
-    return rank_run(engine, [], [engine.shards.parameters.numpy().copy()], [], [])
+    return rank_run(engine, [], [engine.shards.parameters.cpu().numpy().copy()], [], [])
 
 
 def packs_of_rank(

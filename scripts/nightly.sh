@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The long lists of which scripts/test.sh runs examples: every test marked `nightly`; random pools,
+# property tests and injected faults in the numbers that HYPOTHESIS_PROFILE=nightly has. Arguments,
+# if any, go to pytest in place of the list of tests. The last line is pytest's own.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+
+export OMP_NUM_THREADS=1 MPLBACKEND=Agg HYPOTHESIS_PROFILE=nightly
+
+tests=("$@")
+if ((${#tests[@]} == 0)); then
+    tests=(tests/cuda_stand_in tests/fault tests/property tests/distributed/test_random_pools.py)
+fi
+# Two hours a test: one of many draws takes longer than any of the default suite.
+exec "$python" -m pytest -o timeout=7200 -m "nightly or not nightly" "${tests[@]}"

@@ -1,0 +1,63 @@
+"""The same batch gives the same update under every strategy, on `cuda`: the engine's CUDA path on
+several ranks of the stand-in, against the CPU's run of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.bf16_error import MOST_OF_ONE_PROCESS, gradients_of, worst_ratio
+from tests.support.law import MAIN_MODEL, SPLITS, changing, check_law, law_job, waves
+from tests.support.models import Job, SmallModel
+
+pytestmark = pytest.mark.distributed
+
+FP32_MODEL = replace(MAIN_MODEL, dtype=torch.float32)
+BF16_MODEL = replace(MAIN_MODEL, dtype=torch.bfloat16, hidden_size=64, core_attention="torch")
+"""Heads of a size that torch's kernel for packed rows takes."""
+BF16_ON_THE_CPU = replace(BF16_MODEL, core_attention="sdpa")
+
+
+def _of(text: str, **changes: Any) -> Callable[[SmallModel], Job]:
+    return lambda model: replace(law_job(4, text, model), **changes)
+
+
+JOBS: dict[str, Callable[[SmallModel], Job]] = {
+    "tp2+2*tp1": _of("tp2+2*tp1"),
+    "tp2pp2": _of("tp2pp2"),
+    "cp4~": lambda model: waves(list(SPLITS.values()), model),
+    "changing": lambda model: changing(("tp2+2*tp1", "cp2@2,0+tp2@3,1", "pp3:2,1,1+idle"), model),
+    "pp2+tp2": _of("pp2+tp2"),
+    "cp2+pp2": _of("cp2+pp2"),
+    "tp2cp2": _of("tp2cp2"),
+    "cp4": _of("cp4"),
+    "cp2pp2": _of("cp2pp2"),
+    "uneven layers": _of("pp3:1,1,2+tp1"),
+    "uneven layers and tp": _of("tp2@0,3+pp2:1,3@1,2"),
+    "idle ranks": _of("tp2+2*idle"),
+    "idle rank of a pipeline": _of("pp3:2,1,1+idle"),
+    "4*tp1": _of("4*tp1"),
+    "tp4": _of("tp4"),
+    "pp4": _of("pp4"),
+    "owners chosen": _of("tp2@0,3+pp2@2,1", owners_for="tp2@0,3+pp2@2,1"),
+    "without overlap": _of("tp2@0,3+pp2@2,1", overlap=False),
+}
+BY_DEFAULT = ("tp2+2*tp1", "tp2pp2", "cp4~", "changing")
+NAMES = [
+    pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.nightly) for name in JOBS
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_fp32(name: str) -> None:
+    check_law(JOBS[name](FP32_MODEL), 4, "cuda")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_bf16(name: str) -> None:
+    gradients = gradients_of(JOBS[name](BF16_MODEL), 4, "cuda")
+    assert worst_ratio(BF16_MODEL, gradients, BF16_ON_THE_CPU) <= MOST_OF_ONE_PROCESS

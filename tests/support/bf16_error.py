@@ -1,0 +1,70 @@
+"""Rounding errors of bf16 parameters, against those that one process has as well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import numpy as np
+
+from tests.support.gloo_pool import Device, pool_of
+from tests.support.law import law_job, law_reference
+from tests.support.models import Job, RankRun, SmallModel, assemble, run_job
+
+MOST_OF_ONE_PROCESS = 2.0
+"""Error of a gradient over that of the one-process run."""
+LEAST_ERROR = 2**-9
+"""Half a unit in the last place of bf16: an error below it would mean that nothing was rounded."""
+
+Gradients = Sequence[Mapping[str, np.ndarray]]
+
+
+def errors(model: SmallModel, found: Mapping[str, np.ndarray], iteration: int) -> dict[str, float]:
+    """2-norms relative to the exact gradient's: of everything, and of each kind of parameter.
+
+    A kind is a parameter of all layers together: that of one layer may have 32 elements, whose
+    error is as much chance as rounding.
+    """
+    squares: dict[str, list[float]] = {}
+    for name, exact in law_reference(model).gradients[iteration].items():
+        error = found[name][: exact.shape[0]] - exact
+        for kind in ("everything", re.sub(r"layers\.\d+", "layers", name)):
+            sums = squares.setdefault(kind, [0.0, 0.0])
+            sums[0] += float(np.square(error).sum())
+            sums[1] += float(np.square(exact).sum())
+    return {kind: (error / size) ** 0.5 for kind, (error, size) in squares.items()}
+
+
+def gradients_of(job: Job, num_ranks: int, device: Device = "cpu") -> Gradients:
+    """Whole gradients of each iteration."""
+    runs: list[RankRun] = pool_of(num_ranks, device).run(run_job, job)
+    return [assemble(runs, [run.gradients[i] for run in runs]) for i in range(len(job.batches))]
+
+
+@cache
+def one_process(model: SmallModel) -> list[dict[str, float]]:
+    """Errors of the same engine on one rank of a CPU, with the same batches."""
+    gradients = gradients_of(law_job(1, "tp1", model), 1)
+    return [errors(model, gradient, i) for i, gradient in enumerate(gradients)]
+
+
+def worst_ratio(model: SmallModel, gradients: Gradients, alone: SmallModel) -> float:
+    """The largest error, of any kind and iteration, over that of one process.
+
+    Args:
+        model: what gave the gradients.
+        gradients: of each iteration.
+        alone: what the process runs: the model, with a core attention that a CPU has.
+    """
+    ratios = []
+    for i, gradient in enumerate(gradients):
+        found = errors(model, gradient, i)
+        assert found["everything"] > LEAST_ERROR
+        ratios += [found[kind] / error for kind, error in one_process(alone)[i].items()]
+    return max(ratios)
+
+
+def assert_little_is_added(model: SmallModel, gradients: Gradients) -> None:
+    """No error is more than twice that of one process."""
+    assert worst_ratio(model, gradients, model) <= MOST_OF_ONE_PROCESS
