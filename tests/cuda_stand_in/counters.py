@@ -1,0 +1,315 @@
+"""What a rank launches, sends and waits for: this project's and plain megatron-core's, counted.
+
+Both sides are rank 0 of 8 on the stand-in, alone. They train the same model on the same tokens,
+plain megatron-core with its DDP and distributed optimizer and on one unpacked row. torch.compile is
+off on both. Three iterations are trained and the last one is counted.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.tensor_parallel import layers as parallel_layers
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime import forward_step
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.model_building import (
+    ModelDefinition,
+    PackedNorm,
+    _for_packed_input,
+)
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.cuda_stand_in.device import mark
+from tests.cuda_stand_in.lone_ranks import log_of, run_alone
+
+NUM_RANKS = 8
+LENGTHS = (256,)
+"""Of the sequences of a micro-batch, in tokens."""
+VOCABULARY = 1024
+NUM_ITERATIONS = 3
+
+Side = Literal["ours", "plain"]
+
+_BEGIN, _END = "counted begin", "counted end"
+
+KINDS = {
+    "matrix products": "cublas",
+    "core attention": "flash|[sS]oft[mM]ax|triu_tril|masked_fill",
+    "norms": "layer_norm|GammaBeta",
+    "activation": "silu|sigmoid|gelu",
+    "angles": "sin_kernel|cos_kernel|neg_kernel",
+    "optimizer": "multi_tensor_apply|lpnorm",
+    "concatenations": "CatArray",
+    "copies and casts": "copy",
+    "sums": "reduce_kernel",
+    "fills": "FillFunctor|memory set",
+    "multiplications": "MulFunctor|addcmul|DivFunctor",
+    "additions": "[aA]dd",
+}
+"""What a launch is for, by the first pattern that its kernel's name matches."""
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step to count."""
+
+    side: Side
+    layers: int
+    tp: int = 1
+    cp: int = 1
+    micro_batches: int = 1
+    lengths: tuple[int, ...] = LENGTHS
+    fused_gradients: bool = False
+    """Whether apex's kernel adds weight gradients; a stand-in of it launches as many kernels."""
+
+
+@dataclass
+class Counts:
+    """Of one iteration of one rank."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    """Kernels, copies and settings of device memory, by kind; NCCL's are not among them."""
+    host_waits: int = 0
+    """How often the host waited for the device."""
+    host_copies: int = 0
+    """Copies between host and device."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Of NCCL by kind and size of the communicator."""
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    """What these calls read, likewise."""
+
+    @property
+    def num_launches(self) -> int:
+        """Launches of all kinds."""
+        return self.launches.total()
+
+
+def count(case: Case, folder: Path) -> Counts:
+    """Train on rank 0 and count its last iteration; the log stays in the folder."""
+    run_alone(
+        train,
+        case,
+        num_ranks=NUM_RANKS,
+        ranks=(0,),
+        logs=folder,
+        timeout_s=300.0,
+        STAND_IN_LOG_KERNELS=1,
+    )
+    with log_of(folder, 0).open() as lines:
+        return counts_of(lines)
+
+
+def counts_of(lines: Iterable[str]) -> Counts:
+    """Of what stands between the marks in a log."""
+    counts, inside = Counts(), False
+    sizes: dict[str, str] = {}
+    for line in lines:
+        _, kind, *words = line.split()
+        if kind == "COMM":
+            sizes[words[0]] = words[words.index("size") + 1]
+        elif kind == "MARK":
+            text = " ".join(words)
+            inside = text == _BEGIN or (inside and text != _END)
+        elif inside:
+            _count_line(counts, kind, words, sizes)
+    return counts
+
+
+def _count_line(counts: Counts, kind: str, words: list[str], sizes: dict[str, str]) -> None:
+    if kind == "KERNEL":
+        counts.launches[_kind_of(" ".join(words[2:]))] += 1
+    elif kind in ("COPY", "SET"):
+        counts.host_copies += words[0] in ("H2D", "D2H")
+        counts.launches[_kind_of("copy" if kind == "COPY" else "memory set")] += 1
+    elif kind in ("HSYNC", "COPYSYNC", "SETSYNC"):
+        counts.host_waits += 1
+    elif kind == "NCCL":
+        what = f"{words[0]} of {sizes.get(words[2], '?')} ranks"
+        counts.calls[what] += 1
+        counts.sent_bytes[what] += int(words[words.index("read") + 2])
+
+
+def _kind_of(kernel: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), OTHER)
+
+
+def train(case: Case) -> None:
+    """On a lone rank: the iterations, the last one between marks."""
+    with ExitStack() as stack:
+        if case.fused_gradients:
+            stack.enter_context(patch.object(parallel_layers, "_grad_accum_fusion_available", True))
+            stack.enter_context(
+                patch.object(
+                    parallel_layers, "fused_weight_gradient_mlp_cuda", _OneKernel(), create=True
+                )
+            )
+        step = (_ours if case.side == "ours" else _plain)(case)
+        for iteration in range(NUM_ITERATIONS):
+            if iteration == NUM_ITERATIONS - 1:
+                mark(_BEGIN)
+            step()
+        mark(_END)
+
+
+class _OneKernel(types.ModuleType):
+    """apex's module: one launch, as its call of cuBLAS is."""
+
+    def __init__(self) -> None:
+        super().__init__("fused_weight_gradient_mlp_cuda")
+
+    def wgrad_gemm_accum_fp32(self, inputs: Any, gradients: Any, main_grad: torch.Tensor) -> None:
+        """Anything that is one launch."""
+        main_grad.mul_(1.0)
+
+
+def _config(case: Case, tp: int) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=256,
+        ffn_hidden_size=512,
+        num_attention_heads=8,
+        num_query_groups=4,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        bf16=True,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=case.fused_gradients,
+        persist_layer_norm=False,
+        transformer_impl="local",
+        calculate_per_token_loss=True,
+    )
+
+
+def _ours(case: Case) -> Callable[[], object]:
+    scheme = "".join(f"{axis}{size}" for axis, size in (("tp", case.tp), ("cp", case.cp)))
+    strategy = Strategy.parse(f"{NUM_RANKS // (case.tp * case.cp)}*{scheme}", NUM_RANKS)
+    definition = ModelDefinition(
+        transformer=_config(case, 1),
+        layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=VOCABULARY,
+        padded_vocab_size=VOCABULARY,
+        max_sequence_length=max(case.lengths),
+        core_attention="torch",
+    )
+    engine = Engine(definition, Pool.of(strategy), AdamWSettings(lr=1e-3), seed=1)
+    # Its check ends with the first loss that is not zero, and here all are.
+    step = forward_step.make_forward_step()
+    patch.object(
+        forward_step._CheckedOnce, "__call__", lambda self, mask, output: self._loss(mask, output)
+    ).start()
+    sequences = [np.arange(length + 1) % VOCABULARY for length in case.lengths]
+    batches = [
+        pack(sequences, case.tp, context_size=case.cp).pinned().to(engine.device, non_blocking=True)
+        for _ in range(case.micro_batches)
+    ]
+    return lambda: engine.train_step(strategy.name, batches, step, next_strategy=strategy.name)
+
+
+def _plain(case: Case) -> Callable[[], object]:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp, create_gloo_process_groups=False
+    )
+    model_parallel_cuda_manual_seed(1)
+    config = _config(case, case.tp)
+    num_tokens = sum(case.lengths)
+    # Upstream's norm of torch refuses sequence parallelism: both sides take ours, which does not.
+    spec = TransformerBlockSubmodules(
+        layer_specs=[get_gpt_layer_local_spec(normalization="RMSNorm")] * case.layers,
+        layer_norm=WrappedTorchNorm,
+    )
+    model: Any = GPTModel(
+        config=config,
+        transformer_layer_spec=_for_packed_input(spec, {WrappedTorchNorm: PackedNorm}),
+        vocab_size=VOCABULARY,
+        max_sequence_length=num_tokens,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).cuda()
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        ),
+        Float16Module(config, model),
+    )
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        clip_grad=1.0,
+    )
+    optimizer: Any = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
+    config.no_sync_func = model.no_sync
+    config.grad_sync_func = model.start_grad_sync
+    config.param_sync_func = model.start_param_sync
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    tokens = torch.arange(num_tokens, device="cuda")[None]
+    mask = torch.ones(1, num_tokens, device="cuda")
+
+    def run_model(_: Any, model: Any) -> Any:
+        output = model(tokens, tokens, None, labels=tokens)
+        return output, lambda output: forward_step.loss_func(mask, output)
+
+    def step() -> None:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = forward_backward_no_pipelining(
+            forward_step_func=run_model,
+            data_iterator=iter(()),
+            model=model,
+            num_microbatches=case.micro_batches,
+            seq_length=num_tokens,
+            micro_batch_size=1,
+        )
+        optimizer.step()
+        # As upstream's training step reports the loss of the iteration.
+        total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        total.tolist()
+
+    return step
