@@ -31,6 +31,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -45,6 +46,7 @@ from megatron.hydraulis.runtime.model_building import (
     PackedNorm,
     _for_packed_input,
 )
+from megatron.hydraulis.runtime.varlen_attention import VarlenAttention
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.cuda_stand_in.device import mark
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
@@ -89,6 +91,9 @@ class Case:
     lengths: tuple[int, ...] = LENGTHS
     fused_gradients: bool = False
     """Whether apex's kernel adds weight gradients; a stand-in of it launches as many kernels."""
+    same_attention: bool = False
+    """Whether plain megatron-core has our core attention, one kernel of torch's, in the place of
+    its own unfused one."""
 
 
 @dataclass
@@ -252,13 +257,16 @@ def _plain(case: Case) -> Callable[[], object]:
     config = _config(case, case.tp)
     num_tokens = sum(case.lengths)
     # Upstream's norm of torch refuses sequence parallelism: both sides take ours, which does not.
+    replaced: dict[Any, Any] = {WrappedTorchNorm: PackedNorm}
+    if case.same_attention:
+        replaced[DotProductAttention] = VarlenAttention
     spec = TransformerBlockSubmodules(
         layer_specs=[get_gpt_layer_local_spec(normalization="RMSNorm")] * case.layers,
         layer_norm=WrappedTorchNorm,
     )
     model: Any = GPTModel(
         config=config,
-        transformer_layer_spec=_for_packed_input(spec, {WrappedTorchNorm: PackedNorm}),
+        transformer_layer_spec=_for_packed_input(spec, replaced),
         vocab_size=VOCABULARY,
         max_sequence_length=num_tokens,
         position_embedding_type="rope",
