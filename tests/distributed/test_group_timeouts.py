@@ -49,7 +49,7 @@ def test_the_option_reaches_every_group_that_a_run_creates(tmp_path: Path) -> No
         create = dist.new_group
 
         def new_group(*args: Any, **kwargs: Any) -> Any:
-            group = create(*args, **kwargs)
+            group: Any = create(*args, **kwargs)
             ranks = kwargs.get("ranks", args[0] if args else None)
             if ranks is None or dist.get_rank() in ranks:
                 print("GROUP", kwargs.get("group_desc"), timeout_of(group).total_seconds())

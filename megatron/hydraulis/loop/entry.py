@@ -70,7 +70,11 @@ from megatron.hydraulis.runtime.forward_step import (
 )
 from megatron.hydraulis.runtime.memory_trial import CudaGauge
 from megatron.hydraulis.runtime.model_building import ModelDefinition
-from megatron.hydraulis.runtime.process_groups import device_of_job, training_loop_collection
+from megatron.hydraulis.runtime.process_groups import (
+    device_of_job,
+    group_of_self,
+    training_loop_collection,
+)
 from megatron.hydraulis.runtime.span_pair import told
 from megatron.hydraulis.runtime.spans import SpanRecorder
 
@@ -350,11 +354,8 @@ class _Job:
         model_config.uses_sequence_parallel = hydraulis.sequence_parallel
         model_config.model_provider = self._hooks.model_provider
         model_config.core_attention = self._core_attention.name
-        of_self = dist.new_group(
-            [rank],
-            timeout=timedelta(minutes=args.distributed_timeout_minutes),
-            use_local_synchronization=True,
-            group_desc="hydraulis_loop",
+        of_self = group_of_self(
+            timedelta(minutes=args.distributed_timeout_minutes), "hydraulis_loop"
         )
         apply_training_loop(loop, has_cuda=self._has_cuda)
         ends_properly = False

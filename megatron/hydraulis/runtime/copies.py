@@ -124,8 +124,6 @@ def _merged(copies: Iterable[Copy]) -> tuple[Copy, ...]:
 
 def _adjoin(first: Tensor, second: Tensor) -> bool:
     """Whether both are without gaps and ``second`` begins where ``first`` ends."""
-    return (
-        first.is_contiguous()
-        and second.is_contiguous()
-        and second.storage_offset() == first.storage_offset() + first.numel()
-    )
+    if not (first.is_contiguous() and second.is_contiguous()):
+        return False
+    return bool(second.storage_offset() == first.storage_offset() + first.numel())

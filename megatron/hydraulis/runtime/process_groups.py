@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,23 @@ def groups_of(strategy: Strategy) -> list[GroupRanks]:
     return [ranks for ranks in needed if len(ranks) > 1]
 
 
+def group_of_self(timeout: timedelta | None, description: str) -> dist.ProcessGroup:
+    """A group of this rank alone; no other rank takes part in making it."""
+    return _as_member(
+        dist.new_group(
+            [dist.get_rank()],
+            timeout=timeout,
+            use_local_synchronization=True,
+            group_desc=description,
+        )
+    )
+
+
+def _as_member(group: Any) -> dist.ProcessGroup:
+    """torch's type of a new group allows for the marker that ranks outside get."""
+    return group
+
+
 class GroupRegistry:
     """All process groups of a job, keyed by rank tuple.
 
@@ -54,13 +72,10 @@ class GroupRegistry:
         self._timeout = timeout
         self._rank = dist.get_rank()
         self._groups: dict[GroupRanks, dist.ProcessGroup] = {}
-        self._groups[(self._rank,)] = dist.new_group(
-            [self._rank],
-            timeout=timeout,
-            use_local_synchronization=True,
-            group_desc="hydraulis_self",
+        self._groups[(self._rank,)] = group_of_self(timeout, "hydraulis_self")
+        self.regroup: dist.ProcessGroup = _as_member(
+            dist.new_group(timeout=timeout, group_desc="hydraulis_regroup")
         )
-        self.regroup = dist.new_group(timeout=timeout, group_desc="hydraulis_regroup")
         """All ranks, for regrouping alone: no other collective comes between its own."""
         if dist.get_backend() == "nccl":
             # A communicator is made at its first use, by all of its ranks; in an exchange by pairs
@@ -79,7 +94,7 @@ class GroupRegistry:
                 list(ranks), timeout=self._timeout, sort_ranks=False, group_desc="hydraulis"
             )
             # Ranks outside get a marker object; kept so that look-up can tell the two apart.
-            self._groups[ranks] = group
+            self._groups[ranks] = _as_member(group)
             self.num_created += 1
         logger.info("process groups after strategy '%s': %d", strategy, self.num_created)
 
