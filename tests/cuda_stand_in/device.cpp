@@ -49,6 +49,7 @@ thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local bool is_computing = false;  // inside an operation whose values are computed
 bool values_are_required = false;
+bool is_never_ready = false;  // what cudaEventQuery says of every event
 
 cudaError_t failed(cudaError_t error) { return last_error = error; }
 
@@ -309,6 +310,7 @@ int stand_in_computing(int value) {
   return before;
 }
 void stand_in_require_values(int value) { values_are_required = value; }
+void stand_in_never_ready(int value) { is_never_ready = value; }
 
 // ---- devices ----
 
@@ -616,7 +618,8 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  return as_event(event) ? cudaSuccess : failed(cudaErrorInvalidResourceHandle);
+  if (!as_event(event)) return failed(cudaErrorInvalidResourceHandle);
+  return is_never_ready ? failed(cudaErrorNotReady) : cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   if (!as_event(event)) return failed(cudaErrorInvalidResourceHandle);

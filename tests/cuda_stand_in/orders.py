@@ -13,34 +13,29 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from megatron.hydraulis.checkpoint.folder import CheckpointFolder
+from megatron.hydraulis.checkpoint.names import stored_parameters
+from megatron.hydraulis.checkpoint.saving import CheckpointSaver
 from megatron.hydraulis.runtime.forward_step import make_forward_step
-from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.passes import PostFrom, ScatterPass
 from megatron.hydraulis.strategy import Strategy
 from tests.cuda_stand_in.device import mark
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.order import OrderReport, check_order, read_log
+from tests.support.checkpoints import saved_state
 from tests.support.models import Assignment, Job, build_engine, packs_of_rank, sequences
 from tests.support.recomputed_models import RecomputedModel
 
-
-@dataclass(frozen=True)
-class DeviceModel(RecomputedModel):
-    """A small model with the attention that a GPU has without Transformer Engine."""
-
-    dtype: torch.dtype = torch.bfloat16
-    hidden_size: int = 64
-    ffn_hidden_size: int = 64
-    num_heads: int = 8
-
-    def definition(self) -> ModelDefinition:
-        """What the engine takes."""
-        return replace(super().definition(), core_attention="torch")
-
-
-MODEL = DeviceModel()
+MODEL = RecomputedModel(
+    hidden_size=64,
+    ffn_hidden_size=64,
+    num_heads=8,
+    dtype=torch.bfloat16,
+    core_attention="torch",
+)
 """GQA, SwiGLU, RMSNorm, RoPE, untied, padded vocabulary, sequence parallel."""
-PLAIN_MODEL = DeviceModel(
+PLAIN_MODEL = replace(
+    MODEL,
     num_groups=8,
     sequence_parallel=False,
     qk_layernorm=True,
@@ -72,9 +67,11 @@ class OrderCase:
     num_ranks: int
     evaluated_in: str = ""
     """A strategy in which the model is evaluated after each iteration, if any."""
-    model: DeviceModel = MODEL
+    model: RecomputedModel = MODEL
     overlap: bool = True
     knows_next: bool = True
+    ranks_per_node: int | None = None
+    """One node where None; regrouping may take two steps where there are several."""
 
     @property
     def details(self) -> str:
@@ -83,6 +80,7 @@ class OrderCase:
             f"evaluated in {self.evaluated_in}" if self.evaluated_in else "",
             "" if self.overlap else "no overlap",
             "" if self.knows_next else "next strategy unknown",
+            f"{self.ranks_per_node} ranks a node" if self.ranks_per_node else "",
             "tied embeddings" if self.model.tied else "",
             "biases, no sequence parallelism" if self.model == PLAIN_MODEL else "",
             f"{self.model.granularity} recompute" if self.model.granularity else "",
@@ -114,6 +112,7 @@ class OrderCase:
             schedule=schedule,
             assignments=tuple(assignments),
             batches=tuple(batches),
+            ranks_per_node=self.ranks_per_node,
             overlap=self.overlap,
             knows_next=self.knows_next,
         )
@@ -159,11 +158,11 @@ def _wave(width: int, number: int) -> tuple[tuple[int, int, int], ...]:
 
 def order_of(case: OrderCase, logs: Path, mutation: Mutation | None = None) -> OrderReport:
     """Run all ranks of a job alone, one after another, and check their calls."""
-    run_alone(_run, case, mutation, num_ranks=case.num_ranks, logs=logs)
+    run_alone(run_case, case, mutation, num_ranks=case.num_ranks, logs=logs)
     return check_order([read_log(log_of(logs, rank)) for rank in range(case.num_ranks)])
 
 
-def _run(case: OrderCase, mutation: Mutation | None) -> None:
+def run_case(case: OrderCase, mutation: Mutation | None = None) -> None:
     """On a lone rank: the job."""
     job = case.job()
     engine = build_engine(job)
@@ -193,6 +192,33 @@ def _run(case: OrderCase, mutation: Mutation | None) -> None:
                 mark(f"evaluation after iteration {i} in {case.evaluated_in}")
                 engine.evaluate(case.evaluated_in, batches_of(case.evaluated_in, i), forward_step)
         engine.close()
+
+
+def train_and_save(root: str) -> None:
+    """On a rank with peers: iterations in two strategies, a checkpoint being saved beside them."""
+    case = IN_SUITE[0]
+    job = case.job()
+    engine = build_engine(job)
+    forward_step = make_forward_step()
+    stored = stored_parameters(engine.definition)
+    saver = CheckpointSaver(CheckpointFolder(Path(root)), engine, stored, asynchronous=True)
+    for i, which in enumerate(job.schedule):
+        strategy = engine.pool.strategies[which]
+        packs = packs_of_rank(strategy, job.assignments[i], job.batches[i], engine.rank)
+        engine.train_step(
+            strategy.name,
+            [batch.pinned().to(engine.device, non_blocking=True) for batch in packs],
+            forward_step,
+            next_strategy=engine.pool.strategies[job.schedule[(i + 1) % NUM_ITERATIONS]].name,
+            phase=_marked(f"iteration {i} in {strategy.name}"),
+        )
+        mark(f"saving after iteration {i}")
+        if i == 0:
+            saver.save(saved_state(engine, i))
+        else:
+            saver.poll()
+    saver.finish()
+    engine.close()
 
 
 def _endless(batch: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
@@ -248,6 +274,7 @@ NIGHTLY = (
     OrderCase(("4*tp1", "pp4:1,1,1,1", "pp2+2*tp1"), 4),
     OrderCase(("cp4", "cp2pp2"), 4, model=replace(MODEL, num_groups=2)),
     OrderCase(("tp2pp2", "pp2+tp2"), 4, model=replace(MODEL, granularity="selective")),
+    OrderCase(("2*tp2+4*tp1", "4*pp2", "tp2pp2+4*tp1"), 8, ranks_per_node=4),
 )
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cuda_stand_in.lone_ranks import log_of
+from tests.cuda_stand_in.order import check_order, read_log
 from tests.cuda_stand_in.orders import (
     FIRST_STAGE_BEFORE_ITS_RECEIVE,
     IN_SUITE,
@@ -14,7 +16,10 @@ from tests.cuda_stand_in.orders import (
     Mutation,
     OrderCase,
     order_of,
+    train_and_save,
 )
+from tests.cuda_stand_in.pool import run_logged
+from tests.support.gloo_pool import pool_of
 
 
 @pytest.mark.parametrize(
@@ -30,6 +35,15 @@ def test_one_order_holds_all_calls(case: OrderCase, tmp_path: Path) -> None:
     assert not report.cycle, str(report)
     assert min(report.num_operations) > 0
     print(f"{case.name}: {case.num_ranks} ranks, {report}")
+
+
+def test_while_a_checkpoint_is_being_saved(tmp_path: Path) -> None:
+    """With peers: the ranks vote on whether all have written."""
+    pool_of(4, "cuda").run(run_logged, tmp_path, train_and_save, str(tmp_path / "checkpoints"))
+    report = check_order([read_log(log_of(tmp_path, rank)) for rank in range(4)])
+    assert not report.mismatches, str(report)
+    assert not report.cycle, str(report)
+    assert list((tmp_path / "checkpoints").glob("iter_*"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""Jobs whose streams are checked for races, and waits of ours that can be taken out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import Mock, patch
+
+import torch
+
+from megatron.hydraulis.checkpoint.saving import CheckpointSaver
+from megatron.hydraulis.runtime import track
+from megatron.hydraulis.runtime.passes import Waits
+from megatron.hydraulis.runtime.regroup import RegroupJob
+from tests.cuda_stand_in.device import events_never_ready
+from tests.cuda_stand_in.lone_ranks import log_of, run_alone
+from tests.cuda_stand_in.orders import IN_SUITE, NIGHTLY, OrderCase, run_case, train_and_save
+from tests.cuda_stand_in.pool import run_logged
+from tests.cuda_stand_in.races import AccessMarks, Race, find_races
+from tests.support.gloo_pool import pool_of
+
+CASES = (*IN_SUITE, *NIGHTLY)
+
+
+def races_of(case: OrderCase, folder: Path, removed: str = "") -> list[list[Race]]:
+    """Run all ranks of a job alone, without the wait of that name if any; each rank's races."""
+    # An event that has come would order what nobody waits for.
+    run_alone(_run, case, removed, num_ranks=case.num_ranks, logs=folder, STAND_IN_NEVER_READY=1)
+    return [find_races(log_of(folder, rank)) for rank in range(case.num_ranks)]
+
+
+def _run(case: OrderCase, removed: str) -> None:
+    """On a lone rank: the job, its accesses in the log."""
+    without = WAITS[removed].without() if removed else nullcontext()
+    with without, events_never_ready(), AccessMarks():
+        run_case(case)
+
+
+def races_while_saving(folder: Path, *, without_wait: bool = False) -> list[list[Race]]:
+    """Of four ranks with peers, which train while a checkpoint is being saved; without the wait for
+    the ranks' votes if so asked."""
+    root = str(folder / "checkpoints")
+    pool_of(4, "cuda").run(run_logged, folder, train_and_save_marked, root, without_wait)
+    return [find_races(log_of(folder, rank)) for rank in range(4)]
+
+
+def train_and_save_marked(root: str, without_wait: bool) -> None:
+    """On a rank with peers: its accesses in the log."""
+    vote = CheckpointSaver._vote
+
+    def changed(saver: CheckpointSaver, current: Any) -> None:
+        vote(saver, current)
+        if without_wait:
+            current.vote = (current.vote[0], Mock())
+
+    changed_vote = patch.object(CheckpointSaver, "_vote", changed)
+    with changed_vote, events_never_ready(), AccessMarks():
+        train_and_save(root)
+
+
+@contextmanager
+def _track_does_not_wait_for_compute() -> Iterator[None]:
+    class Stream(torch.cuda.Stream):
+        def wait_stream(self, stream: Any) -> None:
+            pass
+
+    with patch.object(track.torch.cuda, "Stream", Stream):
+        yield
+
+
+@contextmanager
+def _compute_does_not_wait_for(span: str) -> Iterator[None]:
+    wait_for = Waits.wait_for
+
+    def changed(waits: Waits, ticket: Any, **detail: Any) -> None:
+        if waits._span != span:
+            wait_for(waits, ticket, **detail)
+
+    with patch.object(Waits, "wait_for", changed):
+        yield
+
+
+@contextmanager
+def _track_does_not_wait_for_collectives_of(span: str) -> Iterator[None]:
+    steps = RegroupJob.steps
+
+    def changed(job: RegroupJob, slot: Any) -> Iterator[Any]:
+        for work in steps(job, slot):
+            yield None if job.span == span else work
+
+    with patch.object(RegroupJob, "steps", changed):
+        yield
+
+
+@dataclass(frozen=True)
+class RemovableWait:
+    """A wait that jobs can run without."""
+
+    place: str
+    """File below megatron/hydraulis, and the line that waits."""
+    without: Callable[[], AbstractContextManager[None]]
+
+
+_TICKET = "runtime/track.py: torch.cuda.current_stream().wait_event(self._ended)"
+_WORK = "runtime/track.py: work.wait()"
+WAITS = {
+    "the track's stream for compute": RemovableWait(
+        "runtime/track.py: self._stream.wait_stream(torch.cuda.current_stream())",
+        _track_does_not_wait_for_compute,
+    ),
+    "compute for gathers": RemovableWait(
+        _TICKET, partial(_compute_does_not_wait_for, "gather wait")
+    ),
+    "compute for scatters": RemovableWait(
+        _TICKET, partial(_compute_does_not_wait_for, "scatter wait")
+    ),
+    "the track's stream for gathers' collectives": RemovableWait(
+        _WORK, partial(_track_does_not_wait_for_collectives_of, "gather")
+    ),
+    "the track's stream for scatters' collectives": RemovableWait(
+        _WORK, partial(_track_does_not_wait_for_collectives_of, "scatter")
+    ),
+}
+"""What waits for what."""
+
+VOTE = "checkpoint/saving.py: work.wait()"
+"""Taken out by `races_while_saving`."""
+CANNOT_RACE = {
+    "runtime/passes.py: ticket.wait()": "calls the wait of a track's ticket, which is taken out",
+    "runtime/track.py: self.ended.wait()": "a thread's, on the CPU",
+    "runtime/track.py: ticket.work.wait()": "a thread's, on the CPU",
+    "runtime/memory_trial.py: torch.cuda.synchronize()": "completes a measurement; orders no data",
+    "runtime/cuda_clock.py: stamp.event.synchronize()": "completes a time; orders no data",
+    "runtime/cuda_clock.py: event.synchronize()": "completes a time; orders no data",
+    "profiler/rig.py: torch.cuda.synchronize()": "completes a measurement; orders no data",
+    "runtime/process_groups.py: return on_host.to(device, non_blocking=True)": (
+        "used on the stream that copies; torch keeps pinned memory until the copy has ended"
+    ),
+    "data/packed_batch.py: return self._with_tensors(lambda tensor: tensor.to(device, "
+    "non_blocking=non_blocking))": "as above",
+    "loop/planned_batches.py: packed = packed.pinned().to(self._device, non_blocking=True)": (
+        "as above"
+    ),
+    "checkpoint/reader.py: super().read_data(LoadPlan([item]), planner).wait()": "reads a file",
+    "checkpoint/reader.py: reader.read_data(LoadPlan([item]), planner).wait()": "reads a file",
+    "checkpoint/hugging_face/stored.py: self._reader.read_data(LoadPlan(items), "
+    "_IntoTensor(destination)).wait()": "reads a file",
+    "planner/process.py: self._process.wait()": "a process",
+}
+"""Other places that wait, or that copy without waiting, and why none is needed or can be missed."""
+
+
+def print_table() -> None:
+    """All jobs, then one job without each wait, for docs/results.md."""
+    print("| job | ranks | races |\n|---|---|---|")
+    runs = [*((case, "") for case in CASES), *((IN_SUITE[0], removed) for removed in WAITS)]
+    for case, removed in runs:
+        with TemporaryDirectory() as folder:
+            found = races_of(case, Path(folder), removed)
+        missing = f", without the wait of {removed}" if removed else ""
+        name = f"`{'`, `'.join(case.strategies)}`{case.details}{missing}"
+        print(f"| {name} | {case.num_ranks} | {sum(map(len, found))} |", flush=True)
+
+
+if __name__ == "__main__":
+    # Under its own name, so that what ranks unpickle is what they were sent.
+    from tests.cuda_stand_in import race_jobs
+
+    race_jobs.print_table()
