@@ -303,6 +303,14 @@ void stand_in_flush() { stand_in::flush_log(); }
 void stand_in_mark(const char* text) { log_line("MARK %s", text); }
 size_t stand_in_used_bytes(int device) { return used_bytes[device]; }
 size_t stand_in_peak_bytes(int device) { return peak_bytes[device]; }
+// Another process takes memory of the device, or gives it back: what it has from here on.
+void stand_in_others_use(int device, size_t bytes) {
+  static size_t others_bytes[MAX_DEVICES];
+  std::lock_guard<std::mutex> guard(memory_mutex);
+  take(device, 0);
+  used_bytes[device] += bytes - others_bytes[device];
+  others_bytes[device] = bytes;
+}
 void stand_in_reset_peak(int device) { peak_bytes[device] = used_bytes[device]; }
 int stand_in_computing(int value) {
   const int before = is_computing;
@@ -465,7 +473,7 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   std::lock_guard<std::mutex> guard(memory_mutex);
   take(current_device, 0);
   *total = total_bytes();
-  *free_bytes = *total - used_bytes[current_device];
+  *free_bytes = *total - std::min(*total, used_bytes[current_device]);
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** begin, size_t bytes, unsigned) {

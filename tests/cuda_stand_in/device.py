@@ -43,6 +43,11 @@ def peak_bytes(device: int) -> int:
     return int(driver().stand_in_peak_bytes(device))
 
 
+def others_use(device: int, num_bytes: int) -> None:
+    """Another process on the device has so much of its memory from here on."""
+    driver().stand_in_others_use(device, ctypes.c_size_t(num_bytes))
+
+
 def reset_peak(device: int) -> None:
     """The peak is what is in use now."""
     driver().stand_in_reset_peak(device)

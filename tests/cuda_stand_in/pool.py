@@ -1,7 +1,8 @@
-"""Pools of workers on the stand-in: one NCCL job each, with values, for the tests of several ranks.
+"""Pools of workers on the stand-in: one NCCL job each, with values, for the tests of several ranks;
+and whole jobs of the training program.
 
-The libraries are preloaded, so the workers cannot be forks of the test run. They are forks of one
-host process, started on the stand-in, which imports torch and Megatron once and keeps the pools.
+The libraries are preloaded, so ranks cannot be forks of the test run. They are forks of one host
+process, started on the stand-in, which imports torch and Megatron once and keeps the pools.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import pickle
 import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,11 +41,21 @@ class StandInPool:
         self, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> list[Any]:
         """As `RankPool.run`; workers see ``cuda:RANK`` as their device."""
-        return _host().run(self.world_size, function, args, timeout_s)
+        found: list[Any] = in_host(_run_in_pool, self.world_size, function, args, timeout_s)
+        return found
 
     def close(self) -> None:
-        """Kill the workers."""
+        """Kill the workers of this and of every other pool on the stand-in."""
         _host().close()
+
+
+def in_host(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` in the host process, whose forks are on the stand-in.
+
+    Raises:
+        WorkerFailure: whatever it raised, or that the host died.
+    """
+    return _host().run(function, args)
 
 
 class _Host:
@@ -52,26 +64,23 @@ class _Host:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(
-        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self._process is None:
             self._start()
         try:
-            self._connection.send((world_size, timeout_s, pickle.dumps((function, args))))
-            results, failure = self._connection.recv()
+            self._connection.send_bytes(pickle.dumps((function, args)))
+            result, failure = self._connection.recv()
         except (EOFError, OSError) as error:
             self.close()
             raise WorkerFailure("the host of the workers on the stand-in died") from error
         if failure is not None:
             raise WorkerFailure(failure)
-        found: list[Any] = results
-        return found
+        return result
 
     def close(self) -> None:
         if self._process is not None:
             with suppress(OSError):  # dead already
-                self._connection.send(None)
+                self._connection.send_bytes(b"")
             self._connection.close()
             self._process.wait()
             self._process = None
@@ -99,21 +108,33 @@ def serve(connection: Connection) -> None:
     # What upstream says at every import and model would hide a worker's last words.
     warnings.simplefilter("ignore")
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
-    pools: dict[int, RankPool] = {}
     with suppress(EOFError):
-        while (asked := connection.recv()) is not None:
-            world_size, timeout_s, message = asked
-            results, failure = None, None
+        while message := connection.recv_bytes():
+            result, failure = None, None
             try:
                 function, args = pickle.loads(message)
-                if world_size not in pools:
-                    pools[world_size] = RankPool(world_size, backend="nccl", enter=enter_worker)
-                results = pools[world_size].run(function, *args, timeout_s=timeout_s)
-            except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
-            connection.send((results, failure))
-    for pool in pools.values():
+                result = function(*args)
+            except WorkerFailure as error:
+                failure = str(error)
+            except Exception:
+                failure = traceback.format_exc()
+            connection.send((result, failure))
+    for pool in _pools().values():
         pool.close()
+
+
+@cache
+def _pools() -> dict[int, RankPool]:
+    """In the host."""
+    return {}
+
+
+def _run_in_pool(
+    world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+) -> list[Any]:
+    if world_size not in _pools():
+        _pools()[world_size] = RankPool(world_size, backend="nccl", enter=enter_worker)
+    return _pools()[world_size].run(function, *args, timeout_s=timeout_s)
 
 
 def enter_worker(rank: int, folder: Path) -> None:

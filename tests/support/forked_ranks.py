@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-_IN_MEMORY = "/dev/shm"
+IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""A folder for files that processes share."""
 
 
 class ForkedRanks:
@@ -38,8 +39,7 @@ class ForkedRanks:
         backend: str = "gloo",
         enter: Callable[[int, Path], None] | None = None,
     ) -> None:
-        parent = _IN_MEMORY if os.path.isdir(_IN_MEMORY) else None
-        self.directory = Path(tempfile.mkdtemp(prefix="forked_ranks_", dir=parent))
+        self.directory = Path(tempfile.mkdtemp(prefix="forked_ranks_", dir=IN_MEMORY))
         self.connections: list[Connection] = []
         """Our ends of the pipes, by rank."""
         self._processes = []

@@ -31,3 +31,5 @@ def quieten_upstream(rank: int) -> None:
     # Each rank has set its device before it met the others, so that torch's guess is right.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\b.*")
+    # Upstream's barriers name no device. They take the current one, which is this rank's own.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under")

@@ -15,6 +15,7 @@ from megatron.hydraulis.observability.trace_query import Spans
 from megatron.hydraulis.planner.plan import IterationPlan
 from tests.support.forked_job import Kill, run_job
 from tests.support.tiny_corpus import tiny_command
+from tests.support.trace_probes import one_f_one_b, operations
 from tests.support.training_run import Launch, Run
 
 pytestmark = pytest.mark.distributed
@@ -43,23 +44,6 @@ def traced(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     run = launch(STRATEGY, NUM_RANKS, "--trace", str(folder), *FLAGS)
     plans = {number: run.plans[number - 1] for number in TRACED}
     return Traced(run, folder, Spans.of(read_trace(folder / "trace.json")), plans)
-
-
-def one_f_one_b(num_micro_batches: int, num_stages: int, stage: int) -> list[tuple[str, int]]:
-    """What a stage runs, in its order."""
-    num_ahead = min(num_stages - 1 - stage, num_micro_batches)
-    order = [("forward", k) for k in range(num_ahead)]
-    for k in range(num_micro_batches - num_ahead):
-        order += [("forward", num_ahead + k), ("backward", k)]
-    return order + [
-        ("backward", k) for k in range(num_micro_batches - num_ahead, num_micro_batches)
-    ]
-
-
-def operations(spans: Spans) -> list[tuple[str, int]]:
-    return [
-        (span.name, int(span.detail["micro_batch"])) for span in spans.named("forward", "backward")
-    ]
 
 
 @pytest.mark.parametrize("is_planned", [False, True])

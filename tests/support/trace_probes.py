@@ -1,0 +1,23 @@
+"""What a trace of a pipeline must show."""
+
+from __future__ import annotations
+
+from megatron.hydraulis.observability.trace_query import Spans
+
+
+def one_f_one_b(num_micro_batches: int, num_stages: int, stage: int) -> list[tuple[str, int]]:
+    """What a stage runs, in its order."""
+    num_ahead = min(num_stages - 1 - stage, num_micro_batches)
+    order = [("forward", k) for k in range(num_ahead)]
+    for k in range(num_micro_batches - num_ahead):
+        order += [("forward", num_ahead + k), ("backward", k)]
+    return order + [
+        ("backward", k) for k in range(num_micro_batches - num_ahead, num_micro_batches)
+    ]
+
+
+def operations(spans: Spans) -> list[tuple[str, int]]:
+    """What ran, in its order."""
+    return [
+        (span.name, int(span.detail["micro_batch"])) for span in spans.named("forward", "backward")
+    ]
