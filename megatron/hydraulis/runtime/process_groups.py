@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,7 +90,7 @@ class GroupRegistry:
         for ranks in groups_of(strategy):
             if ranks in self._groups:
                 continue
-            group = _new_group(
+            group = dist.new_group(
                 list(ranks), timeout=self._timeout, sort_ranks=False, group_desc="hydraulis"
             )
             # Ranks outside get a marker object; kept so that look-up can tell the two apart.
@@ -161,11 +160,6 @@ class GroupRegistry:
             )
         columns = replica.cp_ranks(position.stage, position.tp)
         return self.group(columns[offset : offset + size])
-
-
-def _new_group(*args: Any, **named: Any) -> Any:
-    """torch's function; for ranks outside of the group it gives a marker, of a type of its own."""
-    return dist.new_group(*args, **named)
 
 
 def single_rank_collection(of_self: dist.ProcessGroup) -> ProcessGroupCollection:
