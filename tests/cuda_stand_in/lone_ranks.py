@@ -6,6 +6,7 @@ stand-in, stays for the session, and every rank is a fork of it.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,7 +24,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from tests.cuda_stand_in.launch import environment
 
@@ -189,11 +190,11 @@ def _run_one(request: _Request, rank: int, connection: Connection) -> None:
 
 
 def _import() -> None:
-    """What every fork needs. torch refuses CUDA to forks of a process that has counted devices, as
-    modules do that ask whether there are any."""
-    with patch("torch.cuda.is_available", lambda: True):
-        import tests.cuda_stand_in.lone_rank
-        import tests.support.models  # noqa: F401
+    """What every fork needs; what upstream says at every import and model is not."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    import tests.cuda_stand_in.lone_rank
+    import tests.support.models  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import megatron.hydraulis as package
+from tests.cuda_stand_in.device import events_never_ready
+from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.orders import IN_SUITE, OrderCase
 from tests.cuda_stand_in.race_jobs import (
     CANNOT_RACE,
@@ -18,7 +20,7 @@ from tests.cuda_stand_in.race_jobs import (
     races_of,
     races_while_saving,
 )
-from tests.cuda_stand_in.races import HOST, Race, find_races, spans_of
+from tests.cuda_stand_in.races import HOST, AccessMarks, Race, find_races, spans_of
 
 FIRST, SECOND = 0x10, 0x20
 """Two streams."""
@@ -125,6 +127,30 @@ def test_the_bytes_of_views() -> None:
     assert spans_of(columns) == [(start + 40, start + 48), (start + 72, start + 80)]
     assert spans_of(matrix[:, :1].expand(4, 8)) == spans_of(matrix[:, :1])
     assert spans_of(torch.empty(()).expand(5)) != []
+
+
+def give_back_too_early(records_stream: bool) -> None:
+    """On a lone rank: memory that a stream still reads is given to the next who asks for it."""
+    side = torch.cuda.Stream()
+    with events_never_ready(), AccessMarks():
+        values = torch.ones(1000, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            values * 2
+        if records_stream:
+            values.record_stream(side)
+        del values
+        torch.zeros(1000, device="cuda")
+
+
+@pytest.mark.parametrize("records_stream", [False, True])
+def test_memory_that_the_allocator_gives_away_too_early(
+    records_stream: bool, tmp_path: Path
+) -> None:
+    run_alone(give_back_too_early, records_stream, num_ranks=1, logs=tmp_path)
+    found = [(race.earlier.what, race.later.what) for race in find_races(log_of(tmp_path, 0))]
+    what = [tuple(text.partition("@")[0] for text in pair) for pair in found]
+    assert what == ([] if records_stream else [("mul", "memset")])
 
 
 @pytest.mark.parametrize(
