@@ -141,13 +141,12 @@ def _memory(flags: Sequence[str], told: str) -> list[dict[str, float]]:
     rows = []
     for tokens, measured, capacity in _TRIAL.findall(told):
         num_tokens = int(tokens.replace(",", ""))
-        foretold = model.memory.state_bytes(Scheme(), 0)
-        foretold += model.memory.bytes_per_token(Scheme(), 0) * num_tokens
+        foretold = model.memory.peak_bytes(Scheme(), 0, num_tokens)
         rows.append(
             {
                 "tokens": num_tokens,
                 "foretold_gib": foretold / _BYTES_PER_GIB,
-                "reserve_gib": device.reserve_bytes / _BYTES_PER_GIB,
+                "reserve_gib": model.memory.reserve_bytes / _BYTES_PER_GIB,
                 "measured_gib": float(measured),
                 "capacity_gib": float(capacity),
             }

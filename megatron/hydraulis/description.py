@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.arguments import Resolved
+from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint, communicators_text
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme
@@ -86,6 +87,7 @@ def describe(
         "num_ranks": pool.num_ranks,
         "ranks_per_node": pool.ranks_per_node,
         "cost_model": cost_model,
+        "most_communicators_of_a_rank": PoolFootprint.of(pool).num_communicators,
         "strategies": [_describe_strategy(resolved, of_strategy) for of_strategy in costs],
         "left_out": list(left_out),
         "model": dataclasses.asdict(shape)
@@ -155,6 +157,7 @@ def format_description(description: dict[str, Any]) -> str:
     lines += [f"warning      {line}" for line in description["left_out"]]
     lines += [
         f"cost model   {description['cost_model']}",
+        f"groups       {communicators_text(description['most_communicators_of_a_rank'])}",
         f"model        {model['num_layers']} layers, hidden {model['hidden_size']}, "
         f"ffn {model['ffn_hidden_size']}, {model['num_attention_heads']} heads of "
         f"{model['kv_channels']}, {model['num_query_groups']} query groups, vocabulary "

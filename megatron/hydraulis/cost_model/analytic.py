@@ -35,6 +35,7 @@ from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.exchange import Exchange, exchange_of
 from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
 from megatron.hydraulis.cost_model.memory import MemoryModel
+from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.stage_layers import split_layers
 from megatron.hydraulis.errors import ConfigurationError
@@ -77,6 +78,8 @@ class AnalyticCostModel:
     """Takes the place of what the memory model says, for every scheme."""
     cp_comm_type: str = "p2p"
     """How cp ranks exchange keys and values, one of `context_ways.CP_COMM_TYPES`."""
+    pool: PoolFootprint | None = None
+    """Of the job, for the memory model."""
 
     def __post_init__(self) -> None:
         if self.parameter_bytes not in (2, 4):
@@ -117,6 +120,8 @@ class AnalyticCostModel:
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
             cp_comm_type=self.cp_comm_type,
+            ranks_per_node=self.cluster.ranks_per_node,
+            pool=self.pool,
         )
 
     def coefficients(self, scheme: Scheme) -> Coefficients:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.errors import ConfigurationError
 
-__all__ = ["DEVICES", "DeviceConstants", "device_constants"]
+__all__ = [
+    "ALL_TO_ALL_BYTES",
+    "DEVICES",
+    "NCCL_COMMUNICATOR_BYTES",
+    "NUM_COMMUNICATORS_IN_RESERVE",
+    "DeviceConstants",
+    "device_constants",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +47,11 @@ class DeviceConstants:
     memory_bytes_per_s: float
     """Bandwidth of the device's own memory, from the data sheet."""
     reserve_bytes: float
-    """Memory kept free: the context, the allocator's fragments, the communicators' buffers."""
+    """Memory kept free: the context, the allocator's fragments, and the buffers of as many
+    communicators as `num_communicators_in_reserve`."""
+    communicator_bytes: float = 0.0
+    """What a communicator takes on the device."""
+    num_communicators_in_reserve: int = 0
     intra_node: Link
     inter_node: Link
     source: str
@@ -54,7 +65,7 @@ class DeviceConstants:
             self.link_fraction,
             self.network_fraction,
         )
-        costs = (self.layer_overhead_s, self.reserve_bytes)
+        costs = (self.layer_overhead_s, self.reserve_bytes, self.communicator_bytes)
         if (
             not all(0.0 < value < math.inf for value in rates)
             or not all(0.0 < value <= 1.0 for value in fractions)
@@ -66,6 +77,11 @@ class DeviceConstants:
                 f"{fractions}, {costs}; "
                 f"correct them"
             )
+
+    def reserve_with(self, num_communicators: int) -> float:
+        """Bytes kept free where a rank makes so many communicators."""
+        num_more = max(0, num_communicators - self.num_communicators_in_reserve)
+        return self.reserve_bytes + num_more * self.communicator_bytes
 
     def cluster(self, num_ranks: int, ranks_per_node: int) -> Cluster:
         """A cluster of such devices with their usual links."""
@@ -129,8 +145,25 @@ _LAYER_OVERHEAD_S = 2.0e-3
 _LINK_FRACTION = 0.8
 # b at tp16 of the 32B profile on A800: 0.1024 ms a token, of which 0.049 are messages.
 _NETWORK_FRACTION = 0.6
-# safe_GiB and gap_MiB of the same file add up to 15 GB for 32B and to 11 GB for 7B.
-_GPU_RESERVE_BYTES = 11e9
+# The context with its kernels: 0.3 GB and more are seen (pytorch/pytorch#107667, 2023; assumption).
+_CONTEXT_BYTES = 0.5e9
+# What torch's allocator holds beyond its tensors, with expandable segments: at most 4.2 GiB for the
+# roles of docs/planning.md, section Memory, measured on a stand-in for CUDA (2026).
+_FRAGMENT_BYTES = 4.8e9
+# The first all-to-all among the 8 H100 of a node: connections between all pairs took 3.3 GB
+# (NVIDIA/nccl#1685, 2025). Regrouping makes them, once a job.
+ALL_TO_ALL_BYTES = 3.3e9
+# A ring: 24 channels with a receiving buffer of 10 MiB and a sending one of 2 MiB, the sizes that
+# NVIDIA/nccl#1685 tells; the number of channels is an assumption.
+NCCL_COMMUNICATOR_BYTES = 0.3e9
+NUM_COMMUNICATORS_IN_RESERVE = 8
+# 11 GB, which is also what safe_GiB and gap_MiB of the same file add up to for 7B (15 GB for 32B).
+_GPU_RESERVE_BYTES = (
+    _CONTEXT_BYTES
+    + _FRAGMENT_BYTES
+    + ALL_TO_ALL_BYTES
+    + NUM_COMMUNICATORS_IN_RESERVE * NCCL_COMMUNICATOR_BYTES
+)
 
 _AMPERE_SOURCE = "NVIDIA data sheet (2021/2022); fractions from arXiv 2412.07894's profiles (2024)"
 # Lower than on Ampere: the peak has tripled, memory and launch rates have not. Between the 0.47
@@ -152,6 +185,8 @@ DEVICES: tuple[DeviceConstants, ...] = (
         memory_bytes=80e9,
         memory_bytes_per_s=2.039e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
+        communicator_bytes=NCCL_COMMUNICATOR_BYTES,
+        num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
         intra_node=_NVLINK_3,
         inter_node=_INFINIBAND_HDR,
         source=_AMPERE_SOURCE,
@@ -167,6 +202,8 @@ DEVICES: tuple[DeviceConstants, ...] = (
         memory_bytes=40e9,
         memory_bytes_per_s=1.555e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
+        communicator_bytes=NCCL_COMMUNICATOR_BYTES,
+        num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
         intra_node=_NVLINK_3,
         inter_node=_INFINIBAND_HDR,
         source=_AMPERE_SOURCE,
@@ -182,6 +219,8 @@ DEVICES: tuple[DeviceConstants, ...] = (
         memory_bytes=80e9,
         memory_bytes_per_s=2.039e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
+        communicator_bytes=NCCL_COMMUNICATOR_BYTES,
+        num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
         intra_node=_NVLINK_3_A800,
         inter_node=_INFINIBAND_HDR,
         source=_AMPERE_SOURCE,
@@ -197,6 +236,8 @@ DEVICES: tuple[DeviceConstants, ...] = (
         memory_bytes=80e9,
         memory_bytes_per_s=3.35e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
+        communicator_bytes=NCCL_COMMUNICATOR_BYTES,
+        num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
         intra_node=_NVLINK_4,
         inter_node=_INFINIBAND_NDR,
         source=_HOPPER_SOURCE,
@@ -212,6 +253,8 @@ DEVICES: tuple[DeviceConstants, ...] = (
         memory_bytes=141e9,
         memory_bytes_per_s=4.8e12,
         reserve_bytes=_GPU_RESERVE_BYTES,
+        communicator_bytes=NCCL_COMMUNICATOR_BYTES,
+        num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
         intra_node=_NVLINK_4,
         inter_node=_INFINIBAND_NDR,
         source=_HOPPER_SOURCE,

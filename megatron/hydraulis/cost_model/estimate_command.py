@@ -11,6 +11,7 @@ from rich.table import Table
 from megatron.hydraulis.context_ways import CP_COMM_TYPES
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint, communicators_text
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of
@@ -92,7 +93,7 @@ def run(namespace: argparse.Namespace) -> int:
     """
     shape = shape_of(namespace)
     device = device_constants(namespace.device)
-    schemes, num_ranks, ranks_per_node = _schemes(namespace)
+    schemes, num_ranks, ranks_per_node, pool = _schemes(namespace)
     for scheme in schemes:
         Strategy.parse(str(scheme), scheme.num_ranks).check_model(shape)
     model = AnalyticCostModel(
@@ -103,6 +104,7 @@ def run(namespace: argparse.Namespace) -> int:
         sequence_parallel=namespace.sequence_parallel,
         recompute=_recompute(namespace),
         cp_comm_type=namespace.cp_comm_type,
+        pool=pool,
     )
     profile = ProfileCostModel(
         device=device.name,
@@ -130,13 +132,21 @@ def run(namespace: argparse.Namespace) -> int:
     if not console.is_terminal:
         console = Console(width=_WIDTH)
     console.print(_table(profile))
-    for line in _sources(device):
+    num_communicators = max(
+        (pool or PoolFootprint.of_scheme(scheme, num_ranks, ranks_per_node)).num_communicators
+        for scheme in schemes
+    )
+    for line in (*_sources(device), communicators_text(num_communicators)):
         console.print(line, highlight=False, soft_wrap=True)
     return 0
 
 
-def _schemes(namespace: argparse.Namespace) -> tuple[list[Scheme], int, int]:
-    """The schemes once each, of ``cp8~`` all its groups; ranks of the job and of a node."""
+def _schemes(
+    namespace: argparse.Namespace,
+) -> tuple[list[Scheme], int, int, PoolFootprint | None]:
+    """The schemes once each, of ``cp8~`` all its groups; ranks of the job and of a node; their
+    pool's footprint if there is one."""
+    footprint = None
     if namespace.pool is not None:
         if namespace.num_ranks is not None or namespace.ranks_per_node is not None:
             raise ConfigurationError(
@@ -146,6 +156,7 @@ def _schemes(namespace: argparse.Namespace) -> tuple[list[Scheme], int, int]:
         pool = Pool.read(namespace.pool)
         found = [scheme for strategy in pool.strategies for scheme in strategy.schemes]
         num_ranks, ranks_per_node = pool.num_ranks, pool.ranks_per_node
+        footprint = PoolFootprint.of(pool)
     else:
         if namespace.num_ranks is None or namespace.num_ranks < 1:
             given = "is missing" if namespace.num_ranks is None else f"is {namespace.num_ranks}"
@@ -168,7 +179,7 @@ def _schemes(namespace: argparse.Namespace) -> tuple[list[Scheme], int, int]:
                 f"scheme {scheme}: a replica has {scheme.num_ranks} ranks but the job "
                 f"{num_ranks}; leave it out or raise --num-ranks"
             )
-    return list(dict.fromkeys(full)), num_ranks, ranks_per_node
+    return list(dict.fromkeys(full)), num_ranks, ranks_per_node, footprint
 
 
 def _scheme(text: str) -> Scheme:

@@ -32,8 +32,6 @@ class Exchange:
     forward_messages: int
     """One after the other."""
     total_messages: int
-    held_bytes: float
-    """There at once while the layer runs backward, for every token that the rank holds."""
 
 
 def exchange_of(
@@ -55,29 +53,22 @@ def exchange_of(
     """
     cp = scheme.cp
     if cp == 1:
-        return Exchange(
-            forward_bytes=0.0, total_bytes=0.0, forward_messages=0, total_messages=0, held_bytes=0.0
-        )
+        return Exchange(forward_bytes=0.0, total_bytes=0.0, forward_messages=0, total_messages=0)
     num_heads = shape.num_attention_heads // scheme.tp
     num_groups = shape.num_query_groups // scheme.tp
     if choose_way(cp_comm_type, num_heads, num_groups, cp) == "a2a":
         of_a_head = shape.kv_channels * parameter_bytes
         moved = all_to_all_elements(num_heads, num_groups, cp) * of_a_head / cp
-        num_sent = 2 * num_heads + 2 * max(num_groups, cp)
         return Exchange(
             forward_bytes=moved / _NUM_PASSES,
             total_bytes=moved,
             forward_messages=_NUM_ALL_TO_ALLS_FORWARD,
             total_messages=_NUM_PASSES * _NUM_ALL_TO_ALLS_FORWARD,
-            held_bytes=_NUM_PASSES * num_sent * of_a_head,
         )
     round_bytes = ring_bytes_per_token(shape, scheme, parameter_bytes)
-    # Keys and values of the whole row, and their gradients.
-    num_gathered = 2 * 2 * shape.num_query_groups * shape.kv_channels / scheme.tp
     return Exchange(
         forward_bytes=NUM_RING_ROUNDS_FORWARD * round_bytes,
         total_bytes=NUM_RING_ROUNDS * round_bytes,
         forward_messages=NUM_RING_ROUNDS_FORWARD * (cp - 1),
         total_messages=NUM_RING_ROUNDS * (cp - 1),
-        held_bytes=num_gathered * parameter_bytes * cp,
     )

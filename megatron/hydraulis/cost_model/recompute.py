@@ -84,6 +84,11 @@ class Recompute:
         """Whether what is inside the MLP is not kept, though the rest of a layer is."""
         return self.granularity == "selective" and "mlp" in self.modules
 
+    @property
+    def drops_core_attention(self) -> bool:
+        """Whether core attention keeps nothing but what it was given."""
+        return self.granularity == "selective" and "core_attn" in self.modules
+
     def _num_again(self, num_layers: int, module: str) -> int:
         if self.granularity == "selective":
             return num_layers if module in self.modules else 0

@@ -238,13 +238,11 @@ class MemorySafety:
         scheme = failure.group
         memory = model.memory
         predicted = max(
-            memory.state_bytes(scheme, stage)
-            + memory.bytes_per_token(scheme, stage) * failure.num_tokens / scheme.cp
-            for stage in range(scheme.pp)
+            memory.peak_bytes(scheme, stage, failure.num_tokens) for stage in range(scheme.pp)
         )
         return (
             f"the memory model foretold {predicted / _BYTES_PER_GIB:.2f} of "
-            f"{(model.device.memory_bytes - model.device.reserve_bytes) / _BYTES_PER_GIB:.2f} GiB"
+            f"{memory.usable_bytes / _BYTES_PER_GIB:.2f} GiB"
         )
 
 

@@ -12,6 +12,7 @@ from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import CostModel, given_limit
+from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -190,6 +191,7 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
         recompute=recompute_of(resolved.args),
         max_tokens_per_micro_batch=resolved.hydraulis.max_tokens_per_micro_batch,
         cp_comm_type=resolved.args.cp_comm_type[0],
+        pool=PoolFootprint.of(pool),
     )
 
 
@@ -263,6 +265,6 @@ def _memory_said(costs: StrategyCosts, scheme: Scheme, source: str) -> str:
     states = max(model.memory.state_bytes(scheme, stage) for stage in range(scheme.pp))
     return (
         f"in the {device.memory_bytes / 1e9:.3g} GB of a rank, of which "
-        f"{device.reserve_bytes / 1e9:.3g} GB are kept free and parameters, gradients and "
+        f"{model.memory.reserve_bytes / 1e9:.3g} GB are kept free and parameters, gradients and "
         f"optimizer state take {states / 1e9:.3g} GB"
     )

@@ -12,35 +12,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.hydraulis.cost_model.pool_footprint import groups_of
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
 GroupRanks = tuple[int, ...]
-
-
-def groups_of(strategy: Strategy) -> list[GroupRanks]:
-    """Rank tuples of the tp, cp and pp groups that ``strategy`` needs, in a fixed order.
-
-    Of a scheme that splits its cp ranks, like ``cp8~``, every group that a wave may ask for. Groups
-    of one rank are left out: every rank has its own.
-    """
-    needed: dict[GroupRanks, None] = {}
-    for replica in strategy.replicas:
-        scheme = replica.scheme
-        for stage in range(scheme.pp):
-            for cp in range(scheme.cp):
-                needed[replica.tp_ranks(stage, cp)] = None
-            for tp in range(scheme.tp):
-                columns = replica.cp_ranks(stage, tp)
-                for size in (group.cp for group in scheme.group_schemes):
-                    for offset in range(0, scheme.cp, size):
-                        needed[columns[offset : offset + size]] = None
-        for cp in range(scheme.cp):
-            for tp in range(scheme.tp):
-                needed[replica.pp_ranks(cp, tp)] = None
-    return [ranks for ranks in needed if len(ranks) > 1]
 
 
 def group_of_self(timeout: timedelta | None, description: str) -> dist.ProcessGroup:

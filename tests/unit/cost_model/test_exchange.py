@@ -25,7 +25,7 @@ SHAPE = ModelShape(
 
 def test_a_rank_alone_exchanges_nothing() -> None:
     alone = exchange_of(SHAPE, Scheme(tp=2), 2, "a2a")
-    assert (alone.total_bytes, alone.total_messages, alone.held_bytes) == (0.0, 0, 0.0)
+    assert (alone.total_bytes, alone.total_messages) == (0.0, 0)
 
 
 @pytest.mark.parametrize("way", ["p2p", "all_gather"])
@@ -35,8 +35,6 @@ def test_keys_and_values_of_the_others(way: str) -> None:
     assert found.forward_bytes == pytest.approx(2 * 2 * 10 * 2 * 3 / 4)
     assert found.total_bytes == pytest.approx(3 * found.forward_bytes)
     assert (found.forward_messages, found.total_messages) == (3, 9)
-    # Those of the row and their gradients, for each of the rank's own tokens.
-    assert found.held_bytes == pytest.approx(2 * (2 * 2 * 10 * 2) * 4)
 
 
 def test_tokens_for_heads() -> None:
@@ -47,7 +45,6 @@ def test_tokens_for_heads() -> None:
     assert found.forward_bytes == pytest.approx(sent * 3 / 4 / 4)
     assert found.total_bytes == pytest.approx(2 * found.forward_bytes)
     assert (found.forward_messages, found.total_messages) == (2, 4)
-    assert found.held_bytes == pytest.approx(2 * sent)
 
 
 def test_the_way_is_that_of_training() -> None:
@@ -71,6 +68,9 @@ def test_times_and_limits_follow_the_way() -> None:
         assert (
             cheapest.coefficients(scheme).b_ms_per_token < ring.coefficients(scheme).b_ms_per_token
         )
-        assert cheapest.max_tokens(scheme) > ring.max_tokens(scheme)
+    # Every layer keeps attention's output before and after the way back; in one layer at a time
+    # the keys of the row are gathered.
+    assert cheapest.max_tokens(Scheme(cp=8)) < ring.max_tokens(Scheme(cp=8))
+    assert cheapest.max_tokens(Scheme(cp=16)) > ring.max_tokens(Scheme(cp=16))
     assert cheapest.coefficients(Scheme(tp=8)) == ring.coefficients(Scheme(tp=8))
     assert cheapest.max_tokens(Scheme(tp=8)) == ring.max_tokens(Scheme(tp=8))

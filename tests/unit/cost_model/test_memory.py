@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.hydraulis.cost_model import MemoryModel, ModelShape, Recompute, device_constants
-from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import LLAMA_7B, LLAMA_32B
 
 EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
@@ -45,16 +47,20 @@ def test_what_gives_more_room() -> None:
     assert replace(memory(), recompute=EVERY_LAYER).max_tokens(Scheme(tp=2)) > base
     assert replace(memory(), sequence_parallel=False).max_tokens(Scheme(tp=2)) < base
     # Tokens are spread over the cp ranks, weights are not, and one layer's keys and values meet.
-    assert 1.95 * base < memory().max_tokens(Scheme(tp=2, cp=2)) < 2 * base
+    assert memory().max_tokens(Scheme(tp=2, cp=2)) == 2 * base
+    assert 7.5 * base < memory().max_tokens(Scheme(tp=2, cp=8)) < 8 * base
+
+
+def per_token(model: MemoryModel, scheme: Scheme, stage: int = 0) -> dict[str, float]:
+    return {moment.name: moment.bytes_per_token for moment in model.moments(scheme, stage)}
 
 
 def test_keys_and_values_of_the_row_by_hand() -> None:
-    """Of one layer, in bf16, with their gradients; the row is cp times as long as a part."""
-    alone = memory().bytes_per_token(Scheme(tp=2), 0)
-    kept = 2 * 2 * LLAMA_7B.num_query_groups * LLAMA_7B.kv_channels * 2 / 2
-    for cp in (2, 4, 8):
-        shared = memory().bytes_per_token(Scheme(tp=2, cp=cp), 0)
-        assert shared - alone == pytest.approx(kept * cp)
+    """In bf16, over tp 2: gathered, their gradients, and these together, for cp + 1/2 tokens."""
+    found = {cp: per_token(memory(), Scheme(tp=2, cp=cp))["attention"] for cp in (4, 8, 16)}
+    keys_and_values = 2 * LLAMA_7B.num_query_groups * LLAMA_7B.kv_channels * 2 / 2
+    assert found[8] - found[4] == pytest.approx(3 * 4 * keys_and_values)
+    assert found[16] - found[8] == pytest.approx(3 * 8 * keys_and_values)
 
 
 @pytest.mark.parametrize("scheme", [Scheme(tp=2), Scheme(tp=2, cp=4), Scheme(cp=2, pp=2)], ids=str)
@@ -62,53 +68,143 @@ def test_padding_to_the_shape_stays_within_the_limit(scheme: Scheme) -> None:
     assert memory().max_tokens(scheme) % (2 * scheme.tp * scheme.cp) == 0
 
 
+@pytest.mark.parametrize("scheme", [Scheme(tp=2), Scheme(tp=2, cp=4), Scheme(cp=2, pp=2)], ids=str)
+def test_the_limit_is_the_most_that_fits(scheme: Scheme) -> None:
+    model, limit = memory(), memory().max_tokens(scheme)
+
+    def peak_bytes(num_tokens: int) -> float:
+        return max(model.peak_bytes(scheme, stage, num_tokens) for stage in range(scheme.pp))
+
+    assert peak_bytes(limit) <= model.usable_bytes < peak_bytes(limit + 2 * scheme.tp * scheme.cp)
+
+
+HIDDEN, HEADS = LLAMA_7B.hidden_size, LLAMA_7B.num_attention_heads
+# Inputs and outputs of two norms, their means and deviations; queries, keys, values and output;
+# an fp32 number a head; the MLP's three.
+LAYER = 2 * 4 * HIDDEN + 16 + 2 * 4 * HIDDEN + 4 * HEADS + 2 * 3 * LLAMA_7B.ffn_hidden_size
+# Cosines and sines of a head, token, label, position and mask.
+OF_MICRO_BATCH = 2 * 2 * LLAMA_7B.kv_channels + 28
+
+
 def test_the_first_stage_holds_most_activations_the_last_the_logits() -> None:
     scheme = Scheme(pp=4)
-    per_token = [memory().bytes_per_token(scheme, stage) for stage in range(4)]
-    activations_of_one = per_token[2] / 2
-    assert per_token[0] == pytest.approx(4 * activations_of_one)
-    # bf16 logits and cross entropy's fp32 copy.
-    assert per_token[3] == pytest.approx(activations_of_one + 6 * LLAMA_7B.vocab_size)
+    activation = 2 * HIDDEN + 4 * 2 * LLAMA_7B.ffn_hidden_size
+    for stage in range(3):
+        # With the output; what was received stays, with its gradient, until the next arrives.
+        kept = (4 - stage) * (8 * LAYER + 2 * HIDDEN + OF_MICRO_BATCH)
+        kept += 2 * 2 * HIDDEN if stage else 0
+        found = per_token(memory(), scheme, stage)
+        assert found["activation of the MLP"] == pytest.approx(kept + activation)
+        assert "loss" not in found
+    # bf16 logits and cross entropy's fp32 copy, with 64 bytes of indices and sums.
+    kept = 8 * LAYER + (2 + 2) * 2 * HIDDEN + OF_MICRO_BATCH
+    found = per_token(memory(), scheme, 3)
+    assert found["loss"] == pytest.approx(kept + 6 * LLAMA_7B.vocab_size + 64)
 
 
 def test_what_recompute_keeps_by_hand() -> None:
     # Stage 0 of four, 8 layers, 4 micro-batches in flight, bf16, no tensor parallelism.
     scheme, shape = Scheme(pp=4), LLAMA_7B
-    hidden, mlp = 2 * shape.hidden_size, 2 * 3 * shape.ffn_hidden_size
-    layer = memory().bytes_per_token(scheme, 0) / 32
-    assert layer == pytest.approx(2 * 8 * shape.hidden_size + mlp)
+    hidden, mlp = 2 * HIDDEN, 2 * 3 * shape.ffn_hidden_size
+    always = 4 * (hidden + OF_MICRO_BATCH) + hidden + 4 * 2 * shape.ffn_hidden_size
     cases = {
-        EVERY_LAYER: 4 * 8 * hidden + layer,
-        Recompute(granularity="full", method="uniform", num_layers=3): 4 * 3 * hidden + 3 * layer,
-        Recompute(granularity="full", method="uniform", num_layers=20): 4 * hidden + 8 * layer,
-        Recompute(granularity="full", method="block", num_layers=3): (
-            4 * (3 * hidden + 5 * layer) + layer
+        EVERY_LAYER: 4 * 8 * hidden + LAYER,
+        Recompute(granularity="full", method="uniform", num_layers=3): 4 * 3 * hidden + 3 * LAYER,
+        Recompute(granularity="full", method="uniform", num_layers=20): 4 * hidden + 8 * LAYER,
+        # The layers that keep everything come last, and so run backward first.
+        Recompute(granularity="full", method="block", num_layers=3): 4 * (3 * hidden + 5 * LAYER),
+        Recompute(granularity="selective", modules=("mlp",)): (
+            4 * 8 * (LAYER - mlp) + mlp + hidden
         ),
-        Recompute(granularity="selective", modules=("mlp",)): 4 * 8 * (layer - mlp) + mlp,
-        Recompute(granularity="selective", modules=("core_attn",)): 4 * 8 * layer,
+        # Queries, keys and values as they are given; no number a head.
+        Recompute(granularity="selective", modules=("core_attn",)): 4 * 8 * (LAYER - 4 * HEADS),
     }
     for recompute, expected in cases.items():
-        found = replace(memory(), recompute=recompute).bytes_per_token(scheme, 0)
-        assert found == pytest.approx(expected), recompute
+        found = per_token(replace(memory(), recompute=recompute), scheme)
+        assert found["activation of the MLP"] == pytest.approx(expected + always), recompute
+
+
+def test_recomputed_attention_keeps_a_copy_of_grouped_queries() -> None:
+    again = Recompute(granularity="selective", modules=("core_attn",))
+    grouped = replace(LLAMA_7B, num_query_groups=8)
+    usual = per_token(memory(grouped), Scheme())
+    recomputed = per_token(replace(memory(grouped), recompute=again), Scheme())
+    more = LLAMA_7B.num_layers * (2 * HIDDEN - 4 * HEADS)
+    assert recomputed["loss"] - usual["loss"] == pytest.approx(more)
+
+
+WORKSPACES = 64 * 2**20
 
 
 def test_state_of_one_rank_counts_every_parameter() -> None:
     one = memory(num_ranks=1)
     # bf16 weight, fp32 gradient, and 16 bytes of canonical shard; staging is two layers in bf16 and
     # two in fp32.
-    expected = 22 * LLAMA_7B.num_parameters + 12 * LLAMA_7B.num_parameters_per_layer
+    expected = 22 * LLAMA_7B.num_parameters + 12 * LLAMA_7B.num_parameters_per_layer + WORKSPACES
     assert one.state_bytes(Scheme(), 0) - expected == pytest.approx(0, abs=1e-6 * expected)
 
 
-def test_staging_of_an_owner_is_a_whole_layer_whatever_tp() -> None:
-    for parameter_bytes, as_owner, as_role in ((2, 6, 6), (4, 8, 0)):
-        model = replace(memory(num_ranks=8), parameter_bytes=parameter_bytes)
-        for tp in (1, 4):
-            role = LLAMA_7B.num_parameters / tp * (parameter_bytes + 4)
-            canonical = 16 * LLAMA_7B.num_parameters / 8
-            staging = (as_owner + as_role / tp) * LLAMA_7B.num_parameters_per_layer
-            found = model.state_bytes(Scheme(tp=tp), 0)
-            assert found == pytest.approx(role + canonical + staging, rel=1e-6)
+@pytest.mark.parametrize("parameter_bytes", [2, 4])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_staging_of_an_owner_is_its_part_for_every_copy(parameter_bytes: int, tp: int) -> None:
+    model = replace(memory(num_ranks=8), parameter_bytes=parameter_bytes)
+    role = LLAMA_7B.num_parameters / tp * (parameter_bytes + 4)
+    canonical = 16 * LLAMA_7B.num_parameters / 8
+    staging = 2 * (parameter_bytes + 4) * LLAMA_7B.num_parameters_per_layer / tp
+    found = model.state_bytes(Scheme(tp=tp), 0)
+    assert found == pytest.approx(role + canonical + staging + WORKSPACES, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        # 3 copies of a layer on 64 ranks; roles of tp 8 rearrange, as parameters have 16 atoms.
+        (["tp16+2*tp8pp3"], (3 / 64, 1 / 8, 0)),
+        (["8*tp8"], (1 / 8, 0, 0)),
+        # Two copies in a node: relayed there, and so in another order.
+        (["16*tp4"], (2 / 8, 1 / 4, 1 / 8)),
+        (["8*tp1cp8"], (1, 0, 0)),
+        (["4*tp1cp8pp2"], (1, 1, 1 / 8)),
+        # The largest of each.
+        (["8*tp8", "16*tp4"], (2 / 8, 1 / 4, 1 / 8)),
+    ],
+)
+def test_staging_of_a_pool(texts: list[str], expected: tuple[float, ...]) -> None:
+    pool = Pool.of(*(Strategy.parse(text, 64, ranks_per_node=8) for text in texts))
+    found = PoolFootprint.of(pool)
+    assert (found.share_as_owner, found.share_as_role, found.share_relayed) == expected
+
+
+@pytest.mark.parametrize("text", ["8*tp8", "16*tp4", "8*tp1cp8", "4*tp1cp8pp2", "2*tp8pp4", "64"])
+def test_a_scheme_alone_takes_what_a_job_of_it_takes(text: str) -> None:
+    strategy = Strategy.parse(text.replace("64", "64*tp1"), 64, ranks_per_node=8)
+    alone = PoolFootprint.of_scheme(strategy.replicas[0].scheme, 64, 8)
+    assert alone == PoolFootprint.of(Pool.of(strategy))
+
+
+def test_communicators_beyond_those_in_the_reserve_take_memory() -> None:
+    few, many = (
+        replace(memory(), pool=replace(SMALL_POOL, num_communicators=number)) for number in (8, 20)
+    )
+    assert few.reserve_bytes == memory().reserve_bytes == pytest.approx(11e9)
+    assert many.reserve_bytes == pytest.approx(11e9 + 12 * 0.3e9)
+    assert many.max_tokens(Scheme(tp=2)) < few.max_tokens(Scheme(tp=2))
+
+
+SMALL_POOL = PoolFootprint.of(Pool.of(Strategy.parse("32*tp2", 64, ranks_per_node=8)))
+
+
+def test_communicators_of_a_rank() -> None:
+    # The job's and regrouping's; tp and pp; of cp4~ groups of 4 and 2; tp.
+    texts = ["4*tp4pp2", "8*tp1cp4~", "2*tp16"]
+    counts = [
+        PoolFootprint.of(Pool.of(Strategy.parse(text, 32, ranks_per_node=8))).num_communicators
+        for text in texts
+    ]
+    assert counts == [4, 4, 3]
+    pool = Pool.of(*(Strategy.parse(text, 32, ranks_per_node=8) for text in texts))
+    # Of tp 4 and cp 4, which have the same ranks, pp, cp 2 and tp 16.
+    assert PoolFootprint.of(pool).num_communicators == 2 + 4
 
 
 def test_tied_embeddings_are_held_once_by_one_stage_and_twice_by_two() -> None:

@@ -1,0 +1,218 @@
+"""Memory of one rank of a job with the sizes of real models, on the stand-in: phase by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Pool, Strategy
+from tests.cuda_stand_in import device
+
+NUM_ITERATIONS = 3
+"""The second is gathered for during the first's update; the third at its own beginning, with all
+that the others left behind."""
+LONGEST_TOKENS = 32768
+"""Of a sequence: longer packs hold several."""
+FIRST_PHASE = "start"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One rank of a job, by all that decides its memory but the number of tokens."""
+
+    shape: ModelShape
+    strategy: str
+    rank: int = 0
+    num_ranks: int = 64
+    recompute: Recompute = NO_RECOMPUTE
+    parameter_bytes: int = 2
+    sequence_parallel: bool = True
+    cp_comm_type: str = "p2p"
+    context_size: int | None = None
+    """Ranks that share a row; all cp ranks where None."""
+    ranks_per_node: int = 8
+
+    def __str__(self) -> str:
+        recompute = self.recompute
+        parts = [
+            f"{self.shape.num_parameters / 1e9:.0f}B",
+            f"{self.scheme}",
+            f"stage {self.stage}" if self.scheme.pp > 1 else "",
+            f"{self.cp_comm_type}" if self.scheme.cp > 1 else "",
+            f"in groups of {self.context_size}" if self.context_size else "",
+            "fp32" if self.parameter_bytes == 4 else "",
+            "" if self.sequence_parallel else "no sequence parallelism",
+            f"{recompute.granularity} {recompute.method or ''} {recompute.num_layers or ''} "
+            f"{' '.join(recompute.modules)}"
+            if recompute.granularity
+            else "",
+            "tied" if self.shape.tied_embeddings else "",
+        ]
+        return " ".join(" ".join(part.split()) for part in parts if part)
+
+    @property
+    def pool(self) -> Pool:
+        """Of the job: the role's strategy alone."""
+        return Pool.of(
+            Strategy.parse(self.strategy, self.num_ranks, ranks_per_node=self.ranks_per_node)
+        )
+
+    @property
+    def scheme(self) -> Scheme:
+        """Of the rank's replica."""
+        replica = self.pool.strategies[0].replica_of(self.rank)
+        assert replica is not None
+        return replica.scheme
+
+    @property
+    def stage(self) -> int:
+        """Of the rank in its pipeline."""
+        replica = self.pool.strategies[0].replica_of(self.rank)
+        position = None if replica is None else replica.position_of(self.rank)
+        assert position is not None
+        return position.stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleMemory:
+    """What a rank was measured to take, in bytes; phases as the engine names them."""
+
+    allocated: dict[str, int]
+    """Most that tensors took in a phase."""
+    reserved: dict[str, int]
+    """Most that torch's allocator held."""
+    device_bytes: int
+    """Most that was in use on the device."""
+    staging_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of all phases."""
+        return max(self.allocated.values())
+
+
+def measure(role: Role, num_tokens: int) -> RoleMemory:
+    """Run iterations with as many micro-batches as the pipeline is deep.
+
+    Args:
+        role: this process, alone.
+        num_tokens: of a micro-batch over all ranks that share it.
+    """
+    pool = role.pool
+    strategy = pool.strategies[0]
+    engine = Engine(definition_of(role), pool, AdamWSettings(lr=1e-3), seed=1)
+    batches = [_batch(role, num_tokens).to(engine.device)] * role.scheme.pp
+    allocated: dict[str, int] = {}
+    reserved: dict[str, int] = {}
+
+    def note(phase: str) -> None:
+        allocated[phase] = max(allocated.get(phase, 0), torch.cuda.max_memory_allocated())
+        reserved[phase] = max(reserved.get(phase, 0), torch.cuda.max_memory_reserved())
+        torch.cuda.reset_peak_memory_stats()
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        note("between phases")
+        yield
+        note(name)
+
+    note(FIRST_PHASE)
+    for iteration in range(NUM_ITERATIONS):
+        outcome = engine.train_step(
+            strategy.name,
+            batches,
+            make_forward_step(),
+            next_strategy=strategy.name if iteration == 0 else None,
+            phase=phase,
+        )
+        assert outcome.updated
+    note("between phases")
+    return RoleMemory(
+        allocated=allocated,
+        reserved=reserved,
+        device_bytes=device.peak_bytes(torch.cuda.current_device()),
+        staging_bytes=engine.staging.num_bytes,
+    )
+
+
+def definition_of(role: Role) -> ModelDefinition:
+    """A Llama, or a GPT of the same sizes where the MLP is not gated."""
+    shape, recompute = role.shape, role.recompute
+    dtype = {2: torch.bfloat16, 4: torch.float32}[role.parameter_bytes]
+    normalization = "RMSNorm" if shape.gated_mlp else "LayerNorm"
+    again: dict[str, Any] = {}
+    if recompute.granularity == "full":
+        again = {"method": recompute.method, "num_layers": recompute.num_layers}
+    elif recompute.granularity == "selective":
+        again = {"modules": list(recompute.modules)}
+    transformer = TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        normalization=normalization,
+        gated_linear_unit=shape.gated_mlp,
+        activation_func=F.silu if shape.gated_mlp else F.gelu,
+        add_bias_linear=not shape.gated_mlp,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=True,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        transformer_impl="local",
+        cp_comm_type=role.cp_comm_type,
+        recompute_granularity=recompute.granularity,
+        **{f"recompute_{name}": value for name, value in again.items()},
+    )
+    return ModelDefinition(
+        transformer=transformer,
+        layer_spec=get_gpt_layer_local_spec(normalization=normalization),
+        vocab_size=shape.vocab_size,
+        padded_vocab_size=shape.vocab_size,
+        max_sequence_length=LONGEST_TOKENS,
+        core_attention="torch" if dtype == torch.bfloat16 else "sdpa",
+        tied_embeddings=shape.tied_embeddings,
+        sequence_parallel=role.sequence_parallel,
+    )
+
+
+def _batch(role: Role, num_tokens: int) -> PackedBatch:
+    scheme = role.scheme
+    size = role.context_size or scheme.cp
+    replica = role.pool.strategies[0].replica_of(role.rank)
+    position = None if replica is None else replica.position_of(role.rank)
+    assert position is not None
+    quantum = scheme.of_context_group(size).token_quantum
+    longest = LONGEST_TOKENS // quantum * quantum
+    lengths = [longest] * (num_tokens // longest) + [num_tokens % longest // quantum * quantum]
+    tokens = np.zeros(longest + 1, dtype=np.int64)
+    return pack(
+        [tokens[: length + 1] for length in lengths if length],
+        scheme.tp,
+        context_size=size,
+        context_rank=position.cp % size,
+    )

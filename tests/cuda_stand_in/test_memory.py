@@ -1,0 +1,201 @@
+"""Memory of real roles on the stand-in, beside what the memory model predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.memory import MemoryModel
+from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
+from megatron.hydraulis.cost_model.recompute import Recompute
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
+from tests.cuda_stand_in.lone_ranks import run_alone
+from tests.cuda_stand_in.role_memory import Role, measure
+
+GIB = 2**30
+DEVICE = device_constants("a100-80")
+MOST_OVERESTIMATED = 0.03
+"""Of a run's peak."""
+OTHER_PHASES = 0.10
+NOT_OF_TORCH_BYTES = 0.5e9 + 3.3e9
+"""The context, and connections to all ranks of the node, as device.py assumes them."""
+COPY_LIMIT_BYTES = 2**20
+"""Larger copies move nothing: the models would not fit this machine."""
+
+
+def llama(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int) -> ModelShape:
+    return ModelShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=hidden // heads,
+        vocab_size=vocab,
+        gated_mlp=True,
+        tied_embeddings=False,
+    )
+
+
+M7 = llama(32, 4096, 11008, 32, 32, 32000)
+M8 = llama(32, 4096, 14336, 32, 8, 128256)
+M32 = llama(60, 6656, 17920, 64, 64, 30592)
+M70 = llama(80, 8192, 28672, 64, 8, 128256)
+EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
+CHUNKS = Recompute(granularity="full", method="uniform", num_layers=4)
+BLOCK = Recompute(granularity="full", method="block", num_layers=30)
+MLP = Recompute(granularity="selective", modules=("mlp",))
+ATTENTION = Recompute(granularity="selective", modules=("core_attn",))
+BOTH = Recompute(granularity="selective", modules=("core_attn", "mlp"))
+MIXED = "tp16+2*tp8pp3"
+
+# The kernel is torch's varlen_attn, and for fp32, which it does not take, sdpa.
+FEW = (
+    Role(shape=M32, strategy=MIXED, rank=16),
+    Role(shape=M8, strategy="4*tp4cp4", cp_comm_type="a2a"),
+    Role(shape=M32, strategy="8*tp8", recompute=EVERY_LAYER),
+    Role(shape=M70, strategy="2*tp8pp4", rank=24),
+)
+MORE = (
+    Role(shape=M32, strategy=MIXED, rank=0),
+    Role(shape=M32, strategy=MIXED, rank=24),
+    Role(shape=M32, strategy=MIXED, rank=32),
+    Role(shape=M32, strategy="8*tp8"),
+    Role(shape=M32, strategy="16*tp4"),
+    Role(shape=M32, strategy="2*tp8cp4"),
+    Role(shape=M32, strategy="2*tp8cp4", cp_comm_type="a2a"),
+    Role(shape=M32, strategy="8*tp8", recompute=CHUNKS),
+    Role(shape=M32, strategy="8*tp8", recompute=BLOCK),
+    Role(shape=M32, strategy="8*tp8", recompute=MLP),
+    Role(shape=M32, strategy="8*tp8", recompute=ATTENTION),
+    Role(shape=M32, strategy="8*tp8", recompute=BOTH),
+    Role(shape=M32, strategy="tp4pp4", num_ranks=16, rank=15),
+    Role(shape=M8, strategy="64*tp1"),
+    Role(shape=M8, strategy="32*tp2"),
+    Role(shape=M8, strategy="4*tp4cp4"),
+    Role(shape=M8, strategy="8*tp1cp8"),
+    Role(shape=M8, strategy="8*tp1cp8~", context_size=2),
+    Role(shape=M8, strategy="8*tp1cp8~", context_size=8),
+    Role(shape=M8, strategy="16*tp1pp4", rank=0),
+    Role(shape=M8, strategy="16*tp1pp4", rank=3),
+    Role(shape=M8, strategy="4*tp1cp8pp2"),
+    Role(shape=M8, strategy="32*tp2", recompute=ATTENTION),
+    Role(shape=M8, strategy="32*tp2", recompute=EVERY_LAYER),
+    Role(shape=dataclasses.replace(M8, tied_embeddings=True), strategy="32*tp2"),
+    Role(shape=M70, strategy="2*tp8pp4", rank=0),
+    Role(shape=M70, strategy="2*tp8pp4", rank=8),
+    Role(shape=M7, strategy="4*tp1cp8pp2"),
+    Role(shape=M7, strategy="4*tp1cp8pp2", recompute=EVERY_LAYER),
+    Role(shape=M7, strategy="16*tp4", sequence_parallel=False),
+    Role(shape=M7, strategy="16*tp4", parameter_bytes=4),
+    Role(shape=M7, strategy="16*tp2pp2", parameter_bytes=4),
+    Role(shape=dataclasses.replace(M7, gated_mlp=False), strategy="16*tp4"),
+    Role(shape=dataclasses.replace(M7, gated_mlp=False), strategy="32*tp1pp2"),
+)
+
+
+def model_of(role: Role, device: DeviceConstants = DEVICE) -> MemoryModel:
+    return MemoryModel(
+        shape=role.shape,
+        device=device,
+        num_ranks=role.num_ranks,
+        parameter_bytes=role.parameter_bytes,
+        sequence_parallel=role.sequence_parallel,
+        recompute=role.recompute,
+        cp_comm_type=role.cp_comm_type,
+        ranks_per_node=role.ranks_per_node,
+        pool=PoolFootprint.of(role.pool),
+    )
+
+
+def check(role: Role) -> str:
+    """A row of the table: the role at its planned limit, on a device that holds no more."""
+    model, pool = model_of(role), PoolFootprint.of(role.pool)
+    scheme = role.scheme.of_context_group(role.context_size or role.scheme.cp)
+    num_tokens = model.max_tokens(scheme)
+    assert num_tokens
+    found = run_alone(
+        measure,
+        role,
+        num_tokens,
+        num_ranks=role.num_ranks,
+        ranks=[role.rank],
+        STAND_IN_MEMORY_BYTES=int(DEVICE.memory_bytes),
+        STAND_IN_IN_USE_BYTES=int(NOT_OF_TORCH_BYTES),
+        STAND_IN_COMMUNICATOR_BYTES=int(DEVICE.communicator_bytes),
+        STAND_IN_COPY_LIMIT_BYTES=COPY_LIMIT_BYTES,
+    )[0]
+    predicted = model.peak_bytes(scheme, role.stage, num_tokens)
+    between = model.between_bytes(scheme, role.stage, num_tokens)
+    fragments = max(found.reserved.values()) - found.peak_bytes
+    row = (
+        f"{role!s:<48} {num_tokens:>8,} {predicted / GIB:6.2f} {found.peak_bytes / GIB:6.2f} "
+        f"{max(found.reserved.values()) / GIB:6.2f} {found.device_bytes / GIB:6.2f} "
+        f"{between / GIB:6.2f} {found.allocated['gather'] / GIB:6.2f} "
+        f"{found.allocated['scatter'] / GIB:6.2f} {found.allocated['optimizer'] / GIB:6.2f}"
+    )
+    assert found.peak_bytes <= predicted <= (1 + MOST_OVERESTIMATED) * found.peak_bytes, row
+    assert predicted <= model.usable_bytes, row
+    for phase in ("gather", "scatter", "optimizer"):
+        assert found.allocated[phase] == pytest.approx(between, rel=OTHER_PHASES), (phase, row)
+    communicators = DEVICE.communicator_bytes * pool.num_communicators
+    assert fragments + NOT_OF_TORCH_BYTES + communicators <= model.reserve_bytes, row
+    assert found.device_bytes <= DEVICE.memory_bytes, row
+    return row
+
+
+@pytest.mark.parametrize("role", FEW, ids=str)
+def test_a_run_at_its_limit_takes_what_is_predicted(role: Role) -> None:
+    check(role)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("role", MORE, ids=str)
+def test_every_role_takes_what_is_predicted(role: Role) -> None:
+    print(check(role))
+
+
+NUM_ELEMENTS = 2**28
+"""A gibibyte of fp32 gradients."""
+SMALL_BYTES = 64 * 2**20
+
+
+def optimizer_peaks() -> dict[str, int]:
+    """Bytes that each step of an update takes beside the shards."""
+    shards = _FlatShards(NUM_ELEMENTS)
+    optimizer: Any = ShardedAdamW(shards, AdamWSettings(lr=1e-3))  # type: ignore[arg-type]
+    steps = {
+        "divide": lambda: optimizer.divide_gradients(8),
+        "norm": optimizer.gradient_norm,
+        "step": lambda: optimizer.step(2.0 * optimizer.settings.clip_grad),
+    }
+    found = {}
+    for name, step in steps.items():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        found[name] = torch.cuda.max_memory_allocated() - before
+    return found
+
+
+class _FlatShards:
+    """What the optimizer asks of the shards, in one bucket."""
+
+    def __init__(self, num_elements: int) -> None:
+        self.parameters = torch.empty(num_elements, device="cuda")
+        self.gradients = torch.empty(num_elements, device="cuda")
+        part = type("Part", (), {"parameter": 0, "shard_offset": 0, "num_elements": num_elements})
+        self.layout = type(
+            "Layout", (), {"parameters": [type("Spec", (), {"decays": True})], "buckets": [0]}
+        )
+        self.rectangles_of = lambda bucket: [part]
+
+
+def test_an_update_needs_no_copy_of_the_shards() -> None:
+    for step, num_bytes in run_alone(optimizer_peaks, num_ranks=1)[0].items():
+        assert num_bytes <= SMALL_BYTES, step
