@@ -19,6 +19,7 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.memory_trial import CudaGauge, TrialResult, run_memory_trial
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -149,6 +150,24 @@ def measure(role: Role, num_tokens: int) -> RoleMemory:
         device_bytes=device.peak_bytes(torch.cuda.current_device()),
         staging_bytes=engine.staging.num_bytes,
     )
+
+
+def try_out(role: Role, num_tokens: int) -> TrialResult:
+    """What a memory trial makes of a limit."""
+    engine = Engine(definition_of(role), role.pool, AdamWSettings(lr=1e-3), seed=1)
+    (strategy,) = role.pool.strategies
+    scheme = role.scheme.of_context_group(role.context_size or role.scheme.cp)
+    results = run_memory_trial(
+        engine,
+        strategy,
+        lambda asked: num_tokens if asked == scheme else 0,
+        make_forward_step(),
+        CudaGauge(),
+        longest_tokens=LONGEST_TOKENS,
+        vocab_size=role.shape.vocab_size,
+    )
+    (result,) = results
+    return result
 
 
 def definition_of(role: Role) -> ModelDefinition:

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
 from megatron.hydraulis.cost_model.recompute import Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
+from megatron.hydraulis.runtime.memory_trial import CudaGauge
+from tests.cuda_stand_in import device
 from tests.cuda_stand_in.lone_ranks import run_alone
-from tests.cuda_stand_in.role_memory import Role, measure
+from tests.cuda_stand_in.role_memory import Role, measure, try_out
 
 GIB = 2**30
 DEVICE = device_constants("a100-80")
@@ -26,6 +28,14 @@ NOT_OF_TORCH_BYTES = 0.5e9 + 3.3e9
 """The context, and connections to all ranks of the node, as device.py assumes them."""
 COPY_LIMIT_BYTES = 2**20
 """Larger copies move nothing: the models would not fit this machine."""
+
+
+DEVICE_SETTINGS: dict[str, Any] = {
+    "STAND_IN_MEMORY_BYTES": int(DEVICE.memory_bytes),
+    "STAND_IN_IN_USE_BYTES": int(NOT_OF_TORCH_BYTES),
+    "STAND_IN_COMMUNICATOR_BYTES": int(DEVICE.communicator_bytes),
+    "STAND_IN_COPY_LIMIT_BYTES": COPY_LIMIT_BYTES,
+}
 
 
 def llama(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int) -> ModelShape:
@@ -99,10 +109,10 @@ MORE = (
 )
 
 
-def model_of(role: Role, device: DeviceConstants = DEVICE) -> MemoryModel:
+def model_of(role: Role) -> MemoryModel:
     return MemoryModel(
         shape=role.shape,
-        device=device,
+        device=DEVICE,
         num_ranks=role.num_ranks,
         parameter_bytes=role.parameter_bytes,
         sequence_parallel=role.sequence_parallel,
@@ -125,10 +135,7 @@ def check(role: Role) -> str:
         num_tokens,
         num_ranks=role.num_ranks,
         ranks=[role.rank],
-        STAND_IN_MEMORY_BYTES=int(DEVICE.memory_bytes),
-        STAND_IN_IN_USE_BYTES=int(NOT_OF_TORCH_BYTES),
-        STAND_IN_COMMUNICATOR_BYTES=int(DEVICE.communicator_bytes),
-        STAND_IN_COPY_LIMIT_BYTES=COPY_LIMIT_BYTES,
+        **DEVICE_SETTINGS,
     )[0]
     predicted = model.peak_bytes(scheme, role.stage, num_tokens)
     between = model.between_bytes(scheme, role.stage, num_tokens)
@@ -158,6 +165,37 @@ def test_a_run_at_its_limit_takes_what_is_predicted(role: Role) -> None:
 @pytest.mark.parametrize("role", MORE, ids=str)
 def test_every_role_takes_what_is_predicted(role: Role) -> None:
     print(check(role))
+
+
+def test_a_trial_bears_a_planned_limit_out() -> None:
+    role = FEW[0]
+    limit = model_of(role).max_tokens(role.scheme)
+    (result,) = run_alone(
+        try_out, role, limit, num_ranks=role.num_ranks, ranks=[role.rank], **DEVICE_SETTINGS
+    )
+    assert result.allowed_tokens == result.promised_tokens == limit
+    # State and communicators are there before tokens are counted: the line is the model's.
+    slope = max(
+        moment.bytes_per_token for moment in model_of(role).moments(role.scheme, role.stage)
+    )
+    assert result.trial.bytes_per_token == pytest.approx(slope, rel=0.1)
+
+
+def peaks_of_a_gauge() -> tuple[int, int, int]:
+    """By the gauge, by torch's tensors, and in use on the device, with a hole between tensors."""
+    gauge = CudaGauge()
+    gauge.restart()
+    first, second = (torch.empty(GIB // 4, dtype=torch.uint8, device="cuda") for _ in range(2))
+    del first
+    third = torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")
+    tensors = second.nbytes + third.nbytes
+    return gauge.peak_bytes(), tensors, device.peak_bytes(torch.cuda.current_device())
+
+
+def test_a_trial_counts_what_fits_nothing() -> None:
+    measured, tensors, in_use = run_alone(peaks_of_a_gauge, num_ranks=1)[0]
+    assert measured == in_use
+    assert measured > tensors
 
 
 NUM_ELEMENTS = 2**28

@@ -222,6 +222,11 @@ class Engine:
             raise SharedOutOfMemoryError(self._out_of_memory, num_without_memory)
         return loss, bad
 
+    def rehearse_update(self) -> None:
+        """All that an update does but for its last step, which works in place. Collective."""
+        self.optimizer.divide_gradients(1)
+        self.optimizer.gradient_norm()
+
     def evaluate(
         self, strategy_name: str, batches: Sequence[PackedBatch], forward_step: ForwardStep
     ) -> LossTotal:

@@ -41,8 +41,8 @@ FIRST_SHARE = 1 / 8
 MAX_ATTEMPTS = 4
 """Micro-batches of a scheme that are run, each smaller than the one before that found no memory."""
 HEADROOM_SHARE = 0.03
-"""Of a device's memory, what stays free of planned micro-batches: blocks of the allocator that fit
-nothing, and pages of segments that are half in use."""
+"""Of a device's memory, what stays free of planned micro-batches: packs of other lengths leave
+other fragments."""
 
 
 class MemoryGauge(Protocol):
@@ -62,17 +62,18 @@ class MemoryGauge(Protocol):
 
 
 class CudaGauge:
-    """The current device: torch's own tensors and what else lies there, such as communicators."""
+    """The current device: what torch's allocator holds, fragments included, and what else lies
+    there, such as communicators."""
 
     def restart(self) -> int:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        return self._beside_bytes() + int(torch.cuda.memory_allocated())
+        return self._beside_bytes() + int(torch.cuda.memory_reserved())
 
     def peak_bytes(self) -> int:
         torch.cuda.synchronize()
-        return self._beside_bytes() + int(torch.cuda.max_memory_allocated())
+        return self._beside_bytes() + int(torch.cuda.max_memory_reserved())
 
     def capacity_bytes(self) -> int:
         return int(torch.cuda.mem_get_info()[1] * (1 - HEADROOM_SHARE))
@@ -178,7 +179,9 @@ class _Trial:
             scheme: max(scheme.token_quantum, _rounded(limit * FIRST_SHARE, scheme))
             for scheme, limit in promised.items()
         }
-        # Also what makes the communicators of all groups.
+        # What does not depend on tokens is there before memory is measured: the communicators of
+        # all groups, staging buffers, the gradients' memory.
+        self._measure(first)
         trials = self._measure(first)
         allowed = self._allowed(promised, trials)
         for _ in range(MAX_ATTEMPTS):
@@ -257,6 +260,7 @@ class _Trial:
         engine.finish_regrouping()
         idle_bytes = self._gauge.restart()
         engine.forward_backward(strategy.name, batches, self._forward_step)
+        engine.rehearse_update()
         own = None
         if group is not None:
             trial = MemoryTrial(
