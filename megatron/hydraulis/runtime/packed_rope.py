@@ -25,6 +25,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.packed_attention import PackedRow, once_a_row
@@ -143,9 +144,11 @@ def _rotation_of(row: PackedRow, table: Tensor, attention: Any) -> tuple[Tensor,
             cos, sin = cos.mul_(scale), sin.mul_(scale)
         return cos.to(dtype), sin.to(dtype)
 
-    # The table lives as long as the model's forward, and longer where layers are recomputed: within
-    # the life of a row no other one takes its place.
-    cos, sin = once_a_row(row, ("rotation", table.data_ptr(), scale, dtype), look_up)
+    # Recomputed layers get the table as another tensor in the same storage. A weak reference does
+    # not keep its memory, but no other storage is equal to it, as one at the same address would be.
+    storage = StorageWeakRef(table.untyped_storage())
+    view = (table.storage_offset(), table.shape, table.stride())
+    cos, sin = once_a_row(row, ("rotation", storage, view, scale, dtype), look_up)
     return cos, sin, bool(attention.config.rotary_interleaved)
 
 

@@ -251,3 +251,20 @@ def test_layers_share_cosines_and_sines_and_do_not_keep_the_fused_output() -> No
     sizes = list(kept.values())
     assert fused.untyped_storage().nbytes() not in sizes
     assert sizes.count(len(fused) * HEAD_SIZE * fused.element_size()) == 2  # cosines and sines
+
+
+def test_a_table_in_the_memory_of_another_is_not_taken_for_it() -> None:
+    """A layer may make a table of its own and throw it away before the next layer makes one."""
+    given, _, positions = row_of(1)
+    attention, rotary = attention_in(LocalGroup())
+    description = description_of(LocalGroup(1, 0))
+    table = rotary(description.max_seqlen_q, packed_seq=True)
+    memory = bytearray(table.numel() * table.element_size())
+    for angles in (table, 2.0 * table):
+        # Both lie at the same address, one after the other.
+        copy = torch.frombuffer(memory, dtype=table.dtype).view(table.shape).copy_(angles)
+        found = rotated(attention, lambda *_, made=copy, **__: made, given, description)[0]
+        own = angles[positions].squeeze(1)
+        expected = rope_utils._apply_rotary_pos_emb_bshd(given[0].unsqueeze(1), own.unsqueeze(1))
+        torch.testing.assert_close(found, expected.squeeze(1), rtol=0.0, atol=1e-6)
+        del copy
