@@ -28,8 +28,6 @@ def quieten_upstream(rank: int) -> None:
     if rank != 0:
         # Every rank would report the same process groups.
         logging.getLogger("megatron.hydraulis").setLevel(logging.WARNING)
-    # Each rank has set its device before it met the others, so that torch's guess is right.
-    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\b.*")
     # Upstream's barriers name no device. They take the current one, which is this rank's own.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under")
