@@ -32,6 +32,7 @@ from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.plan_status import is_marked, plan_status
 from megatron.hydraulis.runtime.outcome import StepOutcome
+from megatron.hydraulis.runtime.process_groups import to_device
 
 LossDict = dict[str, torch.Tensor]
 Iterators = tuple[PlannedBatches | None, PlannedBatches | None, PlannedBatches | None]
@@ -175,7 +176,7 @@ class TrainingLoop:
         self._note(args, number, planned, outcome, optimizer, iteration_time_s)
         if self._refit is not None:
             self._refit.end(number, planned, iteration_time_s, data_iterator)
-        loss = torch.tensor([outcome.loss.mean], dtype=torch.float32, device=engine.device)
+        loss = to_device(torch.tensor([outcome.loss.mean], dtype=torch.float32), engine.device)
         losses = {"lm loss": loss} if outcome.loss.num_tokens else {}
         skipped = 0 if outcome.updated else 1
         return losses, skipped, False, False, 0, outcome.gradient_norm, None, None

@@ -71,7 +71,7 @@ class ShardedAdamW:
             self._group(False, 0.0),
         ]
         """Upstream's scheduler writes ``lr`` and ``weight_decay`` here."""
-        self._loss_scale = torch.ones(1, device=shards.parameters.device)
+        self._loss_scale = torch.ones(1)  # on the host: upstream's loop reads it every iteration
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """bf16 and fp32 need no loss scale."""
