@@ -154,7 +154,7 @@ _MODEL = {
     "--no-rope-fusion": _always("unfused rotation"),
     "--no-persist-layer-norm": _always("no persistent norm kernel"),
     "--no-gradient-accumulation-fusion": Honoured(
-        "a kernel of its own adds each weight's gradient; so anyway without apex", differs=True
+        "a separate kernel adds each weight gradient; always so without apex", differs=True
     ),
     "--disable-jit-fuser": Honoured("no compiled fusions"),
 }

@@ -302,7 +302,7 @@ class _Job:
             )
             if self._has_cuda and not has_fused_weight_gradients():
                 print(
-                    "weight gradients: a kernel of its own adds each (apex's "
+                    "weight gradients: each is added by a separate kernel (apex's "
                     "fused_weight_gradient_mlp_cuda is not installed)",
                     flush=True,
                 )
