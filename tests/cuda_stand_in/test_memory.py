@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
 from megatron.hydraulis.runtime.memory_trial import CudaGauge
 from tests.cuda_stand_in import device
-from tests.cuda_stand_in.lone_ranks import run_alone
+from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.role_memory import Role, measure, try_out
 
 GIB = 2**30
@@ -179,6 +181,22 @@ def test_a_trial_bears_a_planned_limit_out() -> None:
         moment.bytes_per_token for moment in model_of(role).moments(role.scheme, role.stage)
     )
     assert result.trial.bytes_per_token == pytest.approx(slope, rel=0.1)
+
+
+def test_communicators_are_as_many_as_predicted(tmp_path: Path) -> None:
+    role = FEW[0]
+    run_alone(
+        measure,
+        role,
+        role.scheme.token_quantum,
+        num_ranks=role.num_ranks,
+        ranks=[role.rank],
+        logs=tmp_path,
+        **DEVICE_SETTINGS,
+    )
+    found = re.findall(r" COMM \d+ id \S+ size (\d+) ", log_of(tmp_path, role.rank).read_text())
+    with_others = [size for size in found if size != "1"]
+    assert len(with_others) == PoolFootprint.of(role.pool).num_communicators
 
 
 def peaks_of_a_gauge() -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import MemoryModel, ModelShape, Recompute, device_constants
 from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
 from megatron.hydraulis.scheme import Scheme
@@ -205,6 +206,24 @@ def test_communicators_of_a_rank() -> None:
     pool = Pool.of(*(Strategy.parse(text, 32, ranks_per_node=8) for text in texts))
     # Of tp 4 and cp 4, which have the same ranks, pp, cp 2 and tp 16.
     assert PoolFootprint.of(pool).num_communicators == 2 + 4
+
+
+@pytest.mark.parametrize(
+    ("which", "number"),
+    [
+        (["--schemes", "tp2", "tp2cp4pp2", "--num-ranks", "64"], 5),
+        (["--pool", "examples/pool_64_ranks.json"], None),
+    ],
+    ids=["schemes", "pool"],
+)
+def test_estimate_tells_of_communicators(
+    which: list[str], number: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", "examples/model_llama32b.json", "--device", "a800-80"]
+    assert main(["estimate", *model, *which]) == 0
+    if number is None:
+        number = PoolFootprint.of(Pool.read(which[1])).num_communicators
+    assert f"a rank makes up to {number} communicators" in capsys.readouterr().out
 
 
 def test_tied_embeddings_are_held_once_by_one_stage_and_twice_by_two() -> None:
