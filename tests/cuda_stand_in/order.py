@@ -30,7 +30,7 @@ class Call:
     """One call of NCCL."""
 
     kind: str
-    """Its name without "nccl", such as AllReduce."""
+    """Its name without "nccl", such as AllReduce, or Join: the making of the communicator."""
     communicator: str
     place: int
     """The caller's rank in the communicator."""
@@ -121,6 +121,12 @@ def read_log(path: Path) -> RankLog:
         elif found := _COMMUNICATOR.match(what):
             number, identity, size, place = found.groups()
             joined[number] = (names.get(identity, identity), int(size), int(place))
+            # At its first call, also one between two of them, all ranks of it wait for one another.
+            call = Call("Join", joined[number][0], int(place), count=0, dtype=0)
+            if depth:
+                group.append(call)
+            else:
+                operations.append(Operation((call,), phase))
         elif kind == "GROUP":
             depth += 1 if what == "GROUP start" else -1
             if depth == 0 and group:

@@ -54,8 +54,8 @@ def test_calls_that_match_have_an_order(tmp_path: Path) -> None:
         pair(collective(), "KERNEL stream 0x10 add", message("Send", 1), collective(), place=0),
         pair(collective(), message("Recv", 0), collective(), place=1),
     )
-    assert report.num_operations == (3, 3)
-    assert report.num_exchanges == 3
+    assert report.num_operations == (4, 4)  # joining the communicator is one
+    assert report.num_exchanges == 4
     assert report.mismatches == report.cycle == ()
     assert "one order holds all" in str(report)
 
@@ -72,7 +72,7 @@ def test_calls_that_match_have_an_order(tmp_path: Path) -> None:
             collective(kind="Broadcast").replace("peer -1", "peer 1"),
             "root 0.*root 1",
         ),
-        (collective(), "MARK nothing", r"unequal numbers of collectives, by rank \{0: 1, 1: 0\}"),
+        (collective(), "MARK nothing", r"unequal numbers of collectives, by rank \{0: 2, 1: 1\}"),
         (message("Send", 1), message("Recv", 0, count=9), "sent as 8 .* received as 9"),
         (message("Send", 1), "MARK nothing", "1 are sent but 0 received"),
     ],
@@ -102,7 +102,28 @@ def test_a_communicator_may_have_another_id_on_every_rank(tmp_path: Path) -> Non
     ]
     report = check(tmp_path, *logs)
     assert report.mismatches == ()
-    assert report.num_exchanges == 1
+    assert report.num_exchanges == 2
+
+
+def test_a_communicator_is_joined_by_all_of_its_ranks_at_once(tmp_path: Path) -> None:
+    """Two of three exchange a message; the third comes to the communicator later, or too late."""
+
+    def log(rank: int, *lines: str) -> list[str]:
+        return [joins(1, "pair", rank - 1), *lines] if rank else list(lines)
+
+    def report(*last: str) -> OrderReport:
+        return check(
+            tmp_path,
+            log(0, joins(0, "all", 0, size=3), message("Send", 1)),
+            log(1, joins(0, "all", 1, size=3), message("Recv", 0), collective(1)),
+            log(2, *last),
+        )
+
+    join = joins(0, "all", 2, size=3)
+    assert report(join, collective(1)).cycle == ()
+    late = report(collective(1), join)
+    assert late.mismatches == ()
+    assert [(wait.rank, wait.for_rank) for wait in late.cycle] == [(1, 2), (2, 1)]
 
 
 def test_two_ranks_that_wait_for_one_another(tmp_path: Path) -> None:
@@ -115,8 +136,8 @@ def test_two_ranks_that_wait_for_one_another(tmp_path: Path) -> None:
     assert [(wait.rank, wait.for_rank) for wait in report.cycle] == [(0, 1), (1, 0)]
     assert [wait.operation.phase for wait in report.cycle] == ["scatter", "schedule"]
     assert (
-        "rank 0, operation 0, scatter: AllReduce of 8 on ranks [0, 1] waits for rank 1's operation "
-        "1, scatter: AllReduce of 8 on ranks [0, 1]" in str(report)
+        "rank 0, operation 1, scatter: AllReduce of 8 on ranks [0, 1] waits for rank 1's operation "
+        "2, scatter: AllReduce of 8 on ranks [0, 1]" in str(report)
     )
 
 
@@ -153,7 +174,7 @@ def test_the_calls_of_a_group_are_under_way_together(tmp_path: Path) -> None:
     assert len(apart.cycle) == 2
     together = check(tmp_path, pair(group(*calls(1)), place=0), pair(group(*calls(0)), place=1))
     assert together.cycle == ()
-    assert together.num_operations == (1, 1)
+    assert together.num_operations == (2, 2)
     one_side = check(
         tmp_path,
         pair(group(*calls(1)), place=0),
@@ -169,6 +190,6 @@ def test_groups_within_groups_are_one(tmp_path: Path) -> None:
         pair(group(*inner, *group(collective())), place=0),
         pair(group(message("Send", 0), message("Recv", 0), collective()), place=1),
     )
-    assert report.num_operations == (1, 1)
-    assert report.num_exchanges == 3
+    assert report.num_operations == (2, 2)
+    assert report.num_exchanges == 4
     assert report.cycle == ()
