@@ -45,6 +45,7 @@ class Role:
     parameter_bytes: int = 2
     sequence_parallel: bool = True
     cp_comm_type: str = "p2p"
+    qk_norms: bool = False
     context_size: int | None = None
     """Ranks that share a row; all cp ranks where None."""
     ranks_per_node: int = 8
@@ -63,6 +64,7 @@ class Role:
             f"{' '.join(recompute.modules)}"
             if recompute.granularity
             else "",
+            "norms of queries and keys" if self.qk_norms else "",
             "tied" if self.shape.tied_embeddings else "",
         ]
         return " ".join(" ".join(part.split()) for part in parts if part)
@@ -191,6 +193,7 @@ def definition_of(role: Role) -> ModelDefinition:
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         normalization=normalization,
+        qk_layernorm=role.qk_norms,
         gated_linear_unit=shape.gated_mlp,
         activation_func=F.silu if shape.gated_mlp else F.gelu,
         add_bias_linear=not shape.gated_mlp,
@@ -209,7 +212,9 @@ def definition_of(role: Role) -> ModelDefinition:
     )
     return ModelDefinition(
         transformer=transformer,
-        layer_spec=get_gpt_layer_local_spec(normalization=normalization),
+        layer_spec=get_gpt_layer_local_spec(
+            normalization=normalization, qk_layernorm=role.qk_norms
+        ),
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.vocab_size,
         max_sequence_length=LONGEST_TOKENS,

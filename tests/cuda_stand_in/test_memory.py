@@ -103,6 +103,10 @@ MORE = (
     Role(shape=M70, strategy="2*tp8pp4", rank=8),
     Role(shape=M7, strategy="4*tp1cp8pp2"),
     Role(shape=M7, strategy="4*tp1cp8pp2", recompute=EVERY_LAYER),
+    Role(shape=M8, strategy="32*tp2", qk_norms=True),
+    Role(shape=M8, strategy="32*tp2", qk_norms=True, recompute=ATTENTION),
+    Role(shape=M7, strategy="16*tp4", qk_norms=True),
+    Role(shape=M8, strategy="4*tp4cp4", qk_norms=True),
     Role(shape=M7, strategy="16*tp4", sequence_parallel=False),
     Role(shape=M7, strategy="16*tp4", parameter_bytes=4),
     Role(shape=M7, strategy="16*tp2pp2", parameter_bytes=4),
@@ -120,6 +124,7 @@ def model_of(role: Role) -> MemoryModel:
         sequence_parallel=role.sequence_parallel,
         recompute=role.recompute,
         cp_comm_type=role.cp_comm_type,
+        qk_norms=role.qk_norms,
         ranks_per_node=role.ranks_per_node,
         pool=PoolFootprint.of(role.pool),
     )

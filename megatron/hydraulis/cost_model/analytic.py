@@ -78,6 +78,8 @@ class AnalyticCostModel:
     """Takes the place of what the memory model says, for every scheme."""
     cp_comm_type: str = "p2p"
     """How cp ranks exchange keys and values, one of `context_ways.CP_COMM_TYPES`."""
+    qk_norms: bool = False
+    """Whether queries and keys pass through norms, for the memory model."""
     pool: PoolFootprint | None = None
     """Of the job, for the memory model."""
 
@@ -120,6 +122,7 @@ class AnalyticCostModel:
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
             cp_comm_type=self.cp_comm_type,
+            qk_norms=self.qk_norms,
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,
         )

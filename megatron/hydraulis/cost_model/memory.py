@@ -29,11 +29,11 @@ at that moment alone, always in the backward of the last layer or behind it:
 
 Kept by a layer, per token, in elements (h hidden, q queries, k keys or values, f width of the MLP):
 4h, inputs and outputs of both norms; q + 2k, queries and keys turned and a copy of the values, so
-that the fused output of the linear layer can be freed; q, attention's output, and an fp32 number a
-head; 2f and f, the output of fc1 and the input of fc2 (f and f without a gate). An all-to-all over
-cp ranks keeps q more, the output before it goes back, and keys and values as often as heads are
-copied. Beside its layers a stage keeps its output, the last one that of the final norm, and cosines
-and sines, which no tp divides.
+that the fused output of the linear layer can be freed, which norms of queries and keys keep; q,
+attention's output, and an fp32 number a head; 2f and f, the output of fc1 and the input of fc2 (f
+and f without a gate). An all-to-all over cp ranks keeps q more, the output before it goes back, and
+keys and values as often as heads are copied. Beside its layers a stage keeps its output, the last
+one that of the final norm, and cosines and sines, which no tp divides.
 
 Full recompute keeps the inputs of the recomputed chunks, and one chunk is there whole. Selective
 recompute of the MLP keeps what is inside it of one layer only; that of core attention keeps what
@@ -113,6 +113,8 @@ class MemoryModel:
     """Which activations the backward computes again."""
     cp_comm_type: str = "p2p"
     """How cp ranks exchange keys and values, one of `context_ways.CP_COMM_TYPES`."""
+    qk_norms: bool = False
+    """Whether queries and keys pass through norms of their own."""
     ranks_per_node: int | None = None
     """None where all ranks are in one node."""
     pool: PoolFootprint | None = None
@@ -276,6 +278,8 @@ class MemoryModel:
         if self.recompute.drops_core_attention:
             kept += self._given_to_attention_per_token(scheme)
             kept += self._token(scheme).query  # attention's output
+            if self.qk_norms:
+                kept += self._token(scheme).query + self._token(scheme).key
             kept -= self._kept_by_attention_per_token(scheme)
         return kept
 
@@ -293,6 +297,9 @@ class MemoryModel:
         token = self._token(scheme)
         per_head = _FP32_BYTES * self.shape.num_attention_heads / scheme.tp
         kept = self._attended_per_token(scheme) + token.query + per_head
+        if self.qk_norms:  # their inputs keep the linear layer's output, and the values in it
+            kept += self._given_to_attention_per_token(scheme) + 2 * per_head
+            kept -= token.key if scheme.cp == 1 else 0.0
         return kept + token.query if self._exchanges_heads(scheme) else kept
 
     def _attended_per_token(self, scheme: Scheme) -> float:

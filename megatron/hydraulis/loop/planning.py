@@ -191,6 +191,7 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
         recompute=recompute_of(resolved.args),
         max_tokens_per_micro_batch=resolved.hydraulis.max_tokens_per_micro_batch,
         cp_comm_type=resolved.args.cp_comm_type[0],
+        qk_norms=resolved.args.qk_layernorm,
         pool=PoolFootprint.of(pool),
     )
 

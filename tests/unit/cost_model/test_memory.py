@@ -134,6 +134,16 @@ def test_recomputed_attention_keeps_a_copy_of_grouped_queries() -> None:
     assert recomputed["loss"] - usual["loss"] == pytest.approx(more)
 
 
+def test_norms_of_queries_and_keys_keep_the_fused_output() -> None:
+    grouped = replace(LLAMA_7B, num_query_groups=8)
+    usual = per_token(memory(grouped), Scheme())
+    found = per_token(replace(memory(grouped), qk_norms=True), Scheme())
+    # It with a copy of the queries, but no copy of the values; two numbers a head.
+    key = grouped.num_query_groups * grouped.kv_channels
+    more = 2 * (2 * HIDDEN + 2 * key) - 2 * key + 2 * 4 * HEADS
+    assert found["loss"] - usual["loss"] == pytest.approx(LLAMA_7B.num_layers * more)
+
+
 WORKSPACES = 64 * 2**20
 
 
