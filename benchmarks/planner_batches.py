@@ -57,6 +57,16 @@ class LengthDistribution:
                     break
         return batch
 
+    def draw(
+        self, seed: int, num: int, cut_tokens: int = CONTEXT_TOKENS, *, shortest_tokens: int = 1
+    ) -> list[int]:
+        """So many documents that are long enough, drawn with replacement."""
+        is_drawn = self._lengths >= shortest_tokens
+        lengths, shares = self._lengths[is_drawn], self._shares[is_drawn]
+        generator = np.random.default_rng(seed)
+        drawn = generator.choice(lengths, size=num, p=shares / shares.sum())
+        return [min(int(length), cut_tokens) for length in drawn]
+
 
 def cost_model() -> ProfileCostModel:
     """Llama of 32B parameters on A800."""

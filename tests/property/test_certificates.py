@@ -16,7 +16,7 @@ from megatron.hydraulis.planner.relaxation import Relaxation
 from megatron.hydraulis.planner.replica_bounds import fewest_micro_batches, replica_bound_ms
 from megatron.hydraulis.planner.replica_packing import ReplicaPacker
 from megatron.hydraulis.planner.solver import Deadline, Solver
-from megatron.hydraulis.planner.strategy_search import StrategySearch
+from megatron.hydraulis.planner.strategy_search import TARGET_GAP, StrategySearch
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.brute_force import (
@@ -54,7 +54,7 @@ class Instance:
             solver=Solver(Deadline(None)),
         )
 
-    def searched(self, *, max_small_batch: int) -> StrategySearch:
+    def searched(self) -> StrategySearch:
         """The search with its bound raised and its plans improved."""
         schemes = [
             Scheme(pp=figures.num_stages, tp=1, cp=1) for figures in self.replicas
@@ -71,7 +71,6 @@ class Instance:
             packers.__getitem__,
             Solver(Deadline(None)),
             overhead_ms=0.0,
-            max_small_batch=max_small_batch,
         )
         search.start()
         search.raise_bound()
@@ -131,32 +130,30 @@ def test_no_bound_is_above_the_best_plan(instance: Instance) -> None:
         assert not relaxation.is_impossible(optimum_ms * (1 + ROUNDING))
 
 
-@given(instances())
-def test_search_ends_between_its_bound_and_twice_the_best_plan(
-    instance: Instance,
-) -> None:
-    # Without the look at all plans, as for larger batches.
-    search = instance.searched(max_small_batch=0)
+@given(instances(max_sequences=7))
+def test_search_ends_between_its_bound_and_twice_the_best_plan(instance: Instance) -> None:
+    search = instance.searched()
     optimum_ms = instance.optimum_ms
     assert search.bound_ms <= optimum_ms * (1 + ROUNDING)
     assert optimum_ms <= search.found_ms * (1 + ROUNDING)
-    # Of 2,500 such batches 96 % got the best plan, 99 % one within 1 %, the worst 1.46 times it.
+    # Of 2,500 such batches 98 % got the best plan, 99.7 % one within 1 %, the worst 1.03 times it;
+    # of others one got 1.46 times the best.
     assert search.found_ms <= 2.0 * optimum_ms * (1 + ROUNDING)
     candidate = search.candidate()
     assert candidate.makespan_ms == search.found_ms
     for stage in (candidate.dispatch, candidate.packing):
         assert stage.bound_ms <= candidate.makespan_ms
-
-
-@given(instances(max_sequences=7))
-def test_few_sequences_get_the_best_plan_and_its_proof(instance: Instance) -> None:
-    search = instance.searched(max_small_batch=8)
-    optimum_ms = instance.optimum_ms
-    assert search.found_ms == pytest.approx(optimum_ms, rel=ROUNDING)
-    candidate = search.candidate()
-    for stage in (candidate.dispatch, candidate.packing):
-        assert stage.bound_ms == candidate.makespan_ms
-        assert stage.status == "certified"
+    # A certificate says how much better the best plan can be at most.
+    if candidate.dispatch.status == "certified":
+        assert optimum_ms >= search.found_ms * (1 - TARGET_GAP) * (1 - ROUNDING)
+    assert search.best is not None
+    # The bound of packing holds for the dispatch that was found.
+    least_ms = max(
+        best_replica_time_ms([instance.lengths[i] for i in share], figures)
+        for share, figures in zip(search.best.shares, instance.replicas, strict=True)
+    )
+    assert candidate.packing.bound_ms <= least_ms * (1 + ROUNDING)
+    assert least_ms <= candidate.makespan_ms * (1 + ROUNDING)
 
 
 @settings(max_examples=6)
@@ -167,10 +164,10 @@ def test_eight_sequences_on_three_replicas(
     roomy = ReplicaFigures(1e-3, 0.1, 2.0, 90, num_stages=2)
     instance = Instance(lengths, [roomy, *others])
     optimum_ms = instance.optimum_ms
-    assert instance.searched(max_small_batch=8).found_ms == pytest.approx(optimum_ms, rel=ROUNDING)
-    general = instance.searched(max_small_batch=0)
-    assert general.bound_ms <= optimum_ms * (1 + ROUNDING)
-    assert optimum_ms <= general.found_ms * (1 + ROUNDING)
+    search = instance.searched()
+    assert search.bound_ms <= optimum_ms * (1 + ROUNDING)
+    assert optimum_ms <= search.found_ms * (1 + ROUNDING)
+    assert search.found_ms <= 2.0 * optimum_ms * (1 + ROUNDING)
 
 
 @given(lengths_of(6), figures(st.integers(1, 5)))
@@ -236,10 +233,9 @@ def test_the_plan_that_a_bound_once_excluded() -> None:
     )
     assert instance.optimum_ms == pytest.approx(1502.0, abs=0.1)
     assert not instance.relaxation().is_impossible(1502.1)
-    for max_small_batch in (0, 8):
-        search = instance.searched(max_small_batch=max_small_batch)
-        assert search.bound_ms <= instance.optimum_ms * (1 + ROUNDING)
-        assert search.found_ms == pytest.approx(instance.optimum_ms)
+    search = instance.searched()
+    assert search.bound_ms <= instance.optimum_ms * (1 + ROUNDING)
+    assert search.found_ms == pytest.approx(instance.optimum_ms)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
@@ -265,7 +261,7 @@ def test_replicas_that_are_each_good_at_something() -> None:
     )
     bound_ms = dispatch_bound_ms(instance.lengths, instance.costs)
     assert 0.6 * instance.optimum_ms <= bound_ms <= instance.optimum_ms
-    assert instance.searched(max_small_batch=0).found_ms == pytest.approx(instance.optimum_ms)
+    assert instance.searched().found_ms == pytest.approx(instance.optimum_ms)
 
 
 LONGER = st.lists(st.integers(1, 60), min_size=9, max_size=24)
@@ -273,7 +269,7 @@ LONGER = st.lists(st.integers(1, 60), min_size=9, max_size=24)
 
 @settings(max_examples=25)
 @given(instances(), st.sampled_from([1, 10, 60]))
-def test_a_larger_limit_never_makes_few_sequences_slower(instance: Instance, more: int) -> None:
+def test_a_larger_limit_keeps_the_plans_of_a_smaller_one(instance: Instance, more: int) -> None:
     larger = Instance(
         instance.lengths,
         [
@@ -283,9 +279,8 @@ def test_a_larger_limit_never_makes_few_sequences_slower(instance: Instance, mor
             for r in instance.replicas
         ],
     )
-    before, after = instance.searched(max_small_batch=8), larger.searched(max_small_batch=8)
-    assert after.found_ms <= before.found_ms * (1 + ROUNDING)
-    assert after.bound_ms <= before.bound_ms * (1 + ROUNDING)
+    # The bound is below every plan that the smaller limit allows, also the best one.
+    assert larger.searched().bound_ms <= instance.optimum_ms * (1 + ROUNDING)
 
 
 @settings(max_examples=10)
@@ -300,7 +295,7 @@ def test_the_bound_of_a_larger_limit_is_below_the_plan_of_a_smaller_one(
         )
         for r in replicas
     ]
-    found_ms = Instance(lengths, replicas).searched(max_small_batch=8).found_ms
+    found_ms = Instance(lengths, replicas).searched().found_ms
     # That plan keeps the larger limit as well.
     assert not Instance(lengths, larger).relaxation().is_impossible(found_ms * (1 + ROUNDING))
 

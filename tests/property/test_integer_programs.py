@@ -1,4 +1,4 @@
-"""Dispatch and packing as integer programs, against programs set up here for scipy's solver.
+"""Packing, dispatch, whole plans and brute force against programs set up here for scipy's solver.
 
 The programs here share no row with the planner's: they hold every sequence, micro-batch and
 operation one by one and nothing is rounded, bucketed or cut.
@@ -18,8 +18,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.plan_check.schedule import simulated_time_ms
 from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.class_dispatch import dispatch_by_program
 from megatron.hydraulis.planner.dispatch import dispatch
-from megatron.hydraulis.planner.dispatch_milp import solve_dispatch
 from megatron.hydraulis.planner.improve import Assignment
 from megatron.hydraulis.planner.modes import ReplicaClass
 from megatron.hydraulis.planner.packing import SchemeCost
@@ -36,6 +36,7 @@ from megatron.hydraulis.planner.solver import (
     solve,
 )
 from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.brute_force import best_makespan_ms, best_replica_time_ms, figures_of
 from tests.support.planning import TableCostModel
 
 # What both solvers may be off by: their gaps and tolerances.
@@ -322,12 +323,12 @@ def test_no_dispatch_that_exists_is_called_impossible(
         ReplicaClass.of(costs), sorted(lengths), num_buckets=num_buckets, solver=new_solver()
     )
     time_ms = best_ms * (1 + CLOSE) + share * (greedy.makespan_ms - best_ms)
-    answer = solve_dispatch(relaxation, time_ms, lengths, of_replica, greedy.packed)
-    assert not answer.is_impossible
+    assert not relaxation.is_impossible(time_ms)
+    shares = dispatch_by_program(relaxation, time_ms, lengths, of_replica)
     assert relaxation.solver.trouble is None
-    assert answer.shares is not None
-    assert sorted(i for held in answer.shares for i in held) == list(range(len(lengths)))
-    for held, cost in zip(answer.shares, costs, strict=True):
+    assert shares is not None
+    assert sorted(i for held in shares for i in held) == list(range(len(lengths)))
+    for held, cost in zip(shares, costs, strict=True):
         assert all(lengths[i] <= cost.max_tokens for i in held)
         assert held == sorted(held, key=lambda i: (-lengths[i], i))
     # Half of the work that has to be done cannot be all of it.
@@ -335,8 +336,23 @@ def test_no_dispatch_that_exists_is_called_impossible(
         min(cost.coefficients.time_ms((n,)) for cost in costs if n <= cost.max_tokens)
         for n in lengths
     )
-    short = solve_dispatch(relaxation, 0.5 * least_ms, lengths, of_replica, greedy.packed)
-    assert short.is_impossible
+    assert relaxation.is_impossible(0.5 * least_ms)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=5), single_stage_costs())
+def test_brute_force_finds_scipys_optimum(lengths: list[int], costs: list[SchemeCost]) -> None:
+    """What other tests hold plans against."""
+    found_ms = best_makespan_ms(lengths, [figures_of(cost) for cost in costs])
+    assert found_ms == pytest.approx(least_makespan_ms(lengths, costs), rel=CLOSE)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(2, 3))
+def test_brute_force_finds_scipys_shortest_pipeline(lengths: list[int], num_stages: int) -> None:
+    cost = cost_of(0.02, 0.3, 4.0, max_tokens=max(lengths) + 10, num_stages=num_stages)
+    best_ms = min(least_pipeline_ms(lengths, cost, num) for num in range(1, len(lengths) + 1))
+    assert best_replica_time_ms(lengths, figures_of(cost)) == pytest.approx(best_ms, rel=CLOSE)
 
 
 POOLS = [("tp2", "2*tp1"), ("tp2+2*tp1", "2*tp2"), ("3*tp1+idle",)]

@@ -12,8 +12,8 @@ from megatron.hydraulis.planner.long_search import search_long
 from megatron.hydraulis.planner.long_sequences import LongSequences, long_sequences
 from megatron.hydraulis.planner.modes import ReplicaClass
 from megatron.hydraulis.planner.packing import SchemeCost
-from megatron.hydraulis.planner.small_batch import best_small_plan
 from megatron.hydraulis.planner.solver import Deadline, Solver
+from tests.support.brute_force import best_makespan_ms, figures_of
 
 LIMIT = 400
 ROUNDING = 1e-9
@@ -48,18 +48,9 @@ FREE = SchemeCost(Coefficients(0.0, 0.0, 0.0), LIMIT, 2)
 def test_the_least_possible_time_is_not_impossible(
     costs: list[SchemeCost], lengths: list[int]
 ) -> None:
-    classes = ReplicaClass.of(costs)
-    plan = best_small_plan(lengths, classes, math.inf)
-    assert plan is not None
-    times_ms = [
-        pipeline_time_ms(
-            [cost.coefficients.time_ms(lengths[i] for i in share) for share in micro_batches],
-            cost.num_stages,
-        )
-        for cost, micro_batches in zip(costs, plan.micro_batches, strict=True)
-    ]
-    program = LongSequences(classes, lengths, Solver(Deadline(None)))
-    assert not program.is_impossible(max(times_ms) * (1.0 + ROUNDING))
+    best_ms = best_makespan_ms(lengths, [figures_of(cost) for cost in costs])
+    program = LongSequences(ReplicaClass.of(costs), lengths, Solver(Deadline(None)))
+    assert not program.is_impossible(best_ms * (1.0 + ROUNDING))
 
 
 @given(replica_costs(), LENGTHS)

@@ -10,11 +10,18 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ReplicaFigures", "best_makespan_ms", "best_replica_time_ms", "best_replica_times_ms"]
+__all__ = [
+    "ReplicaFigures",
+    "best_makespan_ms",
+    "best_replica_time_ms",
+    "best_replica_times_ms",
+    "figures_of",
+]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -33,6 +40,14 @@ class ReplicaFigures:
     c_ms: float
     max_tokens: int
     num_stages: int = 1
+
+
+def figures_of(cost: Any) -> ReplicaFigures:
+    """Of what the planner calls a scheme's cost."""
+    each = cost.coefficients
+    return ReplicaFigures(
+        each.a_ms_per_token2, each.b_ms_per_token, each.c_ms, cost.max_tokens, cost.num_stages
+    )
 
 
 def best_makespan_ms(lengths: Sequence[int], replicas: Sequence[ReplicaFigures]) -> float:

@@ -1,4 +1,4 @@
-"""Buckets of lengths: few enough for an integer program, with edges that round as little as can be.
+"""Buckets of lengths: few enough for a linear program, with edges that round as little as can be.
 
 A bucket stands for its sequences by its shortest one. Rounding *down* keeps every bound a bound:
 a batch of shorter sequences takes no longer.

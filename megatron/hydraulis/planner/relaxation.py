@@ -1,18 +1,16 @@
 """Can any dispatch and packing finish within a given time? A program that can say no.
 
 For a time T each class of equal replicas can run in several modes (see modes.py). The program
-spreads buckets of sequences over modes and minimises the tokens left over. If some are left over
-at the optimum, no plan finishes within T. As a linear program over tokens it takes milliseconds;
-over whole sequences and whole replicas it is an integer program that says no more often, and
-whose answer is a dispatch to classes.
+spreads the tokens of buckets over modes and minimises the tokens left over. If some are left over
+at the optimum, no plan finishes within T. It takes milliseconds, and its answer says how much of
+each bucket goes to which class.
 
 Fractions would make large sequences too easy. Dual feasible functions of the share of a replica's
 work (or of a micro-batch's tokens) that a sequence takes bring back what they cost: see
 dual_feasible.py.
 
-All lengths round down. The linear program takes the tokens of a bucket as they are, ``s²`` as
-``low·s``, and as few sequences as if all were the longest of the bucket. The integer program takes
-every sequence as the shortest.
+All lengths round down: the tokens of a bucket count as they are, ``s²`` as ``low·s``, and there are
+as few sequences as if all were the longest of the bucket.
 """
 
 import math
@@ -55,8 +53,8 @@ FloatArray = NDArray[np.float64]
 class Program:
     """The program for one time.
 
-    Columns: what of each bucket goes to each mode (bucket by bucket), replicas in each mode, what
-    of each bucket is left over. The unit is a token, or a sequence in the integer program.
+    Columns: tokens of each bucket in each mode (bucket by bucket), replicas in each mode, tokens of
+    each bucket that are left over.
     """
 
     model: LinearModel
@@ -97,15 +95,13 @@ class Relaxation:
         if program is None:
             return True
         solution = self.solver.solve(program.model, SolverLimits())
-        return solution.outcome is Outcome.OPTIMAL and self.leaves_tokens(solution.bound)
+        return solution.outcome is Outcome.OPTIMAL and self._leaves_tokens(solution.bound)
 
-    def leaves_tokens(self, num_tokens: float) -> bool:
+    def _leaves_tokens(self, num_tokens: float) -> bool:
         """Whether a bound on the tokens left over is more than a rounding error."""
         return num_tokens > LEFT_OVER_FRACTION * self._num_tokens
 
-    def program(
-        self, time_ms: float, *, is_integral: bool = False, longest_fill: float = math.inf
-    ) -> Program | None:
+    def program(self, time_ms: float, *, longest_fill: float = math.inf) -> Program | None:
         """The program for a time; None when a sequence has no place at all within it.
 
         longest_fill: share of the time that a sequence may take in a pipeline when it could go
@@ -139,7 +135,7 @@ class Relaxation:
             return None
         if longest_fill < math.inf:
             able &= self._fills(modes, able, longest_fill * time_ms)
-        model = self._model(modes, able, is_integral)
+        model = self._model(modes, able)
         if longest_fill < math.inf:
             for column, mode in enumerate(modes):
                 if self.classes[mode.replica_class].cost.num_stages > 1:
@@ -224,16 +220,11 @@ class Relaxation:
             return ()
         return choose_lumps(lengths[::-1], cost.max_tokens)
 
-    def _model(
-        self,
-        modes: Sequence[Mode],
-        able: NDArray[np.bool_],
-        is_integral: bool,
-    ) -> LinearModel:
+    def _model(self, modes: Sequence[Mode], able: NDArray[np.bool_]) -> LinearModel:
         num_buckets, num_modes = able.shape
         num_spread = num_buckets * num_modes
         num_columns = num_spread + num_modes + num_buckets
-        uses = [self._uses(mode, is_integral) for mode in modes]
+        uses = [self._uses(mode) for mode in modes]
         num_uses = sum(len(of_mode) for of_mode in uses)
         num_rows = num_buckets + num_uses + 2 * len(self.classes)
         matrix = np.zeros((num_rows, num_columns))
@@ -241,8 +232,7 @@ class Relaxation:
         for place, bucket in enumerate(self.buckets):
             matrix[place, place * num_modes : (place + 1) * num_modes] = 1.0
             matrix[place, num_spread + num_modes + place] = 1.0
-            supply = bucket.num_sequences if is_integral else bucket.num_tokens
-            row_lower[place] = row_upper[place] = supply
+            row_lower[place] = row_upper[place] = bucket.num_tokens
         row = num_buckets
         for column, of_mode in enumerate(uses):
             for use, room in of_mode:
@@ -261,7 +251,7 @@ class Relaxation:
         upper = np.full(num_columns, np.inf)
         upper[:num_spread] = np.where(able, np.inf, 0.0).ravel()
         cost = np.zeros(num_columns)
-        cost[num_spread + num_modes :] = self._low if is_integral else 1.0
+        cost[num_spread + num_modes :] = 1.0
         return LinearModel(
             cost=cost,
             lower=np.zeros(num_columns),
@@ -269,17 +259,16 @@ class Relaxation:
             matrix=matrix,
             row_lower=row_lower,
             row_upper=row_upper,
-            is_integral=np.ones(num_columns, dtype=bool) if is_integral else None,
         )
 
-    def _uses(self, mode: Mode, is_integral: bool) -> list[tuple[FloatArray, float]]:
-        """What a unit of each bucket uses up in a mode, and how much of it a replica has."""
+    def _uses(self, mode: Mode) -> list[tuple[FloatArray, float]]:
+        """What a token of each bucket uses up in a mode, and how much of it a replica has."""
         cost = self.classes[mode.replica_class].cost
         a, b = cost.coefficients.a_ms_per_token2, cost.coefficients.b_ms_per_token
         work_share = (a * self._low + b) * self._low / max(mode.work_ms, _LEAST_WORK_MS)
         token_share = self._low / cost.max_tokens
-        # Units a sequence, at least: none in the integer program, tokens in the other.
-        shortest, longest = (1.0, 1.0) if is_integral else (self._low, self._high)
+        # A sequence has at least and at most so many tokens.
+        shortest, longest = self._low, self._high
         tier = mode.tier
         num_micro_batches = float(mode.num_micro_batches)
         uses = [(work_share / shortest, 1.0), (token_share / shortest, num_micro_batches)]

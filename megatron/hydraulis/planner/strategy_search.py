@@ -1,7 +1,6 @@
 """Bound and best plan of one strategy for one batch, each made better on demand."""
 
 import heapq
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,6 @@ from megatron.hydraulis.planner.class_dispatch import (
     without_short,
 )
 from megatron.hydraulis.planner.dispatch import dispatch
-from megatron.hydraulis.planner.dispatch_milp import solve_dispatch
 from megatron.hydraulis.planner.improve import Assignment, improve
 from megatron.hydraulis.planner.long_search import search_long
 from megatron.hydraulis.planner.long_sequences import LongSequences, long_sequences
@@ -25,7 +23,6 @@ from megatron.hydraulis.planner.polish import Effort
 from megatron.hydraulis.planner.relaxation import Relaxation
 from megatron.hydraulis.planner.replica_bounds import fewest_micro_batches, replica_bound_ms
 from megatron.hydraulis.planner.replica_packing import Packed, ReplicaPacker
-from megatron.hydraulis.planner.small_batch import MAX_SMALL_BATCH, best_small_plan, is_small
 from megatron.hydraulis.planner.solver import Solver
 from megatron.hydraulis.planner.wave_packer import WavePacker
 from megatron.hydraulis.strategy import Strategy
@@ -37,7 +34,6 @@ TARGET_GAP = 1e-3
 
 # Buckets of the programs: fewer round more, more take longer.
 _NUM_BUCKETS = 32
-_NUM_INTEGER_BUCKETS = 16
 # Of one strategy's search, in the unit of Effort: about 0.5 s on one core.
 _EFFORT = 4.5e7
 # Added at the end, to pack the slowest replicas of the best plan.
@@ -56,12 +52,9 @@ _NUM_IMPROVED = 3
 _LONG_TIMES = (0.05,)
 # Gaps below which the dearer searches are not worth their time.
 _PIPELINE_GAP = 2e-3
-_INTEGER_GAP = 5e-3
 _LONG_GAP = 3e-3
-# Times of the integer programs, as shares of the stretch between bound and best plan, and the
-# effort to improve each of their dispatches.
-_INTEGER_TIMES = (0.5, 0.1, 0.3)
-_INTEGER_EFFORT = 6e6
+# To improve a dispatch of the long sequences.
+_LONG_EFFORT = 6e6
 # Sequences times micro-batches up to which packing as an integer program takes a moment only, for
 # one stage and for a pipeline, whose schedule makes the program larger.
 _MAX_PACKING_SIZE = 64
@@ -81,12 +74,8 @@ class StrategySearch:
         solver: Solver,
         *,
         overhead_ms: float,
-        max_small_batch: int = MAX_SMALL_BATCH,
     ) -> None:
-        """costs: shape (num_replicas,); batch: shape (num_sequences,), some replica holds each.
-
-        max_small_batch: sequences up to which all plans are looked at.
-        """
+        """costs: shape (num_replicas,); batch: shape (num_sequences,), some replica holds each."""
         self.strategy = strategy
         self.overhead_ms = overhead_ms
         self._batch = batch
@@ -94,12 +83,6 @@ class StrategySearch:
         self._packers = [packer_of(cost) for cost in costs]
         self._classes = ReplicaClass.of(costs)
         self._has_pipelines = any(cost.num_stages > 1 for cost in costs)
-        # The search of all plans knows neither waves nor padding.
-        is_plain = all(cost.waves is None and cost.multiple == 1 for cost in costs)
-        self._is_small = (
-            is_plain and len(batch) <= max_small_batch and is_small(len(batch), self._classes)
-        )
-        self._is_optimal = False
         first = self._packers[0]
         # The only replica, if it splits its width.
         self._waves_alone = (
@@ -163,10 +146,6 @@ class StrategySearch:
         """Improve the best plan and the bound until they meet or nothing more is known to help."""
         begin_s = time.perf_counter()
         assert self.best is not None  # start comes first
-        if self._is_small:
-            self._search_all_plans()
-            self._dispatch_s += time.perf_counter() - begin_s
-            return
         if self._waves_alone is not None:
             # Nothing is to be dispatched.
             self._improve(self.best)
@@ -186,7 +165,6 @@ class StrategySearch:
             self.raise_bound()
             for start in self._single_stage_starts():
                 self._improve(start)
-        self._solve_integer_programs()
         self._finish()
         self._dispatch_s += time.perf_counter() - begin_s
 
@@ -221,8 +199,6 @@ class StrategySearch:
     def _packing_bound_ms(self) -> float:
         """No packing of the best plan's dispatch has a smaller makespan."""
         assert self.best is not None  # start comes first
-        if self._is_optimal:
-            return self.found_ms
         bounds_ms = [
             replica_bound_ms([self._batch[sequence] for sequence in share], packer.cost)
             for share, packer in zip(self.best.shares, self._packers, strict=True)
@@ -247,19 +223,6 @@ class StrategySearch:
             self.bound_ms = max(
                 self.bound_ms, bound_ms, replica_bound_ms(self._rising, packer.cost)
             )
-
-    def _search_all_plans(self) -> None:
-        """Of a small batch; what is found is the bound as well."""
-        plan = best_small_plan(self._batch, self._classes, self.found_ms)
-        if plan is not None:
-            shares = [list(itertools.chain(*of_replica)) for of_replica in plan.micro_batches]
-            best = Assignment(self._packers, shares, self._effort)
-            for replica, micro_batches in enumerate(plan.micro_batches):
-                if micro_batches:
-                    best.replace_packing(replica, self._packers[replica].packed(micro_batches))
-            self._take(best)
-        self._is_optimal = True
-        self.bound_ms = self.found_ms
 
     def _program(self) -> Relaxation:
         if self._relaxation is None:
@@ -337,7 +300,7 @@ class StrategySearch:
                     program, time_ms, self._batch, self._packers, self.best.shares
                 )
                 if shares is not None:
-                    self._improve(Assignment(self._packers, shares, Effort(_INTEGER_EFFORT)))
+                    self._improve(Assignment(self._packers, shares, Effort(_LONG_EFFORT)))
                     self._anneal_long_sequences(program, shares)
 
     def _anneal_long_sequences(self, program: LongSequences, shares: list[list[int]]) -> None:
@@ -363,7 +326,7 @@ class StrategySearch:
         for replica, micro_batches in zip(replicas, found.micro_batches, strict=True):
             moved[replica] = [long[i] for members in micro_batches for i in members]
             packings[replica] = [[long[i] for i in members] for members in micro_batches]
-        assignment = Assignment(self._packers, moved, Effort(_INTEGER_EFFORT))
+        assignment = Assignment(self._packers, moved, Effort(_LONG_EFFORT))
         for replica, packing in packings.items():
             packed = self._packers[replica].packed(packing)
             if packed.time_ms < assignment.times_ms[replica]:
@@ -378,31 +341,6 @@ class StrategySearch:
                 self.bound_ms = middle_ms
             else:
                 high_ms = middle_ms
-
-    def _solve_integer_programs(self) -> None:
-        """Ask for whole sequences between the bound and the best plan: a proof or a dispatch."""
-        if self._has_pipelines:
-            # Their capacity is too optimistic for whole sequences to matter.
-            return
-        relaxation = Relaxation(
-            self._classes, self._rising, num_buckets=_NUM_INTEGER_BUCKETS, solver=self._solver
-        )
-        for share in _INTEGER_TIMES:
-            if self.gap <= _INTEGER_GAP or self._solver.deadline.is_over:
-                return
-            assert self.best is not None  # start comes first
-            time_ms = self.bound_ms + share * (self.found_ms - self.bound_ms)
-            answer = solve_dispatch(
-                relaxation,
-                time_ms,
-                self._batch,
-                self._packers,
-                self.best.packed,
-            )
-            if answer.is_impossible:
-                self.bound_ms = max(self.bound_ms, time_ms)
-            elif answer.shares is not None:
-                self._improve(Assignment(self._packers, answer.shares, Effort(_INTEGER_EFFORT)))
 
     def _finish(self) -> None:
         """Pack the slowest replicas thoroughly, also when the search has spent its effort."""
