@@ -42,11 +42,11 @@ from benchmarks.flexsp import NUM_RANKS, RANKS_PER_NODE, cost_profile
 from benchmarks.planner_batches import DATA
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.packing import SchemeCost, best_fit
+from megatron.hydraulis.planner.costs import GroupCost, SchemeCost, WaveCosts
+from megatron.hydraulis.planner.greedy import best_fit
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.wave_bounds import simple_bound_ms
-from megatron.hydraulis.planner.wave_costs import GroupCost, WaveCosts
-from megatron.hydraulis.planner.wave_packer import pack_waves
+from megatron.hydraulis.planner.wave_packing import pack_waves
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
 

@@ -33,8 +33,8 @@ from benchmarks.emulated_cluster import LENGTHS_FILE, static_strategies
 from benchmarks.emulated_figures import ratio_of_totals
 from benchmarks.rank_set import RankSet
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.profiler.grid import GridPoint, grid
 from megatron.hydraulis.profiler.measurements import MeasuredPoint, MeasuredStrategy
 from megatron.hydraulis.profiler.results import fit_points, profile_of

@@ -29,8 +29,8 @@ from benchmarks.emulated_figures import PREDICTION_GOAL, Iteration, SideRun, rat
 from benchmarks.rank_set import RankSet, Worker
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
 from megatron.hydraulis.simulator.fixed_length import fixed_length_plan, padded_time_s
 from megatron.hydraulis.strategy import Pool, Strategy

@@ -25,10 +25,9 @@ from benchmarks import planner_batches as batches_of
 from benchmarks.command import positive, wide_console
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.dispatch import dispatch
-from megatron.hydraulis.planner.packing import SchemeCost, best_fit
-from megatron.hydraulis.planner.pool_costs import PoolCosts
+from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
+from megatron.hydraulis.planner.greedy import best_fit, dispatch
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.simulator.fixed_length import deal_fixed_rows, deal_padded
 from megatron.hydraulis.strategy import Pool, Strategy
 
@@ -84,7 +83,7 @@ class Ablation:
         method: Callable[[Sequence[int], list[SchemeCost]], list[list[_MicroBatch]] | None],
     ) -> MethodResult:
         results = []
-        for strategy in self._costs.able_strategies(batch, iteration=0):
+        for strategy in self._costs.feasible_strategies(batch, iteration=0):
             costs = self._costs.replica_costs(strategy)
             replicas = method(batch, costs)
             if replicas is not None:

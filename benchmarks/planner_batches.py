@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.lengths.counts import read_length_counts
-from megatron.hydraulis.planner.lengths_file import read_lengths
+from megatron.hydraulis.lengths.counts import read_length_counts, read_lengths
 from megatron.hydraulis.strategy import Pool, Strategy
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.strategy import Pool
 
 MS_PER_S = 1e3

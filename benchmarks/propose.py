@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks import planner_batches as batches_of
 from benchmarks.command import wide_console
 from megatron.hydraulis.lengths.counts import read_length_counts
-from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
 from megatron.hydraulis.proposal.menu import Menu
 from megatron.hydraulis.proposal.propose import propose

@@ -54,7 +54,7 @@ COMMANDS = (
     Command(
         "plan",
         "find the best plan for a batch of lengths, a pool and a cost profile",
-        "megatron.hydraulis.planner.plan_command",
+        "megatron.hydraulis.planner.command",
     ),
     Command(
         "estimate",

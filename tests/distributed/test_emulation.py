@@ -14,8 +14,8 @@ from megatron.hydraulis.cost_model import FORWARD_SHARE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.planner.certified import CertifiedPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
 from megatron.hydraulis.runtime.emulation import (
     EmulatedBatch,

@@ -33,8 +33,7 @@ from megatron.hydraulis.checkpoint.loading import find_checkpoints, load_first_w
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.index import read_index
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.replay import RecordedPlans, plan_path, write_plan
+from megatron.hydraulis.planner.planners import GreedyPlanner, RecordedPlans, plan_path, write_plan
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.checkpoints import fill_moments, make_engine, save_engine
 from tests.support.gloo_pool import close_pools, pool_of

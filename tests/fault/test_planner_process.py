@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner import process as process_module
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.lookahead import LookAheadPlanner
+from megatron.hydraulis.planner import ahead as process_module
+from megatron.hydraulis.planner.ahead import LookAheadPlanner, PlannerProcess, PlannerProcessHung
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.process import PlannerProcess, PlannerProcessHung
+from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 
@@ -90,16 +89,16 @@ def test_a_stopped_process_is_replaced_and_owes_nothing(
     for iteration in (1, 2):
         ahead.submit(iteration, LENGTHS)
     assert [ahead.take(iteration)[0].iteration for iteration in (1, 2)] == [1, 2]
-    assert (ahead.num_restarts, ahead.is_in_line) == (1, False)
+    assert (ahead.num_restarts, ahead.is_inline) == (1, False)
     assert stopped.returncode == -signal.SIGKILL  # it is not left behind
     assert "has not answered for 0.2 s and iteration 2 waits for its plan" in caplog.text
-    assert "it is started again" in caplog.text
+    assert "it is restarted" in caplog.text
     stop(ahead)
     ahead.submit(3, LENGTHS)
     assert ahead.take(3)[0].digest == greedy().plan(LENGTHS, iteration=3).digest
-    assert ahead.is_in_line
+    assert ahead.is_inline
     assert ahead.is_lost
-    assert "again: planning goes on in line with training, by GreedyPlanner" in caplog.text
+    assert "again: planning continues in the training process with GreedyPlanner" in caplog.text
 
 
 def test_a_killed_process_after_a_stopped_one_ends_planning_ahead(ahead: LookAheadPlanner) -> None:
@@ -174,14 +173,14 @@ def test_an_error_is_not_planned_again_after_a_restart(ahead: LookAheadPlanner) 
         ahead.take(0)
     os.kill(process_of(ahead).pid, signal.SIGKILL)
     assert ahead.take(1)[0].iteration == 1
-    assert not ahead._owed
+    assert not ahead._open
 
 
 def test_a_planner_process_does_not_outlive_training() -> None:
     """Not even lost in a plan: what it holds open, as here standard error, is closed."""
     script = (
         "import os, signal\n"
-        "from megatron.hydraulis.planner.process import PlannerProcess\n"
+        "from megatron.hydraulis.planner.ahead import PlannerProcess\n"
         "from tests.fault.test_planner_process import LENGTHS, Moody\n"
         "process = PlannerProcess(Moody(slept_on=LENGTHS))\n"
         "process.request(0, (5, 6))\n"

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatron.hydraulis.planner import replica_packing
+from megatron.hydraulis.planner import pipeline_packing
 from megatron.hydraulis.planner import solver as solver_module
-from megatron.hydraulis.planner.pipeline_shape import best_works_ms
+from megatron.hydraulis.planner.pipeline_bounds import best_works_ms
 from megatron.hydraulis.planner.solver import (
     Deadline,
     LinearModel,
@@ -46,7 +46,7 @@ def test_a_packing_without_the_best_works_is_marked(monkeypatch: pytest.MonkeyPa
     def fails(*arguments: Any) -> None:
         arguments[-1].trouble = Outcome.FAILED
 
-    monkeypatch.setattr(replica_packing, "best_works_ms", fails)
+    monkeypatch.setattr(pipeline_packing, "best_works_ms", fails)
     case = CASES["pipelines"]
     plan = case.plan()
     case.check(plan)

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.planner import pipeline_shape, strategy_search
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner import pipeline_bounds
+from megatron.hydraulis.planner import search as search_module
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.planner.solver import LinearModel, Outcome, SolverLimits, solve
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
@@ -285,7 +285,7 @@ def break_highs(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FaultyHighs]]
     def install(fault: type[FaultyHighs]) -> None:
         fault.num_met = 0
         if not fault.only_integer:
-            pipeline_shape.shapes.cache_clear()
+            pipeline_bounds.shapes.cache_clear()
         monkeypatch.setattr(highspy, "Highs", fault)
 
     return install
@@ -414,7 +414,7 @@ def test_an_error_in_the_search_itself_leaves_the_greedy_plan(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError(place)
 
-    monkeypatch.setattr(strategy_search.StrategySearch, place, broken)
+    monkeypatch.setattr(search_module.StrategySearch, place, broken)
     plan = case.plan()
     case.check(plan)
     assert statuses(plan) == {"greedy: ZeroDivisionError"}
@@ -424,9 +424,9 @@ def test_a_search_that_loses_a_sequence_leaves_the_greedy_plan(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan is checked after solving, by rules that no search can talk its way around."""
-    honest = strategy_search.StrategySearch.candidate
+    honest = search_module.StrategySearch.candidate
 
-    def lossy(search: strategy_search.StrategySearch) -> Any:
+    def lossy(search: search_module.StrategySearch) -> Any:
         candidate = honest(search)
         packings = list(candidate.packings)
         fullest = max(range(len(packings)), key=lambda k: len(packings[k].micro_batches))
@@ -441,7 +441,7 @@ def test_a_search_that_loses_a_sequence_leaves_the_greedy_plan(
             packing=candidate.packing,
         )
 
-    monkeypatch.setattr(strategy_search.StrategySearch, "candidate", lossy)
+    monkeypatch.setattr(search_module.StrategySearch, "candidate", lossy)
     plan = case.plan()
     case.check(plan)
     assert statuses(plan) == {"greedy: PlanError"}
@@ -453,7 +453,7 @@ def test_the_explanation_of_a_failed_search_is_the_greedy_planners(
     break_highs(Raises)
     explained = CertifiedPlanner(case.pool, case.model).explain(case.lengths)
     assert explained.plan.digest == case.plan().digest
-    monkeypatch.setattr(strategy_search.StrategySearch, "start", functools.partial(math.sqrt, -1.0))
+    monkeypatch.setattr(search_module.StrategySearch, "start", functools.partial(math.sqrt, -1.0))
     explained = CertifiedPlanner(case.pool, case.model).explain(case.lengths)
     assert [outcome.name for outcome in explained.strategies if outcome.is_chosen] == [
         explained.plan.strategy

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.hydraulis.planner.buckets import make_buckets
+from megatron.hydraulis.planner.relaxation import make_buckets
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 BORDERS = st.lists(st.integers(1, 45), max_size=3)

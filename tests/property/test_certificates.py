@@ -8,15 +8,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.planner.bounds import dispatch_bound_ms
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.modes import ReplicaClass
-from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.bounds import (
+    dispatch_bound_ms,
+    fewest_micro_batches,
+    replica_bound_ms,
+)
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.pipeline_packing import ReplicaPacker
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.relaxation import Relaxation
-from megatron.hydraulis.planner.replica_bounds import fewest_micro_batches, replica_bound_ms
-from megatron.hydraulis.planner.replica_packing import ReplicaPacker
+from megatron.hydraulis.planner.search import TARGET_GAP, StrategySearch
 from megatron.hydraulis.planner.solver import Deadline, Solver
-from megatron.hydraulis.planner.strategy_search import TARGET_GAP, StrategySearch
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.brute_force import (

@@ -1,4 +1,4 @@
-"""Moves, swaps and polishing: never worse, nothing lost, the same every time."""
+"""Moves, swaps and repacking: never worse, nothing lost, the same every time."""
 
 import gc
 import importlib
@@ -16,15 +16,22 @@ from hypothesis import strategies as st
 import megatron.hydraulis.planner as planner_package
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
 from megatron.hydraulis.plan_check.schedule import simulated_time_ms
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.class_dispatch import dispatch_by_program, put_back
-from megatron.hydraulis.planner.dispatch import dispatch
-from megatron.hydraulis.planner.improve import Assignment, improve
-from megatron.hydraulis.planner.modes import ReplicaClass
-from megatron.hydraulis.planner.packing import SchemeCost
-from megatron.hydraulis.planner.polish import Effort, pipeline_times_ms, polish
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.greedy import dispatch, longest_first
+from megatron.hydraulis.planner.improve import (
+    Assignment,
+    assign_owed,
+    dispatch_by_program,
+    improve_dispatch,
+)
+from megatron.hydraulis.planner.pipeline_packing import (
+    Effort,
+    ReplicaPacker,
+    improve_pipeline,
+    pipeline_times_ms,
+)
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.relaxation import Relaxation
-from megatron.hydraulis.planner.replica_packing import ReplicaPacker
 from megatron.hydraulis.planner.solver import Deadline, Solver
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
@@ -84,7 +91,7 @@ def test_every_step_is_faster_or_none(lengths: list[int], replicas: list[SchemeC
     assignment = assigned(lengths, replicas)
     check(assignment, lengths, replicas)
     before = assignment.times_ms
-    for step in (assignment.step, assignment.polish_slowest) * 6:
+    for step in (assignment.step, assignment.repack_slowest) * 6:
         is_better = step()
         after = assignment.times_ms
         # The slowest replica gets faster; another one with its time may be the slowest now.
@@ -101,7 +108,7 @@ def test_nothing_is_to_be_gained_where_nothing_takes_time() -> None:
         free = SchemeCost(Coefficients(0.0, 0.0, 0.0), 60, num_stages)
         assignment = assigned([5, 5, 3], [free, free])
         assert not assignment.step()
-        assert not assignment.polish_slowest()
+        assert not assignment.repack_slowest()
         check(assignment, [5, 5, 3], [free, free])
 
 
@@ -113,7 +120,7 @@ def test_improving_again_gives_the_same_plan(
     found = []
     for _ in range(2):
         assignment = assigned(lengths, replicas, effort=effort)
-        assert improve(assignment, 0.0, num_steps) <= num_steps
+        assert improve_dispatch(assignment, 0.0, num_steps) <= num_steps
         check(assignment, lengths, replicas)
         assert assignment.makespan_ms <= start_ms
         found.append(assignment.packed)
@@ -128,15 +135,15 @@ def test_improvement_ends_at_its_target_and_when_it_is_told() -> None:
     def piled_up() -> Assignment:
         return Assignment([packer, packer], [list(range(8)), []], Effort(PLENTY))
 
-    assert improve(piled_up(), 170.0, 10) == 0
+    assert improve_dispatch(piled_up(), 170.0, 10) == 0
     one_pile = piled_up()
-    assert improve(one_pile, 90.0, 100) > 0
+    assert improve_dispatch(one_pile, 90.0, 100) > 0
     assert one_pile.makespan_ms == 90.0
     stopped = piled_up()
-    assert improve(stopped, 90.0, 100, is_over=lambda: True) == 0
+    assert improve_dispatch(stopped, 90.0, 100, is_over=lambda: True) == 0
     assert stopped.makespan_ms == 170.0
     spent = Assignment([packer, packer], [list(range(8)), []], Effort(0.0))
-    assert improve(spent, 90.0, 100) == 0
+    assert improve_dispatch(spent, 90.0, 100) == 0
 
 
 @st.composite
@@ -153,7 +160,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[list[int]], list[int], SchemeCost]:
 
 
 @given(pipelines(), st.integers(0, 12))
-def test_polishing_never_makes_a_pipeline_slower(
+def test_improving_never_makes_a_pipeline_slower(
     case: tuple[list[list[int]], list[int], SchemeCost], num_steps: int
 ) -> None:
     micro_batches, lengths, cost = case
@@ -163,8 +170,8 @@ def test_polishing_never_makes_a_pipeline_slower(
         return simulated_time_ms(times_ms, cost.num_stages)
 
     works_ms = np.array([cost.sequence_time_ms(length) for length in lengths])
-    polished = [
-        polish(
+    improved = [
+        improve_pipeline(
             micro_batches,
             works_ms,
             np.array(lengths),
@@ -174,8 +181,8 @@ def test_polishing_never_makes_a_pipeline_slower(
         )
         for _ in range(2)
     ]
-    assert polished[0] == polished[1]
-    after = polished[0]
+    assert improved[0] == improved[1]
+    after = improved[0]
     assert sorted(itertools.chain(*after)) == sorted(itertools.chain(*micro_batches))
     assert len(after) == len(micro_batches)
     assert all(0 < sum(lengths[i] for i in share) <= cost.max_tokens for share in after)
@@ -197,10 +204,10 @@ def test_many_pipelines_at_once_take_what_each_takes(
 
 
 @given(LENGTHS, costs(), st.integers(1, 8), st.floats(0.9, 1.5))
-def test_sequences_are_put_back_once_where_they_fit(
+def test_sequences_are_assigned_once_where_they_fit(
     lengths: list[int], replicas: list[SchemeCost], num_buckets: int, share: float
 ) -> None:
-    """Whatever a program owes to whom, also nonsense."""
+    """Whatever a program says, even nonsense."""
     packers = {cost: ReplicaPacker(cost, lengths, Solver(Deadline(None))) for cost in replicas}
     of_replica = [packers[cost] for cost in replicas]
     relaxation = Relaxation(
@@ -210,12 +217,16 @@ def test_sequences_are_put_back_once_where_they_fit(
         solver=Solver(Deadline(None)),
     )
     time_ms = share * assigned(lengths, replicas).makespan_ms + 1e-6
-    dispatches = [dispatch_by_program(relaxation, time_ms, lengths, of_replica)]
-    program = relaxation.program(time_ms)
-    if program is not None:
-        shape = (program.num_buckets, len(program.modes))
-        nonsense = np.random.default_rng(0).uniform(-1e3, 1e3, shape)
-        dispatches.append(put_back(relaxation, program, nonsense, lengths, of_replica))
+    dispatches: list[list[list[int]] | None] = [
+        dispatch_by_program(relaxation, time_ms, lengths, of_replica)
+    ]
+    nonsense = np.random.default_rng(0).uniform(
+        -1e3, 1e3, (len(relaxation.buckets), len(relaxation.classes))
+    )
+    order = longest_first(lengths)
+    by_nonsense: list[list[int]] = [[] for _ in replicas]
+    assign_owed(relaxation, nonsense, order, lengths, of_replica, by_nonsense)
+    dispatches.append(by_nonsense)
     for shares in dispatches:
         if shares is None:  # the time is too short for some sequence
             continue
@@ -325,5 +336,5 @@ def test_what_is_kept_between_plans_is_bounded() -> None:
         ).items()
         if hasattr(value, "cache_info")
     }
-    assert "pipeline_shape.shapes" in kept
+    assert "pipeline_bounds.shapes" in kept
     assert all(info.maxsize is not None and info.maxsize <= 4096 for info in kept.values()), kept

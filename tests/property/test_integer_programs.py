@@ -17,16 +17,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.plan_check.schedule import simulated_time_ms
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.class_dispatch import dispatch_by_program
-from megatron.hydraulis.planner.dispatch import dispatch
-from megatron.hydraulis.planner.improve import Assignment
-from megatron.hydraulis.planner.modes import ReplicaClass
-from megatron.hydraulis.planner.packing import SchemeCost
-from megatron.hydraulis.planner.packing_milp import largest_tokens, shortest_pipeline
-from megatron.hydraulis.planner.polish import Effort
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.greedy import dispatch
+from megatron.hydraulis.planner.improve import Assignment, dispatch_by_program
+from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.relaxation import Relaxation
-from megatron.hydraulis.planner.replica_packing import ReplicaPacker
+from megatron.hydraulis.planner.search import largest_tokens, shortest_pipeline
 from megatron.hydraulis.planner.solver import (
     Deadline,
     LinearModel,

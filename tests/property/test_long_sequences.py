@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
-from megatron.hydraulis.planner.long_search import search_long
-from megatron.hydraulis.planner.long_sequences import LongSequences, long_sequences
-from megatron.hydraulis.planner.modes import ReplicaClass
-from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.long_sequences import LongSequences, anneal_long, long_sequences
 from megatron.hydraulis.planner.solver import Deadline, Solver
 from tests.support.brute_force import best_makespan_ms, figures_of
 
@@ -67,8 +65,8 @@ def test_the_program_proves_that_all_work_takes_time(
         assert program.is_impossible(0.99 * least_ms)
 
 
-def test_a_pipeline_needs_as_long_as_its_lumps_in_the_best_order() -> None:
-    """Four equal lumps on four stages take (4 + 3)·t, however many short ones there are."""
+def test_a_pipeline_needs_as_long_as_its_long_micro_batches_in_the_best_order() -> None:
+    """Four equal long ones on four stages take (4 + 3)·t, however many short ones there are."""
     cost = SchemeCost(Coefficients(0.0, 1.0, 0.0), 100, 4)
     short = SchemeCost(Coefficients(0.0, 1.0, 0.0), 10, 1)
     programs = long_sequences(
@@ -86,7 +84,7 @@ def test_the_search_finds_a_plan_with_the_time_it_claims(
 ) -> None:
     falling = lengths[::-1]
     everything = list(range(len(falling)))
-    found = search_long(falling, costs, [everything, *([] for _ in costs[1:])])
+    found = anneal_long(falling, costs, [everything, *([] for _ in costs[1:])])
     assert found is not None
     assert sorted(i for of in found.micro_batches for m in of for i in m) == everything
     times_ms = []
@@ -100,6 +98,6 @@ def test_the_search_finds_a_plan_with_the_time_it_claims(
 def test_the_search_halves_the_work() -> None:
     """From 24 against 16 to 20 against 20."""
     cost = SchemeCost(Coefficients(0.0, 1.0, 0.0), 10, 1)
-    found = search_long([9, 8, 7, 6, 5, 5], [cost, cost], [[0, 1, 2], [3, 4, 5]])
+    found = anneal_long([9, 8, 7, 6, 5, 5], [cost, cost], [[0, 1, 2], [3, 4, 5]])
     assert found is not None
     assert found.makespan_ms == 20.0

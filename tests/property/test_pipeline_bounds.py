@@ -1,4 +1,4 @@
-"""What is said of a pipeline's shape, lumps and modes, against the exact time of any works."""
+"""Bounds by a pipeline's shape, long micro-batches and modes, against the exact time."""
 
 import itertools
 import math
@@ -9,24 +9,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
-from megatron.hydraulis.planner.lumps import choose_lumps, lump_lines, lump_orders
-from megatron.hydraulis.planner.modes import (
-    ReplicaClass,
-    Tier,
-    class_modes,
-    largest_micro_batch_ms,
-)
-from megatron.hydraulis.planner.packing import SchemeCost
-from megatron.hydraulis.planner.pipeline_program import PipelineColumns
-from megatron.hydraulis.planner.pipeline_shape import (
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.pipeline_bounds import (
     MAX_SHAPED_MICRO_BATCHES,
+    PipelineColumns,
     best_works_ms,
+    choose_long_micro_batches,
     fill_bound_ms,
+    long_micro_batch_lines,
+    long_micro_batch_orders,
     most_work_ms,
     shapes,
 )
-from megatron.hydraulis.planner.polish import Effort
-from megatron.hydraulis.planner.replica_packing import ReplicaPacker
+from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
+from megatron.hydraulis.planner.relaxation import Tier, class_modes
 from megatron.hydraulis.planner.solver import Deadline, Solver
 
 ROUNDING = 1e-9
@@ -131,34 +127,36 @@ def packings(draw: st.DrawFn, cost: SchemeCost) -> list[list[int]]:
 
 
 @given(COSTS, st.data())
-def test_no_packing_is_below_the_bound_of_its_lumps(cost: SchemeCost, data: st.DataObject) -> None:
+def test_no_packing_is_below_the_bound_of_its_long_ones(
+    cost: SchemeCost, data: st.DataObject
+) -> None:
     micro_batches = data.draw(packings(cost))
     times_ms = [cost.coefficients.time_ms(share) for share in micro_batches]
     time_ms, total_ms = pipeline_time_ms(times_ms, cost.num_stages), math.fsum(times_ms)
     falling = sorted(itertools.chain(*micro_batches), reverse=True)
-    lumps = choose_lumps(falling, cost.max_tokens)
-    assert lumps == tuple(falling[: len(lumps)])
-    # Any of the longest sequences may be taken for the lumps.
-    for num in range(1, len(lumps) + 1):
-        orders = lump_orders(lumps[:num], cost)
+    long = choose_long_micro_batches(falling, cost.max_tokens)
+    assert long == tuple(falling[: len(long)])
+    # Any of the longest sequences may count as long.
+    for num in range(1, len(long) + 1):
+        orders = long_micro_batch_orders(long[:num], cost)
         bound_ms = orders.least_time_ms(len(times_ms), total_ms)
         assert bound_ms <= time_ms * (1 + ROUNDING)
         assert total_ms <= orders.most_work_ms(len(times_ms), time_ms) * (1 + ROUNDING)
-    lump_ms = cost.coefficients.time_ms((falling[0],))
-    for by_total, by_lump in lump_lines(cost.num_stages):
-        assert by_total * total_ms + by_lump * lump_ms <= time_ms * (1 + ROUNDING)
+    long_ms = cost.coefficients.time_ms((falling[0],))
+    for by_total, by_long in long_micro_batch_lines(cost.num_stages):
+        assert by_total * total_ms + by_long * long_ms <= time_ms * (1 + ROUNDING)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("num_before", [0, 1, 3, 7])
 @pytest.mark.parametrize("num_after", [0, 2, 12])
-def test_nor_are_the_best_works_around_a_lump(
+def test_nor_are_the_best_works_around_a_long_one(
     num_stages: int, num_before: int, num_after: int
 ) -> None:
     # They may be cut at will here: what is shortest by a linear program.
     cost = SchemeCost(Coefficients(0.0, 1.0, 0.0), 60, num_stages)
     least_ms = [0.0] * num_before + [60.0] + [0.0] * num_after
-    orders = lump_orders((60,), cost)
+    orders = long_micro_batch_orders((60,), cost)
     for total_ms in (60.0, 100.0, 300.0, 900.0):
         if total_ms > 60.0 * len(least_ms):
             continue
@@ -170,10 +168,10 @@ def test_nor_are_the_best_works_around_a_lump(
 
 @given(COSTS, st.integers(1, 12), st.integers(1, 3), st.floats(0.1, 4.0))
 def test_least_time_and_most_work_are_inverse(
-    cost: SchemeCost, num_micro_batches: int, num_lumps: int, work_over_lumps: float
+    cost: SchemeCost, num_micro_batches: int, num_long: int, work_over_long: float
 ) -> None:
-    orders = lump_orders((60, 45, 31)[:num_lumps], cost)
-    total_ms = work_over_lumps * cost.coefficients.time_ms((60,))
+    orders = long_micro_batch_orders((60, 45, 31)[:num_long], cost)
+    total_ms = work_over_long * cost.coefficients.time_ms((60,))
     time_ms = orders.least_time_ms(num_micro_batches, total_ms)
     if math.isinf(time_ms):
         assert orders.most_work_ms(num_micro_batches, 1e9) == -math.inf
@@ -195,13 +193,13 @@ def test_some_mode_holds_whatever_a_replica_does_in_time(
     # With rounding on its side, as the caller's time has.
     time_ms = pipeline_time_ms(times_ms, num_stages) * (1 + ROUNDING)
     work_ms = math.fsum(cost.sequence_time_ms(length) for length in here)
-    lumps = choose_lumps(sorted(here, reverse=True), cost.max_tokens)
-    has_lumps = num_stages > 1 and data.draw(st.booleans())
+    long = choose_long_micro_batches(sorted(here, reverse=True), cost.max_tokens)
+    has_long = num_stages > 1 and data.draw(st.booleans())
     batch = sorted([*here, *elsewhere])
     modes = class_modes(
         0,
         cost,
-        Tier(max(here), lumps if has_lumps else ()),
+        Tier(max(here), long if has_long else ()),
         time_ms,
         lengths=batch,
         num_tokens=sum(batch),
@@ -216,9 +214,9 @@ def test_some_mode_holds_whatever_a_replica_does_in_time(
 
 def test_no_micro_batch_takes_more_than_the_largest() -> None:
     cost = SchemeCost(Coefficients(0.01, 1.0, 2.0), 100, 2)
-    assert largest_micro_batch_ms(cost, 60) >= cost.coefficients.time_ms((60, 40))
-    assert largest_micro_batch_ms(cost, 50) == cost.coefficients.time_ms((50, 50))
-    assert largest_micro_batch_ms(cost, 300) == cost.coefficients.time_ms((100,))
+    assert cost.largest_time_ms(60) >= cost.coefficients.time_ms((60, 40))
+    assert cost.largest_time_ms(50) == cost.coefficients.time_ms((50, 50))
+    assert cost.largest_time_ms(300) == cost.coefficients.time_ms((100,))
 
 
 def test_replicas_of_equal_cost_are_a_class() -> None:

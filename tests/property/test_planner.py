@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.planner.greedy import GreedyPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 

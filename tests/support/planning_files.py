@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.cost_model import ProfileCostModel
-from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool
 
 LENGTHS = [3000, 1500, 900, 800, 700, 600, 600, 500, 400, 300, 200, 100]

@@ -18,7 +18,7 @@ from benchmarks.context_balance import (
     work,
 )
 from megatron.hydraulis.cost_model.interface import Coefficients
-from megatron.hydraulis.planner.wave_costs import GroupCost
+from megatron.hydraulis.planner.costs import GroupCost
 
 GROUP = GroupCost(32, Coefficients(0.0, 1.0, 100.0), 128)
 """Two of them side by side."""

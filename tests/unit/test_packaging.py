@@ -186,7 +186,7 @@ def test_only_patches_assign_to_upstream() -> None:
     [
         ("planner/plan.py", "from megatron.core import utils"),
         ("transfer/plan.py", "import torch"),
-        ("runtime/executor.py", "import megatron.hydraulis.planner.greedy"),
+        ("runtime/executor.py", "import megatron.hydraulis.planner.planners"),
         ("optimizer/__init__.py", "from megatron.training import get_args"),
         ("strategy.py", "from megatron.hydraulis import runtime"),
     ],

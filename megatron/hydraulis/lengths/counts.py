@@ -1,6 +1,8 @@
-"""How many sequences of a corpus have which length."""
+"""Lengths of sequences, read from files: of a corpus, counted by length, and of one batch."""
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,15 @@ import numpy.typing as npt
 from megatron.hydraulis.data.index import read_index
 from megatron.hydraulis.data.long_sequences import LongSequences
 from megatron.hydraulis.errors import DataError
-from megatron.hydraulis.json_object import read_text
-from megatron.hydraulis.planner.lengths_file import read_lengths
+from megatron.hydraulis.json_object import parse_json, read_text
 
-__all__ = ["LengthCounts", "read_length_counts"]
+__all__ = ["LengthCounts", "read_length_counts", "read_lengths"]
 
 _IDX, _CSV = ".idx", ".csv"
 _HEADER = "length_tokens,count"
-_HISTOGRAM = "histogram of lengths"
+_HISTOGRAM, _LENGTHS = "histogram of lengths", "lengths file"
+# More digits are a typing error.
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _MAX_NUMBER = 10**15
 """Sums of products of two numbers are taken as floats; larger numbers are a typing error."""
 
@@ -127,14 +130,35 @@ def read_length_counts(path: str | Path) -> LengthCounts:
         return _from_histogram(path)
     if suffix != _IDX:
         return LengthCounts.of(read_lengths(path))
+    num_documents, trained = _trained_lengths(path)
+    if len(trained) == 0:
+        raise DataError(
+            f"{_LENGTHS} {path}: a document of D tokens trains D-1 but none of "
+            f"{num_documents} has 2 tokens or more; give another file"
+        )
+    return LengthCounts.of(trained)
+
+
+def read_lengths(path: str | Path) -> tuple[int, ...]:
+    """The lengths of a batch in tokens: shape (num_sequences,), in the file's order.
+
+    The file is a Megatron index as above, a JSON list, or text with a number a line. Raises
+    DataError for a file that cannot be read, a length that is not a whole number from 1 on, and a
+    file without lengths.
+    """
+    if Path(path).suffix == _IDX:
+        return _some(path, (int(length) for length in _trained_lengths(path)[1]))
+    text = read_text(path, _LENGTHS, DataError)
+    if text.lstrip()[:1] in ("[", "{"):
+        return _some(path, _from_list(path, parse_json(text, f"{_LENGTHS} {path}", DataError)))
+    return _some(path, _from_lines(path, text))
+
+
+def _trained_lengths(path: str | Path) -> tuple[int, npt.NDArray[np.integer[Any]]]:
+    """Number of documents of an index, and the trained tokens of those that train any."""
     index = read_index(str(path).removesuffix(_IDX), checks_bin=False)
     trained: npt.NDArray[np.integer[Any]] = index.document_lengths - 1
-    if not (trained > 0).any():
-        raise DataError(
-            f"lengths file {path}: a document of D tokens trains D-1 but none of "
-            f"{index.num_documents} has 2 tokens or more; give another file"
-        )
-    return LengthCounts.of(trained[trained > 0])
+    return index.num_documents, trained[trained > 0]
 
 
 def _from_histogram(path: str | Path) -> LengthCounts:
@@ -167,3 +191,40 @@ def _from_histogram(path: str | Path) -> LengthCounts:
             f"{_HISTOGRAM} {path}: counts at least 1 sequence but counts 0; give another file"
         )
     return LengthCounts.of(lengths, counts)
+
+
+def _from_list(path: str | Path, content: object) -> Iterable[int]:
+    if not isinstance(content, list):
+        raise DataError(
+            f"{_LENGTHS} {path}: must be a list of lengths but is an object; write it as [900, 20]"
+        )
+    for index, value in enumerate(content):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise DataError(
+                f"{_LENGTHS} {path}: a length is a whole number from 1 on but number {index} of "
+                f"the list is {value!r:.60}; correct it"
+            )
+        yield value
+
+
+def _from_lines(path: str | Path, text: str) -> Iterable[int]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        word = line.strip()
+        if not word:
+            continue
+        if not _NUMBER.fullmatch(word) or int(word) < 1:
+            raise DataError(
+                f"{_LENGTHS} {path}: every line is a whole number from 1 on but line {number} is "
+                f"{word!r:.60}; correct it"
+            )
+        yield int(word)
+
+
+def _some(path: str | Path, lengths: Iterable[int]) -> tuple[int, ...]:
+    found = tuple(lengths)
+    if not found:
+        raise DataError(
+            f"{_LENGTHS} {path}: a batch has at least 1 sequence of 1 token but the file has 0; "
+            f"give another file"
+        )
+    return found

@@ -20,10 +20,9 @@ from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.data.sampler import EvaluationSampler, GlobalBatch, LengthSampler
 from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.loop.plan_exchange import PlanExchange
-from megatron.hydraulis.planner.interface import Planner
-from megatron.hydraulis.planner.lookahead import LookAheadPlanner
-from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.replay import write_plan
+from megatron.hydraulis.planner.ahead import LookAheadPlanner
+from megatron.hydraulis.planner.plan import IterationPlan, Planner
+from megatron.hydraulis.planner.planners import write_plan
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool
 

@@ -16,11 +16,9 @@ from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.interface import Planner
-from megatron.hydraulis.planner.lookahead import LookAheadPlanner
-from megatron.hydraulis.planner.replay import RecordedPlans
-from megatron.hydraulis.planner.scheduled import ScheduledPlanner
+from megatron.hydraulis.planner.ahead import LookAheadPlanner
+from megatron.hydraulis.planner.plan import Planner
+from megatron.hydraulis.planner.planners import GreedyPlanner, RecordedPlans, ScheduledPlanner
 from megatron.hydraulis.pool_arguments import check_schedule
 from megatron.hydraulis.recompute_arguments import recompute_of
 from megatron.hydraulis.scheme import Scheme
@@ -163,7 +161,7 @@ def planners(
 ) -> tuple[Planner, Planner]:
     """What plans, and what stands in for it without a native solver."""
     # The solver is loaded where plans are made: on rank 0.
-    from megatron.hydraulis.planner.certified import CertifiedPlanner
+    from megatron.hydraulis.planner.planners import CertifiedPlanner
 
     certified = partial(
         CertifiedPlanner, cost_model=planning.cost_model, time_limit_s=hydraulis.plan_time_limit

@@ -22,8 +22,7 @@ from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
 from megatron.hydraulis.loop.planning import Planning, planners
 from megatron.hydraulis.observability.earlier_run import REFITTED_PROFILE_FILE_NAME
-from megatron.hydraulis.planner.interface import Planner
-from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.profiler.refit import IterationTimes, OnlineRefit, RefitSettings
 from megatron.hydraulis.runtime.cuda_clock import CudaClock
 from megatron.hydraulis.runtime.spans import COMPUTE, HOST, MemoryRecorder, RecordedSpan

@@ -29,8 +29,7 @@ from megatron.hydraulis.observability.console import EtaEstimator, iteration_suf
 from megatron.hydraulis.observability.metrics_writer import MetricsWriter
 from megatron.hydraulis.observability.records import IterationRecord
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
-from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.plan_status import is_marked, plan_status
+from megatron.hydraulis.planner.plan import IterationPlan, is_marked, plan_status
 from megatron.hydraulis.runtime.outcome import StepOutcome
 from megatron.hydraulis.runtime.process_groups import to_device
 

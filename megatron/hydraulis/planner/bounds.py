@@ -1,4 +1,4 @@
-"""Times that no dispatch and no packing can be below.
+"""Lower bounds: times that no dispatch and no packing can be below.
 
 Sums are exactly rounded (math.fsum), so that bounds are the same on every machine.
 """
@@ -8,9 +8,27 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron.hydraulis.planner.packing import SchemeCost
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["dispatch_bound_ms", "packing_bound_ms"]
+from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.pipeline_bounds import (
+    MAX_SHAPED_MICRO_BATCHES,
+    choose_long_micro_batches,
+    fill_bound_ms,
+    long_micro_batch_orders,
+)
+
+__all__ = [
+    "dispatch_bound_ms",
+    "dual_feasible",
+    "fewest_micro_batches",
+    "packing_bound_ms",
+    "replica_bound_ms",
+]
+
+# A rounding error must not make a share larger than the fraction that it is.
+_SHARE_SAFETY = 1e-9
 
 
 def dispatch_bound_ms(lengths: Sequence[int], costs: Sequence[SchemeCost]) -> float:
@@ -20,8 +38,8 @@ def dispatch_bound_ms(lengths: Sequence[int], costs: Sequence[SchemeCost]) -> fl
     the sum over its sequences of ``e_r(s) = a·s² + b·s + c·s/limit_r``. Hence for any weights
     λ_r ≥ 0 with Σ λ_r = 1 the makespan is at least ``Σ_r λ_r·Σ_{i in r} e_r(s_i)``, and so at
     least ``Σ_i min_r λ_r·e_r(s_i)`` over the replicas that can hold s_i (weak duality). The
-    weights here are those that would share out the work if all replicas could hold everything.
-    Besides, a sequence has to pass all stages of some replica: ``min_r pp_r·(a·s² + b·s + c)``.
+    weights here balance the work of replicas that could hold everything. Also, a sequence has to
+    pass all stages of some replica: ``min_r pp_r·(a·s² + b·s + c)``.
     """
     counts = Counter(lengths)
     num_replicas = Counter(costs)
@@ -41,7 +59,7 @@ def dispatch_bound_ms(lengths: Sequence[int], costs: Sequence[SchemeCost]) -> fl
         num * min(weight * each_ms[i] for limit, weight, each_ms in weighted if s <= limit)
         for i, (s, num) in enumerate(counts.items())
     )
-    # No shorter sequence takes longer: each replica is faster with it, and no fewer can hold it.
+    # Shorter sequences take less: each replica is faster with them, and no fewer can hold them.
     longest = max(counts)
     single_ms = min(
         cost.num_stages * cost.coefficients.time_ms((longest,))
@@ -70,3 +88,70 @@ def packing_bound_ms(lengths: Sequence[int], cost: SchemeCost) -> float:
 def _effective_ms(cost: SchemeCost, length: int) -> float:
     share_ms = cost.coefficients.c_ms * length / cost.max_tokens
     return cost.sequence_time_ms(length) + share_ms
+
+
+def fewest_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
+    """A lower bound on the number of micro-batches: L2 of Martello and Toth (1990).
+
+    For a threshold up to half the limit: sequences above limit - threshold leave no room for any
+    from the threshold on, no two above half the limit fit together, and the room that the latter
+    leave holds only a part of the rest down to the threshold.
+    """
+    best = -(-sum(lengths) // max_tokens)
+    for threshold in sorted({0, *(length for length in lengths if 2 * length <= max_tokens)}):
+        alone = [length for length in lengths if length > max_tokens - threshold]
+        large = [length for length in lengths if max_tokens - threshold >= length > max_tokens / 2]
+        small = [length for length in lengths if max_tokens / 2 >= length >= threshold]
+        beyond = sum(small) - (len(large) * max_tokens - sum(large))
+        best = max(best, len(alone) + len(large) + max(0, -(-beyond // max_tokens)))
+    return best
+
+
+def replica_bound_ms(lengths: Sequence[int], cost: SchemeCost) -> float:
+    """A tighter lower bound on the time of a replica, whatever the packing.
+
+    The minimum over numbers of micro-batches of the bounds for that number: total work with the
+    best shape, and the path of the long sequences through the pipeline.
+    """
+    if not lengths:
+        return 0.0
+    c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
+    work_ms = math.fsum(cost.sequence_time_ms(length) for length in lengths)
+    fewest = fewest_micro_batches(lengths, cost.max_tokens)
+    if num_stages == 1:
+        return work_ms + fewest * c_ms
+    falling = sorted(lengths, reverse=True)
+    orders = long_micro_batch_orders(choose_long_micro_batches(falling, cost.max_tokens), cost)
+    largest_ms = cost.largest_time_ms(falling[0])
+    best_ms = math.inf
+    for num in range(fewest, len(lengths) + 1):
+        total_ms = work_ms + num * c_ms
+        # A lower bound for larger numbers too: more micro-batches only add constant costs.
+        least_ms = max(
+            total_ms + (num_stages - 1) * c_ms,
+            orders.least_time_ms(len(lengths), total_ms),
+        )
+        if num > MAX_SHAPED_MICRO_BATCHES or least_ms >= best_ms:
+            return min(best_ms, least_ms)
+        best_ms = min(
+            best_ms,
+            max(
+                fill_bound_ms(num_stages, num, total_ms, largest_ms),
+                orders.least_time_ms(num, total_ms),
+            ),
+        )
+    return best_ms
+
+
+def dual_feasible(shares: NDArray[np.float64], m: int) -> NDArray[np.float64]:
+    """Counts what items leave unused because they cannot be divided, in numbers that can be summed.
+
+    Dual feasible functions (Fekete and Schepers, Mathematical Programming 91, 2001): with x the
+    share of a room that an item takes and ``u_m(x) = x`` where ``(m+1)·x`` is whole, otherwise
+    ``⌊(m+1)·x⌋ / m``, items that fit one room together have ``Σ u_m(x) <= 1``. A share in [0, 1]
+    within rounding of a whole fraction counts as that fraction.
+    """
+    scaled = (m + 1) * shares
+    whole = np.rint(scaled)
+    is_whole = np.abs(scaled - whole) <= _SHARE_SAFETY * (m + 1)
+    return np.where(is_whole, whole / (m + 1), np.floor(scaled) / m)

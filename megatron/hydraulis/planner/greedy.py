@@ -1,134 +1,231 @@
-"""A planner without a solver: longest processing time first, then the exact pipeline time.
+"""Greedy dispatch and packing, without a solver.
 
-It looks at every strategy that can hold the batch, in the order of their lower bounds, until a
-bound is no better than the best plan found. All choices depend on the lengths, the pool and the
-cost model alone, ties included, so every machine finds the same plan.
+Dispatch gives each sequence, longest first, to the replica that would finish it first by an
+estimate of the replica's time. Replicas of one scheme are a class, of which only the one with the
+least load is considered, so the effort grows with classes, not with replicas.
+
+Packing: for one stage only the number of micro-batches counts, so best-fit decreasing packs as
+densely as possible. With more stages several numbers of micro-batches are tried: more of them
+shorten the pipeline's fill but pay the constant cost more often. For each number the sequences are
+assigned, longest first, to the micro-batch with the least work that still has room.
 """
 
-import time
-from collections.abc import Sequence
-from functools import partial
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.planner.bounds import dispatch_bound_ms, packing_bound_ms
-from megatron.hydraulis.planner.candidate import MS_PER_S, Candidate, StageResult
-from megatron.hydraulis.planner.dispatch import dispatch
-from megatron.hydraulis.planner.explanation import PlanExplanation, StrategyOutcome
-from megatron.hydraulis.planner.packing import pack
-from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.pool_costs import PoolCosts, checked_batch
-from megatron.hydraulis.planner.wave_packer import pack_waves
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.plan import Packing
+from megatron.hydraulis.planner.replica_plan import MicroBatch
 
-__all__ = ["GreedyPlanner"]
+__all__ = ["best_fit", "dispatch", "longest_first", "pack", "useful_num_micro_batches"]
 
-_STATUS = "greedy"
+# Numbers of micro-batches tried: each about a quarter larger than the one before. The time is
+# flat around its minimum, so a finer search gains little.
+_GROWTH = 1.25
+# Tries without improvement after which larger numbers are not tried.
+_MAX_FRUITLESS_TRIES = 3
 
 
-class GreedyPlanner:
-    """Planner over a pool of strategies; see planner.interface.Planner.
+def longest_first(lengths: Sequence[int], sequences: Iterable[int] | None = None) -> list[int]:
+    """Sequences, by default all, by falling length; of equal ones the lower index is first."""
+    some = range(len(lengths)) if sequences is None else sequences
+    return sorted(some, key=lambda sequence: (-lengths[sequence], sequence))
 
-    Raises StrategyError when a scheme of the pool does not fit the cost model's model.
+
+def dispatch(
+    sequences: Sequence[int], lengths: Sequence[int], costs: Sequence[SchemeCost]
+) -> list[list[int]]:
+    """Assign sequences to replicas.
+
+    sequences: indices into lengths, by falling length; costs: shape (num_replicas,), equal for
+    replicas of one scheme. Returns each replica's sequences, in the given order.
+
+    Raises ValueError when a sequence fits no replica: the caller has excluded such strategies.
     """
+    classes = [_Class(of_class) for of_class in ReplicaClass.of(costs)]
+    shares: list[list[int]] = [[] for _ in costs]
+    for sequence in sequences:
+        length = lengths[sequence]
+        fitting = [class_ for class_ in classes if length <= class_.cost.longest]
+        if not fitting:
+            raise ValueError(f"sequence {sequence} of {length} tokens fits no replica")
+        best = fitting[0] if len(fitting) == 1 else min(fitting, key=lambda c: c.offer_ms(length))
+        shares[best.take(length)].append(sequence)
+    return shares
 
-    def __init__(self, pool: Pool, cost_model: CostModel) -> None:
-        self._costs = PoolCosts(pool, cost_model)
 
-    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
-        """Plan one iteration for lengths of shape (num_sequences,), in tokens.
+@dataclass(slots=True)
+class _Load:
+    """What a replica has been assigned so far."""
 
-        Raises PlanError for an empty batch, a length below 1 and a sequence that no strategy can
-        hold.
-        """
-        return self._plan(lengths, iteration)[0]
+    work_ms: float = 0.0
+    num_tokens: int = 0
+    num_sequences: int = 0
+    longest_ms: float = 0.0
+    """Work of the longest sequence."""
 
-    def explain(self, lengths: Sequence[int], *, iteration: int = 0) -> PlanExplanation:
-        """Plan as plan does, and say what became of every strategy; the same errors."""
-        plan, bounds_ms, found_ms = self._plan(lengths, iteration)
-        outcomes = (
-            self._outcome(strategy, plan, bounds_ms.get(strategy.name), found_ms.get(strategy.name))
-            for strategy in self._costs.pool.strategies
+    def with_sequence(self, length: int, time_ms: float) -> "_Load":
+        return _Load(
+            self.work_ms + time_ms,
+            self.num_tokens + length,
+            self.num_sequences + 1,
+            max(self.longest_ms, time_ms),
         )
-        return PlanExplanation(plan=plan, strategies=tuple(outcomes))
 
-    def _plan(
-        self, lengths: Sequence[int], iteration: int
-    ) -> tuple[IterationPlan, dict[str, float], dict[str, float]]:
-        """The plan, and by the name of a strategy its bound and the time found, in ms."""
-        start_s = time.perf_counter()
-        batch = checked_batch(lengths, iteration)
-        able = self._costs.able_strategies(batch, iteration)
-        order = sorted(range(len(batch)), key=lambda sequence: (-batch[sequence], sequence))
-        makespan_bounds_ms = {
-            strategy.name: dispatch_bound_ms(batch, self._costs.replica_costs(strategy))
-            for strategy in able
-        }
-        # Strategies compete with all that an iteration takes, overhead included.
-        bounds_ms = {
-            name: bound_ms + self._costs.overheads_ms[name]
-            for name, bound_ms in makespan_bounds_ms.items()
-        }
-        found_ms: dict[str, float] = {}
-        best: Candidate | None = None
-        # Stable: of equal bounds the pool's first comes first.
-        for strategy in sorted(able, key=lambda strategy: bounds_ms[strategy.name]):
-            if best is not None and bounds_ms[strategy.name] >= best.time_ms:
-                break
-            candidate = self._try(strategy, makespan_bounds_ms[strategy.name], batch, order)
-            found_ms[strategy.name] = candidate.time_ms
-            if best is None or candidate.time_ms < best.time_ms:
-                best = candidate
-        assert best is not None  # able is never empty
-        plan = best.to_plan(iteration, start_s)
-        plan.validate(batch, best.strategy, partial(self._costs.max_tokens, best.strategy))
-        return plan, bounds_ms, found_ms
+    def estimated_time_ms(self, cost: SchemeCost) -> float:
+        """``W + v·c + (pp-1)·(t + c)`` for a good v; t is the largest micro-batch's work if the
+        others are equal."""
+        num_fewest = -(-self.num_tokens // cost.max_tokens)
+        c_ms = cost.coefficients.c_ms
+        if cost.num_stages == 1:
+            return self.work_ms + num_fewest * c_ms
+        num_useful = min(self.num_sequences, useful_num_micro_batches(self.work_ms, cost))
+        num_micro_batches = max(num_fewest, math.floor(num_useful), 1)
+        largest_ms = max(self.longest_ms, self.work_ms / num_micro_batches)
+        fill_ms = (cost.num_stages - 1) * (largest_ms + c_ms)
+        return self.work_ms + num_micro_batches * c_ms + fill_ms
 
-    def _outcome(
-        self,
-        strategy: Strategy,
-        plan: IterationPlan,
-        bound_ms: float | None,
-        found_ms: float | None,
-    ) -> StrategyOutcome:
-        if strategy.name == plan.strategy:
-            why = ""
-        elif bound_ms is None:
-            why = "no replica can hold the longest sequence, or one has no room for its weights"
-        elif found_ms is None:
-            why = f"its bound is no better than the plan for {plan.strategy!r}"
+
+class _Class:
+    """The replicas of one class and their loads."""
+
+    def __init__(self, of_class: ReplicaClass) -> None:
+        self.cost = of_class.cost
+        self._loads = {replica: _Load() for replica in of_class.replicas}
+        # (estimated time in ms, replica), a heap.
+        self._times = [(0.0, replica) for replica in of_class.replicas]
+
+    def offer_ms(self, length: int) -> float:
+        """Estimated time of the least loaded replica with one more sequence."""
+        return self._grown(length).estimated_time_ms(self.cost)
+
+    def take(self, length: int) -> int:
+        """Assign the sequence to the least loaded replica, which is returned."""
+        replica = self._times[0][1]
+        grown = self._grown(length)
+        self._loads[replica] = grown
+        heapq.heapreplace(self._times, (grown.estimated_time_ms(self.cost), replica))
+        return replica
+
+    def _grown(self, length: int) -> _Load:
+        time_ms = self.cost.sequence_time_ms(length)
+        return self._loads[self._times[0][1]].with_sequence(length, time_ms)
+
+
+def useful_num_micro_batches(work_ms: float, cost: SchemeCost) -> float:
+    """The number v of equal micro-batches with the least ``W + v·c + (pp-1)·(W/v + c)``.
+
+    That is ``sqrt((pp-1)·W / c)``; infinite without a constant cost c.
+    """
+    num_filling = cost.num_stages - 1
+    if num_filling == 0 or work_ms == 0.0:
+        return 1.0
+    if cost.coefficients.c_ms == 0.0:
+        return math.inf
+    return math.sqrt(num_filling * work_ms / cost.coefficients.c_ms)
+
+
+def pack(sequences: Sequence[int], lengths: Sequence[int], cost: SchemeCost) -> Packing:
+    """Pack the sequences of one replica.
+
+    sequences: indices into lengths, by falling length; each fits the limit. The micro-batches
+    come in falling order of work, where ``Σ t + (pp-1)·max t`` bounds the time.
+    """
+    if not sequences:
+        return Packing((), 0.0)
+    tokens = cost.tokens(lengths)
+    densest = best_fit(sequences, tokens, cost.max_tokens)
+    best = _finish(densest, lengths, cost)
+    if cost.num_stages == 1:
+        return best
+    num_fruitless = 0
+    work_ms = math.fsum(cost.sequence_time_ms(lengths[sequence]) for sequence in sequences)
+    for num_micro_batches in _candidates(len(densest), len(sequences), work_ms, cost):
+        dealt = _deal(sequences, lengths, tokens, cost, num_micro_batches)
+        if dealt is None:
+            continue
+        candidate = _finish(dealt, lengths, cost)
+        if candidate.time_ms < best.time_ms:
+            best, num_fruitless = candidate, 0
         else:
-            why = f"the plan for {plan.strategy!r} is faster"
-        return StrategyOutcome(
-            name=strategy.name,
-            bound_s=None if bound_ms is None else bound_ms / MS_PER_S,
-            found_s=None if found_ms is None else found_ms / MS_PER_S,
-            why_not_chosen=why,
-        )
+            num_fruitless += 1
+            if num_fruitless > _MAX_FRUITLESS_TRIES:
+                break
+    return best
 
-    def _try(
-        self, strategy: Strategy, bound_ms: float, batch: Sequence[int], order: Sequence[int]
-    ) -> Candidate:
-        dispatch_start_s = time.perf_counter()
-        costs = self._costs.replica_costs(strategy)
-        shares = dispatch(order, batch, costs)
-        packing_start_s = time.perf_counter()
-        packings = [
-            pack(share, batch, cost) if cost.waves is None else pack_waves(share, batch, cost)
-            for share, cost in zip(shares, costs, strict=True)
-        ]
-        packing_bounds_ms = [
-            packing_bound_ms([batch[sequence] for sequence in share], cost)
-            for share, cost in zip(shares, costs, strict=True)
-        ]
-        end_s = time.perf_counter()
-        return Candidate(
-            strategy=strategy,
-            packings=packings,
-            overhead_ms=self._costs.overheads_ms[strategy.name],
-            dispatch=StageResult(
-                bound_ms=bound_ms, seconds=packing_start_s - dispatch_start_s, status=_STATUS
-            ),
-            packing=StageResult(
-                bound_ms=max(packing_bounds_ms), seconds=end_s - packing_start_s, status=_STATUS
-            ),
-        )
+
+def _candidates(
+    num_fewest: int, num_sequences: int, work_ms: float, cost: SchemeCost
+) -> Iterator[int]:
+    """Numbers of micro-batches to try, rising."""
+    # Unequal work moves the optimum away from that of equal micro-batches, hardly beyond twice.
+    largest = max(num_fewest + 1, min(num_sequences, 2.0 * useful_num_micro_batches(work_ms, cost)))
+    num_micro_batches = num_fewest
+    while num_micro_batches <= min(largest, num_sequences):
+        yield num_micro_batches
+        num_micro_batches = max(num_micro_batches + 1, int(num_micro_batches * _GROWTH))
+
+
+def best_fit(sequences: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Best-fit decreasing: each sequence goes where the least room is left."""
+    packed: list[list[int]] = []
+    # (tokens that still fit, index into packed), rising.
+    rooms: list[tuple[int, int]] = []
+    for sequence in sequences:
+        length = lengths[sequence]
+        place = bisect_left(rooms, (length, -1))
+        if place < len(rooms):
+            room, index = rooms.pop(place)
+            packed[index].append(sequence)
+        else:
+            room, index = max_tokens, len(packed)
+            packed.append([sequence])
+        insort(rooms, (room - length, index))
+    return packed
+
+
+def _deal(
+    sequences: Sequence[int],
+    lengths: Sequence[int],
+    tokens: Sequence[int],
+    cost: SchemeCost,
+    num_micro_batches: int,
+) -> list[list[int]] | None:
+    """Each sequence to the micro-batch with the least work that has room; None if none has."""
+    packed: list[list[int]] = [[] for _ in range(num_micro_batches)]
+    num_tokens = [0] * num_micro_batches
+    # (work in ms, index into packed), a heap.
+    loads = [(0.0, index) for index in range(num_micro_batches)]
+    for sequence in sequences:
+        full: list[tuple[float, int]] = []
+        while loads and num_tokens[loads[0][1]] + tokens[sequence] > cost.max_tokens:
+            full.append(heapq.heappop(loads))
+        if not loads:
+            return None
+        work_ms, index = loads[0]
+        heapq.heapreplace(loads, (work_ms + cost.sequence_time_ms(lengths[sequence]), index))
+        packed[index].append(sequence)
+        num_tokens[index] += tokens[sequence]
+        for entry in full:
+            heapq.heappush(loads, entry)
+    return [share for share in packed if share]
+
+
+def _finish(packed: list[list[int]], lengths: Sequence[int], cost: SchemeCost) -> Packing:
+    """Order the micro-batches by falling work and take the exact time."""
+    timed = []
+    for share in packed:
+        share.sort()
+        time_ms = cost.coefficients.time_ms(lengths[sequence] for sequence in share)
+        timed.append((-time_ms, tuple(share)))
+    timed.sort()
+    return Packing(
+        tuple(
+            MicroBatch(share, tuple(lengths[sequence] for sequence in share)) for _, share in timed
+        ),
+        pipeline_time_ms([-negated_ms for negated_ms, _ in timed], cost.num_stages),
+    )

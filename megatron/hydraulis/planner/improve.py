@@ -1,34 +1,50 @@
-"""Moves and swaps between replicas, judged by the true replica time.
+"""Dispatch: improvement by moves and swaps, and starting points from the programs' answers.
 
-The slowest replica gives a sequence to another one, or exchanges one with it, as long as the
-slower of the two ends up faster than the slowest was. All moves and swaps with a partner are
-estimated at once; the most promising ones are packed, and the exact time decides.
+The slowest replica gives a sequence to another one, or swaps one with it, as long as the slower of
+the two becomes faster than the slowest was. All moves and swaps with a partner are estimated at
+once; the most promising ones are packed, and the exact time decides.
+
+The program of a time (relaxation.py, long_sequences.py) says how much of each bucket each class
+should get. Sequences are assigned longest first, each to the class with the largest balance; in a
+class each goes to the replica with the least work.
 """
 
+import heapq
+import math
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.hydraulis.planner.polish import Effort
-from megatron.hydraulis.planner.replica_packing import Packed, ReplicaPacker
+from megatron.hydraulis.planner.greedy import longest_first
+from megatron.hydraulis.planner.long_sequences import LongSequences
+from megatron.hydraulis.planner.pipeline_packing import Effort, Packed, ReplicaPacker
+from megatron.hydraulis.planner.relaxation import Relaxation
 
-__all__ = ["Assignment", "improve"]
+__all__ = [
+    "Assignment",
+    "assign_owed",
+    "dispatch_by_program",
+    "dispatch_long",
+    "improve_dispatch",
+    "without_short",
+]
 
-# An improvement smaller than this share of the time is none: rounding errors must not loop.
+
+# Smaller improvements, as a share of the time, do not count: rounding errors must not loop.
 _LEAST_IMPROVEMENT = 1e-7
-# Partners asked per class: those with the least to do.
+# Number of partners per class: the fastest replicas.
 _NUM_PARTNERS_PER_CLASS = 6
-# Moves and swaps packed before the slowest replica is declared stuck, per partner and in all.
+# Number of moves and swaps that are packed, per partner and in all, before the search gives up.
 _NUM_TRIED_PER_PARTNER = 3
 _NUM_TRIED = 5
-# Of estimating the moves and swaps with one partner, in the unit of Effort.
+# Cost of estimating the moves and swaps with one partner, in the unit of Effort.
 _PARTNER_EFFORT = 3e4
-# Improvements inside a pipeline, for a candidate and for the slowest replica.
-_NUM_POLISH_STEPS = 12
-_NUM_THOROUGH_POLISH_STEPS = 40
+# Number of improvements inside a pipeline, for a candidate and for the slowest replica.
+_NUM_PIPELINE_STEPS = 12
+_NUM_THOROUGH_STEPS = 40
 
 
 @dataclass(slots=True)
@@ -40,14 +56,14 @@ class _Share:
     num_tokens: int
     work_ms: float
     packed: Packed
-    is_polished: bool = False
+    is_repacked: bool = False
 
 
 class Assignment:
-    """Sequences on replicas, packed; changed by moves and swaps.
+    """A dispatch with its packings, changed by moves and swaps.
 
-    packers: shape (num_replicas,), the same object for replicas of one class; effort: what moves,
-    swaps and packings may take in all.
+    packers: shape (num_replicas,), the same object for replicas of one class; effort: budget of
+    all moves, swaps and packings.
     """
 
     def __init__(
@@ -61,7 +77,7 @@ class Assignment:
         self._lengths = np.array(packers[0].lengths, dtype=np.int64)
         self._works_ms = {packer: np.array(packer.works_ms) for packer in packers}
         self._shares = [
-            self._packed_share(packer, sorted(share, key=self._longest_first))
+            self._packed_share(packer, longest_first(packer.lengths, share))
             for packer, share in zip(packers, shares, strict=True)
         ]
 
@@ -90,7 +106,7 @@ class Assignment:
         self._shares[replica].packed = packed
 
     def step(self) -> bool:
-        """Make the slowest replica faster by one move or swap; False when none is found."""
+        """Make the slowest replica faster by one move or swap; False if none is found."""
         times_ms = self.times_ms
         slowest = max(range(len(times_ms)), key=lambda replica: (times_ms[replica], -replica))
         if times_ms[slowest] == 0.0:
@@ -105,9 +121,6 @@ class Assignment:
             for _, _, partner, given, taken in candidates[:_NUM_TRIED]
         )
 
-    def _longest_first(self, sequence: int) -> tuple[int, int]:
-        return -int(self._lengths[sequence]), sequence
-
     def _packed_share(self, packer: ReplicaPacker, sequences: list[int]) -> _Share:
         return _Share(
             sequences,
@@ -119,45 +132,40 @@ class Assignment:
     def _packed_below(
         self, replica: int, gone: int | None, come: int | None, limit_ms: float
     ) -> _Share | None:
-        """A replica's share after an exchange, packed in less than a time; None if that fails."""
+        """A replica's share after an exchange, if it can be packed in less than a time."""
         packer, before = self._packers[replica], self._shares[replica]
         sequences = [sequence for sequence in before.sequences if sequence != gone]
         if come is not None:
-            insort(sequences, come, key=self._longest_first)
-        share = _Share(
-            sequences,
-            sum(packer.lengths[sequence] for sequence in sequences),
-            sum(packer.works_ms[sequence] for sequence in sequences),
-            packer.pack(sequences, self.effort),
-        )
-        # First a new packing, then the one before with the exchange: as it is, then polished.
+            insort(sequences, come, key=lambda s: (-packer.lengths[s], s))
+        share = self._packed_share(packer, sequences)
+        # First a new packing, then the old one with the exchange: each as it is, then improved.
         for is_new in (True, False):
             if not is_new:
                 share.packed = packer.exchanged(before.packed, gone, come)
                 if not share.packed.micro_batches:
                     continue
-            for num_steps in (0, _NUM_POLISH_STEPS):
-                share.packed = packer.polish(
+            for num_steps in (0, _NUM_PIPELINE_STEPS):
+                share.packed = packer.improve(
                     share.packed, num_steps, self.effort, target_ms=limit_ms
                 )
                 if share.packed.time_ms < limit_ms:
                     return share
         return None
 
-    def polish_slowest(self) -> bool:
-        """Pack the slowest replica thoroughly, once; whether that made it faster."""
+    def repack_slowest(self) -> bool:
+        """Pack the slowest replica thoroughly, once; returns whether that made it faster."""
         times_ms = self.times_ms
         slowest = max(range(len(times_ms)), key=lambda replica: (times_ms[replica], -replica))
         share = self._shares[slowest]
-        if share.is_polished or times_ms[slowest] == 0.0:
+        if share.is_repacked or times_ms[slowest] == 0.0:
             return False
-        polished = self._packers[slowest].pack_thoroughly(
-            share.sequences, _NUM_THOROUGH_POLISH_STEPS, self.effort
+        repacked = self._packers[slowest].pack_thoroughly(
+            share.sequences, _NUM_THOROUGH_STEPS, self.effort
         )
-        is_faster = polished.time_ms < share.packed.time_ms * (1.0 - _LEAST_IMPROVEMENT)
-        share.is_polished = True
+        is_faster = repacked.time_ms < share.packed.time_ms * (1.0 - _LEAST_IMPROVEMENT)
+        share.is_repacked = True
         if is_faster:
-            share.packed = polished
+            share.packed = repacked
         return is_faster
 
     def _partners(self, slowest: int, times_ms: Sequence[float]) -> list[int]:
@@ -176,7 +184,7 @@ class Assignment:
     ) -> list[tuple[float, float, int, int, int]]:
         """The best moves and swaps by estimate.
 
-        As (time of the slower, sum of both, partner, place given, place taken); -1 takes nothing.
+        As (time of the slower, sum of both, partner, index given, index taken); -1 takes nothing.
         """
         giver, taker = self._packers[slowest], self._packers[partner]
         mine, theirs = self._shares[slowest], self._shares[partner]
@@ -184,7 +192,7 @@ class Assignment:
         given = np.array(mine.sequences, dtype=np.int64)
         taken = np.array(theirs.sequences, dtype=np.int64)
         given_tokens = self._lengths[given][:, None]
-        # The last column is a move: nothing comes back.
+        # The last column is a move: nothing is taken.
         taken_tokens = np.append(self._lengths[taken], 0)[None, :]
         giver_works, taker_works = self._works_ms[giver], self._works_ms[taker]
         mine_ms = giver.estimates_ms(
@@ -215,7 +223,7 @@ class Assignment:
         slower_ms = np.where(fits, slower_ms, np.inf)
         flat = slower_ms.ravel()
         num = min(_NUM_TRIED_PER_PARTNER, flat.size)
-        # argpartition would leave the order of ties open.
+        # Unlike argpartition, this defines the order of ties.
         best = np.argsort(flat, kind="stable")[:num]
         found = []
         for place in best:
@@ -240,7 +248,7 @@ class Assignment:
         return True
 
 
-def improve(
+def improve_dispatch(
     assignment: Assignment,
     target_ms: float,
     num_steps: int,
@@ -249,7 +257,7 @@ def improve(
 ) -> int:
     """Moves and swaps until the makespan is at most target_ms, num_steps are done or none helps.
 
-    is_over: asked before every step whether to stop. Returns the number of steps made.
+    is_over: called before every step, stops if true. Returns the number of steps.
     """
     for step in range(num_steps):
         if assignment.makespan_ms <= target_ms:
@@ -257,7 +265,7 @@ def improve(
         if (
             assignment.effort.is_spent
             or is_over()
-            or not (assignment.step() or assignment.polish_slowest())
+            or not (assignment.step() or assignment.repack_slowest())
         ):
             return step
     return num_steps
@@ -269,3 +277,127 @@ def _longest_of_others(works_ms: NDArray[np.float64]) -> NDArray[np.float64]:
     if len(works_ms):
         others[0] = works_ms[1] if len(works_ms) > 1 else 0.0
     return others
+
+
+# ---------------------------------------------------------------- dispatch from a program
+
+
+def dispatch_by_program(
+    relaxation: Relaxation,
+    time_ms: float,
+    lengths: Sequence[int],
+    packers: Sequence[ReplicaPacker],
+    *,
+    longest_fill: float = math.inf,
+) -> list[list[int]] | None:
+    """A dispatch from the linear program of a time; None if the solver fails.
+
+    lengths: shape (num_sequences,); packers: shape (num_replicas,); longest_fill: see
+    Relaxation.owed. Returns each replica's sequences, longest first.
+    """
+    owed_tokens = relaxation.owed(time_ms, longest_fill=longest_fill)
+    if owed_tokens is None:
+        return None
+    shares: list[list[int]] = [[] for _ in packers]
+    assign_owed(relaxation, owed_tokens, longest_first(lengths), lengths, packers, shares)
+    return shares
+
+
+def dispatch_long(
+    program: LongSequences,
+    time_ms: float,
+    lengths: Sequence[int],
+    packers: Sequence[ReplicaPacker],
+    shares: Sequence[Sequence[int]],
+) -> list[list[int]] | None:
+    """Another dispatch of the long sequences only, from their program of a time.
+
+    lengths: shape (num_sequences,); packers: shape (num_replicas,); shares: a dispatch, in which
+    all other sequences stay. None if the time is impossible or the solver fails.
+    """
+    owed_sequences = program.owed(time_ms)
+    if owed_sequences is None:
+        return None
+    shortest = program.lengths[0]
+    changed = [[s for s in share if lengths[s] < shortest] for share in shares]
+    long = longest_first(lengths, (s for s in range(len(lengths)) if lengths[s] >= shortest))
+    assign_owed(program, owed_sequences, long, [1] * len(lengths), packers, changed)
+    return changed
+
+
+def assign_owed(
+    program: Relaxation | LongSequences,
+    owed: NDArray[np.float64],
+    sequences: Sequence[int],
+    amounts: Sequence[int],
+    packers: Sequence[ReplicaPacker],
+    shares: list[list[int]],
+) -> None:
+    """Add sequences to the shares of the replicas that a program assigns them to.
+
+    owed: amount of each bucket for each class, shape (num_buckets, num_classes); sequences: all of
+    the program's, by falling length; amounts: of each sequence, in the unit of owed. A sequence
+    goes to the class with the largest balance, possibly negative, among those that can hold it.
+    """
+    taken: list[list[int]] = [[] for _ in program.classes]
+    balance = [0.0] * len(program.classes)
+    lengths = packers[0].lengths
+    place = 0
+    for bucket in range(len(program.buckets) - 1, -1, -1):
+        for index in range(len(balance)):
+            balance[index] += float(owed[bucket, index])
+        for sequence in sequences[place : place + program.buckets[bucket].num_sequences]:
+            fitting = (
+                index
+                for index, replica_class in enumerate(program.classes)
+                if lengths[sequence] <= replica_class.cost.longest
+            )
+            index = max(fitting, key=lambda index: (balance[index], -index))
+            taken[index].append(sequence)
+            balance[index] -= amounts[sequence]
+        place += program.buckets[bucket].num_sequences
+    for replica_class, of_class in zip(program.classes, taken, strict=True):
+        _spread(of_class, packers, replica_class.replicas, shares)
+
+
+def without_short(
+    shares: Sequence[Sequence[int]],
+    replicas: Sequence[int],
+    shortest: int,
+    lengths: Sequence[int],
+    packers: Sequence[ReplicaPacker],
+) -> list[list[int]]:
+    """A dispatch in which these replicas hold no sequence below a length.
+
+    Each goes, longest first, to the other replica with the least work that can hold it.
+    """
+    moved = [list(share) for share in shares]
+    others = sorted(set(range(len(shares))) - set(replicas))
+    loads_ms = {r: math.fsum(packers[r].works_ms[s] for s in shares[r]) for r in others}
+    short = (s for r in replicas for s in shares[r] if lengths[s] < shortest)
+    for sequence in longest_first(lengths, short):
+        fitting = (r for r in others if packers[r].cost.longest >= lengths[sequence])
+        taker = min(fitting, key=lambda r: (loads_ms[r], r))
+        moved[taker].append(sequence)
+        loads_ms[taker] += packers[taker].works_ms[sequence]
+    for replica in replicas:
+        moved[replica] = [s for s in moved[replica] if lengths[s] >= shortest]
+    return moved
+
+
+def _spread(
+    sequences: Iterable[int],
+    packers: Sequence[ReplicaPacker],
+    replicas: Sequence[int],
+    shares: list[list[int]],
+) -> None:
+    """Each to the replica of a class with the least work.
+
+    Constant costs are left out: they grow in steps, and sequences would pile up below a step.
+    """
+    loads = [(0.0, replica) for replica in replicas]
+    works_ms = packers[replicas[0]].works_ms
+    for sequence in sequences:
+        load_ms, replica = loads[0]
+        heapq.heapreplace(loads, (load_ms + works_ms[sequence], replica))
+        shares[replica].append(sequence)

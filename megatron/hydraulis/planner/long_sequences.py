@@ -1,55 +1,84 @@
-"""What the long sequences alone take: a program over the few replicas that can hold them.
+"""The long sequences alone: a program that bounds them, and a search that dispatches them.
 
-Where most replicas hold short sequences only, the few others decide the time, and what a pipeline
-can do with long sequences decides theirs. So the batch is cut down to the sequences above the
-limit of some class, on the classes that hold them: leaving sequences out makes no plan slower, so
-a time that is impossible for the rest is impossible.
+Where most replicas hold short sequences only, the few others decide the time, and for these the
+long sequences do. So the batch is reduced to the sequences above the limit of some class, on the
+classes that hold them: leaving sequences out makes no plan slower, so a time that is impossible for
+the rest is impossible for all.
 
-For a single stage the program has modes as in relaxation.py. For a pipeline it has one mode for
-each number k of **lumps**: sequences of more than half the limit, each in a micro-batch of its
-own. In such a mode each lump has a position in the order, and t_1 … t_k being the lumps' works,
-S_q what runs before position q, R_q what runs after it, φ the forward's share, p the stages,
+**Program.** For a single stage it has modes as in relaxation.py. For a pipeline it has one mode for
+each number k of long sequences, here those of more than half the limit, each in its own
+micro-batch. In such a mode each has a position in the order; t_1 … t_k being their works, S_q what
+runs before position q, R_q what runs after it, φ the share of the forward, p the number of stages,
 
     T >= Σ t + (p-1)·φ·t_q - (1-φ)·S_q + (p-1)·(1-φ)·t_r - φ·R_r     for all q <= r,
 
-the way forward through all stages at one lump and back through all stages at another (see
-lumps.py). Micro-batches without lumps only add to it. The inequalities are linear, so they hold for
-the means over the replicas in a mode too, and that is what the program asks for.
+the path forward through all stages at one and back through all stages at another (see
+pipeline_bounds.py). Other micro-batches only add to it. The inequalities are linear, so they hold
+for the means over the replicas in a mode too, which is what the program contains.
+
+**Search.** With few long sequences on few replicas no single move or swap makes the slowest replica
+faster, long before the best dispatch is found. Threshold accepting (Dueck and Scheuer, Journal of
+Computational Physics 90, 1990) also takes moves and swaps that are worse by less than a threshold,
+which falls to zero. Times are those of the long sequences alone, in a pipeline each in its own
+micro-batch, in the best order that rises to the longest and falls from it. The bound of
+pipeline_bounds.py is quicker than 1F1B: a step with too large a bound is rejected at once, and
+only the orders with the least bounds are timed.
 """
 
+import functools
+import random
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
-from megatron.hydraulis.planner.buckets import make_buckets
-from megatron.hydraulis.planner.dual_feasible import dual_feasible
-from megatron.hydraulis.planner.modes import ReplicaClass
+from megatron.hydraulis.planner.bounds import dual_feasible
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.greedy import best_fit
+from megatron.hydraulis.planner.pipeline_packing import pipeline_times_ms
+from megatron.hydraulis.planner.relaxation import make_buckets
 from megatron.hydraulis.planner.solver import LinearModel, Outcome, Solver, SolverLimits
 
-__all__ = ["LongSequences", "long_sequences"]
+__all__ = ["LongDispatch", "LongSequences", "anneal_long", "long_sequences"]
+
 
 FloatArray = NDArray[np.float64]
 
+# The program.
 _DUAL_FEASIBLE_FUNCTIONS = (1, 2, 3, 4, 5, 6, 7, 8)
 _LEFT_OVER_FRACTION = 1e-6
 # Instead of no work at all, so that shares of it are finite.
 _LEAST_WORK_MS = 1e-9
 _ROUNDING = 1e-9
-# Buckets, and sequences that are too many to be the few that decide.
 _NUM_BUCKETS = 32
+# With more sequences the program is not used.
 _MAX_SEQUENCES = 128
-# Most lumps of a pipeline and most modes of a single stage: beyond, fill and rounding are small.
-_MAX_LUMPS = 16
+# Most long sequences in a pipeline and most modes of a single stage: with more, fill and rounding
+# are small.
+_MAX_LONG = 16
 _MAX_MODES = 32
+
+# The search.
+_NUM_STEPS = 10_000
+# Threshold of the first step, as a share of the makespan.
+_FIRST_THRESHOLD = 0.02
+# Weight of the sum of all times against the slowest: room on any replica is worth something.
+_SUM_WEIGHT = 0.02
+_SWAP_SHARE = 0.7
+# k sequences have 2^(k-1) orders.
+_MAX_IN_PIPELINE = 10
+# Number of orders that are timed.
+_NUM_TIMED = 64
+_SEED = 0
 
 
 def long_sequences(
     classes: Sequence[ReplicaClass], lengths: Sequence[int], solver: Solver
-) -> "list[LongSequences]":
-    """The programs worth asking, one for each limit that leaves few sequences and a pipeline.
+) -> list["LongSequences"]:
+    """The useful programs: one for each limit that leaves few sequences and some pipeline.
 
     lengths: of the batch, rising.
     """
@@ -116,15 +145,15 @@ class LongSequences:
         self._solver = solver
 
     def is_impossible(self, time_ms: float) -> bool:
-        """Whether it is proved that no plan takes time_ms or less; no is "not proved"."""
+        """Whether it is proved that every plan takes longer than time_ms."""
         model, _ = self._program(time_ms)
         solution = self._solver.solve(model, SolverLimits())
         return solution.outcome is Outcome.OPTIMAL and self._leaves_tokens(solution.bound)
 
     def owed(self, time_ms: float) -> FloatArray | None:
-        """How many sequences of each bucket go to each class, shape (num_buckets, num_classes).
+        """Sequences, in fractions, of each bucket for each class: (num_buckets, num_classes).
 
-        In fractions; None when the time is impossible or the solver fails.
+        None if the time is impossible or the solver fails.
         """
         model, places = self._program(time_ms)
         solution = self._solver.solve(model, SolverLimits())
@@ -141,7 +170,7 @@ class LongSequences:
         return num_tokens > _LEFT_OVER_FRACTION * sum(self.lengths)
 
     def _program(self, time_ms: float) -> tuple[LinearModel, list[tuple[int, int, int]]]:
-        """The program, and of the columns that hold sequences: (bucket, column, class)."""
+        """The program, and (bucket, column, class) of all columns with sequences."""
         program = _Columns()
         places: list[tuple[int, int, int]] = []
         for index, replica_class in enumerate(self.classes):
@@ -184,8 +213,8 @@ class LongSequences:
                 ):
                     entries = {column: float(counted[bucket]) for bucket, column in columns}
                     program.row({**entries, mode: -room}, -np.inf, 0.0)
-            # With half the room to spare, first fit packs whatever the work allows: all of it
-            # where nothing is work.
+            # With half the room to spare, first fit packs whatever the work allows: everything if
+            # nothing takes time.
             if works_ms[able].min() > 0.0:
                 densest = float((self._low[able] / works_ms[able]).max())
                 if num * cost.max_tokens >= 2.0 * room_ms * densest:
@@ -200,24 +229,24 @@ class LongSequences:
         works_ms = self._works_ms(replica_class)
         times_ms = works_ms + cost.coefficients.c_ms
         able = (self._low <= cost.max_tokens) & (cost.num_stages * times_ms <= time_ms)
-        is_lump = able & (2 * self._low > cost.max_tokens)
-        lumps = [int(bucket) for bucket in np.nonzero(is_lump)[0]]
-        found = [(int(bucket), program.column()) for bucket in np.nonzero(able & ~is_lump)[0]]
-        # All replicas of the class together, whatever their modes.
+        is_long = able & (2 * self._low > cost.max_tokens)
+        long = [int(bucket) for bucket in np.nonzero(is_long)[0]]
+        found = [(int(bucket), program.column()) for bucket in np.nonzero(able & ~is_long)[0]]
+        # All replicas of the class together, in any mode.
         total = {column: float(works_ms[bucket]) for bucket, column in found}
         modes: dict[int, float] = {}
         most = 0
-        if lumps:
+        if long:
             most = len(self.lengths)
-            shortest_ms = float(times_ms[lumps].min())
+            shortest_ms = float(times_ms[long].min())
             if shortest_ms > _LEAST_WORK_MS:
-                # As many of the shortest would fill the time; one lump fits, or none were able.
+                # So many of the shortest fill the time; one long sequence fits at least.
                 num_full = int(time_ms / shortest_ms * (1.0 + _ROUNDING))
                 most = min(most, max(num_full - cost.num_stages + 1, 1))
         for num in range(1, most + 1):
-            if num > _MAX_LUMPS:
-                # Their shape is left open.
-                loose = [(bucket, program.column()) for bucket in lumps]
+            if num > _MAX_LONG:
+                # Without positions.
+                loose = [(bucket, program.column()) for bucket in long]
                 found += loose
                 total |= {column: float(times_ms[bucket]) for bucket, column in loose}
                 break
@@ -225,13 +254,13 @@ class LongSequences:
             modes[mode] = 1.0
             positions = []
             for _ in range(num):
-                columns = [(bucket, program.column()) for bucket in lumps]
+                columns = [(bucket, program.column()) for bucket in long]
                 found += columns
                 position = program.column()
                 positions.append(position)
                 program.row({**{column: 1.0 for _, column in columns}, mode: -1.0}, 0.0, 0.0)
-                of_lumps = {column: float(times_ms[bucket]) for bucket, column in columns}
-                program.row({**of_lumps, position: -1.0}, 0.0, 0.0)
+                of_long = {column: float(times_ms[bucket]) for bucket, column in columns}
+                program.row({**of_long, position: -1.0}, 0.0, 0.0)
             total |= dict.fromkeys(positions, 1.0)
             _add_passes(program, positions, mode, cost.num_stages, time_ms)
         program.row(modes, 0.0, replica_class.num_replicas)
@@ -248,20 +277,178 @@ class LongSequences:
 def _add_passes(
     program: _Columns, positions: Sequence[int], mode: int, num_stages: int, time_ms: float
 ) -> None:
-    """The inequalities of one mode: the worst way forward up to each position, and back from it."""
+    """The inequalities of one mode: the longest path forward to each position, and back from it."""
     forward, backward = FORWARD_SHARE, 1.0 - FORWARD_SHARE
-    ways_forward = [program.column() for _ in positions]
-    ways_back = [program.column() for _ in positions]
+    paths_forward = [program.column() for _ in positions]
+    paths_back = [program.column() for _ in positions]
     for place, position in enumerate(positions):
         before, after = positions[:place], positions[place + 1 :]
-        entries = {ways_forward[place]: 1.0, position: -(num_stages - 1) * forward}
+        entries = {paths_forward[place]: 1.0, position: -(num_stages - 1) * forward}
         program.row(entries | dict.fromkeys(before, backward), 0.0, np.inf)
         if place:
-            program.row({ways_forward[place]: 1.0, ways_forward[place - 1]: -1.0}, 0.0, np.inf)
-        entries = {ways_back[place]: 1.0, position: -(num_stages - 1) * backward}
+            program.row({paths_forward[place]: 1.0, paths_forward[place - 1]: -1.0}, 0.0, np.inf)
+        entries = {paths_back[place]: 1.0, position: -(num_stages - 1) * backward}
         program.row(entries | dict.fromkeys(after, forward), 0.0, np.inf)
         if after:
-            program.row({ways_back[place]: 1.0, ways_back[place + 1]: -1.0}, 0.0, np.inf)
+            program.row({paths_back[place]: 1.0, paths_back[place + 1]: -1.0}, 0.0, np.inf)
         entries = dict.fromkeys(positions, -1.0) | {mode: time_ms}
-        entries |= {ways_forward[place]: -1.0, ways_back[place]: -1.0}
+        entries |= {paths_forward[place]: -1.0, paths_back[place]: -1.0}
         program.row(entries, 0.0, np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class LongDispatch:
+    """Micro-batches of the long sequences on every replica, in their order."""
+
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    makespan_ms: float
+
+
+class _Times:
+    """Times of shares, cached for all replicas of equal cost."""
+
+    def __init__(self, lengths: Sequence[int], costs: Sequence[SchemeCost]) -> None:
+        self._lengths = lengths
+        self._works_ms = {
+            cost: [cost.sequence_time_ms(length) for length in lengths] for cost in set(costs)
+        }
+        self._bounds: dict[tuple[SchemeCost, tuple[int, ...]], float] = {}
+        self._exact: dict[tuple[SchemeCost, tuple[int, ...]], float] = {}
+
+    def bound_ms(self, cost: SchemeCost, share: tuple[int, ...]) -> float:
+        """A lower bound on time_ms."""
+        key = cost, share
+        if key not in self._bounds:
+            self._bounds[key] = self._computed_ms(cost, share)
+        return self._bounds[key]
+
+    def time_ms(self, cost: SchemeCost, share: tuple[int, ...]) -> float:
+        """share: rising indices, that is falling lengths. Infinite if it does not fit."""
+        bound_ms = self.bound_ms(cost, share)
+        if cost.num_stages == 1 or not share or bound_ms == np.inf:
+            return bound_ms
+        key = cost, share
+        if key not in self._exact:
+            self._exact[key] = self._best_order(cost, share)[1]
+        return self._exact[key]
+
+    def _best_order(
+        self, cost: SchemeCost, share: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], float]:
+        """The fastest of the orders with the least bounds, and its time."""
+        rising = np.array(share[::-1])
+        rising_ms = self._rising_ms(cost, share)
+        bounds_ms = _bounds_of_orders_ms(rising_ms, cost.num_stages)
+        some = np.argsort(bounds_ms, kind="stable")[:_NUM_TIMED]
+        # Before the longest in rising order, after it in falling order.
+        is_before = np.column_stack((_sides(len(share) - 1)[some], np.ones(len(some))))
+        rank = np.arange(len(share))
+        places = np.argsort(np.where(is_before > 0.0, rank, 2 * len(share) - rank), axis=1)
+        times_ms = pipeline_times_ms(rising_ms[places], cost.num_stages)
+        best = int(np.argmin(times_ms))
+        return tuple(int(i) for i in rising[places[best]]), float(times_ms[best])
+
+    def _rising_ms(self, cost: SchemeCost, share: tuple[int, ...]) -> FloatArray:
+        works_ms = self._works_ms[cost]
+        return np.array([works_ms[i] + cost.coefficients.c_ms for i in reversed(share)])
+
+    def _computed_ms(self, cost: SchemeCost, share: tuple[int, ...]) -> float:
+        if not share:
+            return 0.0
+        if self._lengths[share[0]] > cost.max_tokens:
+            return np.inf
+        c_ms, works_ms = cost.coefficients.c_ms, self._works_ms[cost]
+        if cost.num_stages == 1:
+            num = len(best_fit(share, self._lengths, cost.max_tokens))
+            return sum(works_ms[i] for i in share) + num * c_ms
+        if len(share) > _MAX_IN_PIPELINE:
+            return np.inf
+        return float(_bounds_of_orders_ms(self._rising_ms(cost, share), cost.num_stages).min())
+
+    def micro_batches(
+        self, cost: SchemeCost, share: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], ...]:
+        """The packing with time_ms."""
+        if not share:
+            return ()
+        if cost.num_stages == 1:
+            return tuple(map(tuple, best_fit(share, self._lengths, cost.max_tokens)))
+        return tuple((i,) for i in self._best_order(cost, share)[0])
+
+
+def anneal_long(
+    lengths: Sequence[int], costs: Sequence[SchemeCost], shares: Sequence[Sequence[int]]
+) -> LongDispatch | None:
+    """A better dispatch of long sequences to at least two replicas; None if the start is too large.
+
+    lengths: falling; costs: shape (num_replicas,), of the replicas that hold them; shares: the
+    dispatch to start from, as indices into lengths.
+    """
+    times = _Times(lengths, costs)
+    held = [tuple(sorted(share)) for share in shares]
+    held_ms = [times.time_ms(cost, share) for cost, share in zip(costs, held, strict=True)]
+    now_ms = _objective_ms(held_ms)
+    if not np.isfinite(now_ms):
+        return None
+    best, best_ms = tuple(held), max(held_ms)
+    threshold_ms = _FIRST_THRESHOLD * best_ms
+    generator = random.Random(_SEED)
+    for step in range(_NUM_STEPS):
+        giver, taker = generator.sample(range(len(costs)), 2)
+        if not held[giver]:
+            continue
+        given = generator.choice(held[giver])
+        less, more = [i for i in held[giver] if i != given], [*held[taker], given]
+        if held[taker] and generator.random() < _SWAP_SHARE:
+            back = generator.choice(held[taker])
+            less.append(back)
+            more.remove(back)
+        new_giver, new_taker = tuple(sorted(less)), tuple(sorted(more))
+        limit_ms = now_ms + threshold_ms * (1.0 - step / _NUM_STEPS) ** 2
+        new_ms = held_ms.copy()
+        new_ms[giver] = times.bound_ms(costs[giver], new_giver)
+        new_ms[taker] = times.bound_ms(costs[taker], new_taker)
+        if _objective_ms(new_ms) >= limit_ms:
+            continue
+        new_ms[giver] = times.time_ms(costs[giver], new_giver)
+        new_ms[taker] = times.time_ms(costs[taker], new_taker)
+        then_ms = _objective_ms(new_ms)
+        if then_ms < limit_ms:
+            held[giver], held[taker] = new_giver, new_taker
+            held_ms, now_ms = new_ms, then_ms
+            if max(held_ms) < best_ms:
+                best, best_ms = tuple(held), max(held_ms)
+    return LongDispatch(
+        tuple(times.micro_batches(cost, share) for cost, share in zip(costs, best, strict=True)),
+        best_ms,
+    )
+
+
+def _objective_ms(times_ms: Sequence[float]) -> float:
+    return max(times_ms) + _SUM_WEIGHT * sum(times_ms)
+
+
+@functools.lru_cache(maxsize=_MAX_IN_PIPELINE)
+def _sides(num: int) -> FloatArray:
+    """For each order of num micro-batches around the longest one: 1 for those before it."""
+    return ((np.arange(1 << num)[:, None] >> np.arange(num)[None, :]) & 1).astype(np.float64)
+
+
+def _bounds_of_orders_ms(rising_ms: FloatArray, num_stages: int) -> FloatArray:
+    """``X + F + B`` of pipeline_bounds.py for each of the orders of _sides."""
+    fill, drain = (num_stages - 1) * FORWARD_SHARE, (num_stages - 1) * (1.0 - FORWARD_SHARE)
+    others_ms, longest_ms = rising_ms[:-1], float(rising_ms[-1])
+    is_before = _sides(len(others_ms))
+    before_ms = is_before * others_ms
+    after_ms = others_ms - before_ms
+    # What runs before, or after, each one if it is on that side.
+    sum_before_ms, sum_after_ms = np.cumsum(before_ms, axis=1), np.cumsum(after_ms, axis=1)
+    forward_ms = fill * others_ms - (1.0 - FORWARD_SHARE) * (sum_before_ms - before_ms)
+    back_ms = drain * others_ms - FORWARD_SHARE * (sum_after_ms - after_ms)
+    forward_ms = (is_before * forward_ms).max(axis=1, initial=0.0)
+    back_ms = ((1.0 - is_before) * back_ms).max(axis=1, initial=0.0)
+    all_before_ms, all_after_ms = before_ms.sum(axis=1), after_ms.sum(axis=1)
+    forward_ms = np.maximum(forward_ms, fill * longest_ms - (1.0 - FORWARD_SHARE) * all_before_ms)
+    back_ms = np.maximum(back_ms, drain * longest_ms - FORWARD_SHARE * all_after_ms)
+    times_ms: FloatArray = rising_ms.sum() + forward_ms + back_ms
+    return times_ms

@@ -13,20 +13,20 @@ Plans are immutable and validate themselves. As JSON a plan is::
 A scheme also has ``layers`` (a list) and ``splits_cp`` (true) where they differ from the default.
 A micro-batch of a scheme that splits its cp ranks may have ``groups``, a list of ``[offset, size,
 number of sequences]`` that cuts both its cp ranks and its sequences into runs.
-A plan may say ``"version": 1``; one without a version has this one.
+The key ``version`` may be absent; it is 1.
 """
 
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.planner.replica_plan import (
-    ContextGroup,
     GroupShare,
     MicroBatch,
     ReplicaPlan,
@@ -36,17 +36,22 @@ from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Strategy
 
 __all__ = [
-    "ContextGroup",
-    "GroupShare",
+    "MS_PER_S",
+    "Candidate",
     "IterationPlan",
-    "MicroBatch",
-    "ReplicaPlan",
+    "Packing",
+    "PlanExplanation",
+    "Planner",
     "StageReport",
+    "StageResult",
+    "StrategyOutcome",
+    "is_marked",
+    "plan_status",
 ]
 
+MS_PER_S = 1e3
 _FORMAT_VERSION = 1
-
-# Times are sums of a few thousand floats, which a checker may add up in another order.
+# Times are sums of a few thousand floats, which may be added up in another order.
 _RELATIVE_TOLERANCE = 1e-9
 
 
@@ -58,15 +63,15 @@ class StageReport:
     """
 
     objective_s: float
-    """Predicted time of what was found."""
+    """Predicted time of the answer."""
     bound_s: float
-    """Time that nothing can be below."""
+    """Proved lower limit of that time."""
     gap: float
     """(objective - bound) / objective; 0.0 when both are 0."""
     seconds: float
-    """Time spent searching; no part of a plan's digest."""
+    """Time spent searching; not part of a plan's digest."""
     status: str
-    """How the search ended, for example 'greedy' or a solver's own word."""
+    """How the search ended, for example 'greedy' or 'certified'."""
 
     def __post_init__(self) -> None:
         check_time("objective_s of a planning stage", self.objective_s)
@@ -127,11 +132,11 @@ class IterationPlan:
     replicas: tuple[ReplicaPlan, ...]
     """In the order of the strategy, replicas without sequences included."""
     predicted_time_s: float
-    """Makespan over the replicas, plus whatever the planner adds for regrouping and optimizer."""
+    """Makespan over the replicas plus the overhead of regrouping and optimizer."""
     dispatch: StageReport | None = None
     packing: StageReport | None = None
     plan_time_s: float = 0.0
-    """Time spent planning; no part of the digest."""
+    """Time spent planning; not part of the digest."""
 
     def __post_init__(self) -> None:
         check_time("predicted_time_s of the iteration", self.predicted_time_s)
@@ -178,13 +183,23 @@ class IterationPlan:
         return tuple(replica.predicted_time_s for replica in self.replicas)
 
     @property
+    def lengths(self) -> dict[int, int]:
+        """Tokens of each sequence, by its index."""
+        return {
+            sequence: length
+            for replica in self.replicas
+            for micro_batch in replica.micro_batches
+            for sequence, length in zip(micro_batch.sequences, micro_batch.lengths, strict=True)
+        }
+
+    @property
     def num_sequences(self) -> int:
-        """Sequences of all replicas."""
+        """Number of sequences of all replicas."""
         return sum(replica.num_sequences for replica in self.replicas)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all replicas."""
+        """Number of tokens of all replicas."""
         return sum(replica.num_tokens for replica in self.replicas)
 
     @property
@@ -200,7 +215,7 @@ class IterationPlan:
         return self.makespan_s * num_ranks / total_s if total_s > 0.0 else 1.0
 
     def replica_of(self, rank: int) -> ReplicaPlan | None:
-        """The share of the replica that a rank serves, None when the rank is idle."""
+        """The share of the replica that a rank belongs to; None when the rank is idle."""
         for replica in self.replicas:
             if rank in replica.ranks:
                 return replica
@@ -212,10 +227,10 @@ class IterationPlan:
         strategy: Strategy,
         max_tokens: Callable[[Scheme], int],
     ) -> None:
-        """Check the plan against what it was made for.
+        """Check the plan against the batch, the strategy and the limits that it was made for.
 
-        lengths: shape (num_sequences,), the global batch; max_tokens: the most tokens of one
-        micro-batch on a scheme, with cp > 1 the padding in it included.
+        lengths: shape (num_sequences,), the global batch; max_tokens: the limit of tokens per
+        micro-batch on a scheme, padding included where cp > 1.
 
         Raises PlanError when the plan is for another strategy, when a sequence is missing,
         unknown or of another length, and when a micro-batch, or a context group of it, exceeds
@@ -263,12 +278,7 @@ class IterationPlan:
                 )
 
     def _check_sequences(self, lengths: Sequence[int]) -> None:
-        planned = {
-            sequence: length
-            for replica in self.replicas
-            for micro_batch in replica.micro_batches
-            for sequence, length in zip(micro_batch.sequences, micro_batch.lengths, strict=True)
-        }
+        planned = self.lengths
         missing = [sequence for sequence in range(len(lengths)) if sequence not in planned]
         if missing:
             raise self._error(
@@ -289,10 +299,7 @@ class IterationPlan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON without the seconds spent planning, in hex.
-
-        Two ranks hold the same plan exactly when their digests agree.
-        """
+        """SHA-256, in hex, of the canonical JSON without the seconds spent planning."""
         content = self.to_json()
         del content["plan_time_s"]
         for stage in ("dispatch", "packing"):
@@ -302,7 +309,7 @@ class IterationPlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as dicts, lists, numbers and strings; from_json is its inverse."""
+        """The plan as dicts, lists, numbers and strings."""
         return {
             "iteration": self.iteration,
             "strategy": self.strategy,
@@ -343,3 +350,174 @@ def _report_from_json(plan: JsonObject, stage: str) -> StageReport | None:
 
 def _close(left: float, right: float) -> bool:
     return math.isclose(left, right, rel_tol=_RELATIVE_TOLERANCE)
+
+
+# Beginnings of the statuses that mark a plan, the worst last. A plan is greedy where the search
+# failed, or where the process that searches was lost.
+_MARKS = ("time limit", "solver ", "greedy")
+
+
+def plan_status(plan: IterationPlan) -> str:
+    """The worse of the statuses of dispatch and packing; 'unknown' for a plan without reports."""
+    statuses = [report.status for report in (plan.dispatch, plan.packing) if report is not None]
+    return max(statuses, key=_badness, default="unknown")
+
+
+def is_marked(status: str) -> bool:
+    """Whether planning was cut short by a limit, a failing solver or a failing search."""
+    return status.startswith(_MARKS)
+
+
+def _badness(status: str) -> int:
+    for number, mark in enumerate(_MARKS):
+        if status.startswith(mark):
+            return 2 + number
+    return 1 if status == "search ended" else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyOutcome:
+    """Why a strategy of the pool was chosen or not.
+
+    Raises PlanError when the time found is below the bound.
+    """
+
+    name: str
+    """Name of the strategy in its pool."""
+    bound_s: float | None
+    """No plan with this strategy takes less; None when the strategy cannot hold the batch."""
+    found_s: float | None
+    """Predicted time of the best plan found; None when the strategy was not searched."""
+    why_not_chosen: str
+    """One sentence; empty for the chosen strategy."""
+
+    def __post_init__(self) -> None:
+        if self.bound_s is None or self.found_s is None:
+            return
+        if self.found_s < self.bound_s and not _close(self.found_s, self.bound_s):
+            raise PlanError(
+                f"strategy {self.name!r}: nothing is better than a bound but a plan takes "
+                f"{self.found_s} s and the bound is {self.bound_s} s; correct the bound"
+            )
+
+    @property
+    def gap(self) -> float | None:
+        """(found - bound) / found, None when either is missing."""
+        if self.bound_s is None or self.found_s is None:
+            return None
+        if self.found_s == 0.0:
+            return 0.0
+        return max(0.0, (self.found_s - self.bound_s) / self.found_s)
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the plan uses this strategy."""
+        return not self.why_not_chosen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanExplanation:
+    """A plan and the outcome of every strategy of the pool.
+
+    Raises PlanError unless exactly the plan's strategy is marked as chosen.
+    """
+
+    plan: IterationPlan
+    strategies: tuple[StrategyOutcome, ...]
+    """In the order of the pool."""
+
+    def __post_init__(self) -> None:
+        chosen = [outcome.name for outcome in self.strategies if outcome.is_chosen]
+        if chosen != [self.plan.strategy]:
+            raise PlanError(
+                f"one strategy is chosen, the plan's, but the plan is for {self.plan.strategy!r} "
+                f"and {chosen} are marked as chosen; give every other one a reason"
+            )
+
+
+class Planner(Protocol):
+    """Turns the lengths of a global batch into an iteration plan.
+
+    Strategies are compared by makespan plus overhead. A planner takes both from
+    ``StrategyCosts(cost_model, strategy)``, as a strategy may have its own limits of tokens per
+    micro-batch and its own overhead. Objectives and bounds of dispatch and packing are about the
+    makespan alone, those of an explanation about the predicted time.
+    """
+
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
+        """Plan one iteration.
+
+        lengths: shape (num_sequences,), in tokens; a plan identifies sequences by their index
+        here. The same lengths always give a plan of the same digest.
+
+        Raises PlanError for an empty batch, a length below 1 and a sequence that no replica of
+        any strategy can hold.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Micro-batches of a replica in the order in which they run, and the replica's exact time."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    time_ms: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageResult:
+    """Bound, time spent and status of dispatch or packing; the objective is the makespan."""
+
+    bound_ms: float
+    seconds: float
+    status: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """The best plan of one strategy, before it is known to be the best of all."""
+
+    strategy: Strategy
+    packings: Sequence[Packing]
+    """Shape (num_replicas,)."""
+    overhead_ms: float
+    dispatch: StageResult
+    packing: StageResult
+
+    @property
+    def makespan_ms(self) -> float:
+        """Time of the slowest replica."""
+        return max(packing.time_ms for packing in self.packings)
+
+    @property
+    def time_ms(self) -> float:
+        """Predicted time of the iteration."""
+        return self.makespan_ms + self.overhead_ms
+
+    def to_plan(self, iteration: int, start_s: float) -> IterationPlan:
+        """start_s: when planning began, by time.perf_counter."""
+        return IterationPlan(
+            iteration=iteration,
+            strategy=self.strategy.name,
+            replicas=tuple(
+                ReplicaPlan(
+                    scheme=replica.scheme,
+                    ranks=replica.ranks,
+                    micro_batches=packing.micro_batches,
+                    predicted_time_s=packing.time_ms / MS_PER_S,
+                )
+                for replica, packing in zip(self.strategy.replicas, self.packings, strict=True)
+            ),
+            predicted_time_s=self.time_ms / MS_PER_S,
+            dispatch=self._report(self.dispatch),
+            packing=self._report(self.packing),
+            plan_time_s=time.perf_counter() - start_s,
+        )
+
+    def _report(self, result: StageResult) -> StageReport:
+        return StageReport.of(
+            objective_s=self.makespan_ms / MS_PER_S,
+            bound_s=result.bound_ms / MS_PER_S,
+            seconds=result.seconds,
+            status=result.status,
+        )

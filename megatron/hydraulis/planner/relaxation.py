@@ -1,70 +1,68 @@
-"""Can any dispatch and packing finish within a given time? A program that can say no.
+"""Can any dispatch and packing finish within a given time? A linear program that can say no.
 
-For a time T each class of equal replicas can run in several modes (see modes.py). The program
-spreads the tokens of buckets over modes and minimises the tokens left over. If some are left over
-at the optimum, no plan finishes within T. It takes milliseconds, and its answer says how much of
-each bucket goes to which class.
+For a time T each class of equal replicas can run in several modes. A replica that has to finish by
+T with v micro-batches does at most ``X_v(T) - v·c`` of work: X_v(T) is T for one stage and follows
+from the best shape of the pipeline for more (pipeline_bounds.py). It holds at most ``v·limit``
+tokens. Both together are a **mode**. The program spreads the tokens of buckets over modes and
+minimises the tokens left over. If some are left over at the optimum, no plan finishes within T. Its
+answer says how much of each bucket each class should get. It takes milliseconds.
 
 Fractions would make large sequences too easy. Dual feasible functions of the share of a replica's
-work (or of a micro-batch's tokens) that a sequence takes bring back what they cost: see
-dual_feasible.py.
+work, or of a micro-batch's tokens, that a sequence takes restore what they cost.
 
-All lengths round down: the tokens of a bucket count as they are, ``s²`` as ``low·s``, and there are
-as few sequences as if all were the longest of the bucket.
+All lengths are rounded down: the tokens of a bucket count as they are, ``s²`` as ``low·s``, and
+there are as few sequences as if all were the longest of the bucket. A batch of shorter sequences
+takes no longer, so a bound remains a bound.
 """
+
+from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.hydraulis.planner.buckets import make_buckets
-from megatron.hydraulis.planner.dual_feasible import dual_feasible
-from megatron.hydraulis.planner.lumps import choose_lumps, lump_orders
-from megatron.hydraulis.planner.modes import Mode, ReplicaClass, Tier, class_modes
-from megatron.hydraulis.planner.packing import SchemeCost
-from megatron.hydraulis.planner.pipeline_shape import MAX_SHAPED_MICRO_BATCHES
+from megatron.hydraulis.planner.bounds import dual_feasible
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.pipeline_bounds import (
+    MAX_SHAPED_MICRO_BATCHES,
+    choose_long_micro_batches,
+    long_micro_batch_orders,
+    most_work_ms,
+)
 from megatron.hydraulis.planner.solver import LinearModel, Outcome, Solver, SolverLimits
 
-__all__ = ["Program", "Relaxation"]
+__all__ = ["Bucket", "Relaxation", "Tier", "class_modes", "make_buckets"]
 
+
+_NUM_BUCKETS = 32
 _DUAL_FEASIBLE_FUNCTIONS = (1, 2, 3, 4)
-LEFT_OVER_FRACTION = 1e-6
-"""Share of the tokens that has to be left over before the answer is no: HiGHS is exact to 1e-7."""
+# The answer is no if more than this share of the tokens is left over: HiGHS is exact to 1e-7.
+_LEFT_OVER_FRACTION = 1e-6
 # Cost of a token in a pipeline, in tokens left over, for programs that make dispatches.
-_RELUCTANCE = 1e-3
-# A pipeline has a tier of its own for sequences with which it does less than this share of the
-# time in work, and at most so many tiers.
+_PIPELINE_COST = 1e-3
+# A pipeline has separate tiers for sequences with which it does less work than this share of the
+# time, and at most so many tiers.
 _SPOILED = 0.9
 _MAX_TIERS = 10
-# Long sequences that a pipeline may hold within the time are counted up to this number.
-_MAX_COUNTED_LUMPS = 4
+# Long sequences that a pipeline can hold within the time are counted up to this number.
+_MAX_COUNTED_LONG = 4
 # Instead of no work at all, so that shares of it are finite.
 _LEAST_WORK_MS = 1e-9
+# Numbers of micro-batches with room for all tokens that have a mode each; the next one stands for
+# all larger ones.
+_NUM_COUNTED = 2
+# The dynamic program for buckets takes time with the square of the number of different lengths.
+# Above this number, lengths that agree in their leading bits (at most 1/32 apart) are one group.
+_MAX_GROUPS = 256
+_KEPT_BITS = 6
 
 FloatArray = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """The program for one time.
-
-    Columns: tokens of each bucket in each mode (bucket by bucket), replicas in each mode, tokens of
-    each bucket that are left over.
-    """
-
-    model: LinearModel
-    modes: tuple[Mode, ...]
-    num_buckets: int
-
-    def spread(self, values: FloatArray) -> FloatArray:
-        """Of an answer, what goes where: shape (num_buckets, num_modes)."""
-        num = self.num_buckets * len(self.modes)
-        return values[:num].reshape(self.num_buckets, len(self.modes))
 
 
 class Relaxation:
@@ -75,8 +73,8 @@ class Relaxation:
         classes: Sequence[ReplicaClass],
         lengths: Sequence[int],
         *,
-        num_buckets: int,
         solver: Solver,
+        num_buckets: int = _NUM_BUCKETS,
     ) -> None:
         """lengths: of the batch, rising; each fits some class."""
         self.classes = tuple(classes)
@@ -90,24 +88,44 @@ class Relaxation:
         self._high = np.array([bucket.high for bucket in self.buckets], dtype=np.float64)
 
     def is_impossible(self, time_ms: float) -> bool:
-        """Whether it is proved that no plan takes time_ms or less; no is "not proved"."""
-        program = self.program(time_ms)
+        """Whether it is proved that every plan takes longer than time_ms."""
+        program = self._program(time_ms)
         if program is None:
             return True
-        solution = self.solver.solve(program.model, SolverLimits())
-        return solution.outcome is Outcome.OPTIMAL and self._leaves_tokens(solution.bound)
+        solution = self.solver.solve(program[0], SolverLimits())
+        is_left_over = solution.bound > _LEFT_OVER_FRACTION * self._num_tokens
+        return solution.outcome is Outcome.OPTIMAL and is_left_over
 
-    def _leaves_tokens(self, num_tokens: float) -> bool:
-        """Whether a bound on the tokens left over is more than a rounding error."""
-        return num_tokens > LEFT_OVER_FRACTION * self._num_tokens
+    def owed(self, time_ms: float, *, longest_fill: float = math.inf) -> FloatArray | None:
+        """Tokens of each bucket for each class, shape (num_buckets, num_classes).
 
-    def program(self, time_ms: float, *, longest_fill: float = math.inf) -> Program | None:
-        """The program for a time; None when a sequence has no place at all within it.
+        None if the solver fails or a sequence does not fit within the time. longest_fill: share of
+        the time that a sequence may take in a pipeline if it could go elsewhere. Below infinity the
+        program bounds nothing, but makes better dispatches: it keeps long sequences that spoil the
+        shape out of pipelines, and assigns them no more than necessary, as it overestimates their
+        capacity.
+        """
+        program = self._program(time_ms, longest_fill=longest_fill)
+        if program is None:
+            return None
+        model, modes = program
+        solution = self.solver.solve(model, SolverLimits())
+        if not solution.is_usable or solution.values is None:
+            return None
+        num_buckets, num_modes = len(self.buckets), len(modes)
+        spread = solution.values[: num_buckets * num_modes].reshape(num_buckets, num_modes)
+        owed = np.zeros((num_buckets, len(self.classes)))
+        for column, mode in enumerate(modes):
+            owed[:, mode.replica_class] += spread[:, column]
+        return owed
 
-        longest_fill: share of the time that a sequence may take in a pipeline when it could go
-        elsewhere as well. Below infinity the program bounds nothing, but it makes better
-        dispatches: it keeps pipelines free of long sequences that spoil their shape, and gives
-        them no more than it has to, as their capacity is an optimistic one.
+    def _program(
+        self, time_ms: float, *, longest_fill: float = math.inf
+    ) -> tuple[LinearModel, list[Mode]] | None:
+        """The program for a time and its modes; None if a sequence does not fit within it.
+
+        Columns: tokens of each bucket in each mode (bucket by bucket), replicas in each mode,
+        tokens of each bucket that are left over.
         """
         longest_within = [self._longest_within(c.cost, time_ms) for c in self.classes]
         if self.lengths[-1] > max(longest_within):
@@ -140,13 +158,13 @@ class Relaxation:
             for column, mode in enumerate(modes):
                 if self.classes[mode.replica_class].cost.num_stages > 1:
                     num_spread = able.size
-                    model.cost[column : num_spread : len(modes)] = _RELUCTANCE
-        return Program(model=model, modes=tuple(modes), num_buckets=len(self.buckets))
+                    model.cost[column : num_spread : len(modes)] = _PIPELINE_COST
+        return model, modes
 
     def _fills(
         self, modes: Sequence[Mode], able: NDArray[np.bool_], most_ms: float
     ) -> NDArray[np.bool_]:
-        """Which bucket is short enough for a mode, or has to go to a pipeline."""
+        """Whether a bucket is short enough for a mode, or has to go to a pipeline."""
         num_stages = [self.classes[mode.replica_class].cost.num_stages for mode in modes]
         is_single = np.array([num == 1 for num in num_stages])
         has_single = (able & is_single[None, :]).any(axis=1)
@@ -164,32 +182,31 @@ class Relaxation:
 
     def _longest_within(self, cost: SchemeCost, time_ms: float) -> int:
         """The longest sequence of the batch that fits a class and passes all its stages in time."""
-        longest = 0
         for length in reversed(self.lengths):
             if length > cost.max_tokens:
                 continue
             if cost.num_stages * cost.coefficients.time_ms((length,)) <= time_ms:
-                longest = length
-                break
-        return longest
+                return length
+        return 0
 
     def _tiers(
         self, replica_class: ReplicaClass, longest: int, longest_elsewhere: int, time_ms: float
     ) -> list[Tier]:
-        """The tiers of a class: sequences go to a tier of their length or of longer ones.
+        """The tiers of a class: a sequence goes to the tier of its length or of longer ones.
 
-        longest, longest_elsewhere: what this class and any other one can hold within the time.
+        longest, longest_elsewhere: longest sequence that this and any other class can hold within
+        the time.
         """
         cost = replica_class.cost
         if longest == 0:
             return []
         if cost.num_stages == 1:
             return [Tier(longest)]
-        lumps = self._only_here(cost, longest, longest_elsewhere)
-        if lumps and replica_class.num_replicas == 1:
-            return [Tier(longest, lumps, num_least=1)]
-        # A tier for each bucket from the first whose sequences slow a pipeline down, joined from
-        # the shorter ones on if there are many.
+        only_here = self._only_here(cost, longest, longest_elsewhere)
+        if only_here and replica_class.num_replicas == 1:
+            return [Tier(longest, only_here, num_least=1)]
+        # A tier for each bucket from the first whose sequences slow a pipeline down; several
+        # buckets share one if there are many.
         num_able = bisect_right(self.buckets, longest, key=lambda bucket: bucket.low)
         first = bisect_left(
             self.buckets[:num_able],
@@ -202,23 +219,25 @@ class Relaxation:
             if end > start:
                 low, high = self.buckets[start].low, self.buckets[end - 1].high
                 tiers.append(
-                    _tier_with_lump(cost, low, high, time_ms) if start in firsts else Tier(high)
+                    _tier_with_long(cost, low, high, time_ms) if start in firsts else Tier(high)
                 )
-        if lumps:
+        if only_here:
             tiers[-1] = replace(tiers[-1], num_least=1)
         return tiers
 
     def _spoils(self, cost: SchemeCost, length: int, time_ms: float) -> bool:
         """Whether a pipeline that holds a sequence can do noticeably less work within a time."""
-        most_ms = lump_orders((length,), cost).most_work_ms(MAX_SHAPED_MICRO_BATCHES, time_ms)
+        most_ms = long_micro_batch_orders((length,), cost).most_work_ms(
+            MAX_SHAPED_MICRO_BATCHES, time_ms
+        )
         return most_ms < _SPOILED * time_ms
 
     def _only_here(self, cost: SchemeCost, longest: int, longest_elsewhere: int) -> tuple[int, ...]:
-        """Lengths of lumps that only this class holds, falling."""
+        """Lengths, falling, of long micro-batches that only this class can hold."""
         lengths = self.lengths[bisect_right(self.lengths, longest_elsewhere) :]
         if not lengths or lengths[-1] > longest:
             return ()
-        return choose_lumps(lengths[::-1], cost.max_tokens)
+        return choose_long_micro_batches(lengths[::-1], cost.max_tokens)
 
     def _model(self, modes: Sequence[Mode], able: NDArray[np.bool_]) -> LinearModel:
         num_buckets, num_modes = able.shape
@@ -262,7 +281,7 @@ class Relaxation:
         )
 
     def _uses(self, mode: Mode) -> list[tuple[FloatArray, float]]:
-        """What a token of each bucket uses up in a mode, and how much of it a replica has."""
+        """Resources of a mode: what a token of each bucket uses, and how much a replica has."""
         cost = self.classes[mode.replica_class].cost
         a, b = cost.coefficients.a_ms_per_token2, cost.coefficients.b_ms_per_token
         work_share = (a * self._low + b) * self._low / max(mode.work_ms, _LEAST_WORK_MS)
@@ -272,8 +291,8 @@ class Relaxation:
         tier = mode.tier
         num_micro_batches = float(mode.num_micro_batches)
         uses = [(work_share / shortest, 1.0), (token_share / shortest, num_micro_batches)]
-        if tier.most_lumps:
-            uses.append(((self._low >= tier.shortest_lump) / longest, float(tier.most_lumps)))
+        if tier.most_long:
+            uses.append(((self._low >= tier.shortest_long) / longest, float(tier.most_long)))
         for m in _DUAL_FEASIBLE_FUNCTIONS:
             shares = [(work_share, 1.0)]
             if not mode.packs_all:
@@ -285,15 +304,210 @@ class Relaxation:
         return uses
 
 
-def _tier_with_lump(cost: SchemeCost, shortest: int, longest: int, time_ms: float) -> Tier:
+def _tier_with_long(cost: SchemeCost, shortest: int, longest: int, time_ms: float) -> Tier:
     """The tier of replicas that hold a sequence between these lengths and none above."""
-    most_lumps = 0
+    most_long = 0
     if 2 * shortest > cost.max_tokens:
-        # No two fit one micro-batch. The time grows with the work, so lumps alone take least.
-        lump_ms = cost.coefficients.time_ms((shortest,))
-        for num in range(1, _MAX_COUNTED_LUMPS + 1):
-            orders = lump_orders((shortest,) * num, cost)
-            if orders.least_time_ms(MAX_SHAPED_MICRO_BATCHES, num * lump_ms) > time_ms:
-                most_lumps = max(num - 1, 1)
+        # No two fit in one micro-batch. The time is least with no other work.
+        long_ms = cost.coefficients.time_ms((shortest,))
+        for num in range(1, _MAX_COUNTED_LONG + 1):
+            orders = long_micro_batch_orders((shortest,) * num, cost)
+            if orders.least_time_ms(MAX_SHAPED_MICRO_BATCHES, num * long_ms) > time_ms:
+                most_long = max(num - 1, 1)
                 break
-    return Tier(longest, (shortest,), shortest if most_lumps else 0, most_lumps)
+    return Tier(longest, (shortest,), shortest if most_long else 0, most_long)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What a replica of a class can do within a time with num_micro_batches micro-batches."""
+
+    replica_class: int
+    """Index of the class."""
+    num_micro_batches: int
+    work_ms: float
+    """Upper limit of ``Σ a·s² + b·s``."""
+    num_tokens: int
+    """Upper limit of the tokens: those that fit, or those that the work allows."""
+    packs_all: bool
+    """Whether sequences are not counted per micro-batch: with half the room to spare any lengths
+    can be packed. Such a mode also stands for larger numbers of micro-batches."""
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Replicas of a class by the long sequences that they hold."""
+
+    longest: int
+    """Longest sequence of the tier."""
+    long_lengths: tuple[int, ...] = ()
+    """Lengths of sequences that each replica holds at least, falling."""
+    shortest_long: int = 0
+    """Shortest sequence that counts as long, if these are counted; otherwise 0."""
+    most_long: int = 0
+    """Maximum number of them that a replica can hold within the time."""
+    num_least: int = 0
+    """Minimum number of replicas in the tier."""
+
+
+def class_modes(
+    index: int,
+    cost: SchemeCost,
+    tier: Tier,
+    time_ms: float,
+    *,
+    lengths: Sequence[int],
+    num_tokens: int,
+) -> list[Mode]:
+    """The modes of a class's tier for a time, without those that another one dominates.
+
+    lengths: of the batch, rising; num_tokens: their sum. No other number of micro-batches does
+    more.
+    """
+    c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
+    largest_ms = cost.largest_time_ms(tier.longest)
+    least_per_token_ms = cost.sequence_time_ms(lengths[0]) / lengths[0]
+    orders = long_micro_batch_orders(tier.long_lengths, cost) if tier.long_lengths else None
+    found: list[Mode] = []
+    most_roomy_ms = 0.0
+    num_roomy = 0
+    for num in range(1, len(lengths) + 1):
+        # An upper limit for larger numbers too: a pipeline fills and drains with at least the
+        # constant cost.
+        if time_ms - (num_stages - 1 + num) * c_ms < most_roomy_ms:
+            break
+        most_ms = most_work_ms(num_stages, num, time_ms, largest_ms)
+        if orders is not None:
+            most_ms = min(most_ms, orders.most_work_ms(num, time_ms))
+        work_ms = most_ms - num * c_ms
+        if work_ms < 0.0:
+            continue
+        # No more tokens than there are, or than the work allows.
+        useful = num_tokens
+        if least_per_token_ms > 0.0:
+            useful = min(useful, math.ceil(work_ms / least_per_token_ms))
+        room = num * cost.max_tokens
+        num_roomy += room >= useful
+        # First fit fails only if any two micro-batches together hold more than the limit.
+        packs_all = room >= 2 * useful or num_roomy > _NUM_COUNTED
+        found.append(Mode(index, num, work_ms, min(room, useful), packs_all, tier))
+        if packs_all:
+            most_roomy_ms = max(most_roomy_ms, work_ms)
+            if num_stages == 1 or num > MAX_SHAPED_MICRO_BATCHES:
+                break
+    kept: list[Mode] = []
+    for mode in found:
+        if not any(_does_all_of(other, mode) for other in kept):
+            kept = [other for other in kept if not _does_all_of(mode, other)]
+            kept.append(mode)
+    return kept
+
+
+def _does_all_of(mode: Mode, other: Mode) -> bool:
+    packs_all_of = mode.packs_all or (
+        not other.packs_all and mode.num_micro_batches >= other.num_micro_batches
+    )
+    return packs_all_of and mode.work_ms >= other.work_ms and mode.num_tokens >= other.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Sequences of similar lengths."""
+
+    low: int
+    """The shortest, in tokens: the length that each counts as."""
+    high: int
+    """The longest."""
+    num_sequences: int
+    num_tokens: int
+    """Sum of the real lengths."""
+
+    @property
+    def rounding_tokens(self) -> int:
+        """Tokens lost by rounding down."""
+        return self.num_tokens - self.low * self.num_sequences
+
+
+def make_buckets(
+    lengths: Sequence[int], num_buckets: int, *, borders: Iterable[int] = ()
+) -> tuple[Bucket, ...]:
+    """Divide lengths into buckets of least total rounding, by dynamic programming.
+
+    lengths: shape (num_sequences,), in tokens; borders: lengths (limits of schemes) that no bucket
+    may straddle. Returns at most num_buckets buckets, and one more per border, by rising length.
+    """
+    fixed = sorted(set(borders))
+    groups = _groups(lengths, fixed)
+    num_groups = len(groups)
+    values = np.array([group.low for group in groups], dtype=np.int64)
+    # Sums over all groups before each one.
+    num_before = np.cumsum([0, *(group.num_sequences for group in groups)])
+    tokens_before = np.cumsum([0, *(group.num_tokens for group in groups)])
+    cuts = {int(np.searchsorted(values, border, side="right")) for border in fixed}
+    cuts -= {0, num_groups}
+    wanted = min(num_groups, num_buckets + len(cuts))
+    edges = _best_edges(values, num_before, tokens_before, sorted(cuts), wanted)
+    return tuple(
+        Bucket(
+            low=groups[first].low,
+            high=groups[end - 1].high,
+            num_sequences=int(num_before[end] - num_before[first]),
+            num_tokens=int(tokens_before[end] - tokens_before[first]),
+        )
+        for first, end in pairwise(edges)
+    )
+
+
+def _groups(lengths: Sequence[int], borders: Sequence[int]) -> list[Bucket]:
+    """Groups of equal lengths or, if there are very many, of almost equal ones."""
+    counts = sorted(Counter(lengths).items())
+    groups: list[Bucket] = []
+    if len(counts) <= _MAX_GROUPS:
+        return [Bucket(length, length, num, length * num) for length, num in counts]
+    last_key: tuple[int, int] | None = None
+    for length, num in counts:
+        quantum_bits = max(0, length.bit_length() - _KEPT_BITS)
+        key = (length >> quantum_bits << quantum_bits, bisect_left(borders, length))
+        if key == last_key:
+            group = groups[-1]
+            groups[-1] = Bucket(
+                group.low, length, group.num_sequences + num, group.num_tokens + length * num
+            )
+        else:
+            groups.append(Bucket(length, length, num, length * num))
+        last_key = key
+    return groups
+
+
+def _best_edges(
+    values: NDArray[np.int64],
+    num_before: NDArray[np.int64],
+    tokens_before: NDArray[np.int64],
+    cuts: Sequence[int],
+    num_buckets: int,
+) -> list[int]:
+    """First group of each bucket and, at the end, the number of groups."""
+    num_groups = len(values)
+    if num_buckets >= num_groups:
+        return list(range(num_groups + 1))
+    # rounding[i, j]: of a bucket of the groups i to j - 1; infinite across a cut.
+    num_inside = num_before[None, :] - num_before[:num_groups, None]
+    tokens_inside = tokens_before[None, :] - tokens_before[:num_groups, None]
+    rounding = (tokens_inside - values[:, None] * num_inside).astype(np.float64)
+    rounding[np.tril_indices(num_groups, 0, num_groups + 1)] = np.inf
+    for cut in cuts:
+        rounding[:cut, cut + 1 :] = np.inf
+    # best[j]: least rounding of the first j groups, with one more bucket in each round.
+    best = rounding[0]
+    columns = np.arange(num_groups + 1)
+    choices = []
+    for _ in range(num_buckets - 1):
+        totals = best[:num_groups, None] + rounding
+        choice = np.argmin(totals, axis=0)
+        best = totals[choice, columns]
+        choices.append(choice)
+    edges = [num_groups]
+    for choice in reversed(choices):
+        edges.append(int(choice[edges[-1]]))
+    return [0, *reversed(edges)]

@@ -3,28 +3,210 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.json_object import JsonObject
-from megatron.hydraulis.planner.micro_batch import (
-    ContextGroup,
-    GroupShare,
-    MicroBatch,
-    check_fits_scheme,
-)
 from megatron.hydraulis.scheme import Replica, Scheme
 
 __all__ = ["ContextGroup", "GroupShare", "MicroBatch", "ReplicaPlan", "check_time"]
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaPlan:
-    """The share of one replica, possibly none.
+class ContextGroup:
+    """Consecutive cp ranks of a replica that share one packed row.
 
-    Raises PlanError for a predicted time that is negative or not finite, for ranks that are not
-    those of the scheme, and for context groups that do not fit it.
+    Raises PlanError unless there is at least 1 rank, from rank 0 on, and 0 or more sequences.
+    """
+
+    offset: int
+    """Its first cp coordinate, from 0."""
+    size: int
+    """Cp ranks in it."""
+    num_sequences: int
+    """How many of the micro-batch's sequences it has, after those of the group before it. A group
+    without sequences runs a row of padding: see docs/architecture.md."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.offset < 0 or self.num_sequences < 0:
+            raise PlanError(
+                f"a context group has at least 1 rank, from rank 0 on, and 0 or more sequences but "
+                f"there is {self.to_json()} as [offset, size, sequences]; correct it"
+            )
+
+    @property
+    def columns(self) -> range:
+        """Its cp coordinates."""
+        return range(self.offset, self.offset + self.size)
+
+    def to_json(self) -> list[int]:
+        """``[offset, size, num_sequences]``."""
+        return [self.offset, self.size, self.num_sequences]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShare:
+    """What one context group of a micro-batch runs."""
+
+    group: ContextGroup
+    sequences: tuple[int, ...]
+    """Indices into the lengths of the global batch; possibly none."""
+    lengths: tuple[int, ...]
+    """Tokens of each of them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Σ s."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences packed and run as one unit of a replica's schedule: one row, or one per group.
+
+    Raises PlanError when it is empty, when a sequence is listed twice, when a length is below 1,
+    and unless groups are consecutive from cp rank 0 on, have powers of two as sizes, begin at
+    multiples of their size and have all sequences.
+    """
+
+    sequences: tuple[int, ...]
+    """Indices into the lengths of the global batch, in the order of packing."""
+    lengths: tuple[int, ...]
+    """Tokens of each of these sequences."""
+    groups: tuple[ContextGroup, ...] = ()
+    """A wave: how the cp ranks of a scheme like ``cp8~`` are grouped for this micro-batch. Empty
+    for one group of all cp ranks."""
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            raise PlanError(
+                "a micro-batch holds at least 1 sequence but has 0; leave empty micro-batches out"
+            )
+        if len(self.sequences) != len(self.lengths):
+            raise PlanError(
+                f"a micro-batch has one length a sequence but {len(self.sequences)} sequences "
+                f"and {len(self.lengths)} lengths; list as many of both"
+            )
+        if len(set(self.sequences)) != len(self.sequences) or min(self.sequences) < 0:
+            raise PlanError(
+                f"a micro-batch lists distinct sequences counted from 0 but has "
+                f"{list(self.sequences)}; name each sequence once"
+            )
+        if min(self.lengths) < 1:
+            raise PlanError(
+                f"a sequence has at least 1 token but a length is {min(self.lengths)}; "
+                f"drop empty sequences from the batch"
+            )
+        if self.groups:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        for group in self.groups:
+            if group.size & (group.size - 1) or group.offset % group.size:
+                raise self._groups_error(
+                    "the size of a context group is a power of two and its offset a multiple of it"
+                )
+        if self.groups[0].offset or any(
+            before.offset + before.size != after.offset for before, after in pairwise(self.groups)
+        ):
+            raise self._groups_error("context groups follow on one another from offset 0")
+        if sum(group.num_sequences for group in self.groups) != len(self.sequences):
+            raise self._groups_error(
+                f"context groups share all {len(self.sequences)} sequences of their micro-batch"
+            )
+
+    def _groups_error(self, rule: str) -> PlanError:
+        return PlanError(
+            f"{rule} but there are {[group.to_json() for group in self.groups]} as "
+            f"[offset, size, sequences]; correct the groups"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Σ s: what fills memory."""
+        return sum(self.lengths)
+
+    @property
+    def sum_of_squares(self) -> int:
+        """Σ s²: what attention computes."""
+        return sum(length * length for length in self.lengths)
+
+    def shares(self, width: int) -> tuple[GroupShare, ...]:
+        """What each context group runs, by offset; ``width`` is the replica's cp."""
+        if not self.groups:
+            whole = ContextGroup(0, width, len(self.sequences))
+            return (GroupShare(whole, self.sequences, self.lengths),)
+        self.check_width(width)
+        found = []
+        first = 0
+        for group in self.groups:
+            end = first + group.num_sequences
+            found.append(GroupShare(group, self.sequences[first:end], self.lengths[first:end]))
+            first = end
+        return tuple(found)
+
+    def share_of(self, column: int, width: int) -> GroupShare:
+        """What the group of a cp coordinate runs; IndexError outside the width."""
+        for share in self.shares(width):
+            if column in share.group.columns:
+                return share
+        raise IndexError(f"no cp coordinate {column} in a replica of cp {width}")
+
+    def check_width(self, width: int) -> None:
+        """Raise PlanError when there are groups that do not cover this many cp ranks."""
+        if self.groups and sum(group.size for group in self.groups) != width:
+            raise self._groups_error(f"context groups cover all {width} cp ranks of their replica")
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"sequences": [...], "lengths": [...]}``, for a wave ``"groups"`` as well."""
+        content: dict[str, Any] = {
+            "sequences": list(self.sequences),
+            "lengths": list(self.lengths),
+        }
+        if self.groups:
+            content["groups"] = [group.to_json() for group in self.groups]
+        return content
+
+    @classmethod
+    def from_json(cls, content: JsonObject) -> "MicroBatch":
+        """Read what to_json wrote; PlanError for anything else."""
+        sequences, lengths = content.integers("sequences"), content.integers("lengths")
+        groups = _groups_from_json(content) if content.has("groups") else ()
+        content.check_all_read()
+        return cls(sequences, lengths, groups)
+
+
+def _groups_from_json(content: JsonObject) -> tuple[ContextGroup, ...]:
+    groups = []
+    for entry in content.array("groups"):
+        match entry:
+            case [int(offset), int(size), int(num_sequences)] if bool not in map(type, entry):
+                groups.append(ContextGroup(offset, size, num_sequences))
+            case _:
+                raise PlanError(
+                    f"{content.what}: a context group is [offset, size, sequences] but there is "
+                    f"{entry!r:.60}; list three whole numbers"
+                )
+    return tuple(groups)
+
+
+def _check_fits_scheme(micro_batch: MicroBatch, scheme: Scheme) -> None:
+    if micro_batch.groups and not scheme.splits_cp:
+        raise PlanError(
+            f"only a scheme like cp8~ splits its cp ranks but {scheme} has a micro-batch with "
+            f"context groups; leave them out or plan for a scheme with '~'"
+        )
+    micro_batch.check_width(scheme.cp)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """The share of one replica, possibly empty.
+
+    Raises PlanError for a predicted time that is negative or not finite, and for ranks or context
+    groups that do not fit the scheme.
     """
 
     scheme: Scheme
@@ -41,7 +223,7 @@ class ReplicaPlan:
             raise PlanError(f"replica of a plan: {error}") from None
         check_time("predicted_time_s of a replica", self.predicted_time_s)
         for micro_batch in self.micro_batches:
-            check_fits_scheme(micro_batch, self.scheme)
+            _check_fits_scheme(micro_batch, self.scheme)
 
     @property
     def replica(self) -> Replica:
@@ -50,12 +232,12 @@ class ReplicaPlan:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of all micro-batches."""
+        """Number of sequences of all micro-batches."""
         return sum(len(micro_batch.sequences) for micro_batch in self.micro_batches)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all micro-batches."""
+        """Number of tokens of all micro-batches."""
         return sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
 
     def shares(self, micro_batch: MicroBatch) -> tuple[tuple[Scheme, GroupShare], ...]:
@@ -66,9 +248,9 @@ class ReplicaPlan:
         )
 
     def times_ms(self, coefficients: Callable[[Scheme], Coefficients]) -> list[float]:
-        """Time of each micro-batch on a stage: that of its slowest context group, empty ones too.
+        """Time of each micro-batch on a stage: that of its slowest context group, empty or not.
 
-        coefficients: of a scheme, as a cost model gives them.
+        coefficients: those of a scheme, by a cost model.
         """
         return [
             max(

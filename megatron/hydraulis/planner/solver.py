@@ -1,19 +1,22 @@
 """One guarded way to run HiGHS.
 
-Everything that can go wrong with a solver ends here as an outcome, never as an exception: the
-caller has a plan in hand and keeps it. An answer is believed as far as it can be checked: rows,
-limits, whole numbers and costs are computed anew, the bound of a linear program from its duals, and
-a start shows what can be reached at least. Limits count nodes and simplex iterations, which are the
-same on every machine; the wall clock is a safety net, and a run that it ended is marked OVERRUN,
-so that nobody takes its answer for a reproducible one.
+A failure of the solver ends here as an outcome, never as an exception: the caller has a plan and
+keeps it. An answer is trusted as far as it can be checked: rows, limits, integrality and cost are
+recomputed, the bound of a linear program is computed from its duals, and a start shows what can be
+reached. Limits count nodes and simplex iterations, which are the same on every machine; the wall
+clock is a safety net, and a run that it ended is marked OVERRUN.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import enum
 import logging
 import math
+import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import highspy
@@ -28,8 +31,10 @@ __all__ = [
     "Solver",
     "SolverError",
     "SolverLimits",
+    "native_prints_to_stderr",
     "solve",
 ]
+
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +43,20 @@ FloatArray = NDArray[np.float64]
 _NUM_THREADS = 1
 # HiGHS's own default: how far an integer variable may be from a whole number.
 _INTEGRALITY_TOLERANCE = 1e-6
-# A start or an answer that breaks a row by more than this share of its size is no answer.
+# An answer that breaks a row by more than this share of its size is refused.
 _FEASIBILITY_TOLERANCE = 1e-5
-# A start that keeps rows this well is a proof of what can be reached.
+# A start that breaks rows by less than this proves what can be reached.
 _START_TOLERANCE = 1e-9
-# Objectives and bounds of the same thing, summed up in another order or within HiGHS's tolerances.
+# Between equal objectives and bounds: other order of summation, HiGHS's tolerances.
 _OBJECTIVE_TOLERANCE = 1e-6
 # HiGHS's own default is 1e-7, on a scaled model.
 _DUAL_TOLERANCE = 1e-6
-# How far a linear program's optimum may be above what its duals prove, as a share of their sum.
+# Between a linear program's optimum and what its duals prove, as a share of their sum.
 _PROOF_TOLERANCE = 1e-6
 
 
 class SolverError(RuntimeError):
-    """A program without which planning cannot go on has no answer."""
+    """A program that planning depends on has no answer."""
 
 
 class Outcome(enum.Enum):
@@ -59,24 +64,24 @@ class Outcome(enum.Enum):
 
     OPTIMAL = "optimal"
     LIMIT = "limit"
-    """The node or iteration limit came first; answer and bound hold all the same."""
+    """The node or iteration limit was reached; answer and bound are valid."""
     OVERRUN = "overrun"
-    """The wall clock came first: the answer is dropped, being no other machine's."""
+    """The time limit was reached; the answer is dropped, as another machine may give another."""
     FAILED = "failed"
     """An exception, a status that these models cannot have, or an answer that is proved wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolverLimits:
-    """When to stop. Nodes and iterations decide; guard_s only saves from a solver gone astray."""
+    """When to stop. Nodes and iterations decide; guard_s is a safety net."""
 
     num_nodes: int = 1000
     num_iterations: int = 20_000
     """Simplex iterations of a linear program."""
     relative_gap: float = 1e-4
     guard_s: float = 30.0
-    """Wall clock. The programs here take milliseconds, so that load alone does not get there, and a
-    single program gone astray ends before a planner process counts as hung (lookahead.GRACE_S)."""
+    """Wall clock. Programs here take milliseconds, so load alone does not reach it. It is less than
+    ahead.GRACE_S, so a single program does not make a planner process count as hung."""
     seed: int = 0
 
 
@@ -93,12 +98,12 @@ class LinearModel:
     row_lower: FloatArray
     row_upper: FloatArray
     is_integral: NDArray[np.bool_] | None = None
-    """Which columns take whole numbers only; None for a linear program."""
+    """Which columns are integers; None for a linear program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solution:
-    """What a run gave. Without an answer, values is None and the bound is minus infinity."""
+    """Result of a run. Without an answer, values is None and the bound is -inf."""
 
     outcome: Outcome
     values: FloatArray | None = None
@@ -110,7 +115,7 @@ class Solution:
 
     @property
     def is_usable(self) -> bool:
-        """Whether there is an answer that any machine would give."""
+        """Whether there is an answer, the same on every machine."""
         return self.outcome in (Outcome.OPTIMAL, Outcome.LIMIT) and self.values is not None
 
 
@@ -121,14 +126,14 @@ def solve(
     start: Sequence[float] | FloatArray | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Solution:
-    """Solve a linear or mixed-integer program, from a start if there is one. Never raises."""
+    """Solve a linear or mixed-integer program, from a start if given. Never raises."""
     if limits.guard_s <= 0.0:
         return Solution(outcome=Outcome.OVERRUN)
     start_s = clock()
     try:
         solution = _run(model, limits, start)
-    except Exception as error:  # Whatever it is, training goes on with the plan in hand.
-        logger.warning("the solver failed and its plan stays out: %r", error)
+    except Exception as error:  # Planning continues with the plan so far.
+        logger.warning("the solver failed and its answer is not used: %r", error)
         return Solution(outcome=Outcome.FAILED)
     if solution.outcome is not Outcome.OPTIMAL and clock() - start_s > limits.guard_s:
         return Solution(outcome=Outcome.OVERRUN)
@@ -136,12 +141,7 @@ def solve(
 
 
 class Deadline:
-    """The wall clock's say: when planning has to end with what it has.
-
-    Args:
-        limit_s: seconds from now on; None for no end.
-        clock: seconds, rising.
-    """
+    """Wall-clock time at which planning has to end; limit_s counts from now, None for no end."""
 
     def __init__(
         self, limit_s: float | None, *, clock: Callable[[], float] = time.perf_counter
@@ -151,22 +151,20 @@ class Deadline:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left, at most none."""
         return max(0.0, self._end_s - self._clock())
 
     @property
     def is_over(self) -> bool:
-        """Whether no time is left."""
         return self.remaining_s <= 0.0
 
 
 class Solver:
-    """Runs programs until a deadline, and remembers what went wrong."""
+    """Runs programs until a deadline, and remembers failures."""
 
     def __init__(self, deadline: Deadline, *, seed: int = 0) -> None:
         self.deadline = deadline
         self.trouble: Outcome | None = None
-        """FAILED or OVERRUN once a run ended so; the first of them."""
+        """The first FAILED or OVERRUN of a run."""
         self._seed = seed
 
     def solve(
@@ -176,9 +174,9 @@ class Solver:
         *,
         start: Sequence[float] | FloatArray | None = None,
     ) -> Solution:
-        """As the function solve; the guard ends at the deadline at the latest.
+        """Like the function solve, but not beyond the deadline.
 
-        After an overrun integer programs are not run any more: the next one may take as long.
+        After an overrun no integer programs are run: the next one may take as long.
         """
         if self.trouble is Outcome.OVERRUN and model.is_integral is not None:
             return Solution(outcome=Outcome.OVERRUN)
@@ -196,7 +194,7 @@ def _run(
     # Linear programs are small here: presolving costs more than it saves.
     for presolve in ("choose", "off") if model.is_integral is not None else ("off",):
         highs = _ended_highs(model, limits, start, presolve)
-        # Undoing its own presolve, HiGHS may leave a row broken by just more than its tolerance.
+        # When it undoes its presolve, HiGHS may break a row by slightly more than its tolerance.
         if highs.getModelStatus() != highspy.HighsModelStatus.kSolveError:
             break
     outcome = _outcome(highs)
@@ -216,7 +214,6 @@ def _ended_highs(
     start: Sequence[float] | FloatArray | None,
     presolve: str,
 ) -> highspy.Highs:
-    """HiGHS after its run."""
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in _options(model, limits, presolve):
         if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
@@ -328,7 +325,7 @@ def _integer_solution(highs: highspy.Highs, model: LinearModel, outcome: Outcome
 def _not_worse_than(
     start: FloatArray, solution: Solution, model: LinearModel, limits: SolverLimits
 ) -> Solution:
-    """The solution, or the start where a limit came before HiGHS had anything as good.
+    """The solution, or the start if a limit was reached before HiGHS had anything as good.
 
     Raises RuntimeError when the start proves that bound or optimum are wrong.
     """
@@ -358,7 +355,7 @@ def _with_slack(objective: float) -> float:
 
 
 def _checked_objective(model: LinearModel, values: FloatArray, claimed: float) -> float:
-    """What an answer costs; RuntimeError when it breaks what it was asked to keep."""
+    """Cost of an answer; RuntimeError if it breaks a row, a limit or integrality."""
     excess = _worst_excess(model, values)
     if not excess <= _FEASIBILITY_TOLERANCE:
         raise RuntimeError(f"HiGHS breaks a row or a limit by {excess:.2g} of its size")
@@ -372,7 +369,7 @@ def _checked_objective(model: LinearModel, values: FloatArray, claimed: float) -
 
 
 def _worst_excess(model: LinearModel, values: FloatArray) -> float:
-    """By how much of its size a row or the limit of a column is broken most; NaN stays NaN."""
+    """Largest violation of a row or a column's limits, as a share of its size; NaN stays NaN."""
     rows = model.matrix @ values
     scale = 1.0 + np.abs(model.matrix) @ np.abs(values)
     of_rows = np.maximum(model.row_lower - rows, rows - model.row_upper) / scale
@@ -381,7 +378,7 @@ def _worst_excess(model: LinearModel, values: FloatArray) -> float:
 
 
 def _worst_fraction(model: LinearModel, values: FloatArray) -> float:
-    """How far a column that takes whole numbers only is from one at most."""
+    """Largest distance of an integer column from a whole number."""
     if model.is_integral is None:
         return 0.0
     whole = values[model.is_integral]
@@ -389,7 +386,7 @@ def _worst_fraction(model: LinearModel, values: FloatArray) -> float:
 
 
 def _implied_upper(model: LinearModel) -> FloatArray:
-    """Upper limits of columns, also those that follow from one row of no negative number."""
+    """Upper limits of columns, including those implied by single rows without negative numbers."""
     if (model.lower < 0.0).any():
         return model.upper
     is_bounding = np.isfinite(model.row_upper) & (model.matrix >= 0.0).all(axis=1)
@@ -400,7 +397,7 @@ def _implied_upper(model: LinearModel) -> FloatArray:
 
 
 def _proved_bound(model: LinearModel, row_duals: FloatArray) -> tuple[float, float]:
-    """What prices of the rows prove of a linear program's optimum, and the size of the sum.
+    """Lower bound that prices of the rows prove for a linear program, and the size of the sum.
 
     For any prices y and reduced costs ``d = cost - yA`` no x costs less than the sum of the least
     ``y_i·(A·x)_i`` and ``d_j·x_j`` that the limits allow. A price or reduced cost within HiGHS's
@@ -413,7 +410,7 @@ def _proved_bound(model: LinearModel, row_duals: FloatArray) -> tuple[float, flo
     limits = np.where(reduced > 0.0, model.lower, model.upper)
     reduced = np.where((np.abs(reduced) <= tolerance) & np.isinf(limits), 0.0, reduced)
     if (np.isinf(limits) & (reduced < 0.0)).any():
-        # HiGHS's tolerance is one of its scaled model; here it may be more than that.
+        # HiGHS's tolerance applies to its scaled model; here the error may be larger.
         limits = np.where(reduced > 0.0, model.lower, _implied_upper(model))
     terms = np.concatenate(
         (
@@ -423,3 +420,20 @@ def _proved_bound(model: LinearModel, row_duals: FloatArray) -> tuple[float, flo
     )
     scale = 1.0 + float(np.abs(terms[np.isfinite(terms)]).sum())
     return float(terms.sum()), scale
+
+
+@contextlib.contextmanager
+def native_prints_to_stderr() -> Iterator[None]:
+    """Keeps lines that HiGHS prints despite its options out of a command's standard output."""
+    native = ctypes.CDLL(None)
+    sys.stdout.flush()
+    native.fflush(None)
+    stdout, stderr = 1, 2
+    output = os.dup(stdout)
+    os.dup2(stderr, stdout)
+    try:
+        yield
+    finally:
+        native.fflush(None)
+        os.dup2(output, stdout)
+        os.close(output)

@@ -1,23 +1,23 @@
-"""A time that no waves can be below, by a linear program over counts of waves and groups.
+"""A lower bound on waves, by a linear program over counts of waves and groups.
 
-Waves are told apart by class of time, groups by size: how many waves there are of a class, how long
+Waves are counted by class of time, groups by class and size: how many waves a class has, how long
 they are together, how many groups of a size they have, and how long these are together. Groups are
 counted and not named, so none can be exchanged for another. For waves of class k, between
 τ_{k-1} and τ_k ms:
 
-    Σ_c c·y_ck = W·z_k       Σ_c c·D_ck = W·D_k       τ_{k-1}·z_k ≤ D_k ≤ τ_k·z_k   (y, D_ck alike)
+    Σ_c c·y_ck = W·z_k       Σ_c c·D_ck = W·D_k       τ_{k-1}·z_k ≤ D_k ≤ τ_k·z_k   (also y, D_ck)
 
     Σ_b (a_c·low_b + b_c)·x_bck + c_c·y_ck ≤ D_ck     work within the time
     Σ_b x_bck ≤ room_c·y_ck                           memory
     Σ_ck x_bck = tokens of bucket b                   every sequence once
 
-z_k waves and y_ck groups of c columns, D their time in all, x_bck tokens. A bucket's sequences are
-as long as its shortest, ``low``; it has no place in groups that cannot hold that within τ_k.
-Sequences of more than half a group's room or time are alone in their group (dual feasible
-functions), and some wave is as long as the longest sequence needs. The least ``Σ D_k`` bounds the
-sum over waves, hence, with the fill of a pipeline, the time of the replica.
+z_k waves and y_ck groups of c columns, D their total time, x_bck tokens. A bucket's sequences count
+as long as its shortest, ``low``; it cannot be in groups that cannot hold that within τ_k. Sequences
+of more than half a group's room or time are alone in their group (dual feasible functions), and
+some wave is as long as the longest sequence needs. The least ``Σ D_k`` is a bound on the sum over
+waves and hence, with the fill of a pipeline, on the time of the replica.
 
-Where the gap is wide, z_k has to be whole: half a wave costs half its constant only.
+Where the gap is wide, z_k has to be an integer: half a wave costs only half its constant.
 """
 
 import itertools
@@ -28,31 +28,32 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.hydraulis.planner.buckets import Bucket, make_buckets
-from megatron.hydraulis.planner.dual_feasible import dual_feasible
+from megatron.hydraulis.planner.bounds import dual_feasible
+from megatron.hydraulis.planner.costs import WaveCosts
+from megatron.hydraulis.planner.relaxation import Bucket, make_buckets
 from megatron.hydraulis.planner.solver import LinearModel, Outcome, Solver, SolverLimits
-from megatron.hydraulis.planner.wave_costs import WaveCosts
 
 __all__ = ["simple_bound_ms", "wave_bound_ms"]
+
 
 FloatArray = NDArray[np.float64]
 
 _NUM_BUCKETS = 12
 _NUM_CLASSES = 8
 _DUAL_FEASIBLE_FUNCTIONS = (1, 2)
-# Below this share of a time's class there is no point in telling waves apart.
+# Least ratio of the borders of a class.
 _NARROWEST_CLASS = 1.02
-# The longest sequences decide how long waves have to be.
-_NUM_TELLING_LENGTHS = 4
+# Number of longest sequences whose times are borders of classes.
+_NUM_BORDER_LENGTHS = 4
 _LIMITS = SolverLimits(num_nodes=60, relative_gap=1e-3)
-# Gaps above which whole waves are asked for: that takes a few tenths of a second.
-_WORTH_INTEGERS = 0.01
+# Gap above which the integer program is solved, which takes a few tenths of a second.
+_INTEGER_GAP = 0.01
 # Bounds and times are sums of floats in different orders.
 _ROUNDING = 1e-9
 
 
 def simple_bound_ms(costs: WaveCosts, lengths: Sequence[int]) -> float:
-    """Columns' work over the width, for as few waves as memory allows; and the longest sequence.
+    """Bound by the columns' work, with as few waves as memory allows, and the longest sequence.
 
     Valid in every order: ``Σ t + (pp-1)·min t``, and pp passes of the longest.
     """
@@ -74,28 +75,28 @@ def wave_bound_ms(
     *,
     with_integers: bool = True,
 ) -> float:
-    """No waves of these sequences take less; found_ms: what some do take.
+    """A lower bound for waves of these sequences; found_ms: time of the best packing so far.
 
-    with_integers: also ask for whole waves where the linear program leaves a gap, which takes some
-    tenths of a second.
+    with_integers: solve the integer program if the linear one leaves a gap, which takes some tenths
+    of a second.
     """
     bound_ms = simple_bound_ms(costs, lengths)
     if not lengths or bound_ms >= found_ms * (1.0 - _ROUNDING):
         return min(bound_ms, found_ms)
     program = _Program(costs, lengths, found_ms)
-    # Fill of a pipeline: (pp-1)·min t, besides the sum over waves.
+    # Fill of a pipeline, in addition to the sum over waves.
     fill_ms = (costs.num_stages - 1) * costs.mean_coefficients.time_ms((min(lengths),))
     for is_integral in (False, True) if with_integers else (False,):
         solution = solver.solve(program.model(is_integral=is_integral), _LIMITS)
         if solution.outcome in (Outcome.OPTIMAL, Outcome.LIMIT):
             bound_ms = max(bound_ms, (solution.bound + fill_ms) * (1.0 - _ROUNDING))
-        if bound_ms >= found_ms * (1.0 - _WORTH_INTEGERS):
+        if bound_ms >= found_ms * (1.0 - _INTEGER_GAP):
             break
     return min(bound_ms, found_ms)
 
 
 def _longest_ms(costs: WaveCosts, lengths: Sequence[int]) -> float:
-    """The least time of a wave that has the sequence which needs most."""
+    """The least time of a wave with the sequence that needs most."""
     return max(
         min(
             (
@@ -118,7 +119,7 @@ class _Cell:
 
 
 class _Program:
-    """The linear program; in shares of found_ms and in shares of all tokens, which scales it."""
+    """The linear program, scaled to shares of found_ms and of all tokens."""
 
     def __init__(self, costs: WaveCosts, lengths: Sequence[int], found_ms: float) -> None:
         self._costs = costs
@@ -151,7 +152,7 @@ class _Program:
         ]
 
     def model(self, *, is_integral: bool) -> LinearModel:
-        """The program; with is_integral waves are whole, groups and tokens never are."""
+        """The program; with is_integral the numbers of waves are integers."""
         fewest = -(-self._num_tokens // self._costs.most_tokens)
         num_columns = self._first_pair + len(self._pairs) + len(self._buckets)
         rows: list[FloatArray] = []
@@ -199,7 +200,7 @@ class _Program:
                 self._first_pair + p: 1.0 for p, (_, other) in enumerate(self._pairs) if other == b
             }
             share = bucket.num_tokens / self._num_tokens
-            # What is not placed costs more than everything: the program always has an answer.
+            # Tokens left over cost more than everything else, so the program always has an answer.
             add(entries | {slack + b: 1.0}, share, share)
         cost = np.zeros(num_columns)
         cost[self._num_classes : 2 * self._num_classes] = unit_ms
@@ -215,7 +216,7 @@ class _Program:
         )
 
     def _group_rows(self, i: int, cell: _Cell) -> list[dict[int, float]]:
-        """What the groups of a cell can do: work, memory, and both in whole sequences."""
+        """Limits of the groups of a cell: work, memory, and both for whole sequences."""
         group = self._costs.groups[cell.size_index]
         high_ms = self._borders_ms[cell.wave_class + 1]
         mine = [(self._first_pair + p, b) for p, (c, b) in enumerate(self._pairs) if c == i]
@@ -252,13 +253,13 @@ class _Program:
         return found
 
     def _class_borders_ms(self, lengths: Sequence[int]) -> list[float]:
-        """0, times up to found_ms, and what is above it.
+        """Borders from 0 to just above found_ms.
 
-        Borders lie where a long sequence begins to fit on fewer columns, the others evenly.
+        Some are where a long sequence begins to fit on fewer columns, the others are even.
         """
         highest = self._found_ms
-        longest = sorted(set(lengths), reverse=True)[:_NUM_TELLING_LENGTHS]
-        telling = [
+        longest = sorted(set(lengths), reverse=True)[:_NUM_BORDER_LENGTHS]
+        of_lengths = [
             group.time_ms((length,)) * (1.0 - _ROUNDING)
             for length in longest
             for group in self._costs.groups
@@ -269,8 +270,8 @@ class _Program:
         even = [lowest * ratio**step for step in range(_NUM_CLASSES)]
         borders: list[float] = []
         needed = [self._longest_ms * (1.0 - _ROUNDING)]
-        # In turn, so that neither kind takes all places.
-        for border in [*needed, *itertools.chain(*itertools.zip_longest(even[::-1], telling))]:
+        # Alternately, so that neither kind takes all places.
+        for border in [*needed, *itertools.chain(*itertools.zip_longest(even[::-1], of_lengths))]:
             if border is None:
                 continue
             is_apart = all(

@@ -25,12 +25,12 @@ from megatron.hydraulis.arguments import Resolved, gpt_model_config, parse_argum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.json_object import write_json
+from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.loop import error_report
 from megatron.hydraulis.loop.devices import check_devices
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
 from megatron.hydraulis.loop.quiet import quieten_upstream
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.planner.lengths_file import read_lengths
 from megatron.hydraulis.pool_arguments import check_vocabulary_parts
 from megatron.hydraulis.profiler.grid import MIXTURE, GridPoint, grid
 from megatron.hydraulis.profiler.measurements import (

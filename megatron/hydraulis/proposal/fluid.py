@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.proposal.menu import Menu, Mix
 
 __all__ = ["FluidModel"]

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.dispatch import dispatch
-from megatron.hydraulis.planner.improve import Assignment, improve
-from megatron.hydraulis.planner.packing import SchemeCost
-from megatron.hydraulis.planner.polish import Effort
-from megatron.hydraulis.planner.pool_costs import PoolCosts
-from megatron.hydraulis.planner.replica_packing import ReplicaPacker
+from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
+from megatron.hydraulis.planner.greedy import dispatch
+from megatron.hydraulis.planner.improve import Assignment, improve_dispatch
+from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
+from megatron.hydraulis.planner.planners import CertifiedPlanner
+from megatron.hydraulis.planner.search import TARGET_GAP, StrategySearch
 from megatron.hydraulis.planner.solver import Deadline, Solver
-from megatron.hydraulis.planner.strategy_search import TARGET_GAP, StrategySearch
 from megatron.hydraulis.proposal.menu import Menu, Mix
 from megatron.hydraulis.strategy import Pool
 
@@ -172,7 +170,7 @@ class Judge:
             dispatch(order, lengths, costs),
             Effort(_QUICK_EFFORT),
         )
-        improve(quick, bound_ms / (1.0 - TARGET_GAP), _QUICK_STEPS)
+        improve_dispatch(quick, bound_ms / (1.0 - TARGET_GAP), _QUICK_STEPS)
         return quick.makespan_ms
 
     def _packer(self, batch: int, cost: SchemeCost) -> ReplicaPacker:

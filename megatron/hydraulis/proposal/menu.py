@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.planner.packing import SchemeCost
-from megatron.hydraulis.planner.pool_costs import PoolCosts
+from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
 

@@ -19,7 +19,7 @@ from megatron.hydraulis.lengths.lengths_command import (
     check_seq_length,
 )
 from megatron.hydraulis.notation import parse_terms
-from megatron.hydraulis.planner.native_output import native_prints_to_stderr
+from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
 from megatron.hydraulis.proposal.menu import Menu
 from megatron.hydraulis.proposal.propose import OnProgress, propose

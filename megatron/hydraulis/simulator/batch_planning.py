@@ -16,10 +16,8 @@ from typing import Self
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.errors import ConfigurationError, PlanError
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.interface import Planner
-from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.plan import IterationPlan, Planner
+from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.strategy import Pool
 
 __all__ = ["BatchPlanning", "TimedPlan", "default_num_processes"]
@@ -155,7 +153,7 @@ class _ShortlistPlanner:
         self._certified: dict[tuple[str, ...], CertifiedPlanner] = {}
 
     def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
-        """As planner.interface.Planner."""
+        """See Planner."""
         outcomes = self._greedy.explain(lengths, iteration=iteration).strategies
         found_s = {each.name: each.found_s for each in outcomes if each.found_s is not None}
         # By name too: the same strategies make the same planner.

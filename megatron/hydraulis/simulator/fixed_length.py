@@ -24,8 +24,9 @@ from collections.abc import Sequence
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
-from megatron.hydraulis.planner.packing import best_fit
-from megatron.hydraulis.planner.plan import IterationPlan, MicroBatch, ReplicaPlan
+from megatron.hydraulis.planner.greedy import best_fit
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
 from megatron.hydraulis.strategy import Strategy
 
 __all__ = [

@@ -27,7 +27,7 @@ from megatron.hydraulis.observability.trace_file import MERGED_FILE_NAME, TraceW
 from megatron.hydraulis.observability.trace_picture import draw_trace
 from megatron.hydraulis.observability.trace_query import Spans
 from megatron.hydraulis.observability.trace_window import TraceWindow
-from megatron.hydraulis.planner.native_output import native_prints_to_stderr
+from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.simulator.batch_planning import BatchPlanning, default_num_processes
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
 from megatron.hydraulis.simulator.regroup_times import RegroupCosts

@@ -34,9 +34,9 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.planner.dispatch import dispatch
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.packing import SchemeCost, best_fit
+from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.greedy import best_fit, dispatch
+from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.simulator.batch_planning import BatchPlanning
 from megatron.hydraulis.simulator.context_groups import context_group_pools
 from megatron.hydraulis.simulator.fixed_length import deal_padded, fixed_length_shares

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from tests.support.forked_job import run_job
 from tests.support.training_run import Launch, Run
 

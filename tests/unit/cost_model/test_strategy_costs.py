@@ -4,7 +4,7 @@ import pytest
 
 from megatron.hydraulis.cost_model import StrategyCosts
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Scheme
 from tests.support.planning import TableCostModel
 

@@ -15,8 +15,8 @@ from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.loop.log_interval import LogInterval
 from megatron.hydraulis.loop.plan_exchange import PlanExchange
 from megatron.hydraulis.loop.planned_batches import PlannedBatches
-from megatron.hydraulis.planner.greedy import GreedyPlanner
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.unit.observability.records_for_tests import make_record
 

@@ -7,7 +7,8 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms, packing_bound_ms
-from megatron.hydraulis.planner.packing import SchemeCost, pack
+from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.greedy import pack
 
 FAST = SchemeCost(Coefficients(0.01, 1.0, 2.0), 40, 1)
 SLOW = SchemeCost(Coefficients(0.03, 2.5, 1.0), 15, 1)

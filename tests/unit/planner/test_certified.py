@@ -13,13 +13,14 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner import strategy_search
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.interface import Planner
-from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.replay import RecordedPlans
-from megatron.hydraulis.planner.scheduled import ScheduledPlanner
+from megatron.hydraulis.planner import search
+from megatron.hydraulis.planner.plan import IterationPlan, Planner
+from megatron.hydraulis.planner.planners import (
+    CertifiedPlanner,
+    GreedyPlanner,
+    RecordedPlans,
+    ScheduledPlanner,
+)
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 
@@ -187,7 +188,7 @@ def test_a_search_that_fails_leaves_the_greedy_plan(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("as if")
 
-    monkeypatch.setattr(strategy_search, "dispatch", fail)
+    monkeypatch.setattr(search, "dispatch", fail)
     lengths = [300, 200, 100] * 5
     pool = pool_of("4*tp1", "2*pp2")
     with caplog.at_level(logging.WARNING):
@@ -203,7 +204,7 @@ def test_a_search_that_fails_leaves_the_greedy_plan(
 
 PROGRAM = """
 import random
-from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from tests.unit.planner.test_certified import MODEL, pool_of
 
 generator = random.Random(5)

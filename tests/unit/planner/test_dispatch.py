@@ -3,8 +3,8 @@
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.planner.dispatch import dispatch
-from megatron.hydraulis.planner.packing import SchemeCost
+from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.greedy import dispatch
 
 
 def cost(b: float, c: float = 0.0, *, max_tokens: int = 100, num_stages: int = 1) -> SchemeCost:

@@ -12,10 +12,9 @@ from rich.console import Console
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.explanation import PlanExplanation, StrategyOutcome
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.plan_tables import replica_table, strategy_table, summary
+from megatron.hydraulis.planner.command import replica_table, strategy_table, summary
+from megatron.hydraulis.planner.plan import PlanExplanation, StrategyOutcome
+from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 from tests.support.planning_files import write_files

@@ -7,9 +7,8 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.interface import Planner
-from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.plan import IterationPlan, Planner
+from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.planning import TableCostModel
 

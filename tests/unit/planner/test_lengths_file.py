@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.errors import DataError
-from megatron.hydraulis.planner.lengths_file import read_lengths
+from megatron.hydraulis.lengths.counts import read_lengths
 from tests.support.index_file import write_idx
 
 

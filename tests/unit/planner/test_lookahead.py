@@ -12,12 +12,10 @@ import pytest
 from megatron.hydraulis.cost_model import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner import process as process_module
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.lookahead import LookAheadPlanner
+from megatron.hydraulis.planner import ahead as process_module
+from megatron.hydraulis.planner.ahead import LookAheadPlanner, PlannerProcess, PlannerProcessDied
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.process import PlannerProcess, PlannerProcessDied
-from megatron.hydraulis.planner.replay import RecordedPlans, plan_path, write_plan
+from megatron.hydraulis.planner.planners import GreedyPlanner, RecordedPlans, plan_path, write_plan
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import LLAMA_7B
 
@@ -83,7 +81,7 @@ def test_a_plan_error_is_raised_where_the_plan_is_taken(ahead: LookAheadPlanner)
     with pytest.raises(PlanError, match="9000"):
         ahead.take(0)
     assert ahead.take(1)[0].iteration == 1
-    assert not ahead.is_in_line
+    assert not ahead.is_inline
 
 
 def test_a_killed_process_is_started_once_more_and_owes_nothing(ahead: LookAheadPlanner) -> None:
@@ -94,12 +92,12 @@ def test_a_killed_process_is_started_once_more_and_owes_nothing(ahead: LookAhead
         ahead.submit(iteration, LENGTHS)
     assert [ahead.take(iteration)[0].iteration for iteration in (1, 2)] == [1, 2]
     assert ahead.num_restarts == 1
-    assert not ahead.is_in_line
+    assert not ahead.is_inline
     kill(ahead)
     for iteration in (3, 4):
         ahead.submit(iteration, LENGTHS)
     assert [ahead.take(iteration)[0].iteration for iteration in (3, 4)] == [3, 4]
-    assert ahead.is_in_line
+    assert ahead.is_inline
 
 
 def test_a_batch_that_kills_every_process_is_planned_in_line(planner: GreedyPlanner) -> None:
@@ -108,7 +106,7 @@ def test_a_batch_that_kills_every_process_is_planned_in_line(planner: GreedyPlan
     ahead.submit(1, LENGTHS)
     assert ahead.take(0)[0].num_tokens == 11
     assert ahead.take(1)[0].num_tokens == sum(LENGTHS)
-    assert ahead.is_in_line
+    assert ahead.is_inline
     assert ahead.num_restarts == 1
 
 
@@ -125,7 +123,7 @@ def test_a_dead_process_is_told_from_one_that_thinks(
 
 def test_the_process_imports_neither_torch_nor_megatron_core() -> None:
     code = (
-        "import sys, megatron.hydraulis.planner.process, megatron.hydraulis.planner.lookahead;"
+        "import sys, megatron.hydraulis.planner.ahead;"
         "print([m for m in ('torch', 'megatron.core', 'megatron.training') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -139,7 +137,7 @@ def test_recorded_plans_are_replayed(planner: GreedyPlanner, tmp_path: Path) -> 
     recorded = RecordedPlans(tmp_path / "plans")
     for iteration, plan in enumerate(plans):
         assert recorded.plan((*LENGTHS, 5 + iteration), iteration=iteration).digest == plan.digest
-    with pytest.raises(PlanError, match="plans other sequences than this run draws"):
+    with pytest.raises(PlanError, match="is for other sequences than this run samples"):
         recorded.plan((*LENGTHS, 6), iteration=0)
     with pytest.raises(PlanError, match=r"iteration 3: .* was not recorded"):
         recorded.plan(LENGTHS, iteration=2)

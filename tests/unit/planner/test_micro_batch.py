@@ -6,7 +6,8 @@ import pytest
 
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.json_object import JsonObject
-from megatron.hydraulis.planner.plan import ContextGroup, IterationPlan, MicroBatch, ReplicaPlan
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Strategy
 

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.planner.packing import SchemeCost, pack, useful_num_micro_batches
+from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.greedy import pack, useful_num_micro_batches
 
 
 def test_the_limit_holds_where_the_least_work_has_the_most_tokens() -> None:

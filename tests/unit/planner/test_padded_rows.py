@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.greedy import GreedyPlanner
+from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.planning import TableCostModel
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner.plan import IterationPlan, MicroBatch, ReplicaPlan, StageReport
+from megatron.hydraulis.planner.plan import IterationPlan, StageReport
+from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 LENGTHS = [30, 10, 20, 40]

@@ -179,7 +179,7 @@ def test_help_names_units(command: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "lengths of the batch in tokens" in text
     assert "in ms" in text
     assert "in s" in text
-    assert ("wall-clock guard in s" in text) == (command == "plan")
+    assert ("wall-clock limit in s" in text) == (command == "plan")
 
 
 def test_planning_imports_neither_torch_nor_megatron_core() -> None:

@@ -6,9 +6,10 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.observability.trace_query import Spans
-from megatron.hydraulis.planner.greedy import GreedyPlanner
-from megatron.hydraulis.planner.plan import ContextGroup, IterationPlan, MicroBatch, ReplicaPlan
+from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planned_spans import planned_spans
+from megatron.hydraulis.planner.planners import GreedyPlanner
+from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
 

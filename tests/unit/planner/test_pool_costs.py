@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner.pool_costs import PoolCosts, checked_batch
+from megatron.hydraulis.planner.costs import PoolCosts, checked_batch
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 
@@ -12,7 +12,7 @@ POOL = Pool.of(*(Strategy.parse(text, 4) for text in ("4*tp1", "tp2+2*tp1", "pp4
 
 def able(limits: dict[tuple[int, int, int], int], lengths: list[int]) -> list[str]:
     costs = PoolCosts(POOL, TableCostModel(limits=limits))
-    return [strategy.name for strategy in costs.able_strategies(lengths, 0)]
+    return [strategy.name for strategy in costs.feasible_strategies(lengths, 0)]
 
 
 def test_a_strategy_is_able_when_one_of_its_replicas_holds_the_longest() -> None:

@@ -7,11 +7,9 @@ import pytest
 
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.errors import PlanError, StrategyError
-from megatron.hydraulis.planner import certified
-from megatron.hydraulis.planner.certified import CertifiedPlanner
-from megatron.hydraulis.planner.plan import StageReport
-from megatron.hydraulis.planner.plan_status import is_marked, plan_status
-from megatron.hydraulis.planner.scheduled import ScheduledPlanner
+from megatron.hydraulis.planner import planners
+from megatron.hydraulis.planner.plan import StageReport, is_marked, plan_status
+from megatron.hydraulis.planner.planners import CertifiedPlanner, ScheduledPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 
 LENGTHS = [60, 10, 20, 5]
@@ -79,7 +77,7 @@ def test_a_plan_that_fell_back_is_told_by_its_status(
     def fail(*args: object) -> None:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(certified, "_search_all", fail)
+    monkeypatch.setattr(planners, "_search_all", fail)
     assert plan_status(planner.plan(LENGTHS)) == "greedy: RuntimeError"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
-from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.brute_force import ReplicaFigures, best_makespan_ms

@@ -6,7 +6,8 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
 from megatron.hydraulis.cost_model.profile import ProfiledScheme
-from megatron.hydraulis.planner.plan import ContextGroup, IterationPlan, MicroBatch, ReplicaPlan
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
 from megatron.hydraulis.profiler.refit import IterationTimes, OnlineRefit
 from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Pool, Strategy

@@ -13,7 +13,7 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import LengthCounts
-from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches, regimes_of
 from megatron.hydraulis.proposal.fluid import FluidModel
 from megatron.hydraulis.proposal.judge import Judge

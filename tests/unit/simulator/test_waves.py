@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.planner.certified import CertifiedPlanner
+from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.simulator.simulation import Simulator
 from megatron.hydraulis.simulator.stage_costs import StageCosts
 from megatron.hydraulis.simulator.work import IterationWork

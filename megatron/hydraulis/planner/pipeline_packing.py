@@ -1,10 +1,13 @@
-"""Packing with the true replica time: best fit for one stage, towards the best shape for more.
+"""Packing of one replica with its true time: best fit for one stage, to the best shape for more.
 
-For one stage only the number of micro-batches counts. For a pipeline the sequences are dealt
-longest first to the micro-batch that lacks most work of its share, for the numbers of micro-batches
-and the shapes that promise most, and the exact 1F1B time decides.
+For one stage only the number of micro-batches counts. For a pipeline the sequences are assigned,
+longest first, to the micro-batch that lacks most of its share of the work, for the most promising
+numbers of micro-batches and shapes; the exact 1F1B time decides. Then a packing is improved in
+steps: each tries to move every sequence to every other micro-batch, to swap every pair of
+sequences and every pair of micro-batches in the order, and takes the best by exact 1F1B time.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,38 +15,64 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
-from megatron.hydraulis.planner.lumps import (
-    LumpOrder,
-    choose_lumps,
-    lump_lines,
-    lump_orders,
-)
-from megatron.hydraulis.planner.modes import largest_micro_batch_ms
-from megatron.hydraulis.planner.packing import Packing, SchemeCost, best_fit
-from megatron.hydraulis.planner.pipeline_shape import (
+from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, pipeline_time_ms
+from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.greedy import best_fit
+from megatron.hydraulis.planner.pipeline_bounds import (
     MAX_SHAPED_MICRO_BATCHES,
+    LongOrder,
     Shape,
     best_works_ms,
+    choose_long_micro_batches,
     fill_bound_ms,
+    long_micro_batch_lines,
+    long_micro_batch_orders,
     shapes,
 )
-from megatron.hydraulis.planner.polish import Effort, polish
+from megatron.hydraulis.planner.plan import Packing
 from megatron.hydraulis.planner.replica_plan import MicroBatch
 from megatron.hydraulis.planner.solver import Solver
 
-__all__ = ["Packed", "ReplicaPacker"]
+__all__ = ["Effort", "Packed", "ReplicaPacker", "improve_pipeline", "pipeline_times_ms"]
 
-# Numbers of micro-batches around the most promising one whose packings are made.
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+# Numbers of micro-batches that are tried on each side of the most promising one.
 _NUM_MORE_PACKED = 1
-# Numbers of micro-batches without improvement after which the estimate stops looking.
+# The estimate stops after so many numbers of micro-batches without improvement.
 _MAX_FRUITLESS = 2
-# Orders of lumps that a thorough packing tries.
+# Orders of long micro-batches that a thorough packing tries, and packings that it improves.
 _NUM_ORDERS = 6
-# Of its packings, those that are polished.
-_NUM_POLISHED = 3
-# Of dealing one sequence in all shapes tried for a pipeline, in the unit of Effort.
+_NUM_IMPROVED = 3
+# Cost of assigning one sequence in all shapes tried for a pipeline, in the unit of Effort.
 _DEALING_EFFORT = 1000.0
+# Cost of setting up one improvement.
+_STEP_EFFORT = 4e4
+_LEAST_IMPROVEMENT = 1e-7
+# Number of longest sequences of a replica that are swapped with one another.
+_MAX_SWAPPED = 32
+_MAX_CACHED = 256
+
+
+class Effort:
+    """A budget of work, which unlike time is the same on every machine.
+
+    The unit is a step of a pipeline's recurrence: about 10 ns if many are computed at once.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self._left = budget
+
+    def spend(self, amount: float) -> None:
+        """Take from the budget; a negative amount adds to it."""
+        self._left -= amount
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left."""
+        return self._left <= 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +91,13 @@ class ReplicaPacker:
         self.cost = cost
         self.lengths = lengths
         self.tokens = cost.tokens(lengths)
-        """What each takes up in a micro-batch, padding included."""
+        """Tokens of each sequence, padding included."""
         self.works_ms = [cost.sequence_time_ms(length) for length in lengths]
         self._solver = solver
         self._works_array_ms = np.array(self.works_ms)
         self._tokens_array = np.array(self.tokens, dtype=np.int64)
-        self._lump_lines = lump_lines(cost.num_stages)
-        self._largest_ms = largest_micro_batch_ms(cost, max(lengths))
+        self._long_lines = long_micro_batch_lines(cost.num_stages)
+        self._largest_ms = cost.largest_time_ms(max(lengths))
 
     def pack(self, sequences: Sequence[int], effort: Effort) -> Packed:
         """The best packing found; sequences by falling length, each within the limit."""
@@ -84,7 +113,7 @@ class ReplicaPacker:
         for num in range(max(1, center - _NUM_MORE_PACKED), center + _NUM_MORE_PACKED + 1):
             best = self._better(best, sequences, work_ms, num)
         while best is None:
-            # Best fit never needs more micro-batches than sequences.
+            # Best fit never needs more micro-batches than there are sequences.
             center += 1
             if center >= len(sequences):
                 return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
@@ -92,10 +121,10 @@ class ReplicaPacker:
         return best
 
     def exchanged(self, packed: Packed, gone: int | None, come: int | None) -> Packed:
-        """A packing of a pipeline without one of its sequences and with another one.
+        """A pipeline's packing without one of its sequences and with another one.
 
-        The new one goes where the old one was, or where there is most room. Empty for one stage,
-        where packing anew is as quick, and when there is no room.
+        The new one replaces the old one, or goes where there is most room. Empty if there is no
+        room, and for one stage, where a new packing is as quick.
         """
         nothing = Packed((), 0.0)
         if self.cost.num_stages == 1:
@@ -111,31 +140,33 @@ class ReplicaPacker:
         return self.packed([share for share in changed if share])
 
     def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packed:
-        """The best of several packings, polished by at most num_steps improvements."""
+        """The best of several packings, each after at most num_steps improvements."""
         candidates = [self.pack(sequences, effort)]
         if self.cost.num_stages == 1 or len(sequences) < 2:
             return candidates[0]
         for order, num in self._promising_orders(sequences):
-            dealt = self._deal_around_lumps(sequences, order, num)
+            dealt = self._deal_around_long(sequences, order, num)
             if dealt is not None:
                 candidates.append(self.packed(dealt))
         candidates.sort(key=lambda packed: packed.time_ms)
-        polished = [self.polish(packed, num_steps, effort) for packed in candidates[:_NUM_POLISHED]]
-        return min(polished, key=lambda packed: packed.time_ms)
+        improved = [
+            self.improve(packed, num_steps, effort) for packed in candidates[:_NUM_IMPROVED]
+        ]
+        return min(improved, key=lambda packed: packed.time_ms)
 
-    def _promising_orders(self, sequences: Sequence[int]) -> list[tuple[LumpOrder, int]]:
-        """Orders of the longest sequences by the least time they allow, with the number of lumps.
+    def _promising_orders(self, sequences: Sequence[int]) -> list[tuple[LongOrder, int]]:
+        """Orders of the long micro-batches, those with the lowest bounds first, and their number.
 
-        All micro-batches but those of the lumps come before or after them.
+        All other micro-batches run before or after them.
         """
         work_ms = math.fsum(self.works_ms[sequence] for sequence in sequences)
         lengths = [self.lengths[sequence] for sequence in sequences]
         num_tokens = sum(lengths)
-        lumps = choose_lumps(lengths, self.cost.max_tokens)
-        orders = lump_orders(lumps, self.cost)
+        long = choose_long_micro_batches(lengths, self.cost.max_tokens)
+        orders = long_micro_batch_orders(long, self.cost)
         rated: list[tuple[float, int]] = []
         fewest = -(-num_tokens // self.cost.max_tokens)
-        nums = [len(lumps) + order.num_before + order.num_after for order in orders.apart]
+        nums = [len(long) + order.num_before + order.num_after for order in orders.apart]
         for num in set(nums):
             if not fewest <= num <= len(sequences):
                 continue
@@ -146,39 +177,35 @@ class ReplicaPacker:
                 (float(times_ms[place]), place) for place, other in enumerate(nums) if other == num
             ]
         rated.sort()
-        return [(orders.apart[place], len(lumps)) for _, place in rated[:_NUM_ORDERS]]
+        return [(orders.apart[place], len(long)) for _, place in rated[:_NUM_ORDERS]]
 
-    def _deal_around_lumps(
-        self, sequences: Sequence[int], order: LumpOrder, num_lumps: int
+    def _deal_around_long(
+        self, sequences: Sequence[int], order: LongOrder, num_long: int
     ) -> list[list[int]] | None:
         c_ms = self.cost.coefficients.c_ms
-        lumps: list[int | None] = [None] * order.num_before
-        lumps += [sequences[i] for i in (*order.before, 0, *order.after)]
-        lumps += [None] * order.num_after
-        least_ms = [c_ms + (0.0 if lump is None else self.works_ms[lump]) for lump in lumps]
-        total_ms = math.fsum(self.works_ms[s] for s in sequences) + len(lumps) * c_ms
+        first: list[list[int]] = [
+            *([] for _ in range(order.num_before)),
+            *([sequences[i]] for i in (*order.before, 0, *order.after)),
+            *([] for _ in range(order.num_after)),
+        ]
+        least_ms = [c_ms + sum(self.works_ms[s] for s in share) for share in first]
+        total_ms = math.fsum(self.works_ms[s] for s in sequences) + len(first) * c_ms
         works_ms = best_works_ms(
             self.cost.num_stages, least_ms, total_ms, self._largest_ms, self._solver
         )
         if works_ms is None:
             return None
         lacking_ms = [work - least for work, least in zip(works_ms, least_ms, strict=True)]
-        dealt: list[list[int]] = [[] if lump is None else [lump] for lump in lumps]
-        rooms = [
-            self.cost.max_tokens - (0 if lump is None else self.tokens[lump]) for lump in lumps
-        ]
-        return self._deal(sequences[num_lumps:], dealt, lacking_ms, rooms)
+        rooms = [self.cost.max_tokens - sum(self.tokens[s] for s in share) for share in first]
+        return self._deal(sequences[num_long:], first, lacking_ms, rooms)
 
-    def polish(
+    def improve(
         self, packed: Packed, num_steps: int, effort: Effort, *, target_ms: float = 0.0
     ) -> Packed:
-        """The packing after at most num_steps improvements of a pipeline's micro-batches.
-
-        target_ms: a time below which no improvement is needed any more.
-        """
+        """A pipeline's packing after at most num_steps improvements, which end below target_ms."""
         if self.cost.num_stages == 1 or len(packed.micro_batches) < 2:
             return packed
-        better = polish(
+        better = improve_pipeline(
             packed.micro_batches,
             self._works_array_ms,
             self._tokens_array,
@@ -196,10 +223,10 @@ class ReplicaPacker:
         num_tokens: NDArray[np.int64],
         longest_ms: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """About the times of many shares: lower bounds that good packings come close to.
+        """Lower bounds for the times of many shares, close to the times of good packings.
 
-        All of one shape. longest_ms: work of the longest sequence of each share. Exact for one
-        stage when the sequences pack without loss. A share without tokens takes no time.
+        All arrays have one shape. longest_ms: work of the longest sequence of each share. Exact
+        for one stage if no room is left. A share without tokens takes no time.
         """
         cost = self.cost
         c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
@@ -210,10 +237,10 @@ class ReplicaPacker:
         num, last = max(1, int(fewest.min())), int(fewest.max())
         while True:
             total_ms = work_ms + num * c_ms
-            lump_ms = longest_ms + c_ms
+            long_ms = longest_ms + c_ms
             time_ms = total_ms.copy()
-            for by_total, by_lump in self._lump_lines:
-                np.maximum(time_ms, by_total * total_ms + by_lump * lump_ms, out=time_ms)
+            for by_total, by_long in self._long_lines:
+                np.maximum(time_ms, by_total * total_ms + by_long * long_ms, out=time_ms)
             for shape in self._shapes(num):
                 np.maximum(time_ms, shape.bound_ms(total_ms, self._largest_ms), out=time_ms)
             is_better = (time_ms < best_ms) & (num >= fewest)
@@ -253,12 +280,12 @@ class ReplicaPacker:
         """The least bound over numbers of micro-batches, and that number."""
         c_ms = self.cost.coefficients.c_ms
         num = max(1, -(-num_tokens // self.cost.max_tokens))
-        lump_ms = self.works_ms[longest] + c_ms
+        long_ms = self.works_ms[longest] + c_ms
         best_ms, best_num, num_fruitless = math.inf, num, 0
         while num_fruitless < _MAX_FRUITLESS and (num <= num_sequences or best_ms == math.inf):
             total_ms = work_ms + num * c_ms
             time_ms = max(
-                by_total * total_ms + by_lump * lump_ms for by_total, by_lump in self._lump_lines
+                by_total * total_ms + by_long * long_ms for by_total, by_long in self._long_lines
             )
             for shape in self._shapes(num):
                 time_ms = max(time_ms, shape.bound_ms(total_ms, self._largest_ms))
@@ -316,7 +343,7 @@ class ReplicaPacker:
         lacking_ms: list[float],
         rooms: list[int],
     ) -> list[list[int]] | None:
-        """Longest first to whom most is lacking and has room; None when nobody has room."""
+        """Each to the micro-batch that lacks most work and has room; None if none has room."""
         for sequence in sequences:
             length = self.tokens[sequence]
             place = lacking_ms.index(max(lacking_ms))
@@ -332,8 +359,142 @@ class ReplicaPacker:
 
 
 def _widened(shares: Sequence[float], num: int) -> tuple[float, ...]:
-    """Shares of more micro-batches: copies of the middle one put in, all scaled to add up to 1."""
+    """Shares of more micro-batches: the middle one is repeated, and all are scaled to sum 1."""
     middle = len(shares) // 2
     wider = [*shares[:middle], *([shares[middle]] * (num - len(shares))), *shares[middle:]]
     total = math.fsum(wider)
     return tuple(share / total for share in wider)
+
+
+def pipeline_times_ms(
+    times_ms: FloatArray, num_stages: int, *, forward_share: float = FORWARD_SHARE
+) -> FloatArray:
+    """pipeline_time_ms of many replicas at once: (num_replicas, num_micro_batches) to
+    (num_replicas,)."""
+    num_micro_batches = times_ms.shape[1]
+    # Micro-batches first: a row is then contiguous.
+    forward_ms = np.ascontiguousarray((times_ms * forward_share).T)
+    backward_ms = np.ascontiguousarray(times_ms.T) - forward_ms
+    zero = np.zeros(times_ms.shape[0])
+    free_ms = [zero] * num_stages
+    backward_end_ms = [zero] * (num_stages + 1)
+    for round_ in range(num_micro_batches + num_stages):
+        forward_end_ms = zero
+        for stage in range(num_stages):
+            done_ms = free_ms[stage]
+            finished = round_ - num_stages + stage
+            if 0 <= finished < num_micro_batches:
+                done_ms = np.maximum(done_ms, backward_end_ms[stage + 1]) + backward_ms[finished]
+                backward_end_ms[stage] = done_ms
+            if round_ < num_micro_batches:
+                done_ms = np.maximum(done_ms, forward_end_ms) + forward_ms[round_]
+                forward_end_ms = done_ms
+            free_ms[stage] = done_ms
+    return backward_end_ms[0]
+
+
+def improve_pipeline(
+    micro_batches: Sequence[Sequence[int]],
+    works_ms: FloatArray,
+    lengths: IntArray,
+    cost: SchemeCost,
+    num_steps: int,
+    *,
+    target_ms: float = 0.0,
+    effort: Effort,
+) -> list[list[int]]:
+    """The micro-batches after at most num_steps steps, which end below target_ms.
+
+    No micro-batch becomes empty or too large. works_ms, lengths: shape (num_sequences,), of the
+    whole batch.
+    """
+    num = len(micro_batches)
+    if num == 1:
+        return [list(share) for share in micro_batches]
+    members = np.array([sequence for share in micro_batches for sequence in share], dtype=np.int64)
+    place = np.array([k for k, share in enumerate(micro_batches) for _ in share], dtype=np.int64)
+    work, tokens = works_ms[members], lengths[members]
+    for _ in range(num_steps):
+        loads = np.bincount(place, weights=work, minlength=num) + cost.coefficients.c_ms
+        rooms = cost.max_tokens - np.bincount(place, weights=tokens, minlength=num).astype(np.int64)
+        trial = _Trial(loads, rooms, work, tokens, place)
+        effort.spend(_STEP_EFFORT + trial.loads.size * cost.num_stages)
+        times_ms = pipeline_times_ms(trial.loads, cost.num_stages)
+        best = int(np.argmin(times_ms))
+        if times_ms[-1] < target_ms or times_ms[best] >= times_ms[-1] * (1.0 - _LEAST_IMPROVEMENT):
+            break
+        place = trial.place_after(best)
+        if effort.is_spent:
+            break
+    return [[int(s) for s in members[place == k]] for k in range(num)]
+
+
+@functools.lru_cache(maxsize=_MAX_CACHED)
+def _pairs(num: int) -> tuple[IntArray, IntArray]:
+    """All pairs of indices, the first below the second."""
+    return np.triu_indices(num, 1)
+
+
+class _Trial:
+    """Works of the micro-batches after every possible step; the last row is without a step."""
+
+    def __init__(
+        self,
+        loads: FloatArray,
+        rooms: IntArray,
+        work: FloatArray,
+        tokens: IntArray,
+        place: IntArray,
+    ) -> None:
+        num = len(loads)
+        counts = np.bincount(place, minlength=num)
+        self._place = place
+        # Moves: sequence i to micro-batch k.
+        self._i, self._k = np.nonzero(
+            (place[:, None] != np.arange(num)[None, :])
+            & (tokens[:, None] <= rooms[None, :])
+            & (counts[place] > 1)[:, None]
+        )
+        # Swaps: sequence x with y of a later micro-batch. Short ones are moved instead.
+        longest = np.argsort(-tokens, kind="stable")[:_MAX_SWAPPED]
+        gain = tokens[longest][:, None] - tokens[longest][None, :]
+        room = rooms[place[longest]]
+        x, y = np.nonzero(
+            (place[longest][:, None] < place[longest][None, :])
+            & (gain <= room[None, :])
+            & (-gain <= room[:, None])
+            & (gain != 0)
+        )
+        self._x, self._y = longest[x], longest[y]
+        # Swaps of micro-batches p and q in the order.
+        self._p, self._q = _pairs(num)
+        self.loads = self._all_loads(loads, work)
+
+    def _all_loads(self, loads: FloatArray, work: FloatArray) -> FloatArray:
+        i, k, x, y, p, q = self._i, self._k, self._x, self._y, self._p, self._q
+        place = self._place
+        trial = np.empty((len(i) + len(x) + len(p) + 1, len(loads)))
+        trial[:] = loads
+        rows = np.arange(len(i))
+        trial[rows, place[i]] -= work[i]
+        trial[rows, k] += work[i]
+        rows = len(i) + np.arange(len(x))
+        trial[rows, place[x]] += work[y] - work[x]
+        trial[rows, place[y]] += work[x] - work[y]
+        rows = len(i) + len(x) + np.arange(len(p))
+        trial[rows, p], trial[rows, q] = loads[q], loads[p]
+        return trial
+
+    def place_after(self, row: int) -> IntArray:
+        """Micro-batch of each sequence after the step of a row."""
+        after = self._place.copy()
+        num_moves, num_swaps = len(self._i), len(self._x)
+        if row < num_moves:
+            after[self._i[row]] = self._k[row]
+        elif row < num_moves + num_swaps:
+            one, other = self._x[row - num_moves], self._y[row - num_moves]
+            after[one], after[other] = after[other], after[one]
+        else:
+            one, other = (side[row - num_moves - num_swaps] for side in (self._p, self._q))
+            after[self._place == one], after[self._place == other] = other, one
+        return after

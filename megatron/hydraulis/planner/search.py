@@ -1,65 +1,71 @@
-"""Bound and best plan of one strategy for one batch, each made better on demand."""
+"""Bound and best plan of one strategy for one batch, each improved on demand."""
 
+import functools
 import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from megatron.hydraulis.planner.bounds import dispatch_bound_ms
-from megatron.hydraulis.planner.candidate import Candidate, StageResult
-from megatron.hydraulis.planner.class_dispatch import (
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.hydraulis.planner.bounds import (
+    dispatch_bound_ms,
+    fewest_micro_batches,
+    replica_bound_ms,
+)
+from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.greedy import dispatch, longest_first
+from megatron.hydraulis.planner.improve import (
+    Assignment,
     dispatch_by_program,
     dispatch_long,
+    improve_dispatch,
     without_short,
 )
-from megatron.hydraulis.planner.dispatch import dispatch
-from megatron.hydraulis.planner.improve import Assignment, improve
-from megatron.hydraulis.planner.long_search import search_long
-from megatron.hydraulis.planner.long_sequences import LongSequences, long_sequences
-from megatron.hydraulis.planner.modes import ReplicaClass
-from megatron.hydraulis.planner.packing import SchemeCost
-from megatron.hydraulis.planner.packing_milp import largest_tokens, shortest_pipeline
-from megatron.hydraulis.planner.polish import Effort
+from megatron.hydraulis.planner.long_sequences import LongSequences, anneal_long, long_sequences
+from megatron.hydraulis.planner.pipeline_bounds import PipelineColumns
+from megatron.hydraulis.planner.pipeline_packing import Effort, Packed, ReplicaPacker
+from megatron.hydraulis.planner.plan import Candidate, StageResult
 from megatron.hydraulis.planner.relaxation import Relaxation
-from megatron.hydraulis.planner.replica_bounds import fewest_micro_batches, replica_bound_ms
-from megatron.hydraulis.planner.replica_packing import Packed, ReplicaPacker
-from megatron.hydraulis.planner.solver import Solver
-from megatron.hydraulis.planner.wave_packer import WavePacker
+from megatron.hydraulis.planner.solver import LinearModel, Solution, Solver, SolverLimits
+from megatron.hydraulis.planner.wave_packing import WavePacker
 from megatron.hydraulis.strategy import Strategy
 
-__all__ = ["TARGET_GAP", "StrategySearch"]
+__all__ = ["TARGET_GAP", "PackingAnswer", "StrategySearch", "largest_tokens", "shortest_pipeline"]
+
 
 TARGET_GAP = 1e-3
 """A plan this close to its bound is not improved any further."""
+_ROUNDING = 1e-9
 
-# Buckets of the programs: fewer round more, more take longer.
-_NUM_BUCKETS = 32
-# Of one strategy's search, in the unit of Effort: about 0.5 s on one core.
+# Work that one strategy's search may take, in the unit of Effort: about 0.5 s on one core.
 _EFFORT = 4.5e7
 # Added at the end, to pack the slowest replicas of the best plan.
 _FINISHING_EFFORT = 4e6
-# Moves and swaps from one dispatch; the search rarely gets that far.
+# To improve a dispatch of the long sequences.
+_LONG_EFFORT = 6e6
+# Number of moves and swaps from one dispatch, which is rarely reached.
 _NUM_STEPS = 200
-# Starts from the program of a time between bound and best plan, as shares of that stretch.
+# The programs are asked for dispatches at times between bound and best plan, given as shares of
+# that interval: for single stages, pipelines (bisection with this step) and long sequences.
 _SINGLE_STAGE_TIMES = (0.05, 0.25, 0.5)
 _PIPELINE_STEP = 0.4
 _NUM_PIPELINE_TIMES = 4
-# Longest sequences, as shares of the time, that may fill up pipelines: see Relaxation.program.
+_LONG_TIME = 0.05
+# See Relaxation.owed.
 _LONGEST_FILLS = (0.06, 0.12)
-# Of these, the ones with the best plans are improved by moves and swaps.
+# Number of dispatches, the best ones, that are improved by moves and swaps.
 _NUM_IMPROVED = 3
-# Times of the programs of long sequences, as shares of the stretch between bound and best plan.
-_LONG_TIMES = (0.05,)
-# Gaps below which the dearer searches are not worth their time.
+# The slower searches are skipped below these gaps.
 _PIPELINE_GAP = 2e-3
 _LONG_GAP = 3e-3
-# To improve a dispatch of the long sequences.
-_LONG_EFFORT = 6e6
-# Sequences times micro-batches up to which packing as an integer program takes a moment only, for
-# one stage and for a pipeline, whose schedule makes the program larger.
+# Sequences times micro-batches up to which the integer program of packing is quick, for one stage
+# and for a pipeline, whose schedule makes the program larger.
 _MAX_PACKING_SIZE = 64
 _MAX_PIPELINE_SIZE = 24
-_ROUNDING = 1e-9
+_PACKING_LIMITS = SolverLimits(num_nodes=200, relative_gap=1e-4)
 
 
 class StrategySearch:
@@ -75,7 +81,7 @@ class StrategySearch:
         *,
         overhead_ms: float,
     ) -> None:
-        """costs: shape (num_replicas,); batch: shape (num_sequences,), some replica holds each."""
+        """costs: shape (num_replicas,); batch: lengths, shape (num_sequences,), that fit."""
         self.strategy = strategy
         self.overhead_ms = overhead_ms
         self._batch = batch
@@ -90,17 +96,26 @@ class StrategySearch:
         )
         self._solver = solver
         self._effort = Effort(_EFFORT)
-        self._relaxation: Relaxation | None = None
         self._dispatch_s = 0.0
         self._packing_s = 0.0
         self.bound_ms = dispatch_bound_ms(batch, costs)
         """No plan of this strategy has a smaller makespan."""
-        self.best: Assignment | None = None
+        self._best: Assignment | None = None
+
+    @functools.cached_property
+    def _relaxation(self) -> Relaxation:
+        return Relaxation(self._classes, self._rising, solver=self._solver)
+
+    @property
+    def best(self) -> Assignment:
+        """The best plan so far; `start` makes the first one."""
+        assert self._best is not None
+        return self._best
 
     @property
     def found_ms(self) -> float:
-        """Makespan of the best plan, infinite before start."""
-        return math.inf if self.best is None else self.best.makespan_ms
+        """Makespan of the best plan, infinite before `start`."""
+        return math.inf if self._best is None else self._best.makespan_ms
 
     @property
     def gap(self) -> float:
@@ -110,44 +125,38 @@ class StrategySearch:
     def start(self) -> None:
         """The first plan: longest processing time first."""
         begin_s = time.perf_counter()
-        order = sorted(range(len(self._batch)), key=lambda i: (-self._batch[i], i))
         costs = [packer.cost for packer in self._packers]
-        shares = dispatch(order, self._batch, costs)
+        shares = dispatch(longest_first(self._batch), self._batch, costs)
         middle_s = time.perf_counter()
         self._take(Assignment(self._packers, shares, self._effort))
         self._dispatch_s += middle_s - begin_s
         self._packing_s += time.perf_counter() - middle_s
 
     def excludes(self, time_ms: float) -> bool:
-        """Whether no plan takes time_ms or less; the bound then rises to it."""
+        """Whether every plan is proved to take longer; the bound is then raised to time_ms."""
         if time_ms < self.bound_ms:
             return True
         begin_s = time.perf_counter()
-        is_excluded = self._program().is_impossible(time_ms)
+        is_excluded = self._relaxation.is_impossible(time_ms)
         self._dispatch_s += time.perf_counter() - begin_s
         if is_excluded:
             self.bound_ms = max(self.bound_ms, time_ms)
         return is_excluded
 
     def raise_bound(self, *, gap: float = TARGET_GAP) -> None:
-        """Halve the stretch between bound and best plan until it is a small share of the time."""
+        """Raise the bound until nothing is left to prove, down to a gap."""
         if self._waves_alone is not None:
             self._raise_bound_by_waves(self._waves_alone, with_integers=False)
             return
         if self.excludes(self.found_ms * (1.0 - gap)):
             return
-        high_ms = self.found_ms * (1.0 - gap)
-        while high_ms - self.bound_ms > gap * high_ms and not self._solver.deadline.is_over:
-            middle_ms = (self.bound_ms + high_ms) / 2.0
-            if not self.excludes(middle_ms):
-                high_ms = middle_ms
+        self._bisect(self.found_ms * (1.0 - gap), gap, self.excludes)
 
     def search(self) -> None:
-        """Improve the best plan and the bound until they meet or nothing more is known to help."""
+        """Improve the best plan and the bound until they meet or there is nothing left to try."""
         begin_s = time.perf_counter()
-        assert self.best is not None  # start comes first
         if self._waves_alone is not None:
-            # Nothing is to be dispatched.
+            # There is nothing to dispatch.
             self._improve(self.best)
             self._raise_bound_by_waves(self._waves_alone, with_integers=True)
             self._dispatch_s += time.perf_counter() - begin_s
@@ -170,7 +179,6 @@ class StrategySearch:
 
     def candidate(self) -> Candidate:
         """The best plan with its reports."""
-        assert self.best is not None  # start comes first
         begin_s = time.perf_counter()
         packing_bound_ms = self._packing_bound_ms()
         packings = [
@@ -198,7 +206,6 @@ class StrategySearch:
 
     def _packing_bound_ms(self) -> float:
         """No packing of the best plan's dispatch has a smaller makespan."""
-        assert self.best is not None  # start comes first
         bounds_ms = [
             replica_bound_ms([self._batch[sequence] for sequence in share], packer.cost)
             for share, packer in zip(self.best.shares, self._packers, strict=True)
@@ -215,31 +222,33 @@ class StrategySearch:
         return max(bounds_ms)
 
     def _raise_bound_by_waves(self, packer: WavePacker, *, with_integers: bool) -> None:
-        """Where one replica has the whole batch, the bound of its waves is the strategy's."""
+        """With a single replica, the bound of its waves is that of the strategy."""
         if self.gap > TARGET_GAP:
             everything = range(len(self._batch))
             bound_ms = packer.bound_ms(everything, self.found_ms, with_integers=with_integers)
-            # The other one knows how a pipeline fills.
+            # The second one takes the fill of a pipeline into account.
             self.bound_ms = max(
                 self.bound_ms, bound_ms, replica_bound_ms(self._rising, packer.cost)
             )
 
-    def _program(self) -> Relaxation:
-        if self._relaxation is None:
-            self._relaxation = Relaxation(
-                self._classes, self._rising, num_buckets=_NUM_BUCKETS, solver=self._solver
-            )
-        return self._relaxation
+    def _bisect(self, high_ms: float, gap: float, is_impossible: Callable[[float], bool]) -> None:
+        """Raise the bound by what is proved impossible between it and a time."""
+        while high_ms - self.bound_ms > gap * high_ms and not self._solver.deadline.is_over:
+            middle_ms = (self.bound_ms + high_ms) / 2.0
+            if is_impossible(middle_ms):
+                self.bound_ms = max(self.bound_ms, middle_ms)
+            else:
+                high_ms = middle_ms
 
     def _is_done(self, gap: float = TARGET_GAP) -> bool:
         return self.gap <= gap or self._effort.is_spent or self._solver.deadline.is_over
 
     def _take(self, assignment: Assignment) -> None:
         if assignment.makespan_ms < self.found_ms:
-            self.best = assignment
+            self._best = assignment
 
     def _improve(self, assignment: Assignment) -> None:
-        improve(
+        improve_dispatch(
             assignment,
             self.bound_ms / (1.0 - TARGET_GAP),
             _NUM_STEPS,
@@ -248,21 +257,19 @@ class StrategySearch:
         self._take(assignment)
 
     def _single_stage_starts(self) -> Iterator[Assignment]:
-        """Plans from the program of times between the bound and the best plan."""
         for share in _SINGLE_STAGE_TIMES:
             if self._is_done():
                 return
             time_ms = self.bound_ms + share * (self.found_ms - self.bound_ms)
-            shares = dispatch_by_program(self._program(), time_ms, self._batch, self._packers)
+            shares = dispatch_by_program(self._relaxation, time_ms, self._batch, self._packers)
             if shares is not None:
                 yield Assignment(self._packers, shares, self._effort)
 
     def _pipeline_starts(self) -> Iterator[Assignment]:
-        """Plans from the program of times between the bound and the best plan.
+        """Dispatches for times at which pipelines and other replicas take equally long.
 
-        The program takes a pipeline's capacity for larger than it is. So the time is searched at
-        which pipelines, given no more than the program must give them, take as long as the other
-        replicas.
+        The program overestimates the capacity of pipelines, so bisection looks for the time at
+        which pipelines, assigned no more than necessary, are as slow as the other replicas.
         """
         for longest_fill in _LONGEST_FILLS:
             low_ms, high_ms = self.bound_ms, self.found_ms
@@ -271,12 +278,12 @@ class StrategySearch:
                     return
                 time_ms = low_ms + _PIPELINE_STEP * (high_ms - low_ms)
                 shares = dispatch_by_program(
-                    self._program(), time_ms, self._batch, self._packers, longest_fill=longest_fill
+                    self._relaxation, time_ms, self._batch, self._packers, longest_fill=longest_fill
                 )
                 if shares is None:
                     return
                 assignment = Assignment(self._packers, shares, self._effort)
-                assignment.polish_slowest()
+                assignment.repack_slowest()
                 times_ms = assignment.times_ms
                 slowest = self._packers[times_ms.index(max(times_ms))]
                 if slowest.cost.num_stages > 1:
@@ -286,35 +293,30 @@ class StrategySearch:
                 yield assignment
 
     def _search_long_sequences(self) -> None:
-        """Raise the bound by the long sequences alone, and dispatch these anew."""
+        """Raise the bound by the long sequences alone, and improve their dispatch."""
         if self.gap <= _LONG_GAP:
             return
         for program in long_sequences(self._classes, self._rising, self._solver):
-            self._raise_bound_by(program)
-            for share in _LONG_TIMES:
-                if self.gap <= _LONG_GAP or self._solver.deadline.is_over:
-                    return
-                assert self.best is not None  # start comes first
-                time_ms = self.bound_ms + share * (self.found_ms - self.bound_ms)
-                shares = dispatch_long(
-                    program, time_ms, self._batch, self._packers, self.best.shares
-                )
-                if shares is not None:
-                    self._improve(Assignment(self._packers, shares, Effort(_LONG_EFFORT)))
-                    self._anneal_long_sequences(program, shares)
+            self._bisect(self.found_ms, _LONG_GAP, program.is_impossible)
+            if self.gap <= _LONG_GAP or self._solver.deadline.is_over:
+                return
+            time_ms = self.bound_ms + _LONG_TIME * (self.found_ms - self.bound_ms)
+            shares = dispatch_long(program, time_ms, self._batch, self._packers, self.best.shares)
+            if shares is not None:
+                self._improve(Assignment(self._packers, shares, Effort(_LONG_EFFORT)))
+                self._anneal_long_sequences(program, shares)
 
     def _anneal_long_sequences(self, program: LongSequences, shares: list[list[int]]) -> None:
-        """Search on from a dispatch of the long sequences; the others leave their replicas."""
+        """Anneal a dispatch of the long sequences; the others move to other replicas."""
         replicas = [r for replica_class in program.classes for r in replica_class.replicas]
         shortest = program.lengths[0]
-        long = sorted(
-            (s for r in replicas for s in shares[r] if self._batch[s] >= shortest),
-            key=lambda s: (-self._batch[s], s),
+        long = longest_first(
+            self._batch, (s for r in replicas for s in shares[r] if self._batch[s] >= shortest)
         )
         if len(replicas) < 2:
             return
         place = {sequence: i for i, sequence in enumerate(long)}
-        found = search_long(
+        found = anneal_long(
             [self._batch[s] for s in long],
             [self._packers[r].cost for r in replicas],
             [[place[s] for s in shares[r] if s in place] for r in replicas],
@@ -333,25 +335,14 @@ class StrategySearch:
                 assignment.replace_packing(replica, packed)
         self._improve(assignment)
 
-    def _raise_bound_by(self, program: LongSequences) -> None:
-        high_ms = self.found_ms
-        while high_ms - self.bound_ms > _LONG_GAP * high_ms and not self._solver.deadline.is_over:
-            middle_ms = (self.bound_ms + high_ms) / 2.0
-            if program.is_impossible(middle_ms):
-                self.bound_ms = middle_ms
-            else:
-                high_ms = middle_ms
-
     def _finish(self) -> None:
-        """Pack the slowest replicas thoroughly, also when the search has spent its effort."""
-        assert self.best is not None  # start comes first
+        """Pack the slowest replicas thoroughly, even if the search has spent its effort."""
         self._effort.spend(-_FINISHING_EFFORT)
         self._improve(self.best)
         self._solve_packing()
 
     def _solve_packing(self) -> None:
         """Pack the slowest replica by an integer program as long as that makes it faster."""
-        assert self.best is not None  # start comes first
         for _ in range(len(self._packers)):
             if self._is_done():
                 return
@@ -364,7 +355,6 @@ class StrategySearch:
             self._improve(self.best)
 
     def _packed_by_program(self, replica: int) -> Packed | None:
-        assert self.best is not None  # start comes first
         packer, share = self._packers[replica], self.best.shares[replica]
         packed = self.best.packed[replica]
         lengths = [self._batch[sequence] for sequence in share]
@@ -399,7 +389,7 @@ class StrategySearch:
 
 
 def _dealt_by_tokens(lengths: Sequence[int], num: int) -> list[list[int]]:
-    """Places in lengths, longest first to the micro-batch with the fewest tokens."""
+    """Indices into lengths, longest first to the micro-batch with the fewest tokens."""
     loads = [(0, k) for k in range(num)]
     dealt: list[list[int]] = [[] for _ in range(num)]
     for i, length in enumerate(lengths):
@@ -407,3 +397,120 @@ def _dealt_by_tokens(lengths: Sequence[int], num: int) -> list[list[int]]:
         heapq.heapreplace(loads, (tokens + length, k))
         dealt[k].append(i)
     return dealt
+
+
+# ---------------------------------------------------------------- packing as an integer program
+
+
+@dataclass(frozen=True, slots=True)
+class PackingAnswer:
+    """Best packing and bound for a number of micro-batches."""
+
+    micro_batches: list[list[int]] | None
+    """In their order, as indices into the given lengths; None without an answer."""
+    bound: float
+    """Lower limit for tokens of the largest micro-batch, or for the time in ms."""
+
+
+def largest_tokens(
+    lengths: Sequence[int], num_micro_batches: int, start: Sequence[Sequence[int]], solver: Solver
+) -> PackingAnswer:
+    """Pack a single stage so that the largest of num_micro_batches has the fewest tokens.
+
+    That tells whether one micro-batch less is enough. lengths: of the share, by falling length;
+    start: a packing into at most as many micro-batches, as indices into lengths.
+    """
+    n, v = len(lengths), num_micro_batches
+    tokens = np.array(lengths, dtype=np.float64)
+    rows = np.zeros((n + v, n * v + 1))
+    for i in range(n):
+        rows[i, i * v : (i + 1) * v] = 1.0
+    for k in range(v):
+        rows[n + k, k : n * v : v] = tokens
+        rows[n + k, -1] = -1.0
+    upper = np.ones(n * v + 1)
+    upper[-1] = np.inf
+    # Micro-batches are interchangeable: the i-th longest sequence need not go beyond the i-th.
+    for i in range(min(n, v)):
+        upper[i * v + i + 1 : (i + 1) * v] = 0.0
+    cost = np.zeros(n * v + 1)
+    cost[-1] = 1.0
+    model = LinearModel(
+        cost=cost,
+        lower=np.zeros(n * v + 1),
+        upper=upper,
+        matrix=rows,
+        row_lower=np.concatenate((np.ones(n), np.full(v, -np.inf))),
+        row_upper=np.concatenate((np.ones(n), np.zeros(v))),
+        is_integral=np.append(np.ones(n * v, dtype=bool), False),
+    )
+    by_longest = sorted(start, key=min)
+    first = _places(by_longest, n, v)
+    first = np.append(first, max(sum(lengths[i] for i in share) for share in start))
+    return _answer(solver.solve(model, _PACKING_LIMITS, start=first), n, v)
+
+
+def shortest_pipeline(
+    lengths: Sequence[int],
+    cost: SchemeCost,
+    start: Sequence[Sequence[int]],
+    solver: Solver,
+) -> PackingAnswer:
+    """Pack a pipeline for the least time with as many micro-batches as the start has.
+
+    The program contains starts and ends of 1F1B, so the order is part of the answer. lengths: of
+    the share; start: its packing so far, in order, as indices into lengths.
+    """
+    n, v = len(lengths), len(start)
+    columns = PipelineColumns(cost.num_stages, v)
+    num_columns = columns.num + n * v
+    precedences = columns.rows()
+    rows = [np.append(row, np.zeros(n * v)) for row in precedences]
+    row_lower, row_upper = [0.0] * len(rows), [np.inf] * len(rows)
+    for k in range(v):
+        # Work of a micro-batch, and its tokens.
+        work, room = np.zeros(num_columns), np.zeros(num_columns)
+        work[k] = 1.0
+        for i, length in enumerate(lengths):
+            work[columns.num + i * v + k] = -cost.sequence_time_ms(length)
+            room[columns.num + i * v + k] = length
+        rows += [work, room]
+        row_lower += [cost.coefficients.c_ms, -np.inf]
+        row_upper += [cost.coefficients.c_ms, float(cost.max_tokens)]
+    for i in range(n):
+        once = np.zeros(num_columns)
+        once[columns.num + i * v : columns.num + (i + 1) * v] = 1.0
+        rows.append(once)
+        row_lower.append(1.0)
+        row_upper.append(1.0)
+    is_integral = np.zeros(num_columns, dtype=bool)
+    is_integral[columns.num :] = True
+    objective = np.zeros(num_columns)
+    objective[columns.backward(0, v - 1)] = 1.0
+    model = LinearModel(
+        cost=objective,
+        lower=np.zeros(num_columns),
+        upper=np.where(is_integral, 1.0, np.inf),
+        matrix=np.vstack(rows),
+        row_lower=np.array(row_lower),
+        row_upper=np.array(row_upper),
+        is_integral=is_integral,
+    )
+    times_ms = [cost.coefficients.time_ms(lengths[i] for i in share) for share in start]
+    first = np.concatenate((columns.ends_ms(times_ms), _places(start, n, v)))
+    return _answer(solver.solve(model, _PACKING_LIMITS, start=first), n, v, offset=columns.num)
+
+
+def _places(start: Sequence[Sequence[int]], n: int, v: int) -> NDArray[np.float64]:
+    values = np.zeros((n, v))
+    for k, share in enumerate(start):
+        values[list(share), k] = 1.0
+    return values.ravel()
+
+
+def _answer(solution: Solution, n: int, v: int, *, offset: int = 0) -> PackingAnswer:
+    if not solution.is_usable or solution.values is None:
+        return PackingAnswer(None, solution.bound)
+    places = np.rint(solution.values[offset : offset + n * v]).reshape(n, v)
+    packed = [[int(i) for i in np.nonzero(places[:, k])[0]] for k in range(v)]
+    return PackingAnswer([share for share in packed if share], solution.bound)

@@ -1,0 +1,231 @@
+"""``python -m megatron.hydraulis plan``: the best plan for one batch, from files."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.json_object import write_json
+from megatron.hydraulis.lengths.counts import read_lengths
+from megatron.hydraulis.planner.plan import (
+    MS_PER_S,
+    IterationPlan,
+    PlanExplanation,
+    StrategyOutcome,
+)
+from megatron.hydraulis.planner.planners import CertifiedPlanner
+from megatron.hydraulis.planner.replica_plan import ReplicaPlan
+from megatron.hydraulis.planner.solver import native_prints_to_stderr
+from megatron.hydraulis.strategy import Pool
+
+__all__ = ["add_arguments", "replica_table", "run", "strategy_table", "summary"]
+
+
+# The largest that HiGHS accepts.
+_MOST_SEED = 2**31 - 1
+# Columns of the tables if the output is not a terminal.
+_WIDTH = 110
+_NONE = "–"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the subcommand."""
+    files = parser.add_argument_group("input and output")
+    files.add_argument(
+        "--lengths",
+        required=True,
+        metavar="FILE",
+        help="lengths of the batch in tokens: a JSON list, text with one number per line, or an "
+        ".idx (its documents are the batch; one of D tokens trains D-1)",
+    )
+    files.add_argument(
+        "--cost-profile",
+        required=True,
+        metavar="FILE",
+        help="cost profile, JSON: times of the schemes in ms and their limits in tokens per "
+        "micro-batch",
+    )
+    files.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
+    files.add_argument("--out", metavar="FILE", help="write the plan here, JSON, times in s")
+    output = files.add_mutually_exclusive_group()
+    output.add_argument(
+        "--explain",
+        action="store_true",
+        help="print all strategies (bound and best plan found in s, gap, why not chosen) and the "
+        "replicas of the chosen one (sequences, tokens, micro-batches, time in s, idle share)",
+    )
+    output.add_argument(
+        "--json", action="store_true", help="print plan, digest and all strategies as JSON"
+    )
+    search = parser.add_argument_group("search")
+    search.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="for the solver; the same files and seed give the same plan (default: %(default)s)",
+    )
+    search.add_argument(
+        "--plan-time-limit",
+        type=float,
+        metavar="S",
+        help="wall-clock limit in s, after which the best plan so far is used and marked "
+        "(default: none)",
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Plan the batch and print a line, tables or JSON; returns the exit status.
+
+    Raises ConfigurationError, StrategyError or DataError for invalid files and flags, PlanError
+    when no strategy can hold the batch.
+    """
+    limit_s = namespace.plan_time_limit
+    if limit_s is not None and not limit_s > 0.0:
+        raise ConfigurationError(
+            f"--plan-time-limit is more than 0 s but is {limit_s} s; raise it or leave it out"
+        )
+    if not 0 <= namespace.seed <= _MOST_SEED:
+        raise ConfigurationError(
+            f"--seed is from 0 to {_MOST_SEED} but is {namespace.seed}; give another one"
+        )
+    lengths = read_lengths(namespace.lengths)
+    cost_model = ProfileCostModel.read(namespace.cost_profile)
+    pool = Pool.read(namespace.pool)
+    planner = CertifiedPlanner(pool, cost_model, seed=namespace.seed, time_limit_s=limit_s)
+    with native_prints_to_stderr():
+        explanation = planner.explain(lengths) if namespace.explain or namespace.json else None
+        plan = planner.plan(lengths) if explanation is None else explanation.plan
+    if namespace.out is not None:
+        _write(plan, namespace.out)
+    if namespace.json and explanation is not None:
+        json.dump(_to_json(explanation), sys.stdout, indent=1)
+        print()
+        return 0
+    print(summary(plan))
+    if explanation is not None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=_WIDTH)
+        console.print(strategy_table(explanation, pool))
+        console.print(replica_table(plan, cost_model))
+    return 0
+
+
+def _write(plan: IterationPlan, path: str) -> None:
+    try:
+        write_json(path, plan.to_json())
+    except OSError as error:
+        raise ConfigurationError(
+            f"--out {path}: must be a path that can be written but: {error.strerror}; "
+            f"give another path"
+        ) from error
+
+
+def _to_json(explanation: PlanExplanation) -> dict[str, Any]:
+    return {
+        "plan": explanation.plan.to_json(),
+        "digest": explanation.plan.digest,
+        "strategies": [
+            {
+                "name": outcome.name,
+                "bound_s": outcome.bound_s,
+                "found_s": outcome.found_s,
+                "gap": outcome.gap,
+                "why_not_chosen": outcome.why_not_chosen or None,
+            }
+            for outcome in explanation.strategies
+        ],
+    }
+
+
+def summary(plan: IterationPlan) -> str:
+    """One line with strategy, time and gap."""
+    bound = ""
+    if plan.dispatch is not None:
+        bound = (
+            f", dispatch bound {plan.dispatch.bound_s:.4f} s, gap {100 * plan.dispatch.gap:.2f} % "
+            f"({plan.dispatch.status})"
+        )
+    return (
+        f"strategy {plan.strategy}: {plan.predicted_time_s:.4f} s predicted{bound}; "
+        f"{plan.num_sequences} sequences, {plan.num_tokens} tokens; "
+        f"planned in {plan.plan_time_s:.3f} s"
+    )
+
+
+def strategy_table(explanation: PlanExplanation, pool: Pool) -> Table:
+    """Every strategy of the pool, in its order: bound, best plan found, and why not chosen.
+
+    Times are predicted times of the iteration in seconds, including overhead.
+    """
+    table = _table("strategies", ("strategy", "replicas"), ("bound s", "found s", "gap %"))
+    table.add_column("why not chosen", overflow="fold")
+    for outcome in explanation.strategies:
+        name, replicas = outcome.name, str(pool.strategy(outcome.name))
+        style = "bold" if outcome.is_chosen else None
+        why = outcome.why_not_chosen or "chosen"
+        table.add_row(name, replicas, *_numbers(outcome), why, style=style)
+    return table
+
+
+def _numbers(outcome: StrategyOutcome) -> Iterable[str]:
+    for seconds in (outcome.bound_s, outcome.found_s):
+        yield _NONE if seconds is None else f"{seconds:.4f}"
+    yield _NONE if outcome.gap is None else f"{100 * outcome.gap:.2f}"
+
+
+def replica_table(plan: IterationPlan, cost_model: CostModel) -> Table:
+    """Every replica of the plan: its share of the batch, its time, and how much of it is idle.
+
+    The idle share is the part of the makespan in which a stage of the replica does not work: while
+    its pipeline fills and drains, and while it waits for the slowest replica.
+    """
+    counts = ("sequences", "tokens", "micro-batches", "time s", "idle %")
+    table = _table(f"replicas of strategy {plan.strategy}", ("replica", "ranks"), counts)
+    for replica in plan.replicas:
+        table.add_row(
+            str(replica.scheme),
+            _ranges(replica.ranks),
+            str(replica.num_sequences),
+            str(replica.num_tokens),
+            str(len(replica.micro_batches)),
+            f"{replica.predicted_time_s:.4f}",
+            f"{100 * _idle_share(replica, plan.makespan_s, cost_model):.1f}",
+        )
+    return table
+
+
+def _idle_share(replica: ReplicaPlan, makespan_s: float, cost_model: CostModel) -> float:
+    if makespan_s == 0.0:
+        return 0.0
+    work_ms = math.fsum(replica.times_ms(cost_model.coefficients))
+    return max(0.0, 1.0 - work_ms / (makespan_s * MS_PER_S))
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Consecutive ranks as ``0-7``, in the order given."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table

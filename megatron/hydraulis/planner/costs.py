@@ -1,0 +1,295 @@
+"""What the planner knows of costs: of a scheme, of the strategies of a pool, and of waves.
+
+A replica of width W (``cpW~``) runs **waves**: micro-batches whose W columns are divided into
+groups of 1, 2, 4, … columns, each with its own sequences. A column is the tp·pp ranks of one cp
+coordinate.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel, given_limit
+from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
+from megatron.hydraulis.errors import PlanError, StrategyError
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Pool, Strategy
+
+__all__ = ["GroupCost", "PoolCosts", "ReplicaClass", "SchemeCost", "WaveCosts", "checked_batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeCost:
+    """Cost and limit of a scheme.
+
+    With waves, coefficients and max_tokens are limits: no wave with the same sequences is faster,
+    and none holds more. That is enough for bounds and for dispatch.
+    """
+
+    coefficients: Coefficients
+    max_tokens: int
+    """Limit of tokens per micro-batch."""
+    num_stages: int
+    multiple: int = 1
+    """Each sequence is padded to a multiple of this; max_tokens is one."""
+    waves: WaveCosts | None = None
+    """For a scheme whose columns are grouped separately for every micro-batch."""
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that fits."""
+        return self.max_tokens if self.waves is None else self.waves.longest
+
+    def tokens(self, lengths: Sequence[int]) -> Sequence[int]:
+        """The lengths with padding."""
+        if self.multiple == 1:
+            return lengths
+        return [-(-length // self.multiple) * self.multiple for length in lengths]
+
+    def sequence_time_ms(self, length: int) -> float:
+        """What one sequence adds to its micro-batch on one stage."""
+        return self.coefficients.sequence_time_ms(length)
+
+    def largest_time_ms(self, longest: int) -> float:
+        """Upper limit for a micro-batch: filled with sequences of the longest length."""
+        a, b = self.coefficients.a_ms_per_token2, self.coefficients.b_ms_per_token
+        return (a * min(longest, self.max_tokens) + b) * self.max_tokens + self.coefficients.c_ms
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaClass:
+    """Replicas of equal cost."""
+
+    cost: SchemeCost
+    replicas: tuple[int, ...]
+    """Their indices in the strategy."""
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.replicas)
+
+    @staticmethod
+    def of(costs: Sequence[SchemeCost]) -> tuple[ReplicaClass, ...]:
+        """The classes of replicas with these costs, in the order of their first replica."""
+        members: dict[SchemeCost, list[int]] = {}
+        for replica, cost in enumerate(costs):
+            members.setdefault(cost, []).append(replica)
+        return tuple(ReplicaClass(cost, tuple(places)) for cost, places in members.items())
+
+
+class PoolCosts:
+    """Costs of every scheme in every strategy of a pool.
+
+    Raises StrategyError when a scheme of the pool does not fit the cost model's model.
+    """
+
+    def __init__(self, pool: Pool, cost_model: CostModel) -> None:
+        self.pool = pool
+        costs = {strategy: StrategyCosts(cost_model, strategy) for strategy in pool.strategies}
+        self.overheads_ms = {strategy.name: costs[strategy].overhead_ms for strategy in costs}
+        """By name of the strategy: time of an iteration besides its makespan."""
+        self._strategy_costs = {strategy.name: of for strategy, of in costs.items()}
+        self._costs = {
+            (strategy.name, scheme): _scheme_cost(scheme, costs[strategy])
+            for strategy in pool.strategies
+            for scheme in strategy.schemes
+        }
+
+    def max_tokens(self, strategy: Strategy, scheme: Scheme) -> int:
+        """Limit of a micro-batch, or of a context group that costs as much as the scheme."""
+        return self._strategy_costs[strategy.name].max_tokens(scheme)
+
+    def replica_costs(self, strategy: Strategy) -> list[SchemeCost]:
+        """Shape (num_replicas,), equal for replicas of one scheme."""
+        return [self._costs[strategy.name, replica.scheme] for replica in strategy.replicas]
+
+    def feasible_strategies(self, batch: Sequence[int], iteration: int) -> list[Strategy]:
+        """The strategies whose replicas all hold their weights and one the longest sequence.
+
+        Raises PlanError when there is none.
+        """
+        longest = max(batch)
+        feasible = []
+        for strategy in self.pool.strategies:
+            limits = self._limits(strategy)
+            if min(limits) > 0 and max(limits) >= longest:
+                feasible.append(strategy)
+        if feasible:
+            return feasible
+        raise PlanError(self._infeasible_message(batch, iteration))
+
+    def _limits(self, strategy: Strategy) -> list[int]:
+        return [self._costs[strategy.name, scheme].max_tokens for scheme in strategy.schemes]
+
+    def _infeasible_message(self, batch: Sequence[int], iteration: int) -> str:
+        longest = max(batch)
+        fitting = [
+            (max(self._limits(strategy)), strategy)
+            for strategy in self.pool.strategies
+            if min(self._limits(strategy)) > 0
+        ]
+        if not fitting:
+            first = self.pool.strategies[0]
+            scheme = next(s for s in first.schemes if self._costs[first.name, s].longest == 0)
+            return (
+                f"plan of iteration {iteration + 1}: every replica needs room for its weights and "
+                f"a token but in each of {len(self.pool.strategies)} strategies some scheme has "
+                f"none, in {first.name!r} {scheme}; use larger degrees"
+            )
+        limit, strategy = max(fitting, key=operator.itemgetter(0))
+        return (
+            f"plan of iteration {iteration + 1}: a sequence must fit one micro-batch but sequence "
+            f"{batch.index(longest)} has {longest} tokens and the largest limit, in strategy "
+            f"{strategy.name!r}, is {limit}; split or drop long sequences, raise the limit of "
+            f"tokens per micro-batch, or add a replica with a larger tp or cp"
+        )
+
+
+def _scheme_cost(scheme: Scheme, costs: StrategyCosts) -> SchemeCost:
+    if scheme.splits_cp:
+        waves = _wave_costs(scheme, costs)
+        return SchemeCost(
+            coefficients=waves.mean_coefficients,
+            max_tokens=waves.most_tokens,
+            num_stages=scheme.pp,
+            waves=waves,
+        )
+    limit = costs.max_tokens(scheme)
+    return SchemeCost(
+        coefficients=costs.coefficients(scheme),
+        max_tokens=limit if scheme.cp == 1 else given_limit(limit, scheme),
+        num_stages=scheme.pp,
+        multiple=1 if scheme.cp == 1 else 2 * scheme.cp,
+    )
+
+
+def _wave_costs(scheme: Scheme, costs: StrategyCosts) -> WaveCosts:
+    """Groups of a size that the cost model does not know can hold nothing."""
+    full_width = costs.coefficients(scheme)
+    groups = []
+    size = 1
+    while size <= scheme.cp:
+        of_group = scheme.of_context_group(size)
+        try:
+            coefficients, limit = costs.coefficients(of_group), costs.max_tokens(of_group)
+        except StrategyError:
+            coefficients, limit = full_width, 0
+        groups.append(GroupCost(size, coefficients, limit, tp=scheme.tp))
+        size *= 2
+    return WaveCosts(tuple(groups), num_stages=scheme.pp)
+
+
+def checked_batch(lengths: Sequence[int], iteration: int) -> list[int]:
+    """The lengths as Python ints, as numpy's do not go into JSON.
+
+    Raises PlanError for an empty batch and for a length below 1.
+    """
+    batch = [int(length) for length in lengths]
+    if not batch:
+        raise PlanError(
+            f"plan of iteration {iteration + 1}: a batch holds at least 1 sequence but has 0; "
+            f"plan only batches with sequences"
+        )
+    if min(batch) < 1:
+        raise PlanError(
+            f"plan of iteration {iteration + 1}: a sequence has at least 1 token but sequence "
+            f"{batch.index(min(batch))} has {min(batch)}; drop empty sequences from the batch"
+        )
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCost:
+    """Cost of a group of columns; raises ValueError for a size that is not a power of two."""
+
+    size: int
+    """Number of columns."""
+    coefficients: Coefficients
+    """Of the scheme with this cp, on one stage."""
+    max_tokens: int
+    """Limit of the group's row, padding included; 0 where not even the weights fit."""
+    tp: int = 1
+    """The row is padded to a multiple of tp·2·size where size > 1: see Scheme.row_tokens."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.size & (self.size - 1):
+            raise ValueError(f"a group has 1, 2, 4, … columns, not {self.size}")
+
+    @property
+    def multiple(self) -> int:
+        """Each sequence is padded to a multiple of this."""
+        return 2 * self.size if self.size > 1 else 1
+
+    @property
+    def room_tokens(self) -> int:
+        """Limit of the padded sequences, so that the padded row keeps max_tokens."""
+        quantum = Scheme(self.tp, self.size).token_quantum
+        return self.max_tokens - self.max_tokens % quantum if self.size > 1 else self.max_tokens
+
+    def padded(self, length: int) -> int:
+        """Length of a sequence with padding."""
+        return -(-length // self.multiple) * self.multiple
+
+    def time_ms(self, lengths: Iterable[int]) -> float:
+        """Time of sequences of these lengths, on one stage."""
+        return self.coefficients.time_ms(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class WaveCosts:
+    """The groups that a replica's width may be divided into.
+
+    Raises ValueError unless the sizes are 1, 2, 4, … up to the width.
+    """
+
+    groups: tuple[GroupCost, ...]
+    """By size; the last one has the full width."""
+    num_stages: int = 1
+    most_doublings: int | None = None
+    """Limits how often a group's size is doubled beyond what its longest sequence needs."""
+
+    def __post_init__(self) -> None:
+        if [group.size for group in self.groups] != [2**i for i in range(len(self.groups))]:
+            raise ValueError("the sizes of groups are 1, 2, 4, … up to the width")
+
+    @property
+    def usable(self) -> tuple[GroupCost, ...]:
+        """The groups that can hold a sequence."""
+        return tuple(group for group in self.groups if group.room_tokens >= group.multiple)
+
+    @property
+    def width(self) -> int:
+        """Number of columns of the replica."""
+        return self.groups[-1].size
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that some group holds."""
+        return max(group.room_tokens - group.room_tokens % group.multiple for group in self.groups)
+
+    @property
+    def most_tokens(self) -> int:
+        """Limit of a wave, whatever its groups."""
+        return max(self.width // group.size * group.room_tokens for group in self.groups)
+
+    @property
+    def mean_coefficients(self) -> Coefficients:
+        """No wave is faster than a micro-batch with these coefficients and the same sequences.
+
+        The time of a wave is at least the mean over its columns, and a sequence takes at least
+        ``min_c (a_c·c·s² + b_c·c·s) / W`` of it; a group without sequences takes its c_c.
+        """
+        usable = self.usable or self.groups
+        return Coefficients(
+            a_ms_per_token2=min(g.size * g.coefficients.a_ms_per_token2 for g in usable)
+            / self.width,
+            b_ms_per_token=min(g.size * g.coefficients.b_ms_per_token for g in usable) / self.width,
+            c_ms=min(group.coefficients.c_ms for group in usable),
+        )
+
+    def wave_time_ms(self, groups: Iterable[tuple[int, Sequence[int]]]) -> float:
+        """Time of a wave on one stage; groups: (size, lengths) of each."""
+        by_size = {group.size: group for group in self.groups}
+        return max(by_size[size].time_ms(lengths) for size, lengths in groups)

@@ -1,0 +1,493 @@
+"""Lower bounds for a pipeline, and the shape of a packing that comes close to them.
+
+**Shape.** With equal micro-batches a replica of p stages and v micro-batches of total work X takes
+``X·(1 + (p-1)/v)``. It takes less if the first and the last micro-batches are smaller than the
+others: a small first one fills the pipeline sooner, a small last one drains it sooner. Start and
+end times of 1F1B follow from the works t_k by additions and maxima, so the least time over all
+shapes, given ``Σ t_k = X`` and ``t_k <= t_max``, is a linear program. Its answer is the shape to
+pack to, and its dual gives lines
+
+    T >= slope·X - relief·t_max
+
+that hold for every packing into v micro-batches in every order. A line is computed for X = 1 and
+holds for all X, as time scales with work.
+
+**Long micro-batches** contain a long sequence each. Let l_1 >= l_2 >= … be their works, X the total
+work, S what runs before a micro-batch t and R what runs after it, φ the share of the forward and p
+the number of stages. The path that goes forward through all stages at one micro-batch and back at
+a later one gives ``T >= X + F + B`` for every
+
+    F = (p-1)·φ·t - (1-φ)·S     of a micro-batch up to the largest one,
+    B = (p-1)·(1-φ)·t - φ·R     of a micro-batch from the largest one on.
+
+So a long micro-batch should have enough other work before and after it: it has a release and a due
+date, which are tighter the larger it is. Each one is before the largest, where rising order is
+best, or after it, where falling order is best. Of n other micro-batches before the first long one
+each can only be so much larger than those before it, hence ``F >= (p-1)·φ·l / ρ^n`` with ``ρ = 1 +
+(1-φ)/((p-1)·φ)``; likewise at the end. Everything else may be divided at will, so the result is a
+lower bound, and the sizes at which it is met are a good shape.
+
+Two long sequences may share a micro-batch if they fit. What holds for that micro-batch also holds
+for two adjacent ones if neither counts the constant cost. So besides the case in which all are
+apart there is one for each pair that fits, with the pair as one micro-batch and no constant cost in
+the others, which covers every packing in which these two are together.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
+from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.solver import (
+    LinearModel,
+    Outcome,
+    Solver,
+    SolverError,
+    SolverLimits,
+    solve,
+)
+
+__all__ = [
+    "MAX_SHAPED_MICRO_BATCHES",
+    "LongOrder",
+    "LongOrders",
+    "PipelineColumns",
+    "Shape",
+    "best_works_ms",
+    "choose_long_micro_batches",
+    "fill_bound_ms",
+    "long_micro_batch_lines",
+    "long_micro_batch_orders",
+    "most_work_ms",
+    "shapes",
+]
+
+FloatArray = NDArray[np.float64]
+
+
+MAX_SHAPED_MICRO_BATCHES = 24
+"""With more, the fill is at most a few percent of the time, and the linear programs grow."""
+# Shapes are computed for these ratios of the largest micro-batch to the mean. From about 1.6 on a
+# larger ratio gains nothing in any pipeline.
+_LARGEST_OVER_MEAN = (1.1, 1.25, math.inf)
+# With more, the first ratio is skipped: the programs take longer and differ less.
+_MANY_MICRO_BATCHES = 12
+# Subtracted from bounds: HiGHS's tolerances are 1e-7 on numbers around 1.
+_SAFETY = 1e-6
+_MAX_CACHED_SHAPES = 4096
+
+# Least and most that work beside a long micro-batch adds to its time.
+_LEAST_ALONGSIDE = min(FORWARD_SHARE, 1.0 - FORWARD_SHARE)
+_MOST_ALONGSIDE = 1.0 - _LEAST_ALONGSIDE
+# Numbers of long micro-batches considered: n have 2^(n-1) choices of sides, and that many again for
+# each pair that fits.
+_MAX_LONG = 7
+_MAX_LONG_THAT_FIT = 5
+# With so many small micro-batches at an end, fill or drain are counted as nothing.
+_MAX_BEFORE = 5
+_MAX_AFTER = 10
+_MAX_CACHED_ORDERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Shares of the work, and the bound that belongs to them.
+
+    For every packing with total work X and largest micro-batch t_max (ms, constant cost
+    included): ``T >= slope·X - relief·t_max``.
+    """
+
+    shares: tuple[float, ...]
+    """Of each micro-batch in its order; they add up to 1."""
+    slope: float
+    relief: float
+
+    def bound_ms[T: (float, NDArray[np.float64])](self, total_ms: T, largest_ms: float) -> T:
+        """The line at one total work or an array of them."""
+        return self.slope * total_ms - self.relief * largest_ms
+
+
+@functools.lru_cache(maxsize=_MAX_CACHED_SHAPES)
+def shapes(
+    num_stages: int, num_micro_batches: int, forward_share: float = FORWARD_SHARE
+) -> tuple[Shape, ...]:
+    """Shapes from almost equal to quite unequal micro-batches, equal ones last.
+
+    For one stage and above MAX_SHAPED_MICRO_BATCHES there is only the equal one, whose line is
+    valid but weak. Raises SolverError, and caches nothing, when a linear program has no answer.
+    """
+    equal = Shape((1.0 / num_micro_batches,) * num_micro_batches, slope=1.0, relief=0.0)
+    if num_stages == 1 or num_micro_batches > MAX_SHAPED_MICRO_BATCHES:
+        return (equal,)
+    if num_micro_batches == 1:
+        return (Shape((1.0,), slope=float(num_stages), relief=0.0),)
+    ratios = _LARGEST_OVER_MEAN[1 if num_micro_batches > _MANY_MICRO_BATCHES else 0 :]
+    return (
+        *(
+            _best_shape(
+                num_stages, num_micro_batches, min(1.0, ratio / num_micro_batches), forward_share
+            )
+            for ratio in ratios
+        ),
+        equal,
+    )
+
+
+def fill_bound_ms(
+    num_stages: int, num_micro_batches: int, total_ms: float, largest_ms: float
+) -> float:
+    """Lower bound for num_micro_batches with this total work, none above largest_ms."""
+    return max(
+        shape.bound_ms(total_ms, largest_ms) for shape in shapes(num_stages, num_micro_batches)
+    )
+
+
+def most_work_ms(
+    num_stages: int, num_micro_batches: int, time_ms: float, largest_ms: float
+) -> float:
+    """Upper limit of the work that num_micro_batches, none above largest_ms, do in a time."""
+    return min(
+        (time_ms + shape.relief * largest_ms) / shape.slope
+        for shape in shapes(num_stages, num_micro_batches)
+    )
+
+
+def _best_shape(
+    num_stages: int, num_micro_batches: int, largest: float, forward_share: float
+) -> Shape:
+    """The best shape with no share above largest."""
+    model = _model(num_stages, np.zeros(num_micro_batches), 1.0, largest, forward_share)
+    solution = solve(model, SolverLimits())
+    if solution.outcome is not Outcome.OPTIMAL:
+        raise SolverError(f"no shape of {num_micro_batches} micro-batches on {num_stages} stages")
+    assert solution.values is not None  # an optimal linear program has both
+    assert solution.column_duals is not None
+    shares = np.maximum(solution.values[:num_micro_batches], 0.0)
+    # A share at its largest costs -dual per unit of t_max; other reduced costs are not negative.
+    relief = -float(np.minimum(solution.column_duals[:num_micro_batches], 0.0).sum())
+    return Shape(
+        tuple(float(share) for share in shares / shares.sum()),
+        slope=max(1.0, solution.objective + relief * largest - _SAFETY),
+        relief=relief,
+    )
+
+
+def best_works_ms(
+    num_stages: int,
+    least_ms: Sequence[float],
+    total_ms: float,
+    largest_ms: float,
+    solver: Solver,
+) -> list[float] | None:
+    """Works of micro-batches, in their order, with the least 1F1B time for a total work.
+
+    least_ms: shape (num_micro_batches,), minimum of each, in sum at most total_ms; largest_ms:
+    maximum of each. None if the solver has no answer, which it remembers.
+    """
+    scale = 1.0 / total_ms
+    model = _model(num_stages, np.array(least_ms) * scale, 1.0, largest_ms * scale, FORWARD_SHARE)
+    solution = solver.solve(model, SolverLimits())
+    if not solution.is_usable or solution.values is None:
+        return None
+    return [float(share) * total_ms for share in solution.values[: len(least_ms)]]
+
+
+def _model(
+    num_stages: int,
+    least: NDArray[np.float64],
+    total: float,
+    largest: float,
+    forward_share: float,
+) -> LinearModel:
+    """The program of the least 1F1B time over works between least and largest."""
+    num_micro_batches = len(least)
+    columns = PipelineColumns(num_stages, num_micro_batches)
+    lower = np.zeros(columns.num)
+    lower[:num_micro_batches] = least
+    upper = np.full(columns.num, np.inf)
+    upper[:num_micro_batches] = np.maximum(least, largest)
+    rows = [*columns.rows(forward_share), columns.total_work()]
+    cost = np.zeros(columns.num)
+    cost[columns.backward(0, num_micro_batches - 1)] = 1.0
+    row_lower = np.zeros(len(rows))
+    row_upper = np.full(len(rows), np.inf)
+    row_lower[-1] = row_upper[-1] = total
+    return LinearModel(
+        cost=cost,
+        lower=lower,
+        upper=upper,
+        matrix=np.vstack(rows),
+        row_lower=row_lower,
+        row_upper=row_upper,
+    )
+
+
+class PipelineColumns:
+    """1F1B as a linear program: columns of works, ends of forwards and ends of backwards.
+
+    The recurrence is that of cost_model.pipeline: an operation ends no earlier than its input and
+    the operation before it on its stage allow.
+    """
+
+    def __init__(self, num_stages: int, num_micro_batches: int) -> None:
+        self._p = num_stages
+        self._v = num_micro_batches
+        self.num = num_micro_batches * (1 + 2 * num_stages)
+        """Number of columns; the works are the first."""
+
+    def forward(self, stage: int, k: int) -> int:
+        """Column of the end of a forward, in ms."""
+        return self._v * (1 + stage) + k
+
+    def backward(self, stage: int, k: int) -> int:
+        """Column of the end of a backward, in ms."""
+        return self._v * (1 + self._p + stage) + k
+
+    def total_work(self) -> FloatArray:
+        """A row that sums the works."""
+        row = np.zeros(self.num)
+        row[: self._v] = 1.0
+        return row
+
+    def rows(self, forward_share: float = FORWARD_SHARE) -> list[FloatArray]:
+        """A row ``end - end of the operation before it - its work >= 0`` for every precedence."""
+        rows = []
+        for end, before, k, share in self._precedences(forward_share):
+            row = np.zeros(self.num)
+            row[end] = 1.0
+            if before is not None:
+                row[before] = -1.0
+            row[k] -= share
+            rows.append(row)
+        return rows
+
+    def ends_ms(
+        self, times_ms: Sequence[float], forward_share: float = FORWARD_SHARE
+    ) -> FloatArray:
+        """Values of all columns for given works: every operation as early as possible."""
+        values = np.zeros(self.num)
+        values[: self._v] = times_ms
+        precedences = self._precedences(forward_share)
+        is_late = True
+        while is_late:
+            is_late = False
+            for end, before, k, share in precedences:
+                ready_ms = 0.0 if before is None else values[before]
+                if values[end] < ready_ms + share * values[k]:
+                    values[end] = ready_ms + share * values[k]
+                    is_late = True
+        return values
+
+    def _precedences(self, forward_share: float) -> list[tuple[int, int | None, int, float]]:
+        """(end of an operation, end of one before it, micro-batch, share of its work)."""
+        backward_share = 1.0 - forward_share
+        found: list[tuple[int, int | None, int, float]] = []
+        for stage in range(self._p):
+            num_ahead = self._p - 1 - stage
+            for k in range(self._v):
+                forward, backward = self.forward(stage, k), self.backward(stage, k)
+                if stage > 0:
+                    found.append((forward, self.forward(stage - 1, k), k, forward_share))
+                if k > num_ahead:
+                    before = self.backward(stage, k - num_ahead - 1)
+                    found.append((forward, before, k, forward_share))
+                elif k > 0:
+                    found.append((forward, self.forward(stage, k - 1), k, forward_share))
+                elif stage == 0:
+                    found.append((forward, None, k, forward_share))
+                if num_ahead > 0:
+                    found.append((backward, self.backward(stage + 1, k), k, backward_share))
+                if k + num_ahead < self._v:
+                    before = self.forward(stage, k + num_ahead)
+                elif k > 0:
+                    before = self.backward(stage, k - 1)
+                else:
+                    before = self.forward(stage, self._v - 1)
+                found.append((backward, before, k, backward_share))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LongOrder:
+    """Which long micro-batches are before and after the largest one, in what order."""
+
+    before: tuple[int, ...]
+    """Indices of those before it, by rising work."""
+    after: tuple[int, ...]
+    """Indices of those after it, by falling work."""
+    num_before: int
+    """Number of other micro-batches before all long ones."""
+    num_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The bound of one order: ``X + ends + cost of the work that is missing``."""
+
+    num_micro_batches: int
+    """Minimum that the order needs."""
+    ends_ms: float
+    """F + B with any amount of other work."""
+    wanted_ms: float
+    """Total work from which on F + B is that small."""
+    cheap_ms: float
+    """Up to this much missing work costs _LEAST_ALONGSIDE of itself, the rest _MOST_ALONGSIDE."""
+
+
+class LongOrders:
+    """All orders of a set of long micro-batches, and their bound."""
+
+    def __init__(self, apart: Sequence[tuple[LongOrder, _Line]], lines: Sequence[_Line]) -> None:
+        """lines: of apart and of all other cases."""
+        self.apart = tuple(order for order, _ in apart)
+        """The orders in which no two long sequences share a micro-batch."""
+        self._apart_lines = _Lines([line for _, line in apart])
+        self._lines = _Lines(lines)
+
+    def times_apart_ms(self, total_ms: float) -> FloatArray:
+        """The bound of each order of apart, shape (num_orders,)."""
+        return self._apart_lines.times_ms(total_ms)
+
+    def least_time_ms(self, num_micro_batches: int, total_ms: float) -> float:
+        """Lower bound for a total work; infinite if the micro-batches are too few."""
+        times_ms = self._lines.times_ms(total_ms)[self._lines.num <= num_micro_batches]
+        return float(times_ms.min()) if times_ms.size else math.inf
+
+    def most_work_ms(self, num_micro_batches: int, time_ms: float) -> float:
+        """Upper limit of the work within a time; -inf if the micro-batches are too few."""
+        works_ms = self._lines.works_ms(time_ms)[self._lines.num <= num_micro_batches]
+        return float(works_ms.max()) if works_ms.size else -math.inf
+
+
+class _Lines:
+    """Arrays of lines."""
+
+    def __init__(self, lines: Sequence[_Line]) -> None:
+        self.num = np.array([line.num_micro_batches for line in lines])
+        self._ends = np.array([line.ends_ms for line in lines])
+        self._wanted = np.array([line.wanted_ms for line in lines])
+        self._cheap = np.array([line.cheap_ms for line in lines])
+
+    def times_ms(self, total_ms: float) -> FloatArray:
+        missing = np.maximum(0.0, self._wanted - total_ms)
+        costly = np.maximum(0.0, missing - self._cheap)
+        waiting = _LEAST_ALONGSIDE * (missing - costly) + _MOST_ALONGSIDE * costly
+        times: FloatArray = total_ms + self._ends + waiting
+        return times
+
+    def works_ms(self, time_ms: float) -> FloatArray:
+        """times_ms solved for the work: the minimum of its three pieces."""
+        enough = time_ms - self._ends
+        cheap = (enough - _LEAST_ALONGSIDE * self._wanted) / (1.0 - _LEAST_ALONGSIDE)
+        costly = enough - _MOST_ALONGSIDE * self._wanted
+        costly = (costly + (_MOST_ALONGSIDE - _LEAST_ALONGSIDE) * self._cheap) / (
+            1.0 - _MOST_ALONGSIDE
+        )
+        works: FloatArray = np.minimum(enough, np.minimum(cheap, costly))
+        return works
+
+
+def long_micro_batch_lines(num_stages: int) -> tuple[tuple[float, float], ...]:
+    """The bound for one long micro-batch l among any number with total work X.
+
+    It is the maximum of ``by_total·X + by_long·l`` over these pairs (by_total, by_long). The work
+    wanted before and after l is proportional to l; _Line says what missing work costs.
+    """
+    fill, drain = (num_stages - 1) * FORWARD_SHARE, (num_stages - 1) * (1.0 - FORWARD_SHARE)
+    before, after = fill / (1.0 - FORWARD_SHARE), drain / FORWARD_SHARE
+    wanted, cheap = 1.0 + before + after, after if FORWARD_SHARE <= _LEAST_ALONGSIDE else before
+    costly = _MOST_ALONGSIDE * wanted - (_MOST_ALONGSIDE - _LEAST_ALONGSIDE) * cheap
+    return (
+        (1.0, 0.0),
+        (1.0 - _LEAST_ALONGSIDE, _LEAST_ALONGSIDE * wanted),
+        (1.0 - _MOST_ALONGSIDE, costly),
+    )
+
+
+def choose_long_micro_batches(lengths: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """The sequences of a share, given by falling length, whose micro-batches count as long.
+
+    These are the longest ones, as many as can be handled, down to half of the longest: shorter
+    ones have little influence on the shape.
+    """
+    chosen: list[int] = []
+    for length in lengths[:_MAX_LONG]:
+        if chosen and 2 * length < chosen[0]:
+            break
+        if len(chosen) >= _MAX_LONG_THAT_FIT and chosen[-1] + length <= max_tokens:
+            break
+        chosen.append(length)
+    return tuple(chosen)
+
+
+@functools.lru_cache(maxsize=_MAX_CACHED_ORDERS)
+def long_micro_batch_orders(lengths: tuple[int, ...], cost: SchemeCost) -> LongOrders:
+    """All orders of long micro-batches with these lengths, at least one, by falling length."""
+    c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
+    works_ms = [cost.sequence_time_ms(length) for length in lengths]
+    num_fewest = -(-sum(lengths) // cost.max_tokens)
+    apart = list(_orders([work_ms + c_ms for work_ms in works_ms], num_stages, len(lengths)))
+    lines = [line for _, line in apart]
+    for one, other in itertools.combinations(range(len(lengths)), 2):
+        if lengths[one] + lengths[other] <= cost.max_tokens:
+            rest = [works_ms[i] for i in range(len(lengths)) if i not in (one, other)]
+            together_ms = works_ms[one] + works_ms[other] + c_ms
+            merged = sorted([together_ms, *rest], reverse=True)
+            lines += [line for _, line in _orders(merged, num_stages, num_fewest)]
+    return LongOrders(apart, lines)
+
+
+def _orders(
+    long: Sequence[float], num_stages: int, num_fewest: int
+) -> Iterator[tuple[LongOrder, _Line]]:
+    """Orders of long micro-batches, given by falling work, with at least num_fewest in all."""
+    fill, fill_rest = (num_stages - 1) * FORWARD_SHARE, 1.0 - FORWARD_SHARE
+    drain, drain_rest = (num_stages - 1) * (1.0 - FORWARD_SHARE), FORWARD_SHARE
+    smaller = range(len(long) - 1, 0, -1)
+    for sides in itertools.product((True, False), repeat=len(long) - 1):
+        before = tuple(i for i, is_before in zip(smaller, sides, strict=True) if is_before)
+        after = tuple(i for i, is_before in zip(smaller, sides, strict=True) if not is_before)[::-1]
+        before_ms = _room_ms([long[i] for i in (*before, 0)], fill / fill_rest)
+        after_ms = _room_ms([long[i] for i in (*after[::-1], 0)], drain / drain_rest)
+        held_before_ms = sum(long[i] for i in before)
+        held_after_ms = sum(long[i] for i in after)
+        first_ms, last_ms = long[(*before, 0)[0]], long[(0, *after)[-1]]
+        for num_before in range(_MAX_BEFORE + 1):
+            first_end_ms = _end_ms(first_ms, fill, fill_rest, num_before, _MAX_BEFORE)
+            wanted_before_ms = max(before_ms - first_end_ms / fill_rest, held_before_ms)
+            for num_after in range(_MAX_AFTER + 1):
+                last_end_ms = _end_ms(last_ms, drain, drain_rest, num_after, _MAX_AFTER)
+                wanted_after_ms = max(after_ms - last_end_ms / drain_rest, held_after_ms)
+                # Work missing before costs its backward, work missing after costs its forward.
+                is_after_cheap = drain_rest <= fill_rest
+                yield (
+                    LongOrder(before, after, num_before, num_after),
+                    _Line(
+                        num_fewest + num_before + num_after,
+                        first_end_ms + last_end_ms,
+                        long[0] + wanted_before_ms + wanted_after_ms,
+                        wanted_after_ms - held_after_ms
+                        if is_after_cheap
+                        else wanted_before_ms - held_before_ms,
+                    ),
+                )
+
+
+def _end_ms(long_ms: float, pass_share: float, rest_share: float, num: int, most: int) -> float:
+    """F or B for num micro-batches that grow as fast as they can to a long one."""
+    if num == most:
+        return 0.0
+    return pass_share * long_ms / (1.0 + rest_share / pass_share) ** num
+
+
+def _room_ms(rising_ms: Sequence[float], factor: float) -> float:
+    """Work before the last of these with which F is 0: releases at factor·l, one by one."""
+    return max(
+        factor * long_ms + sum(rising_ms[place:-1]) for place, long_ms in enumerate(rising_ms)
+    )

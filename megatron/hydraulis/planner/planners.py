@@ -1,0 +1,397 @@
+"""The planners: certified, greedy, of a fixed sequence of strategies, and of recorded plans."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.json_object import read_json, write_json
+from megatron.hydraulis.planner.bounds import dispatch_bound_ms, packing_bound_ms
+from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, checked_batch
+from megatron.hydraulis.planner.greedy import dispatch, longest_first, pack
+from megatron.hydraulis.planner.pipeline_packing import ReplicaPacker
+from megatron.hydraulis.planner.plan import (
+    MS_PER_S,
+    Candidate,
+    IterationPlan,
+    PlanExplanation,
+    Planner,
+    StageReport,
+    StageResult,
+    StrategyOutcome,
+)
+from megatron.hydraulis.planner.search import StrategySearch
+from megatron.hydraulis.planner.solver import Deadline, Solver
+from megatron.hydraulis.planner.wave_packing import pack_waves, packer_for
+from megatron.hydraulis.strategy import Pool, Strategy
+
+__all__ = [
+    "CertifiedPlanner",
+    "GreedyPlanner",
+    "RecordedPlans",
+    "ScheduledPlanner",
+    "plan_path",
+    "write_plan",
+]
+
+
+logger = logging.getLogger(__name__)
+
+_GREEDY = "greedy"
+# A strategy is searched unless it is proved to be slower by more than this share.
+_ROUNDING = 1e-9
+_INFEASIBLE = "no replica can hold the longest sequence, or one has no room for its weights"
+
+
+class CertifiedPlanner:
+    """Bounds every strategy of a pool, searches the promising ones, and gives the gap of the best.
+
+    It always gives a valid plan. The search starts from the greedy plan of every strategy and
+    replaces it only by a better one. If a solver fails or overruns, the best plan so far is used
+    and marked. If the search itself fails, or its plan breaks a rule, the plan is GreedyPlanner's,
+    marked as well. Only time_limit_s depends on the clock: without it the same input gives the
+    same plan on every machine and under any load.
+
+    Args:
+        seed: for the solver's tie-breaking; another seed may give another, equally good plan.
+        time_limit_s: wall-clock limit after which the best plan so far is used and marked
+            'time limit'. Such a plan may differ between machines. None for no limit.
+
+    Raises StrategyError when a scheme of the pool does not fit the cost model's model.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        cost_model: CostModel,
+        *,
+        seed: int = 0,
+        time_limit_s: float | None = None,
+    ) -> None:
+        self._greedy = GreedyPlanner(pool, cost_model)
+        self._costs = self._greedy.costs
+        self._seed = seed
+        self._time_limit_s = time_limit_s
+
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
+        """Plan one iteration; see Planner."""
+        return self._plan(lengths, iteration)[0]
+
+    def explain(self, lengths: Sequence[int], *, iteration: int = 0) -> PlanExplanation:
+        """Plan, and say why each strategy was chosen or not; raises what plan raises."""
+        plan, searches = self._plan(lengths, iteration)
+        if searches is None:
+            return replace(self._greedy.explain(lengths, iteration=iteration), plan=plan)
+        by_name = {search.strategy.name: search for search in searches}
+        return PlanExplanation(
+            plan=plan,
+            strategies=tuple(
+                _outcome(strategy.name, by_name.get(strategy.name), plan)
+                for strategy in self._costs.pool.strategies
+            ),
+        )
+
+    def _plan(
+        self, lengths: Sequence[int], iteration: int
+    ) -> tuple[IterationPlan, list[StrategySearch] | None]:
+        """The plan, and the searches of all feasible strategies or None if the plan is greedy."""
+        start_s = time.perf_counter()
+        batch = checked_batch(lengths, iteration)
+        feasible = self._costs.feasible_strategies(batch, iteration)
+        solver = Solver(Deadline(self._time_limit_s), seed=self._seed)
+        packers: dict[SchemeCost, ReplicaPacker] = {}
+
+        def packer_of(cost: SchemeCost) -> ReplicaPacker:
+            if cost not in packers:
+                packers[cost] = packer_for(cost, batch, solver)
+            return packers[cost]
+
+        try:
+            searches = [
+                StrategySearch(
+                    strategy,
+                    self._costs.replica_costs(strategy),
+                    batch,
+                    packer_of,
+                    solver,
+                    overhead_ms=self._costs.overheads_ms[strategy.name],
+                )
+                for strategy in feasible
+            ]
+            best = _search_all(searches, solver)
+            plan = best.candidate().to_plan(iteration, start_s)
+            plan.validate(batch, best.strategy, partial(self._costs.max_tokens, best.strategy))
+        except Exception as error:  # Training continues with the greedy plan.
+            logger.warning(
+                "plan of iteration %d: the search failed and the greedy plan is used: %r",
+                iteration + 1,
+                error,
+            )
+            plan = self._greedy.plan(batch, iteration=iteration)
+            return _marked(plan, f"{_GREEDY}: {type(error).__name__}"), None
+        return plan, searches
+
+
+def _search_all(searches: Sequence[StrategySearch], solver: Solver) -> StrategySearch:
+    """Search the strategies that may be the fastest; returns that with the best plan."""
+    for search in searches:
+        search.start()
+    best = min(searches, key=_found_ms)
+    promising = []
+    for search in sorted(searches, key=_bound_ms):
+        if not _is_beaten(search, best):
+            search.raise_bound()
+            promising.append(search)
+    for search in sorted(promising, key=_bound_ms):
+        if solver.deadline.is_over:
+            break
+        if not _is_beaten(search, best):
+            search.search()
+            best = min(best, search, key=_found_ms)
+    return best
+
+
+def _is_beaten(search: StrategySearch, best: StrategySearch) -> bool:
+    """Whether it is proved that a strategy has no better plan than the best one so far."""
+    if search is best:
+        return False
+    return search.excludes((_found_ms(best) - search.overhead_ms) * (1.0 - _ROUNDING))
+
+
+def _found_ms(search: StrategySearch) -> float:
+    return search.found_ms + search.overhead_ms
+
+
+def _bound_ms(search: StrategySearch) -> float:
+    return search.bound_ms + search.overhead_ms
+
+
+def _outcome(name: str, search: StrategySearch | None, plan: IterationPlan) -> StrategyOutcome:
+    if search is None:
+        return StrategyOutcome(name=name, bound_s=None, found_s=None, why_not_chosen=_INFEASIBLE)
+    bound_s, found_s = _bound_ms(search) / MS_PER_S, _found_ms(search) / MS_PER_S
+    if name == plan.strategy:
+        why = ""
+    elif bound_s >= plan.predicted_time_s * (1.0 - 2.0 * _ROUNDING):
+        why = f"proved to be no faster than the plan for {plan.strategy!r}"
+    else:
+        why = f"the plan for {plan.strategy!r} is faster than any found for it"
+    return StrategyOutcome(
+        name=name, bound_s=min(bound_s, found_s), found_s=found_s, why_not_chosen=why
+    )
+
+
+def _marked(plan: IterationPlan, status: str) -> IterationPlan:
+    def marked(report: StageReport | None) -> StageReport | None:
+        return None if report is None else replace(report, status=status)
+
+    return replace(plan, dispatch=marked(plan.dispatch), packing=marked(plan.packing))
+
+
+class GreedyPlanner:
+    """Plans without a solver: longest processing time first, then the exact pipeline time.
+
+    It visits the strategies in the order of their lower bounds until a bound is no better than the
+    best plan found.
+
+    Raises StrategyError when a scheme of the pool does not fit the cost model's model.
+    """
+
+    def __init__(self, pool: Pool, cost_model: CostModel) -> None:
+        self.costs = PoolCosts(pool, cost_model)
+
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
+        """Plan one iteration; see Planner."""
+        return self._plan(lengths, iteration)[0]
+
+    def explain(self, lengths: Sequence[int], *, iteration: int = 0) -> PlanExplanation:
+        """Plan, and say why each strategy was chosen or not; raises what plan raises."""
+        plan, bounds_ms, found_ms = self._plan(lengths, iteration)
+        outcomes = (
+            self._outcome(strategy, plan, bounds_ms.get(strategy.name), found_ms.get(strategy.name))
+            for strategy in self.costs.pool.strategies
+        )
+        return PlanExplanation(plan=plan, strategies=tuple(outcomes))
+
+    def _plan(
+        self, lengths: Sequence[int], iteration: int
+    ) -> tuple[IterationPlan, dict[str, float], dict[str, float]]:
+        """The plan, and by the name of a strategy its bound and the time found, in ms."""
+        start_s = time.perf_counter()
+        batch = checked_batch(lengths, iteration)
+        feasible = self.costs.feasible_strategies(batch, iteration)
+        makespan_bounds_ms = {
+            strategy.name: dispatch_bound_ms(batch, self.costs.replica_costs(strategy))
+            for strategy in feasible
+        }
+        bounds_ms = {
+            name: bound_ms + self.costs.overheads_ms[name]
+            for name, bound_ms in makespan_bounds_ms.items()
+        }
+        found_ms: dict[str, float] = {}
+        best: Candidate | None = None
+        # Stable: of equal bounds the pool's first comes first.
+        for strategy in sorted(feasible, key=lambda strategy: bounds_ms[strategy.name]):
+            if best is not None and bounds_ms[strategy.name] >= best.time_ms:
+                break
+            candidate = self._candidate(strategy, makespan_bounds_ms[strategy.name], batch)
+            found_ms[strategy.name] = candidate.time_ms
+            if best is None or candidate.time_ms < best.time_ms:
+                best = candidate
+        assert best is not None  # some strategy is feasible
+        plan = best.to_plan(iteration, start_s)
+        plan.validate(batch, best.strategy, partial(self.costs.max_tokens, best.strategy))
+        return plan, bounds_ms, found_ms
+
+    def _outcome(
+        self,
+        strategy: Strategy,
+        plan: IterationPlan,
+        bound_ms: float | None,
+        found_ms: float | None,
+    ) -> StrategyOutcome:
+        if strategy.name == plan.strategy:
+            why = ""
+        elif bound_ms is None:
+            why = _INFEASIBLE
+        elif found_ms is None:
+            why = f"its bound is no better than the plan for {plan.strategy!r}"
+        else:
+            why = f"the plan for {plan.strategy!r} is faster"
+        return StrategyOutcome(
+            name=strategy.name,
+            bound_s=None if bound_ms is None else bound_ms / MS_PER_S,
+            found_s=None if found_ms is None else found_ms / MS_PER_S,
+            why_not_chosen=why,
+        )
+
+    def _candidate(self, strategy: Strategy, bound_ms: float, batch: Sequence[int]) -> Candidate:
+        dispatch_start_s = time.perf_counter()
+        costs = self.costs.replica_costs(strategy)
+        shares = dispatch(longest_first(batch), batch, costs)
+        packing_start_s = time.perf_counter()
+        packings = [
+            pack(share, batch, cost) if cost.waves is None else pack_waves(share, batch, cost)
+            for share, cost in zip(shares, costs, strict=True)
+        ]
+        packing_bounds_ms = [
+            packing_bound_ms([batch[sequence] for sequence in share], cost)
+            for share, cost in zip(shares, costs, strict=True)
+        ]
+        end_s = time.perf_counter()
+        return Candidate(
+            strategy=strategy,
+            packings=packings,
+            overhead_ms=self.costs.overheads_ms[strategy.name],
+            dispatch=StageResult(
+                bound_ms=bound_ms, seconds=packing_start_s - dispatch_start_s, status=_GREEDY
+            ),
+            packing=StageResult(
+                bound_ms=max(packing_bounds_ms), seconds=end_s - packing_start_s, status=_GREEDY
+            ),
+        )
+
+
+class ScheduledPlanner:
+    """Uses given strategies in turn, one per iteration; it still dispatches and packs.
+
+    Args:
+        names: strategies of the pool, at least one; iteration i uses ``names[i % len(names)]``.
+        make_planner: makes the planner for a pool of one strategy.
+
+    Raises StrategyError for a name that is not in the pool.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        cost_model: CostModel,
+        names: Sequence[str],
+        make_planner: Callable[[Pool], Planner],
+    ) -> None:
+        self._names = tuple(names)
+        strategies = {name: pool.strategy(name) for name in self._names}
+        self._planners = {
+            name: make_planner(Pool.of(strategy)) for name, strategy in strategies.items()
+        }
+        self._max_tokens = {
+            name: max(map(StrategyCosts(cost_model, strategy).max_tokens, strategy.schemes))
+            for name, strategy in strategies.items()
+        }
+
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
+        """Plan one iteration; also raises PlanError if its strategy cannot hold a sequence."""
+        name = self._names[iteration % len(self._names)]
+        longest = max(lengths, default=0)
+        if longest > self._max_tokens[name]:
+            raise PlanError(
+                f"iteration {iteration + 1}: --strategy-schedule forces strategy {name!r}, on "
+                f"which a micro-batch holds at most {self._max_tokens[name]} tokens, but sequence "
+                f"{list(lengths).index(longest)} of the batch has {longest}; force a strategy that "
+                f"holds it, lower --seq-length, or leave out --strategy-schedule"
+            )
+        return self._planners[name].plan(lengths, iteration=iteration)
+
+
+def plan_path(folder: Path, iteration: int) -> Path:
+    """File of an iteration's plan; ``iteration`` counts from 0, the name from 1."""
+    return folder / f"iteration_{iteration + 1:07d}.json"
+
+
+def write_plan(folder: Path, plan: IterationPlan) -> None:
+    """Record a plan, creating the folder if needed; PlanError if it cannot be written."""
+    path = plan_path(folder, plan.iteration)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, plan.to_json())
+    except OSError as error:
+        raise PlanError(
+            f"iteration {plan.iteration + 1}: the plan cannot be written to {path}: "
+            f"{error.strerror or error}; make room or name another --plan-dir"
+        ) from error
+
+
+class RecordedPlans:
+    """Replays plans from the folder that ``--plan-dir`` of an earlier run wrote.
+
+    Raises PlanError when the folder has no plan.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        if not plan_path(folder, 0).exists() and not any(folder.glob("iteration_*.json")):
+            raise PlanError(
+                f"--replay-plans {folder}: there is no iteration_*.json in it; name a folder that "
+                "--plan-dir of an earlier run wrote"
+            )
+
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
+        """The recorded plan of an iteration.
+
+        Raises PlanError when its file is missing, damaged or for other sequences.
+        """
+        path = plan_path(self._folder, iteration)
+        if not path.exists():
+            raise PlanError(
+                f"iteration {iteration + 1}: {path} was not recorded; train fewer iterations or "
+                "plan without --replay-plans"
+            )
+        try:
+            plan = IterationPlan.from_json(read_json(path, "plan", PlanError))
+        except PlanError as error:
+            raise PlanError(
+                f"iteration {iteration + 1}: {path} cannot be read: {error}; record the plans again"
+            ) from error
+        if plan.lengths != dict(enumerate(lengths)):
+            raise PlanError(
+                f"iteration {iteration + 1}: {path} is for other sequences than this run samples; "
+                "replay with the same data, --seed, batch size and --seq-length"
+            )
+        return plan

@@ -1,0 +1,659 @@
+"""Packing into waves: micro-batches whose columns are divided into groups separately for each.
+
+One wave is filled for a given time, the longest sequences first, each on as few columns as
+possible. Sequences of equal length are interchangeable, so lengths are counted. A length goes to
+the open group whose room it fills best, otherwise to a new group of the least size that runs it
+within the time.
+
+A replica's sequences are divided into waves one after the other, from the longest sequence on, each
+filled for about the same time and then made as short as its own sequences allow. Of several such
+times the best are taken, and the sequences of pairs of waves are divided again. For a pipeline the
+order is searched as well, and exact 1F1B decides.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.planner.costs import SchemeCost, WaveCosts
+from megatron.hydraulis.planner.greedy import best_fit
+from megatron.hydraulis.planner.pipeline_packing import Effort, Packed, ReplicaPacker
+from megatron.hydraulis.planner.plan import Packing
+from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch
+from megatron.hydraulis.planner.solver import Solver
+from megatron.hydraulis.planner.wave_bounds import wave_bound_ms
+
+__all__ = ["PackedWaves", "WavePacker", "pack_waves", "packer_for"]
+
+Counts = list[int]
+"""Number of sequences of each length of a LengthTable."""
+
+# Budget for packing one share without a solver.
+_GREEDY_EFFORT = 2e7
+# Times of waves that are tried: of at least so many waves, each so much longer than the one before.
+_GROWTH = 1.22
+_NUM_MORE_WAVES = 10
+# Around the best of them.
+_NEAR = (0.94, 0.97, 1.03, 1.06)
+_MOST_FACTOR = 1.6
+# A start is abandoned when its time is above this multiple of the best one's.
+_MOST_EXCESS = 1.15
+# Number of starts, with different numbers of waves, whose pairs are divided again.
+_NUM_DIVIDED = 3
+# Bisections between a wave's bound and its time, down to this share.
+_NUM_HALVINGS = 8
+_TIGHT = 1e-3
+# Number of times tried for the first of two waves that are divided again, and of rounds over pairs.
+_NUM_DIVISIONS = 6
+_NUM_ROUNDS = 3
+_LEAST_IMPROVEMENT = 1e-7
+# Pairs are skipped whose columns idle for less than this share of the time of all waves.
+_LEAST_IDLE = 5e-4
+# Cost of filling one wave, in the unit of Effort: per length and group considered.
+_FILL_EFFORT = 15.0
+# Maximum number of waves for which all swaps of two in a pipeline's order are tried.
+_MAX_SWAPPED = 24
+# Times are sums of floats: a group that is full to the last digit is full.
+_ROUNDING = 1e-12
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group of a wave."""
+
+    size_index: int
+    """Its size is 2**size_index columns."""
+    time_ms: float
+    num_tokens: int
+    """Padded."""
+    counts: dict[int, int] = field(default_factory=dict)
+    """Number of sequences by index of their length in the table."""
+
+
+@dataclass(slots=True)
+class Wave:
+    """Groups that cover all columns, and the time of the slowest."""
+
+    groups: list[OpenGroup]
+    time_ms: float
+
+    def counts(self, num_lengths: int) -> Counts:
+        """Number of sequences of all groups, by length."""
+        found = [0] * num_lengths
+        for group in self.groups:
+            for place, num in group.counts.items():
+                found[place] += num
+        return found
+
+
+class LengthTable:
+    """The different lengths of a batch, falling, with work and tokens on groups of every size."""
+
+    def __init__(self, costs: WaveCosts, lengths: Sequence[int]) -> None:
+        self.costs = costs
+        self.lengths = sorted(set(lengths), reverse=True)
+        self.place = {length: place for place, length in enumerate(self.lengths)}
+        array = np.array(self.lengths, dtype=np.float64)
+        whole = np.array(self.lengths, dtype=np.int64)
+        # Shape (num_sizes, num_lengths), transposed below.
+        works_ms = [
+            (g.coefficients.a_ms_per_token2 * array + g.coefficients.b_ms_per_token) * array
+            for g in costs.groups
+        ]
+        tokens = [-(-whole // g.multiple) * g.multiple for g in costs.groups]
+        for of_size, padded, group in zip(works_ms, tokens, costs.groups, strict=True):
+            of_size[padded > group.room_tokens] = np.inf
+        self.works_ms: list[list[float]] = np.array(works_ms).T.tolist()
+        self.tokens: list[list[int]] = np.array(tokens).T.tolist()
+        self.rooms = [g.room_tokens for g in costs.groups]
+        self.constants_ms = [g.coefficients.c_ms for g in costs.groups]
+        self.num_sizes = len(costs.groups)
+        self.usable = [i for i, group in enumerate(costs.groups) if group in costs.usable]
+        """Indices of the sizes that can hold a sequence, rising."""
+        self.least_size = [self._least_size(of_length) for of_length in self.tokens]
+        """Of each length, the index of the least size that holds it; num_sizes if none."""
+        self.most_size = [
+            self.num_sizes - 1
+            if costs.most_doublings is None
+            else min(self.num_sizes - 1, least + costs.most_doublings)
+            for least in self.least_size
+        ]
+        """Of each length, the index of the largest size of a group whose longest it is."""
+        self.least_ms = [
+            min(
+                (
+                    self.works_ms[place][index] + self.constants_ms[index]
+                    for index in range(self.least_size[place], self.most_size[place] + 1)
+                ),
+                default=float("inf"),
+            )
+            for place in range(len(self.lengths))
+        ]
+        """Of each length, the least time of a wave with it."""
+        self.column_ms = [
+            min(
+                (works[index] * (1 << index) for index in range(least, self.num_sizes)),
+                default=float("inf"),
+            )
+            for works, least in zip(self.works_ms, self.least_size, strict=True)
+        ]
+        """Of each length, the least column time that a sequence takes."""
+
+    def _least_size(self, tokens: list[int]) -> int:
+        for index, room in enumerate(self.rooms):
+            if tokens[index] <= room:
+                return index
+        return self.num_sizes
+
+    def counts(self, lengths: Sequence[int]) -> Counts:
+        """Number of sequences of each length."""
+        found = [0] * len(self.lengths)
+        for length in lengths:
+            found[self.place[length]] += 1
+        return found
+
+
+def fill_wave(
+    table: LengthTable, counts: Sequence[int], time_ms: float, *, most_unplaced: int | None = None
+) -> tuple[Wave, Counts] | None:
+    """A wave of at most time_ms with some of the counted sequences, and the rest of the counts.
+
+    most_unplaced: returns None as soon as more sequences are left over.
+    """
+    most_ms = time_ms * (1.0 + _ROUNDING)
+    num_sizes, rooms = table.num_sizes, table.rooms
+    work_rooms_ms = [most_ms - c_ms for c_ms in table.constants_ms]
+    groups: list[OpenGroup] = []
+    left = [0] * len(counts)
+    free = table.costs.width
+    num_unplaced = 0
+    for place, count in enumerate(counts):
+        if not count:
+            continue
+        works, tokens = table.works_ms[place], table.tokens[place]
+        num = count
+        # The least size that runs it within the time.
+        size_index = table.least_size[place]
+        while size_index < num_sizes and works[size_index] > work_rooms_ms[size_index]:
+            size_index += 1
+        while num:
+            best: OpenGroup | None = None
+            best_room_ms = most_ms
+            for group in groups:
+                index = group.size_index
+                room_ms = most_ms - group.time_ms - works[index]
+                if (
+                    0.0 <= room_ms < best_room_ms
+                    and group.num_tokens + tokens[index] <= rooms[index]
+                ):
+                    best, best_room_ms = group, room_ms
+            if best is None:
+                if size_index > table.most_size[place] or free < 1 << size_index:
+                    break
+                free -= 1 << size_index
+                best = OpenGroup(size_index, table.constants_ms[size_index], 0)
+                groups.append(best)
+            index = best.size_index
+            fitting = min(num, (rooms[index] - best.num_tokens) // tokens[index])
+            if works[index] > 0.0 and fitting > 1:
+                fitting = max(1, min(fitting, int((most_ms - best.time_ms) / works[index])))
+            best.time_ms += fitting * works[index]
+            best.num_tokens += fitting * tokens[index]
+            best.counts[place] = best.counts.get(place, 0) + fitting
+            num -= fitting
+        if num:
+            left[place] = num
+            num_unplaced += num
+            if most_unplaced is not None and num_unplaced > most_unplaced:
+                return None
+    if not groups:
+        return None
+    busy_ms = max(group.time_ms for group in groups)
+    while free:
+        # Columns without sequences run a row of padding: in wide groups if that does not take
+        # longer than the others.
+        able = [index for index in table.usable if free >= 1 << index]
+        quick = [index for index in able if table.constants_ms[index] <= busy_ms]
+        index = quick[-1] if quick else min(able, key=table.constants_ms.__getitem__)
+        free -= 1 << index
+        groups.append(OpenGroup(index, table.constants_ms[index], 0))
+    return Wave(groups, max(group.time_ms for group in groups)), left
+
+
+class WaveSearch:
+    """Searches waves for shares of one batch."""
+
+    def __init__(self, table: LengthTable) -> None:
+        self.table = table
+        self._num_stages = table.costs.num_stages
+        self._width = table.costs.width
+
+    def first(self, counts: Counts, effort: Effort) -> list[Wave]:
+        """The best waves of several times; counts: of a share that has sequences."""
+        return self._starts(counts, effort)[0]
+
+    def thorough(self, counts: Counts, effort: Effort) -> list[Wave]:
+        """The best of several starts after dividing pairs of waves again."""
+        starts = self._starts(counts, effort)[:_NUM_DIVIDED]
+        found = [self.divide_pairs(waves, effort) for waves in starts]
+        return min(found, key=self.time_ms)
+
+    def _starts(self, counts: Counts, effort: Effort) -> list[list[Wave]]:
+        """Waves of several times, best first, one start for each number of waves."""
+        column_ms = self._column_ms(counts)
+        tried: list[tuple[float, int, float, list[Wave]]] = []
+
+        def attempt(time_ms: float) -> None:
+            if tried and effort.is_spent:
+                return
+            most_ms = _MOST_EXCESS * min((found[0] for found in tried), default=math.inf)
+            waves = self._cut_off(counts, time_ms, most_ms, effort)
+            if waves is not None:
+                tried.append((self.time_ms(waves), len(tried), time_ms, waves))
+
+        for time_ms in self._times_ms(counts, column_ms):
+            attempt(time_ms)
+        if tried:
+            best_time_ms = min(tried)[2]
+            for factor in _NEAR:
+                attempt(best_time_ms * factor)
+        whole = self._undivided(counts)
+        if whole:
+            tried.append((self.time_ms(whole), len(tried), 0.0, whole))
+        by_num: dict[int, list[Wave]] = {}
+        for _, _, _, waves in sorted(tried, key=lambda found: found[:2]):
+            by_num.setdefault(len(waves), waves)
+        return list(by_num.values())
+
+    def time_ms(self, waves: Sequence[Wave]) -> float:
+        """Time of the replica, in the best of the simple orders."""
+        times_ms = [wave.time_ms for wave in waves]
+        if self._num_stages == 1:
+            return math.fsum(times_ms)
+        return min(
+            pipeline_time_ms([times_ms[i] for i in order], self._num_stages)
+            for order in _simple_orders(times_ms)
+        )
+
+    def shortest(self, counts: Counts, effort: Effort, within: Wave | None = None) -> Wave | None:
+        """One wave of exactly these sequences, as short as bisection finds; None if it finds none.
+
+        within: such a wave to start from.
+        """
+        table = self.table
+        low_ms = max(
+            max(table.least_ms[place] for place, num in enumerate(counts) if num),
+            self._column_ms(counts) / self._width + min(table.constants_ms),
+        )
+        best = within
+        time_ms = low_ms * (1.0 + 10 * _TIGHT)
+        while best is None:
+            best = self._whole(counts, time_ms, effort)
+            if best is None and time_ms > low_ms * _MOST_FACTOR**2:
+                return None
+            time_ms *= 1.1
+        for _ in range(_NUM_HALVINGS):
+            if best.time_ms <= low_ms * (1.0 + _TIGHT):
+                break
+            middle_ms = (low_ms + best.time_ms) / 2.0
+            found = self._whole(counts, middle_ms, effort)
+            if found is not None and found.time_ms < best.time_ms:
+                best = found
+            else:
+                low_ms = middle_ms
+        return best
+
+    def divide_pairs(self, waves: Sequence[Wave], effort: Effort) -> list[Wave]:
+        """Divide the sequences of two waves again, as long as that helps."""
+        best = list(waves)
+        if len(best) < 2:
+            return best
+        num_lengths = len(self.table.lengths)
+        counts = [wave.counts(num_lengths) for wave in best]
+        stuck: set[tuple[int, int]] = set()
+        for _ in range(_NUM_ROUNDS):
+            idle_ms = [self._idle_ms(wave, of) for wave, of in zip(best, counts, strict=True)]
+            pairs = sorted(
+                itertools.combinations(range(len(best)), 2),
+                key=lambda pair: (-idle_ms[pair[0]] - idle_ms[pair[1]], pair),
+            )
+            changed: set[int] = set()
+            total_ms = math.fsum(wave.time_ms for wave in best)
+            for pair in pairs:
+                if effort.is_spent:
+                    return best
+                first, second = pair
+                idle = idle_ms[first] + idle_ms[second]
+                if pair in stuck or changed.intersection(pair) or idle < _LEAST_IDLE * total_ms:
+                    continue
+                found = self._divided(
+                    best[first], best[second], counts[first], counts[second], effort
+                )
+                better = None
+                if found is not None:
+                    better = list(best)
+                    better[first], better[second] = found
+                if better is not None and self.time_ms(better) < self.time_ms(best) * (
+                    1.0 - _LEAST_IMPROVEMENT
+                ):
+                    best = better
+                    for place in pair:
+                        counts[place] = best[place].counts(num_lengths)
+                    changed.update(pair)
+                else:
+                    stuck.add(pair)
+            if not changed:
+                break
+            stuck = {pair for pair in stuck if not changed.intersection(pair)}
+        return best
+
+    def _divided(
+        self, one: Wave, other: Wave, of_one: Counts, of_other: Counts, effort: Effort
+    ) -> tuple[Wave, Wave] | None:
+        """The best of several divisions of the sequences of two waves."""
+        pooled = [num + more for num, more in zip(of_one, of_other, strict=True)]
+        longest = next(place for place, num in enumerate(pooled) if num)
+        low_ms = self.table.least_ms[longest]
+        high_ms = max(max(one.time_ms, other.time_ms) * 1.05, low_ms)
+        best: tuple[Wave, Wave] | None = None
+        best_ms = math.inf
+        for step in range(_NUM_DIVISIONS):
+            time_ms = low_ms + (high_ms - low_ms) * step / (_NUM_DIVISIONS - 1)
+            filled = self._filled(pooled, time_ms, effort)
+            if filled is None or not any(filled[1]):
+                continue
+            rest = self.shortest(filled[1], effort)
+            if rest is None:
+                continue
+            if filled[0].time_ms + rest.time_ms < best_ms:
+                best, best_ms = (filled[0], rest), filled[0].time_ms + rest.time_ms
+        return best
+
+    def _cut_off(
+        self, counts: Counts, time_ms: float, most_ms: float, effort: Effort
+    ) -> list[Wave] | None:
+        """Waves of about a time; None if they take most_ms or more, or a length does not fit."""
+        waves: list[Wave] = []
+        left = counts
+        taken_ms, column_ms = 0.0, self._column_ms(counts)
+        longest = 0
+        while any(left):
+            while not left[longest]:
+                longest += 1
+            filled = self._filled(left, max(time_ms, self.table.least_ms[longest]), effort)
+            if filled is None:
+                return None
+            wave, rest = filled
+            members = [num - more for num, more in zip(left, rest, strict=True)]
+            shorter = self.shortest(members, effort, within=wave)
+            waves.append(wave if shorter is None else shorter)
+            column_ms -= self._column_ms(members)
+            taken_ms += waves[-1].time_ms
+            if taken_ms + column_ms / self._width >= most_ms:
+                return None
+            left = rest
+        return waves
+
+    def _undivided(self, counts: Counts) -> list[Wave]:
+        """Waves of a single group each, by best fit; none if a sequence does not fit."""
+        table, index = self.table, self.table.num_sizes - 1
+        places = [place for place, num in enumerate(counts) for _ in range(num)]
+        if any(table.tokens[place][index] > table.rooms[index] for place in places) or any(
+            index > table.most_size[place] for place in places
+        ):
+            return []
+        tokens = [of_length[index] for of_length in table.tokens]
+        waves = []
+        for members in best_fit(places, tokens, table.rooms[index]):
+            group = OpenGroup(index, table.constants_ms[index], 0)
+            for place in members:
+                group.time_ms += table.works_ms[place][index]
+                group.num_tokens += tokens[place]
+                group.counts[place] = group.counts.get(place, 0) + 1
+            waves.append(Wave([group], group.time_ms))
+        return waves
+
+    def _times_ms(self, counts: Counts, column_ms: float) -> Iterator[float]:
+        """Times of waves to try, falling."""
+        num_tokens = sum(self.table.lengths[place] * num for place, num in enumerate(counts) if num)
+        fewest = max(1, -(-num_tokens // self.table.costs.most_tokens))
+        constant_ms = min(self.table.constants_ms)
+        mean_ms = column_ms / self._width
+        num_waves = fewest / _MOST_FACTOR
+        while num_waves <= 3 * fewest + _NUM_MORE_WAVES:
+            yield mean_ms / num_waves + constant_ms
+            num_waves *= _GROWTH
+
+    def _column_ms(self, counts: Counts) -> float:
+        return math.fsum(
+            num * of_length
+            for num, of_length in zip(counts, self.table.column_ms, strict=True)
+            if num
+        )
+
+    def _idle_ms(self, wave: Wave, counts: Counts) -> float:
+        return wave.time_ms - self._column_ms(counts) / self._width
+
+    def _whole(self, counts: Counts, time_ms: float, effort: Effort) -> Wave | None:
+        filled = self._filled(counts, time_ms, effort, most_unplaced=0)
+        return None if filled is None else filled[0]
+
+    def _filled(
+        self,
+        counts: Counts,
+        time_ms: float,
+        effort: Effort,
+        *,
+        most_unplaced: int | None = None,
+    ) -> tuple[Wave, Counts] | None:
+        filled = fill_wave(self.table, counts, time_ms, most_unplaced=most_unplaced)
+        num_groups = 1 if filled is None else len(filled[0].groups)
+        effort.spend(_FILL_EFFORT * len(counts) * (1 + num_groups / 4))
+        return filled
+
+
+def wave_order(times_ms: Sequence[float], num_stages: int) -> list[int]:
+    """A good order of waves for 1F1B: one of the simple ones, improved by swaps."""
+    orders = list(_simple_orders(times_ms))
+    if num_stages == 1 or len(times_ms) < 2:
+        return orders[0]
+
+    def in_order_ms(order: Sequence[int]) -> float:
+        return pipeline_time_ms([times_ms[i] for i in order], num_stages)
+
+    best = min(orders, key=in_order_ms)
+    best_ms = in_order_ms(best)
+    is_better = len(times_ms) <= _MAX_SWAPPED
+    while is_better:
+        is_better = False
+        for first, second in itertools.combinations(range(len(best)), 2):
+            swapped = list(best)
+            swapped[first], swapped[second] = best[second], best[first]
+            swapped_ms = in_order_ms(swapped)
+            if swapped_ms < best_ms * (1.0 - _LEAST_IMPROVEMENT):
+                best, best_ms, is_better = swapped, swapped_ms, True
+    return best
+
+
+def _simple_orders(times_ms: Sequence[float]) -> Iterator[list[int]]:
+    """Falling, rising, and the shortest at both ends, where pipelines fill and drain."""
+    falling = sorted(range(len(times_ms)), key=lambda i: (-times_ms[i], i))
+    yield falling
+    yield falling[::-1]
+    yield falling[1::2][::-1] + falling[::2]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWaves(Packed):
+    """Packed with the groups of every micro-batch."""
+
+    groups: tuple[tuple[ContextGroup, ...], ...] = ()
+
+    def to_packing(self, lengths: Sequence[int]) -> Packing:
+        """The waves with their lengths, which are those of the whole batch."""
+        return Packing(
+            tuple(
+                MicroBatch(share, tuple(lengths[sequence] for sequence in share), groups)
+                for share, groups in zip(self.micro_batches, self.groups, strict=True)
+            ),
+            self.time_ms,
+        )
+
+
+class WavePacker(ReplicaPacker):
+    """Packs shares of one batch into waves, for replicas of one cost."""
+
+    def __init__(self, cost: SchemeCost, lengths: Sequence[int], solver: Solver) -> None:
+        """lengths: shape (num_sequences,), the whole batch; ValueError for a cost without waves."""
+        super().__init__(cost, lengths, solver)
+        if cost.waves is None:
+            raise ValueError("waves need a scheme that splits its cp ranks")
+        self._waves = cost.waves
+        self._table = LengthTable(cost.waves, lengths)
+        self._search = WaveSearch(self._table)
+
+    def pack(self, sequences: Sequence[int], effort: Effort) -> Packed:
+        """The best of several packings; an infinite time if a sequence does not fit."""
+        return self._packed(sequences, effort, is_thorough=False)
+
+    def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packed:
+        """Also divides pairs of waves again."""
+        return self._packed(sequences, effort, is_thorough=True)
+
+    def exchanged(self, packed: Packed, gone: int | None, come: int | None) -> Packed:
+        """Empty: a new packing is as quick."""
+        return Packed((), 0.0)
+
+    def improve(
+        self, packed: Packed, num_steps: int, effort: Effort, *, target_ms: float = 0.0
+    ) -> Packed:
+        """There is nothing to improve."""
+        return packed
+
+    def packed(self, micro_batches: Sequence[Sequence[int]]) -> Packed:
+        """One wave per micro-batch, in this order; an infinite time if one does not fit."""
+        effort = Effort(math.inf)
+        waves = []
+        for share in micro_batches:
+            counts = self._counts(share)
+            wave = None if counts is None else self._search.shortest(counts, effort)
+            if wave is None:
+                return Packed(tuple(map(tuple, micro_batches)), math.inf)
+            waves.append((wave, share))
+        return _finished(self._waves, self._table, waves, self.lengths, keeps_order=True)
+
+    def to_packing(self, packed: Packed) -> Packing:
+        """The waves with their lengths, as a plan has them."""
+        if not isinstance(packed, PackedWaves):
+            return super().to_packing(packed)
+        return packed.to_packing(self.lengths)
+
+    def bound_ms(self, sequences: Sequence[int], found_ms: float, *, with_integers: bool) -> float:
+        """Lower bound on the time of these sequences; the arguments are those of wave_bound_ms."""
+        lengths = [self.lengths[sequence] for sequence in sequences]
+        return wave_bound_ms(
+            self._waves, lengths, found_ms, self._solver, with_integers=with_integers
+        )
+
+    def _packed(self, sequences: Sequence[int], effort: Effort, *, is_thorough: bool) -> Packed:
+        if not sequences:
+            return Packed((), 0.0)
+        counts = self._counts(sequences)
+        if counts is None:
+            return Packed((tuple(sequences),), math.inf)
+        search = self._search.thorough if is_thorough else self._search.first
+        waves = search(counts, effort)
+        dealt = _dealt(self._table, waves, sequences, self.lengths)
+        return _finished(self._waves, self._table, dealt, self.lengths, keeps_order=False)
+
+    def _counts(self, sequences: Sequence[int]) -> list[int] | None:
+        """By length; None if a sequence fits no group."""
+        lengths = [self.lengths[sequence] for sequence in sequences]
+        if max(lengths) > self._waves.longest:
+            return None
+        return self._table.counts(lengths)
+
+
+def packer_for(cost: SchemeCost, lengths: Sequence[int], solver: Solver) -> ReplicaPacker:
+    """The packer of a scheme."""
+    return (ReplicaPacker if cost.waves is None else WavePacker)(cost, lengths, solver)
+
+
+def pack_waves(sequences: Sequence[int], lengths: Sequence[int], cost: SchemeCost) -> Packing:
+    """Pack the sequences of one replica into waves without a solver.
+
+    sequences: indices into lengths, each of which some group holds.
+    """
+    if not sequences or cost.waves is None:
+        return Packing((), 0.0)
+    table = LengthTable(cost.waves, [lengths[sequence] for sequence in sequences])
+    counts = table.counts([lengths[sequence] for sequence in sequences])
+    waves = WaveSearch(table).thorough(counts, Effort(_GREEDY_EFFORT))
+    dealt = _dealt(table, waves, sequences, lengths)
+    return _finished(cost.waves, table, dealt, lengths, keeps_order=False).to_packing(lengths)
+
+
+def _dealt(
+    table: LengthTable, waves: Sequence[Wave], sequences: Sequence[int], lengths: Sequence[int]
+) -> list[tuple[Wave, list[int]]]:
+    """Real sequences for each wave; of equal lengths, lower indices are first."""
+    by_place: dict[int, list[int]] = {}
+    for sequence in sorted(sequences, reverse=True):
+        by_place.setdefault(table.place[lengths[sequence]], []).append(sequence)
+    dealt = []
+    for wave in waves:
+        share = [
+            by_place[place].pop()
+            for group in wave.groups
+            for place, num in group.counts.items()
+            for _ in range(num)
+        ]
+        dealt.append((wave, share))
+    return dealt
+
+
+def _finished(
+    costs: WaveCosts,
+    table: LengthTable,
+    dealt: Sequence[tuple[Wave, Sequence[int]]],
+    lengths: Sequence[int],
+    *,
+    keeps_order: bool,
+) -> PackedWaves:
+    """Waves with real sequences in adjacent groups, the widest first, and their exact time."""
+    micro_batches: list[tuple[int, ...]] = []
+    all_groups: list[tuple[ContextGroup, ...]] = []
+    times_ms: list[float] = []
+    for wave, share in dealt:
+        by_place: dict[int, list[int]] = {}
+        for sequence in sorted(share, reverse=True):
+            by_place.setdefault(table.place[lengths[sequence]], []).append(sequence)
+        members: list[tuple[int, list[int]]] = []
+        for group in wave.groups:
+            of_group = [
+                by_place[place].pop() for place, num in group.counts.items() for _ in range(num)
+            ]
+            members.append((1 << group.size_index, sorted(of_group)))
+        members.sort(key=lambda member: (-member[0], not member[1], member[1]))
+        offset = 0
+        groups = []
+        for size, of_group in members:
+            groups.append(ContextGroup(offset, size, len(of_group)))
+            offset += size
+        micro_batches.append(tuple(s for _, of_group in members for s in of_group))
+        all_groups.append(() if len(groups) == 1 else tuple(groups))
+        times_ms.append(
+            costs.wave_time_ms((size, [lengths[s] for s in share]) for size, share in members)
+        )
+    order = list(range(len(times_ms)))
+    if not keeps_order:
+        order = wave_order(times_ms, costs.num_stages)
+    return PackedWaves(
+        micro_batches=tuple(micro_batches[i] for i in order),
+        time_ms=pipeline_time_ms([times_ms[i] for i in order], costs.num_stages),
+        groups=tuple(all_groups[i] for i in order),
+    )
