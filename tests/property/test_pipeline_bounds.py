@@ -23,7 +23,7 @@ from megatron.hydraulis.planner.pipeline_bounds import (
 )
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.relaxation import Tier, class_modes
-from megatron.hydraulis.planner.solver import Deadline, Solver
+from megatron.hydraulis.planner.solver import Deadline, ProgramBuilder, Solver
 
 ROUNDING = 1e-9
 WORKS = st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any)
@@ -87,8 +87,12 @@ def test_the_program_of_a_pipeline_is_its_recurrence(works: list[int], num_stage
     last = columns.backward(0, len(works) - 1)
     time_ms = pipeline_time_ms(works, num_stages)
     assert values[last] == pytest.approx(time_ms)
-    assert columns.total_work() @ values == pytest.approx(sum(works))
-    rows = np.array(columns.rows())
+    assert values[: len(works)].tolist() == works
+    program = ProgramBuilder()
+    columns.add_to(program, [(0.0, math.inf)] * len(works))
+    model = program.model()
+    assert model.cost @ values == pytest.approx(time_ms)
+    rows = model.matrix
     assert (rows @ values >= -1e-9).all()
     # Nothing may end earlier: some row forbids it.
     for column in range(len(works), columns.num):

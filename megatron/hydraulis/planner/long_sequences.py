@@ -40,7 +40,13 @@ from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.pipeline_packing import pipeline_times_ms
 from megatron.hydraulis.planner.relaxation import make_buckets
-from megatron.hydraulis.planner.solver import LinearModel, Outcome, Solver, SolverLimits
+from megatron.hydraulis.planner.solver import (
+    LinearModel,
+    Outcome,
+    ProgramBuilder,
+    Solver,
+    SolverLimits,
+)
 
 __all__ = ["LongDispatch", "LongSequences", "anneal_long", "long_sequences"]
 
@@ -91,40 +97,6 @@ def long_sequences(
     return programs
 
 
-class _Columns:
-    """A linear program under construction."""
-
-    def __init__(self) -> None:
-        self.upper: list[float] = []
-        self.cost: list[float] = []
-        self.rows: list[dict[int, float]] = []
-        self.row_lower: list[float] = []
-        self.row_upper: list[float] = []
-
-    def column(self, upper: float = np.inf, cost: float = 0.0) -> int:
-        self.upper.append(upper)
-        self.cost.append(cost)
-        return len(self.upper) - 1
-
-    def row(self, entries: dict[int, float], lower: float, upper: float) -> None:
-        self.rows.append(entries)
-        self.row_lower.append(lower)
-        self.row_upper.append(upper)
-
-    def model(self) -> LinearModel:
-        matrix = np.zeros((len(self.rows), len(self.upper)))
-        for place, entries in enumerate(self.rows):
-            matrix[place, list(entries)] = list(entries.values())
-        return LinearModel(
-            cost=np.array(self.cost),
-            lower=np.zeros(len(self.upper)),
-            upper=np.array(self.upper),
-            matrix=matrix,
-            row_lower=np.array(self.row_lower),
-            row_upper=np.array(self.row_upper),
-        )
-
-
 class LongSequences:
     """The programs of a few long sequences, for any time.
 
@@ -171,7 +143,7 @@ class LongSequences:
 
     def _program(self, time_ms: float) -> tuple[LinearModel, list[tuple[int, int, int]]]:
         """The program, and (bucket, column, class) of all columns with sequences."""
-        program = _Columns()
+        program = ProgramBuilder()
         places: list[tuple[int, int, int]] = []
         for index, replica_class in enumerate(self.classes):
             if replica_class.cost.num_stages == 1:
@@ -186,7 +158,7 @@ class LongSequences:
         return program.model(), places
 
     def _single_stage(
-        self, program: _Columns, replica_class: ReplicaClass, time_ms: float
+        self, program: ProgramBuilder, replica_class: ReplicaClass, time_ms: float
     ) -> list[tuple[int, int]]:
         cost = replica_class.cost
         works_ms = self._works_ms(replica_class)
@@ -199,7 +171,7 @@ class LongSequences:
             able = (self._low <= cost.max_tokens) & (works_ms <= room_ms)
             if not able.any():
                 break
-            mode = program.column(replica_class.num_replicas)
+            mode = program.column(upper=replica_class.num_replicas)
             modes[mode] = 1.0
             columns = [(int(bucket), program.column()) for bucket in np.nonzero(able)[0]]
             found += columns
@@ -223,7 +195,7 @@ class LongSequences:
         return found
 
     def _pipeline(
-        self, program: _Columns, replica_class: ReplicaClass, time_ms: float
+        self, program: ProgramBuilder, replica_class: ReplicaClass, time_ms: float
     ) -> list[tuple[int, int]]:
         cost = replica_class.cost
         works_ms = self._works_ms(replica_class)
@@ -250,7 +222,7 @@ class LongSequences:
                 found += loose
                 total |= {column: float(times_ms[bucket]) for bucket, column in loose}
                 break
-            mode = program.column(replica_class.num_replicas)
+            mode = program.column(upper=replica_class.num_replicas)
             modes[mode] = 1.0
             positions = []
             for _ in range(num):
@@ -275,7 +247,7 @@ class LongSequences:
 
 
 def _add_passes(
-    program: _Columns, positions: Sequence[int], mode: int, num_stages: int, time_ms: float
+    program: ProgramBuilder, positions: Sequence[int], mode: int, num_stages: int, time_ms: float
 ) -> None:
     """The inequalities of one mode: the longest path forward to each position, and back from it."""
     forward, backward = FORWARD_SHARE, 1.0 - FORWARD_SHARE

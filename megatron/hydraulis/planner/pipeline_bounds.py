@@ -47,6 +47,7 @@ from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.planner.solver import (
     LinearModel,
     Outcome,
+    ProgramBuilder,
     Solver,
     SolverError,
     SolverLimits,
@@ -208,24 +209,10 @@ def _model(
     """The program of the least 1F1B time over works between least and largest."""
     num_micro_batches = len(least)
     columns = PipelineColumns(num_stages, num_micro_batches)
-    lower = np.zeros(columns.num)
-    lower[:num_micro_batches] = least
-    upper = np.full(columns.num, np.inf)
-    upper[:num_micro_batches] = np.maximum(least, largest)
-    rows = [*columns.rows(forward_share), columns.total_work()]
-    cost = np.zeros(columns.num)
-    cost[columns.backward(0, num_micro_batches - 1)] = 1.0
-    row_lower = np.zeros(len(rows))
-    row_upper = np.full(len(rows), np.inf)
-    row_lower[-1] = row_upper[-1] = total
-    return LinearModel(
-        cost=cost,
-        lower=lower,
-        upper=upper,
-        matrix=np.vstack(rows),
-        row_lower=row_lower,
-        row_upper=row_upper,
-    )
+    program = ProgramBuilder()
+    columns.add_to(program, [(each, max(each, largest)) for each in least], forward_share)
+    program.row(dict.fromkeys(range(num_micro_batches), 1.0), total, total)
+    return program.model()
 
 
 class PipelineColumns:
@@ -249,23 +236,25 @@ class PipelineColumns:
         """Column of the end of a backward, in ms."""
         return self._v * (1 + self._p + stage) + k
 
-    def total_work(self) -> FloatArray:
-        """A row that sums the works."""
-        row = np.zeros(self.num)
-        row[: self._v] = 1.0
-        return row
+    def add_to(
+        self,
+        program: ProgramBuilder,
+        works: Sequence[tuple[float, float]],
+        forward_share: float = FORWARD_SHARE,
+    ) -> None:
+        """Add the columns and rows ``end - end of the operation before it - its work >= 0``.
 
-    def rows(self, forward_share: float = FORWARD_SHARE) -> list[FloatArray]:
-        """A row ``end - end of the operation before it - its work >= 0`` for every precedence."""
-        rows = []
+        works: least and most of each. The cost of the program is the end of the last backward.
+        """
+        for least, most in works:
+            program.column(lower=least, upper=most)
+        for column in range(self._v, self.num):
+            program.column(cost=float(column == self.backward(0, self._v - 1)))
         for end, before, k, share in self._precedences(forward_share):
-            row = np.zeros(self.num)
-            row[end] = 1.0
+            entries = {end: 1.0, k: -share}
             if before is not None:
-                row[before] = -1.0
-            row[k] -= share
-            rows.append(row)
-        return rows
+                entries[before] = -1.0
+            program.row(entries, 0.0, math.inf)
 
     def ends_ms(
         self, times_ms: Sequence[float], forward_share: float = FORWARD_SHARE

@@ -43,7 +43,6 @@ __all__ = [
     "PlanExplanation",
     "Planner",
     "StageReport",
-    "StageResult",
     "StrategyOutcome",
     "is_marked",
     "plan_status",
@@ -465,15 +464,6 @@ class Packing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageResult:
-    """Bound, time spent and status of dispatch or packing; the objective is the makespan."""
-
-    bound_ms: float
-    seconds: float
-    status: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
     """The best plan of one strategy, before it is known to be the best of all."""
 
@@ -481,8 +471,8 @@ class Candidate:
     packings: Sequence[Packing]
     """Shape (num_replicas,)."""
     overhead_ms: float
-    dispatch: StageResult
-    packing: StageResult
+    dispatch: StageReport
+    packing: StageReport
 
     @property
     def makespan_ms(self) -> float:
@@ -509,15 +499,7 @@ class Candidate:
                 for replica, packing in zip(self.strategy.replicas, self.packings, strict=True)
             ),
             predicted_time_s=self.time_ms / MS_PER_S,
-            dispatch=self._report(self.dispatch),
-            packing=self._report(self.packing),
+            dispatch=self.dispatch,
+            packing=self.packing,
             plan_time_s=time.perf_counter() - start_s,
-        )
-
-    def _report(self, result: StageResult) -> StageReport:
-        return StageReport.of(
-            objective_s=self.makespan_ms / MS_PER_S,
-            bound_s=result.bound_ms / MS_PER_S,
-            seconds=result.seconds,
-            status=result.status,
         )

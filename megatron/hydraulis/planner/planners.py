@@ -24,7 +24,6 @@ from megatron.hydraulis.planner.plan import (
     PlanExplanation,
     Planner,
     StageReport,
-    StageResult,
     StrategyOutcome,
 )
 from megatron.hydraulis.planner.search import StrategySearch
@@ -286,15 +285,20 @@ class GreedyPlanner:
             for share, cost in zip(shares, costs, strict=True)
         ]
         end_s = time.perf_counter()
+        report = partial(
+            StageReport.of,
+            objective_s=max(packing.time_ms for packing in packings) / MS_PER_S,
+            status=_GREEDY,
+        )
         return Candidate(
             strategy=strategy,
             packings=packings,
             overhead_ms=self.costs.overheads_ms[strategy.name],
-            dispatch=StageResult(
-                bound_ms=bound_ms, seconds=packing_start_s - dispatch_start_s, status=_GREEDY
+            dispatch=report(
+                bound_s=bound_ms / MS_PER_S, seconds=packing_start_s - dispatch_start_s
             ),
-            packing=StageResult(
-                bound_ms=max(packing_bounds_ms), seconds=end_s - packing_start_s, status=_GREEDY
+            packing=report(
+                bound_s=max(packing_bounds_ms) / MS_PER_S, seconds=end_s - packing_start_s
             ),
         )
 

@@ -27,9 +27,9 @@ from megatron.hydraulis.planner.improve import (
 from megatron.hydraulis.planner.long_sequences import LongSequences, anneal_long, long_sequences
 from megatron.hydraulis.planner.pipeline_bounds import PipelineColumns
 from megatron.hydraulis.planner.pipeline_packing import Effort, Packed, ReplicaPacker
-from megatron.hydraulis.planner.plan import Candidate, StageResult
+from megatron.hydraulis.planner.plan import MS_PER_S, Candidate, StageReport
 from megatron.hydraulis.planner.relaxation import Relaxation
-from megatron.hydraulis.planner.solver import LinearModel, Solution, Solver, SolverLimits
+from megatron.hydraulis.planner.solver import ProgramBuilder, Solution, Solver, SolverLimits
 from megatron.hydraulis.planner.wave_packing import WavePacker
 from megatron.hydraulis.strategy import Strategy
 
@@ -186,22 +186,25 @@ class StrategySearch:
             for packer, packed in zip(self._packers, self.best.packed, strict=True)
         ]
         self._packing_s += time.perf_counter() - begin_s
-        makespan_ms = self.found_ms
-        packing_bound_ms = min(packing_bound_ms, makespan_ms)
         return Candidate(
             strategy=self.strategy,
             packings=packings,
             overhead_ms=self.overhead_ms,
-            dispatch=StageResult(
-                bound_ms=min(self.bound_ms, makespan_ms),
-                seconds=self._dispatch_s,
-                status=self._status(self.bound_ms),
-            ),
-            packing=StageResult(
-                bound_ms=packing_bound_ms,
-                seconds=self._packing_s,
-                status=self._status(packing_bound_ms),
-            ),
+            dispatch=self._report(self.bound_ms, self._dispatch_s),
+            packing=self._report(packing_bound_ms, self._packing_s),
+        )
+
+    def _report(self, bound_ms: float, seconds: float) -> StageReport:
+        if self._solver.deadline.is_over:
+            status = "time limit"
+        elif self._solver.trouble is not None:
+            status = f"solver {self._solver.trouble.value}"
+        else:
+            is_certified = self.found_ms <= bound_ms / (1.0 - TARGET_GAP) * (1.0 + _ROUNDING)
+            status = "certified" if is_certified else "search ended"
+        objective_s, bound_s = self.found_ms / MS_PER_S, min(bound_ms, self.found_ms) / MS_PER_S
+        return StageReport.of(
+            objective_s=objective_s, bound_s=bound_s, seconds=seconds, status=status
         )
 
     def _packing_bound_ms(self) -> float:
@@ -379,14 +382,6 @@ class StrategySearch:
         largest = max(sum(self._batch[s] for s in members) for members in micro_batches)
         return packer.packed(micro_batches) if largest <= packer.cost.max_tokens else None
 
-    def _status(self, bound_ms: float) -> str:
-        if self._solver.deadline.is_over:
-            return "time limit"
-        if self._solver.trouble is not None:
-            return f"solver {self._solver.trouble.value}"
-        is_certified = self.found_ms <= bound_ms / (1.0 - TARGET_GAP) * (1.0 + _ROUNDING)
-        return "certified" if is_certified else "search ended"
-
 
 def _dealt_by_tokens(lengths: Sequence[int], num: int) -> list[list[int]]:
     """Indices into lengths, longest first to the micro-batch with the fewest tokens."""
@@ -421,33 +416,21 @@ def largest_tokens(
     start: a packing into at most as many micro-batches, as indices into lengths.
     """
     n, v = len(lengths), num_micro_batches
-    tokens = np.array(lengths, dtype=np.float64)
-    rows = np.zeros((n + v, n * v + 1))
-    for i in range(n):
-        rows[i, i * v : (i + 1) * v] = 1.0
-    for k in range(v):
-        rows[n + k, k : n * v : v] = tokens
-        rows[n + k, -1] = -1.0
-    upper = np.ones(n * v + 1)
-    upper[-1] = np.inf
+    program = ProgramBuilder()
     # Micro-batches are interchangeable: the i-th longest sequence need not go beyond the i-th.
-    for i in range(min(n, v)):
-        upper[i * v + i + 1 : (i + 1) * v] = 0.0
-    cost = np.zeros(n * v + 1)
-    cost[-1] = 1.0
-    model = LinearModel(
-        cost=cost,
-        lower=np.zeros(n * v + 1),
-        upper=upper,
-        matrix=rows,
-        row_lower=np.concatenate((np.ones(n), np.full(v, -np.inf))),
-        row_upper=np.concatenate((np.ones(n), np.zeros(v))),
-        is_integral=np.append(np.ones(n * v, dtype=bool), False),
-    )
+    for i in range(n):
+        for k in range(v):
+            program.column(upper=float(k <= i), is_integral=True)
+    largest = program.column(cost=1.0)
+    for i in range(n):
+        program.row({i * v + k: 1.0 for k in range(v)}, 1.0, 1.0)
+    for k in range(v):
+        held = {i * v + k: float(length) for i, length in enumerate(lengths)}
+        program.row({**held, largest: -1.0}, -math.inf, 0.0)
     by_longest = sorted(start, key=min)
     first = _places(by_longest, n, v)
     first = np.append(first, max(sum(lengths[i] for i in share) for share in start))
-    return _answer(solver.solve(model, _PACKING_LIMITS, start=first), n, v)
+    return _answer(solver.solve(program.model(), _PACKING_LIMITS, start=first), n, v)
 
 
 def shortest_pipeline(
@@ -463,42 +446,21 @@ def shortest_pipeline(
     """
     n, v = len(lengths), len(start)
     columns = PipelineColumns(cost.num_stages, v)
-    num_columns = columns.num + n * v
-    precedences = columns.rows()
-    rows = [np.append(row, np.zeros(n * v)) for row in precedences]
-    row_lower, row_upper = [0.0] * len(rows), [np.inf] * len(rows)
+    program = ProgramBuilder()
+    columns.add_to(program, [(0.0, math.inf)] * v)
+    place = [[program.column(upper=1.0, is_integral=True) for _ in range(v)] for _ in range(n)]
+    c_ms = cost.coefficients.c_ms
     for k in range(v):
-        # Work of a micro-batch, and its tokens.
-        work, room = np.zeros(num_columns), np.zeros(num_columns)
-        work[k] = 1.0
-        for i, length in enumerate(lengths):
-            work[columns.num + i * v + k] = -cost.sequence_time_ms(length)
-            room[columns.num + i * v + k] = length
-        rows += [work, room]
-        row_lower += [cost.coefficients.c_ms, -np.inf]
-        row_upper += [cost.coefficients.c_ms, float(cost.max_tokens)]
-    for i in range(n):
-        once = np.zeros(num_columns)
-        once[columns.num + i * v : columns.num + (i + 1) * v] = 1.0
-        rows.append(once)
-        row_lower.append(1.0)
-        row_upper.append(1.0)
-    is_integral = np.zeros(num_columns, dtype=bool)
-    is_integral[columns.num :] = True
-    objective = np.zeros(num_columns)
-    objective[columns.backward(0, v - 1)] = 1.0
-    model = LinearModel(
-        cost=objective,
-        lower=np.zeros(num_columns),
-        upper=np.where(is_integral, 1.0, np.inf),
-        matrix=np.vstack(rows),
-        row_lower=np.array(row_lower),
-        row_upper=np.array(row_upper),
-        is_integral=is_integral,
-    )
+        works = {place[i][k]: -cost.sequence_time_ms(length) for i, length in enumerate(lengths)}
+        program.row({k: 1.0, **works}, c_ms, c_ms)
+        held = {place[i][k]: float(length) for i, length in enumerate(lengths)}
+        program.row(held, -math.inf, float(cost.max_tokens))
+    for of_sequence in place:
+        program.row(dict.fromkeys(of_sequence, 1.0), 1.0, 1.0)
     times_ms = [cost.coefficients.time_ms(lengths[i] for i in share) for share in start]
     first = np.concatenate((columns.ends_ms(times_ms), _places(start, n, v)))
-    return _answer(solver.solve(model, _PACKING_LIMITS, start=first), n, v, offset=columns.num)
+    solution = solver.solve(program.model(), _PACKING_LIMITS, start=first)
+    return _answer(solution, n, v, offset=columns.num)
 
 
 def _places(start: Sequence[Sequence[int]], n: int, v: int) -> NDArray[np.float64]:

@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import highspy
@@ -27,6 +27,7 @@ __all__ = [
     "Deadline",
     "LinearModel",
     "Outcome",
+    "ProgramBuilder",
     "Solution",
     "Solver",
     "SolverError",
@@ -99,6 +100,51 @@ class LinearModel:
     row_upper: FloatArray
     is_integral: NDArray[np.bool_] | None = None
     """Which columns are integers; None for a linear program."""
+
+
+class ProgramBuilder:
+    """A program under construction: columns and rows are added one by one."""
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[float, float, float, bool]] = []
+        self._rows: list[Mapping[int, float]] = []
+        self._limits: list[tuple[float, float]] = []
+
+    def column(
+        self,
+        *,
+        lower: float = 0.0,
+        upper: float = math.inf,
+        cost: float = 0.0,
+        is_integral: bool = False,
+    ) -> int:
+        """Add a column; returns its index."""
+        self._columns.append((lower, upper, cost, is_integral))
+        return len(self._columns) - 1
+
+    def row(self, entries: Mapping[int, float], lower: float, upper: float) -> None:
+        """Add a row; entries: coefficients by column."""
+        self._rows.append(entries)
+        self._limits.append((lower, upper))
+
+    def model(self) -> LinearModel:
+        """The program; a linear one if no column is an integer."""
+        lower, upper, cost, is_integral = (
+            np.array(of_columns) for of_columns in zip(*self._columns, strict=True)
+        )
+        matrix = np.zeros((len(self._rows), len(self._columns)))
+        for place, entries in enumerate(self._rows):
+            matrix[place, list(entries)] = list(entries.values())
+        row_lower, row_upper = (np.array(limits) for limits in zip(*self._limits, strict=True))
+        return LinearModel(
+            cost=cost,
+            lower=lower,
+            upper=upper,
+            matrix=matrix,
+            row_lower=row_lower,
+            row_upper=row_upper,
+            is_integral=is_integral if is_integral.any() else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

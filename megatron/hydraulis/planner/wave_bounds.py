@@ -23,15 +23,21 @@ Where the gap is wide, z_k has to be an integer: half a wave costs only half its
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.hydraulis.planner.bounds import dual_feasible
-from megatron.hydraulis.planner.costs import WaveCosts
-from megatron.hydraulis.planner.relaxation import Bucket, make_buckets
-from megatron.hydraulis.planner.solver import LinearModel, Outcome, Solver, SolverLimits
+from megatron.hydraulis.planner.costs import GroupCost, WaveCosts
+from megatron.hydraulis.planner.relaxation import make_buckets
+from megatron.hydraulis.planner.solver import (
+    LinearModel,
+    Outcome,
+    ProgramBuilder,
+    Solver,
+    SolverLimits,
+)
 
 __all__ = ["simple_bound_ms", "wave_bound_ms"]
 
@@ -112,10 +118,16 @@ def _longest_ms(costs: WaveCosts, lengths: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """Groups of one size in waves of one class."""
+    """Groups of one size in waves of one class, with their columns."""
 
-    size_index: int
+    group: GroupCost
     wave_class: int
+    num: int
+    """Column of y."""
+    total: int
+    """Column of D."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Columns of x by bucket."""
 
 
 class _Program:
@@ -128,129 +140,88 @@ class _Program:
         self._num_tokens = sum(lengths)
         rooms = [group.room_tokens for group in costs.groups if group.room_tokens > 0]
         borders = {room // 2 for room in rooms} | set(rooms)
-        self._buckets: tuple[Bucket, ...] = make_buckets(
+        self._buckets = make_buckets(
             lengths, _NUM_BUCKETS, borders=[b for b in borders if b < max(lengths)]
         )
         self._low = np.array([bucket.low for bucket in self._buckets], dtype=np.float64)
         self._high = np.array([bucket.high for bucket in self._buckets], dtype=np.float64)
         self._borders_ms = self._class_borders_ms(lengths)
-        self._num_classes = len(self._borders_ms) - 1
-        self._cells = [
-            _Cell(index, wave_class)
-            for wave_class in range(self._num_classes)
-            for index, group in enumerate(costs.groups)
-            if group in costs.usable and group.coefficients.c_ms <= self._borders_ms[wave_class + 1]
-        ]
-        # Columns: z_k, D_k, then y and D of every cell, then x of every pair that may be.
-        self._first_cell = 2 * self._num_classes
-        self._first_pair = self._first_cell + 2 * len(self._cells)
-        self._pairs = [
-            (cell_index, bucket_index)
-            for cell_index, cell in enumerate(self._cells)
-            for bucket_index, bucket in enumerate(self._buckets)
-            if self._holds(cell, bucket.low)
-        ]
 
     def model(self, *, is_integral: bool) -> LinearModel:
         """The program; with is_integral the numbers of waves are integers."""
+        program = ProgramBuilder()
+        classes = range(len(self._borders_ms) - 1)
+        nums = [program.column(is_integral=is_integral) for _ in classes]
+        totals = [program.column(cost=self._found_ms) for _ in classes]
+        cells = [
+            _Cell(group, k, program.column(), program.column())
+            for k in classes
+            for group in self._costs.usable
+            if group.coefficients.c_ms <= self._borders_ms[k + 1]
+        ]
+        for cell in cells:
+            for b, bucket in enumerate(self._buckets):
+                if self._holds(cell, bucket.low):
+                    cell.tokens[b] = program.column()
+        width = float(self._costs.width)
+        for k, num, total in zip(classes, nums, totals, strict=True):
+            low, high = (
+                self._borders_ms[k] / self._found_ms,
+                self._borders_ms[k + 1] / self._found_ms,
+            )
+            in_class = [cell for cell in cells if cell.wave_class == k]
+            _add_between(program, total, num, low, high)
+            program.row({num: -width} | {c.num: float(c.group.size) for c in in_class}, 0.0, 0.0)
+            program.row(
+                {total: -width} | {c.total: float(c.group.size) for c in in_class}, 0.0, 0.0
+            )
+            for cell in in_class:
+                _add_between(program, cell.total, cell.num, low, high)
+        first_long = next(
+            k
+            for k in classes
+            if self._borders_ms[k + 1] > self._longest_ms * (1.0 + _ROUNDING) or k == classes[-1]
+        )
         fewest = -(-self._num_tokens // self._costs.most_tokens)
-        num_columns = self._first_pair + len(self._pairs) + len(self._buckets)
-        rows: list[FloatArray] = []
-        lower: list[float] = []
-        upper: list[float] = []
-
-        def add(entries: dict[int, float], least: float, most: float) -> None:
-            row = np.zeros(num_columns)
-            for column, value in entries.items():
-                row[column] = value
-            rows.append(row)
-            lower.append(least)
-            upper.append(most)
-
-        width, unit_ms = float(self._costs.width), self._found_ms
-        z, total = self._z, self._total
-        for k in range(self._num_classes):
-            low, high = self._borders_ms[k] / unit_ms, self._borders_ms[k + 1] / unit_ms
-            add({total(k): 1.0, z(k): -low}, 0.0, np.inf)
-            add({total(k): 1.0, z(k): -high}, -np.inf, 0.0)
-            cells = [i for i, cell in enumerate(self._cells) if cell.wave_class == k]
-            sizes = {i: float(self._costs.groups[self._cells[i].size_index].size) for i in cells}
-            add({z(k): -width} | {self._y(i): sizes[i] for i in cells}, 0.0, 0.0)
-            add({total(k): -width} | {self._d(i): sizes[i] for i in cells}, 0.0, 0.0)
-            for i in cells:
-                add({self._d(i): 1.0, self._y(i): -low}, 0.0, np.inf)
-                add({self._d(i): 1.0, self._y(i): -high}, -np.inf, 0.0)
-        long_classes = range(
-            next(
-                k
-                for k in range(self._num_classes)
-                if self._borders_ms[k + 1] > self._longest_ms * (1.0 + _ROUNDING)
-                or k == self._num_classes - 1
-            ),
-            self._num_classes,
-        )
-        add({z(k): 1.0 for k in long_classes}, 1.0, np.inf)
-        add({z(k): 1.0 for k in range(self._num_classes)}, float(fewest), np.inf)
-        for i, cell in enumerate(self._cells):
-            for entries in self._group_rows(i, cell):
-                add(entries, -np.inf, 0.0)
-        slack = self._first_pair + len(self._pairs)
+        program.row(dict.fromkeys(nums[first_long:], 1.0), 1.0, math.inf)
+        program.row(dict.fromkeys(nums, 1.0), float(fewest), math.inf)
+        for cell in cells:
+            self._add_limits(program, cell)
         for b, bucket in enumerate(self._buckets):
-            entries = {
-                self._first_pair + p: 1.0 for p, (_, other) in enumerate(self._pairs) if other == b
-            }
-            share = bucket.num_tokens / self._num_tokens
             # Tokens left over cost more than everything else, so the program always has an answer.
-            add(entries | {slack + b: 1.0}, share, share)
-        cost = np.zeros(num_columns)
-        cost[self._num_classes : 2 * self._num_classes] = unit_ms
-        cost[slack:] = 10.0 * unit_ms * self._num_tokens / np.maximum(self._low, 1.0)
-        return LinearModel(
-            cost=cost,
-            lower=np.zeros(num_columns),
-            upper=np.full(num_columns, np.inf),
-            matrix=np.vstack(rows),
-            row_lower=np.array(lower),
-            row_upper=np.array(upper),
-            is_integral=np.arange(num_columns) < self._num_classes if is_integral else None,
-        )
+            per_token = 10.0 * self._found_ms * self._num_tokens / max(bucket.low, 1.0)
+            placed = [cell.tokens[b] for cell in cells if b in cell.tokens]
+            share = bucket.num_tokens / self._num_tokens
+            entries = dict.fromkeys([*placed, program.column(cost=per_token)], 1.0)
+            program.row(entries, share, share)
+        return program.model()
 
-    def _group_rows(self, i: int, cell: _Cell) -> list[dict[int, float]]:
+    def _add_limits(self, program: ProgramBuilder, cell: _Cell) -> None:
         """Limits of the groups of a cell: work, memory, and both for whole sequences."""
-        group = self._costs.groups[cell.size_index]
-        high_ms = self._borders_ms[cell.wave_class + 1]
-        mine = [(self._first_pair + p, b) for p, (c, b) in enumerate(self._pairs) if c == i]
-        if not mine:
-            return [{self._y(i): 0.0}]
-        columns = [column for column, _ in mine]
-        buckets = [b for _, b in mine]
+        if not cell.tokens:
+            return
+        coefficients, room_tokens = cell.group.coefficients, cell.group.room_tokens
+        buckets = list(cell.tokens)
         low, high = self._low[buckets], self._high[buckets]
-        a, b_ms = group.coefficients.a_ms_per_token2, group.coefficients.b_ms_per_token
-        per_token_ms = a * low + b_ms
+        per_token_ms = coefficients.a_ms_per_token2 * low + coefficients.b_ms_per_token
         tokens = float(self._num_tokens)
-        work = dict(zip(columns, per_token_ms * tokens / self._found_ms, strict=True))
-        work[self._y(i)] = group.coefficients.c_ms / self._found_ms
-        work[self._d(i)] = -1.0
-        room = dict(zip(columns, np.full(len(columns), tokens / group.room_tokens), strict=True))
-        room[self._y(i)] = -1.0
-        found = [work, room]
-        work_room_ms = high_ms - group.coefficients.c_ms
-        shares = [low / group.room_tokens]
+
+        def add(counted: FloatArray, of_cell: dict[int, float]) -> None:
+            entries = zip(cell.tokens.values(), map(float, counted), strict=True)
+            program.row({**dict(entries), **of_cell}, -math.inf, 0.0)
+
+        constant = coefficients.c_ms / self._found_ms
+        add(per_token_ms * tokens / self._found_ms, {cell.num: constant, cell.total: -1.0})
+        add(np.full(len(buckets), tokens / room_tokens), {cell.num: -1.0})
+        shares = [low / room_tokens]
+        work_room_ms = self._borders_ms[cell.wave_class + 1] - coefficients.c_ms
         if work_room_ms > 0.0:
             shares.append(per_token_ms * low / work_room_ms)
         for m in _DUAL_FEASIBLE_FUNCTIONS:
             for share in shares:
                 counted = dual_feasible(np.minimum(share, 1.0), m) * tokens / high
                 if counted.any():
-                    found.append(
-                        {
-                            column: float(value)
-                            for column, value in zip(columns, counted, strict=True)
-                            if value
-                        }
-                        | {self._y(i): -1.0}
-                    )
-        return found
+                    add(counted, {cell.num: -1.0})
 
     def _class_borders_ms(self, lengths: Sequence[int]) -> list[float]:
         """Borders from 0 to just above found_ms.
@@ -282,18 +253,11 @@ class _Program:
         return [0.0, *sorted(borders[:_NUM_CLASSES]), highest * (1.0 + _ROUNDING)]
 
     def _holds(self, cell: _Cell, length: int) -> bool:
-        group = self._costs.groups[cell.size_index]
         limit_ms = self._borders_ms[cell.wave_class + 1] * (1.0 + _ROUNDING)
-        return length <= group.room_tokens and group.time_ms((length,)) <= limit_ms
+        return length <= cell.group.room_tokens and cell.group.time_ms((length,)) <= limit_ms
 
-    def _z(self, k: int) -> int:
-        return k
 
-    def _total(self, k: int) -> int:
-        return self._num_classes + k
-
-    def _y(self, i: int) -> int:
-        return self._first_cell + 2 * i
-
-    def _d(self, i: int) -> int:
-        return self._first_cell + 2 * i + 1
+def _add_between(program: ProgramBuilder, total: int, num: int, low: float, high: float) -> None:
+    """Rows ``low·num <= total <= high·num``."""
+    program.row({total: 1.0, num: -low}, 0.0, math.inf)
+    program.row({total: 1.0, num: -high}, -math.inf, 0.0)

@@ -543,8 +543,8 @@ class WavePacker(ReplicaPacker):
             wave = None if counts is None else self._search.shortest(counts, effort)
             if wave is None:
                 return Packed(tuple(map(tuple, micro_batches)), math.inf)
-            waves.append((wave, share))
-        return _finished(self._waves, self._table, waves, self.lengths, keeps_order=True)
+            waves += _members(self._table, [wave], share, self.lengths)
+        return _finished(self._waves, waves, self.lengths, keeps_order=True)
 
     def to_packing(self, packed: Packed) -> Packing:
         """The waves with their lengths, as a plan has them."""
@@ -566,9 +566,8 @@ class WavePacker(ReplicaPacker):
         if counts is None:
             return Packed((tuple(sequences),), math.inf)
         search = self._search.thorough if is_thorough else self._search.first
-        waves = search(counts, effort)
-        dealt = _dealt(self._table, waves, sequences, self.lengths)
-        return _finished(self._waves, self._table, dealt, self.lengths, keeps_order=False)
+        waves = _members(self._table, search(counts, effort), sequences, self.lengths)
+        return _finished(self._waves, waves, self.lengths, keeps_order=False)
 
     def _counts(self, sequences: Sequence[int]) -> list[int] | None:
         """By length; None if a sequence fits no group."""
@@ -593,59 +592,52 @@ def pack_waves(sequences: Sequence[int], lengths: Sequence[int], cost: SchemeCos
     table = LengthTable(cost.waves, [lengths[sequence] for sequence in sequences])
     counts = table.counts([lengths[sequence] for sequence in sequences])
     waves = WaveSearch(table).thorough(counts, Effort(_GREEDY_EFFORT))
-    dealt = _dealt(table, waves, sequences, lengths)
-    return _finished(cost.waves, table, dealt, lengths, keeps_order=False).to_packing(lengths)
+    members = _members(table, waves, sequences, lengths)
+    return _finished(cost.waves, members, lengths, keeps_order=False).to_packing(lengths)
 
 
-def _dealt(
+def _members(
     table: LengthTable, waves: Sequence[Wave], sequences: Sequence[int], lengths: Sequence[int]
-) -> list[tuple[Wave, list[int]]]:
-    """Real sequences for each wave; of equal lengths, lower indices are first."""
+) -> list[list[tuple[int, list[int]]]]:
+    """Size and real sequences of each group of each wave, the widest first.
+
+    Of equal lengths, lower indices are assigned first.
+    """
     by_place: dict[int, list[int]] = {}
     for sequence in sorted(sequences, reverse=True):
         by_place.setdefault(table.place[lengths[sequence]], []).append(sequence)
-    dealt = []
+    found = []
     for wave in waves:
-        share = [
-            by_place[place].pop()
-            for group in wave.groups
-            for place, num in group.counts.items()
-            for _ in range(num)
-        ]
-        dealt.append((wave, share))
-    return dealt
+        groups = []
+        for group in wave.groups:
+            share = [
+                by_place[place].pop() for place, num in group.counts.items() for _ in range(num)
+            ]
+            groups.append((1 << group.size_index, sorted(share)))
+        groups.sort(key=lambda member: (-member[0], not member[1], member[1]))
+        found.append(groups)
+    return found
 
 
 def _finished(
     costs: WaveCosts,
-    table: LengthTable,
-    dealt: Sequence[tuple[Wave, Sequence[int]]],
+    waves: Sequence[Sequence[tuple[int, list[int]]]],
     lengths: Sequence[int],
     *,
     keeps_order: bool,
 ) -> PackedWaves:
-    """Waves with real sequences in adjacent groups, the widest first, and their exact time."""
+    """Waves of adjacent groups with these members, and their exact time."""
     micro_batches: list[tuple[int, ...]] = []
     all_groups: list[tuple[ContextGroup, ...]] = []
     times_ms: list[float] = []
-    for wave, share in dealt:
-        by_place: dict[int, list[int]] = {}
-        for sequence in sorted(share, reverse=True):
-            by_place.setdefault(table.place[lengths[sequence]], []).append(sequence)
-        members: list[tuple[int, list[int]]] = []
-        for group in wave.groups:
-            of_group = [
-                by_place[place].pop() for place, num in group.counts.items() for _ in range(num)
-            ]
-            members.append((1 << group.size_index, sorted(of_group)))
-        members.sort(key=lambda member: (-member[0], not member[1], member[1]))
-        offset = 0
-        groups = []
-        for size, of_group in members:
-            groups.append(ContextGroup(offset, size, len(of_group)))
-            offset += size
-        micro_batches.append(tuple(s for _, of_group in members for s in of_group))
-        all_groups.append(() if len(groups) == 1 else tuple(groups))
+    for members in waves:
+        ends = itertools.accumulate(size for size, _ in members)
+        groups = tuple(
+            ContextGroup(end - size, size, len(share))
+            for end, (size, share) in zip(ends, members, strict=True)
+        )
+        micro_batches.append(tuple(s for _, share in members for s in share))
+        all_groups.append(() if len(groups) == 1 else groups)
         times_ms.append(
             costs.wave_time_ms((size, [lengths[s] for s in share]) for size, share in members)
         )
