@@ -1,5 +1,6 @@
-"""The greedy planner: ordinary cases, the hard limit, choices that matter, refusals."""
+"""Greedy dispatch, packing and planner: ordinary cases, the hard limit, choices, refusals."""
 
+import math
 import random
 
 import numpy as np
@@ -7,10 +8,108 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
 from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.greedy import dispatch, pack, useful_num_micro_batches
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.planning import TableCostModel
+
+
+def cost(b: float, c: float = 0.0, *, max_tokens: int = 100, num_stages: int = 1) -> SchemeCost:
+    return SchemeCost(Coefficients(0.0, b, c), max_tokens, num_stages)
+
+
+def test_longest_processing_time_first() -> None:
+    lengths = [50, 40, 30, 30, 20, 10]
+    assert dispatch(range(6), lengths, [cost(1.0)] * 2) == [[0, 3, 5], [1, 2, 4]]
+
+
+def test_a_sequence_goes_where_it_ends_first_not_where_least_has_been_done() -> None:
+    slow, fast = cost(3.0), cost(1.0)
+    assert dispatch(range(3), [20, 20, 20], [slow, fast]) == [[2], [0, 1]]
+
+
+def test_only_replicas_that_hold_a_sequence_are_asked() -> None:
+    narrow, wide = cost(1.0, max_tokens=30), cost(5.0, max_tokens=60)
+    shares = dispatch(range(4), [60, 31, 30, 29], [narrow, wide, narrow])
+    assert shares == [[2], [0, 1], [3]]
+
+
+def test_another_micro_batch_counts_before_it_is_packed() -> None:
+    """Its constant cost comes with the token that no longer fits."""
+    near_full, roomy = cost(1.0, 50.0, max_tokens=40), cost(1.2, 50.0, max_tokens=90)
+    shares = dispatch(range(3), [40, 40, 5], [near_full, roomy])
+    assert shares == [[0], [1, 2]]
+
+
+def test_a_long_sequence_fills_a_pipeline() -> None:
+    """On three stages it takes three times its work, so a slower single stage ends first."""
+    pipeline, single = cost(1.0, num_stages=3), cost(2.0)
+    assert dispatch([0], [60], [pipeline, single]) == [[], [0]]
+
+
+def test_fewer_sequences_than_replicas() -> None:
+    assert dispatch([0], [7], [cost(1.0)] * 3) == [[0], [], []]
+    assert dispatch([], [], [cost(1.0)] * 2) == [[], []]
+
+
+def test_a_sequence_that_fits_nowhere_is_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="sequence 1 of 101 tokens fits no replica"):
+        dispatch([1, 0], [5, 101], [cost(1.0)])
+
+
+def test_the_limit_holds_where_the_least_work_has_the_most_tokens() -> None:
+    # Attention alone costs time: forty short sequences are less work than one long one and would
+    # all go to the other micro-batches if tokens were not counted.
+    lengths = [100] * 2 + [10] * 40
+    cost = SchemeCost(Coefficients(1.0, 0.0, 1.0), 120, 2)
+    packing = pack(range(len(lengths)), lengths, cost)
+    assert max(batch.num_tokens for batch in packing.micro_batches) <= 120
+    assert sum(batch.num_tokens for batch in packing.micro_batches) == 600
+
+
+def test_micro_batches_run_in_falling_order_of_work() -> None:
+    # Dealt longest first, 9 | 8 | 7 become 9 | 8+2 | 7+6: the first is now the shortest.
+    lengths = [9, 8, 7, 6, 2]
+    cost = SchemeCost(Coefficients(0.0, 1.0, 4.0), 13, 2)
+    packing = pack(range(5), lengths, cost)
+    work = [batch.num_tokens for batch in packing.micro_batches]
+    assert work == sorted(work, reverse=True)
+    assert len(work) > 1
+
+
+def test_a_high_constant_cost_packs_to_the_last_token() -> None:
+    lengths = [6, 5, 5, 4]
+    cost = SchemeCost(Coefficients(0.0, 1.0, 100.0), 10, 2)
+    packing = pack(range(4), lengths, cost)
+    assert sorted(batch.num_tokens for batch in packing.micro_batches) == [10, 10]
+
+
+def test_nothing_to_pack_takes_no_time() -> None:
+    packing = pack([], [5], SchemeCost(Coefficients(0.0, 1.0, 1.0), 10, 2))
+    assert packing.micro_batches == ()
+    assert packing.time_ms == 0.0
+
+
+@pytest.mark.parametrize("c_ms", [0.5, 2.0, 8.0])
+def test_the_useful_number_minimises_the_time_of_equal_micro_batches(c_ms: float) -> None:
+    work_ms, num_stages = 100.0, 5
+    useful = useful_num_micro_batches(
+        work_ms, SchemeCost(Coefficients(0.0, 1.0, c_ms), 10, num_stages)
+    )
+
+    def time_ms(v: float) -> float:
+        return (v + num_stages - 1) * (work_ms / v + c_ms)
+
+    assert time_ms(useful) < min(time_ms(useful * 0.9), time_ms(useful * 1.1))
+
+
+def test_useful_numbers_at_the_ends() -> None:
+    assert useful_num_micro_batches(9.0, SchemeCost(Coefficients(0.0, 1.0, 1.0), 10, 1)) == 1.0
+    free = SchemeCost(Coefficients(0.0, 1.0, 0.0), 10, 2)
+    assert useful_num_micro_batches(9.0, free) == math.inf
+
 
 MODEL = TableCostModel(limits={(1, 1, 1): 1000, (2, 1, 1): 4000, (1, 1, 2): 2000})
 

@@ -1,27 +1,36 @@
-"""The certified planner on ordinary odd batches, its marks, and the same plan everywhere."""
+"""The planners on ordinary odd batches: plans, marks, statuses, the same plan everywhere."""
 
 import inspect
 import json
 import logging
 import os
+import pickle
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner import search
-from megatron.hydraulis.planner.plan import IterationPlan, Planner
+from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel, pipeline_time_ms
+from megatron.hydraulis.errors import PlanError, StrategyError
+from megatron.hydraulis.planner import planners, search
+from megatron.hydraulis.planner.plan import (
+    IterationPlan,
+    Planner,
+    StageReport,
+    is_marked,
+    plan_status,
+)
 from megatron.hydraulis.planner.planners import (
     CertifiedPlanner,
     GreedyPlanner,
     RecordedPlans,
     ScheduledPlanner,
 )
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from tests.support.brute_force import ReplicaFigures, best_makespan_ms
 from tests.support.planning import TableCostModel
 
 MODEL = TableCostModel(
@@ -205,7 +214,7 @@ def test_a_search_that_fails_leaves_the_greedy_plan(
 PROGRAM = """
 import random
 from megatron.hydraulis.planner.planners import CertifiedPlanner
-from tests.unit.planner.test_certified import MODEL, pool_of
+from tests.unit.planner.test_planners import MODEL, pool_of
 
 generator = random.Random(5)
 planner = CertifiedPlanner(pool_of("pp2+2*tp1", "tp2+2*tp1", "4*tp1"), MODEL, seed=2)
@@ -230,3 +239,175 @@ def test_another_process_with_other_hashes_makes_the_same_plans() -> None:
     planner = CertifiedPlanner(pool_of("pp2+2*tp1", "tp2+2*tp1", "4*tp1"), MODEL, seed=2)
     here = [planner.plan([generator.randint(5, 900) for _ in range(num)]).digest for num in (6, 30)]
     assert answers == {"".join(f"{digest}\n" for digest in here)}
+
+
+FIGURES = {
+    "pp4": ReplicaFigures(1e-3, 0.3, 5.0, 120, num_stages=4),
+    "tp2": ReplicaFigures(2e-3, 0.4, 8.0, 60),
+    "tp1": ReplicaFigures(4e-3, 0.9, 4.0, 30),
+}
+
+
+def coefficients(scheme: Scheme) -> Coefficients:
+    figures = FIGURES[str(scheme)]
+    return Coefficients(figures.a_ms_per_token2, figures.b_ms_per_token, figures.c_ms)
+
+
+TINY_MODEL = TableCostModel(
+    limits={(1, 1, 4): 120, (2, 1, 1): 60, (1, 1, 1): 30}, times=coefficients
+)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text", "num_ranks"),
+    [
+        ([25], "pp4+tp2+tp1", 7),
+        ([60, 59, 58, 7, 1], "pp4", 4),
+        ([60, 30, 30, 20, 20, 10, 5], "pp4+tp2+tp1", 7),
+        ([20] * 8, "3*tp2", 6),
+        # The pipeline alone holds the first.
+        ([100, 30, 30, 30, 12, 3], "pp4+2*tp1", 6),
+        # Far more replicas than sequences.
+        ([20, 20, 20], "tp2+500*tp1", 502),
+    ],
+)
+def test_the_best_plan_of_a_tiny_batch_is_found(
+    lengths: list[int], text: str, num_ranks: int
+) -> None:
+    plan = CertifiedPlanner(Pool.of(Strategy.parse(text, num_ranks)), TINY_MODEL).plan(lengths)
+    replicas = [FIGURES[str(replica.scheme)] for replica in plan.replicas]
+    # No more of a kind than sequences can make a difference.
+    best_ms = best_makespan_ms(lengths, replicas[:4])
+    times_ms = [
+        pipeline_time_ms(replica.times_ms(coefficients), replica.scheme.pp)
+        for replica in plan.replicas
+    ]
+    assert max(times_ms) == pytest.approx(best_ms)
+    assert plan.dispatch is not None
+    assert 1e3 * plan.dispatch.bound_s <= best_ms * (1 + 1e-9)
+
+
+LIMIT = 96
+PADDED_MODEL = TableCostModel(
+    limits={(tp, cp, pp): LIMIT for tp in (1, 2) for cp in (1, 2, 4) for pp in (1, 2)}
+)
+
+
+@pytest.mark.parametrize("planner", [GreedyPlanner, CertifiedPlanner])
+@pytest.mark.parametrize("text", ["cp4pp2", "tp2cp2+cp2+2*tp1", "2*cp2pp2", "cp4~+cp4"])
+def test_rows_with_padding_keep_the_limit(planner: type[GreedyPlanner], text: str) -> None:
+    num_ranks = 8
+    strategy = Strategy.parse(text, num_ranks)
+    rng = np.random.default_rng(3)
+    lengths = [*rng.integers(1, 20, size=40).tolist(), 96, 95, 1, 1, 1]
+    plan = planner(Pool.of(strategy), PADDED_MODEL).plan(lengths)
+    plan.validate(lengths, strategy, PADDED_MODEL.max_tokens)
+    rows = [
+        (scheme.row_tokens(share.lengths), share.num_tokens)
+        for replica in plan.replicas
+        for micro_batch in replica.micro_batches
+        for scheme, share in replica.shares(micro_batch)
+        if scheme.cp > 1
+    ]
+    assert max(padded for padded, _ in rows) <= LIMIT
+    # Rows are not left half empty for it.
+    assert sum(padded for padded, _ in rows) > 0.6 * LIMIT * len(rows)
+    for report in (plan.dispatch, plan.packing):
+        assert report is not None
+        assert report.objective_s == pytest.approx(plan.makespan_s)
+        assert "Error" not in report.status
+
+
+def test_a_limit_that_rows_cannot_fill_holds_less() -> None:
+    """14 tokens on cp4 would be padded to 16."""
+    model = TableCostModel(limits={(1, 4, 1): 15})
+    strategy = Strategy.parse("cp4", 4)
+    assert model.max_tokens(Scheme(cp=4)) == 15
+    with pytest.raises(Exception, match="limit, in strategy 'cp4', is 8"):
+        GreedyPlanner(Pool.of(strategy), model).plan([14])
+    GreedyPlanner(Pool.of(strategy), model).plan([8, 7, 1])
+
+
+LENGTHS = [60, 10, 20, 5]
+
+
+def _row(tp: int, max_tokens: int) -> dict[str, float]:
+    times = {"a_ms_per_token2": 1e-4, "b_ms_per_token": 0.1, "c_ms": 1.0}
+    return {"tp": tp, "cp": 1, "pp": 1, "max_tokens": max_tokens, **times}
+
+
+@pytest.fixture
+def model() -> ProfileCostModel:
+    rows = [_row(1, 50), _row(2, 100)]
+    head = {"device": "d", "source": "s", "date": "2026-01-01", "schemes": rows}
+    return ProfileCostModel.from_json(head, what="profile")
+
+
+@pytest.fixture
+def pool() -> Pool:
+    texts = {"short": "2*tp1", "long": "tp2"}
+    return Pool.of(*(Strategy.parse(text, 2, name=name) for name, text in texts.items()))
+
+
+def _planner(pool: Pool, model: ProfileCostModel, *names: str) -> ScheduledPlanner:
+    return ScheduledPlanner(pool, model, names, lambda one: CertifiedPlanner(one, model))
+
+
+def test_strategies_come_in_turn_and_each_is_planned_alone(
+    pool: Pool, model: ProfileCostModel
+) -> None:
+    planner = _planner(pool, model, "long", "short", "long")
+    planner = pickle.loads(pickle.dumps(planner))  # as it goes to the planner process
+    lengths = LENGTHS[1:]
+    plans = [planner.plan(lengths, iteration=iteration) for iteration in range(5)]
+    assert [plan.strategy for plan in plans] == ["long", "short", "long", "long", "short"]
+    alone = CertifiedPlanner(Pool.of(pool.strategy("short")), model).plan(lengths, iteration=4)
+    assert plans[4].digest == alone.digest
+
+
+def test_a_sequence_that_the_forced_strategy_cannot_hold_is_named(
+    pool: Pool, model: ProfileCostModel
+) -> None:
+    planner = _planner(pool, model, "long", "short")
+    assert planner.plan(LENGTHS, iteration=2).strategy == "long"
+    with pytest.raises(PlanError) as caught:
+        planner.plan(LENGTHS, iteration=3)
+    for words in ("iteration 4", "'short'", "at most 50 tokens", "sequence 0", "has 60", "; "):
+        assert words in str(caught.value)
+
+
+def test_a_strategy_has_to_be_in_the_pool(pool: Pool, model: ProfileCostModel) -> None:
+    with pytest.raises(StrategyError, match="'wide'"):
+        _planner(pool, model, "long", "wide")
+
+
+def test_a_plan_that_fell_back_is_told_by_its_status(
+    pool: Pool, model: ProfileCostModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = CertifiedPlanner(pool, model)
+    good = plan_status(planner.plan(LENGTHS))
+    assert not is_marked(good)
+    late = CertifiedPlanner(pool, model, time_limit_s=1e-9).plan(LENGTHS)
+    assert plan_status(late) == "time limit"
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(planners, "_search_all", fail)
+    assert plan_status(planner.plan(LENGTHS)) == "greedy: RuntimeError"
+
+
+def test_the_worse_status_counts(pool: Pool, model: ProfileCostModel) -> None:
+    plan = CertifiedPlanner(pool, model).plan(LENGTHS)
+
+    def report(status: str) -> StageReport:
+        return StageReport.of(objective_s=1.0, bound_s=1.0, seconds=0.0, status=status)
+
+    ranked = ["certified", "search ended", "time limit", "solver error", "greedy: KeyError"]
+    for index, worse in enumerate(ranked):
+        for better in ranked[: index + 1]:
+            for stages in ((worse, better), (better, worse)):
+                dispatch, packing = map(report, stages)
+                assert plan_status(replace(plan, dispatch=dispatch, packing=packing)) == worse
+        assert is_marked(worse) == (index >= 2)
+    assert not is_marked(plan_status(replace(plan, dispatch=None, packing=None)))
