@@ -235,14 +235,16 @@ class ReplicaPacker:
             return work_ms + fewest * c_ms
         best_ms = np.full(work_ms.shape, np.inf)
         num, last = max(1, int(fewest.min())), int(fewest.max())
+        # The first line is the total work itself.
+        long_lines = [(by, by_long * (longest_ms + c_ms)) for by, by_long in self._long_lines[1:]]
         while True:
             total_ms = work_ms + num * c_ms
-            long_ms = longest_ms + c_ms
             time_ms = total_ms.copy()
-            for by_total, by_long in self._long_lines:
-                np.maximum(time_ms, by_total * total_ms + by_long * long_ms, out=time_ms)
+            for by_total, long_ms in long_lines:
+                np.maximum(time_ms, by_total * total_ms + long_ms, out=time_ms)
             for shape in self._shapes(num):
-                np.maximum(time_ms, shape.bound_ms(total_ms, self._largest_ms), out=time_ms)
+                if shape.slope > 1.0:
+                    np.maximum(time_ms, shape.bound_ms(total_ms, self._largest_ms), out=time_ms)
             is_better = (time_ms < best_ms) & (num >= fewest)
             best_ms = np.where(is_better, time_ms, best_ms)
             if num >= last and (num > MAX_SHAPED_MICRO_BATCHES or not is_better.any()):
