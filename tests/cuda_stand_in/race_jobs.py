@@ -150,7 +150,7 @@ CANNOT_RACE = {
     "checkpoint/reader.py: reader.read_data(LoadPlan([item]), planner).wait()": "reads a file",
     "checkpoint/hugging_face/stored.py: self._reader.read_data(LoadPlan(items), "
     "_IntoTensor(destination)).wait()": "reads a file",
-    "planner/process.py: self._process.wait()": "a process",
+    "planner/ahead.py: self._process.wait()": "a process",
 }
 """Other places that wait, or that copy without waiting, and why none is needed or can be missed."""
 
