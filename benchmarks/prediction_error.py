@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.hydraulis.observability.metrics_writer import read_metrics
-from megatron.hydraulis.observability.records import IterationRecord
+from megatron.hydraulis.observability.records import IterationRecord, read_metrics
 
 SEQ_LENGTH = 1024
 VOCAB_SIZE = 1024

@@ -22,7 +22,7 @@ from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.loop.devices import constants_of_this_rank
 from megatron.hydraulis.loop.planning import Planning
-from megatron.hydraulis.observability.metrics_writer import read_metrics
+from megatron.hydraulis.observability.records import read_metrics
 from megatron.hydraulis.profiler.measurements import measurements_path
 from megatron.hydraulis.scheme import Scheme
 

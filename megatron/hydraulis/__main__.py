@@ -84,7 +84,7 @@ COMMANDS = (
     Command(
         "trace",
         "merge a trace, tell how much each rank worked and waited, and draw an iteration",
-        "megatron.hydraulis.observability.trace_command",
+        "megatron.hydraulis.observability.trace_picture",
     ),
     Command(
         "inspect-checkpoint",
@@ -94,7 +94,7 @@ COMMANDS = (
     Command(
         "report",
         "make a page about a run: what it did, what was predicted, what to do about it",
-        "megatron.hydraulis.observability.report_command",
+        "megatron.hydraulis.observability.report_page",
     ),
     Command(
         "export-hf",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatron.hydraulis.data.long_sequences import LongSequences
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.observability.trace_window import TraceWindow
+from megatron.hydraulis.observability.trace import TraceWindow
 
 __all__ = ["HydraulisConfig", "default_run_dir", "option_of"]
 

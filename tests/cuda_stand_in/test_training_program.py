@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.observability.trace_file import read_trace
-from megatron.hydraulis.observability.trace_query import Spans
+from megatron.hydraulis.observability.trace import read_trace
+from megatron.hydraulis.observability.trace_analysis import Spans
 from megatron.hydraulis.runtime.forward_step import loss_func
 from tests.cuda_stand_in.jobs import run_job as run_on_cuda
 from tests.support import forked_job

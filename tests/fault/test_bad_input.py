@@ -22,7 +22,7 @@ from megatron.hydraulis.data.blend import Blend
 from megatron.hydraulis.data.sampler import LengthSampler
 from megatron.hydraulis.data.sources import load_corpora
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.observability.metrics_writer import MetricsWriter, read_metrics
+from megatron.hydraulis.observability.records import MetricsWriter, read_metrics
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.runtime.forward_step import loss_func
 from tests.support.forked_job import JobOutcome, Kill, run_job

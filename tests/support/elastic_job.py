@@ -23,7 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.multiprocessing.spawn import ProcessContext
 
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.observability.metrics_writer import read_metrics
+from megatron.hydraulis.observability.records import read_metrics
 from tests.support.forked_job import Program, _free_port, _prepare_once, enter_rank
 
 SHUTDOWN_S = 2

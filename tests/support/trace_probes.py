@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.hydraulis.observability.trace_query import Spans
+from megatron.hydraulis.observability.trace_analysis import Spans
 
 
 def one_f_one_b(num_micro_batches: int, num_stages: int, stage: int) -> list[tuple[str, int]]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.observability.metrics_writer import read_metrics
-from megatron.hydraulis.observability.records import IterationRecord
+from megatron.hydraulis.observability.records import IterationRecord, read_metrics
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.runtime.engine import Engine
 from tests.support.forked_job import JobOutcome

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.prediction_error import figures
-from tests.unit.observability.records_for_tests import make_record
+from tests.unit.observability.run_folders import make_record
 
 
 def test_errors_are_medians_over_iterations() -> None:

@@ -1,4 +1,4 @@
-"""``--trace`` and ``--trace-iterations``, and the folder that held an earlier trace."""
+"""``--trace`` and ``--trace-iterations``."""
 
 from pathlib import Path
 
@@ -6,8 +6,7 @@ import pytest
 
 from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.observability.earlier_run import set_aside_earlier_trace
-from megatron.hydraulis.observability.trace_window import TraceWindow
+from megatron.hydraulis.observability.trace import TraceWindow
 
 
 def test_flags_of_a_trace() -> None:
@@ -22,17 +21,3 @@ def test_flags_that_contradict_each_other() -> None:
         HydraulisConfig(trace_iterations="3..9")
     with pytest.raises(ConfigurationError, match=r"give for example 1\.\.20"):
         HydraulisConfig(trace=Path("t"), trace_iterations="9..3")
-
-
-def test_an_earlier_trace_is_set_aside(tmp_path: Path) -> None:
-    assert set_aside_earlier_trace(tmp_path) is None
-    names = ["trace.json", "trace_rank_0000.json", "trace_rank_0007.json"]
-    for name in [*names, "notes.txt"]:
-        (tmp_path / name).write_text(name)
-    for number in (1, 2):
-        aside = set_aside_earlier_trace(tmp_path)
-        assert aside == tmp_path / f"earlier.{number}"
-        assert sorted(path.name for path in aside.iterdir()) == names
-        assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["notes.txt"]
-        for name in names:
-            (tmp_path / name).write_text(name)

@@ -58,7 +58,7 @@ from megatron.hydraulis.observability.earlier_run import (
     set_aside_earlier_run,
     set_aside_earlier_trace,
 )
-from megatron.hydraulis.observability.metrics_writer import MetricsWriter
+from megatron.hydraulis.observability.records import MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, surroundings_here
 from megatron.hydraulis.runtime.engine import Engine
@@ -384,7 +384,7 @@ class _Job:
             if metrics is not None:
                 metrics.close()
                 if ends_properly:
-                    run_folder.close_run(run_dir, self._planning.pool.strategies)
+                    run_folder.close_run(run_dir)
             if trace is not None:
                 trace.close(merges=ends_properly)
             if refit is not None and ends_properly:

@@ -14,9 +14,9 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.planning import Planning
 from megatron.hydraulis.observability.console import closing_table
-from megatron.hydraulis.observability.metrics_writer import read_metrics
-from megatron.hydraulis.observability.summary import write_summary
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.observability.records import METRICS_FILE_NAME
+from megatron.hydraulis.observability.report_data import read_run
+from megatron.hydraulis.observability.report_figures import write_summary
 
 __all__ = ["close_run", "make_folders", "write_configuration"]
 
@@ -78,15 +78,12 @@ def write_configuration(
         raise _cannot_write("--run-dir", run_dir, error.strerror or str(error)) from error
 
 
-def close_run(run_dir: Path, strategies: Sequence[Strategy]) -> None:
-    """Picture and closing table, as far as there is something to show."""
-    records = read_metrics(run_dir)
-    if records:
-        labels = None
-        if len(strategies) == 1:
-            labels = [str(replica.scheme) for replica in strategies[0].replicas]
-        write_summary(run_dir, replica_labels=labels)
-        print(closing_table(records, run_dir), flush=True)
+def close_run(run_dir: Path) -> None:
+    """Writes the summary and prints the closing table, if an iteration was trained."""
+    if (run_dir / METRICS_FILE_NAME).stat().st_size:
+        run = read_run(run_dir, only_last_start=True)
+        write_summary(run)
+        print(closing_table(run), flush=True)
 
 
 def _cannot_write(option: str, folder: object, reason: str) -> ConfigurationError:

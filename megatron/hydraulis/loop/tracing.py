@@ -13,19 +13,17 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.observability.trace_clock import (
+from megatron.hydraulis.observability.trace import (
     BarrierStamps,
     ClockOffset,
-    clock_offsets,
-)
-from megatron.hydraulis.observability.trace_events import Span
-from megatron.hydraulis.observability.trace_file import (
+    Span,
+    TraceWindow,
     TraceWriter,
+    clock_offsets,
     merge_trace,
     rank_file,
     rank_files,
 )
-from megatron.hydraulis.observability.trace_window import TraceWindow
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planned_spans import planned_spans
 from megatron.hydraulis.runtime.cuda_clock import CudaClock

@@ -26,8 +26,7 @@ from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
 from megatron.hydraulis.loop.refitting import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
-from megatron.hydraulis.observability.metrics_writer import MetricsWriter
-from megatron.hydraulis.observability.records import IterationRecord
+from megatron.hydraulis.observability.records import IterationRecord, MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.planner.plan import IterationPlan, is_marked, plan_status
 from megatron.hydraulis.runtime.outcome import StepOutcome

@@ -1,4 +1,4 @@
-"""What an earlier run left in a run folder goes out of a new run's way."""
+"""Moves what an earlier run left in a folder out of a new run's way."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.observability.metrics_writer import METRICS_FILE_NAME
-from megatron.hydraulis.observability.report_run import (
+from megatron.hydraulis.observability.records import METRICS_FILE_NAME
+from megatron.hydraulis.observability.report_data import (
     CONFIG_FILE_NAME,
     REPORT_FILE_NAME,
     REPORT_PICTURES_FOLDER_NAME,
+    SUMMARY_FILE_NAME,
 )
-from megatron.hydraulis.observability.summary import SUMMARY_FILE_NAME
-from megatron.hydraulis.observability.trace_file import MERGED_FILE_NAME, rank_files
+from megatron.hydraulis.observability.trace import MERGED_FILE_NAME, rank_files
 
 __all__ = ["REFITTED_PROFILE_FILE_NAME", "set_aside_earlier_run", "set_aside_earlier_trace"]
 
 REFITTED_PROFILE_FILE_NAME = "cost_profile_refitted.json"
-"""What ``--refit-cost-profile`` leaves at the end of a run."""
+"""Written by ``--refit-cost-profile`` at the end of a run."""
 
 _LEFT_BY_A_RUN = (
     METRICS_FILE_NAME,
@@ -32,10 +32,10 @@ _LEFT_BY_A_RUN = (
 
 
 def set_aside_earlier_run(run_dir: str | Path) -> Path | None:
-    """Move metrics, picture, configuration and TensorBoard events into a folder of their own.
+    """Moves metrics, pictures, configuration and TensorBoard events into a subfolder.
 
-    So a new run in the same folder starts with none; event files of two runs in one folder would be
-    drawn as one curve. Events that went elsewhere by ``--tensorboard-dir`` stay there.
+    Event files of two runs in one folder would be drawn as one curve. Events in another folder
+    (``--tensorboard-dir``) are not moved.
 
     Returns:
         ``RUN_DIR/earlier.N`` with the first free N; None if there was nothing to move.
@@ -44,12 +44,13 @@ def set_aside_earlier_run(run_dir: str | Path) -> Path | None:
         HydraulisError: something cannot be moved.
     """
     run_dir = Path(run_dir)
-    found = [path for name in _LEFT_BY_A_RUN if _holds_something(path := run_dir / name)]
+    paths = [run_dir / name for name in _LEFT_BY_A_RUN]
+    found = [path for path in paths if (any(path.iterdir()) if path.is_dir() else path.exists())]
     return _set_aside(run_dir, found, "--run-dir")
 
 
 def set_aside_earlier_trace(folder: str | Path) -> Path | None:
-    """Move the files of an earlier trace, whose ranks may have been others, into a folder.
+    """Moves the files of an earlier trace, which may have had other ranks, into a subfolder.
 
     Returns and raises as `set_aside_earlier_run` does.
     """
@@ -70,11 +71,7 @@ def _set_aside(folder: Path, found: Sequence[Path], option: str) -> Path | None:
             path.rename(aside / path.name)
     except OSError as error:
         raise HydraulisError(
-            f"what an earlier run left in {folder} must be set aside, in {aside}: "
-            f"{error.strerror}; choose another {option}"
+            f"files of an earlier run in {folder} must be moved to {aside}: {error.strerror}; "
+            f"choose another {option}"
         ) from error
     return aside
-
-
-def _holds_something(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else path.exists()

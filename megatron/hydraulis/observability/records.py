@@ -1,31 +1,61 @@
-"""The record of one training iteration: what was measured and what the plan predicted."""
+"""The record of one training iteration, and ``metrics.jsonl``, which has one record per line."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, Self
 
 from megatron.hydraulis.errors import HydraulisError
 
-# How far below 1 an imbalance may lie by the rounding of sums of replica times.
-IMBALANCE_ROUNDING = 1e-6
+__all__ = ["METRICS_FILE_NAME", "IterationRecord", "MetricsWriter", "read_metrics"]
+
+METRICS_FILE_NAME = "metrics.jsonl"
+
+# How far below 1 an imbalance may lie because sums of replica times are rounded.
+_IMBALANCE_ROUNDING = 1e-6
+
+_LOWEST: dict[str, float] = {
+    "iteration": 1,
+    "num_sequences": 0,
+    "num_tokens": 0,
+    "consumed_samples": 0,
+    "num_marked_plans": 0,
+    "iteration_time_s": 0,
+    "predicted_time_s": 0,
+    "plan_time_s": 0,
+    "plan_wait_s": 0,
+    "plan_fetch_s": 0,
+    "learning_rate": 0,
+    "imbalance": 1 - _IMBALANCE_ROUNDING,
+}
+"""Smallest value of each number that is always known; all of them are finite."""
+_OPTIONAL = (
+    "regroup_bytes",
+    "gather_wait_s",
+    "scatter_wait_s",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationRecord:
-    """One iteration, as it is logged, written to ``metrics.jsonl`` and summed up at the end.
+    """One iteration: what was measured and what the plan predicted.
 
-    Raises `HydraulisError` when a field contradicts its rule.
+    Raises `HydraulisError` if a value breaks its rule.
     """
 
     iteration: int
     """Number of the iteration; the first one is 1."""
     lm_loss: float | None
     """Mean loss per trained token of the global batch; None if no token was trained.
-    A non-finite loss is held as it is and written as ``null``."""
+    A non-finite loss is kept here and written as ``null``."""
     grad_norm: float | None
     """Global norm of the gradients before clipping; None if the update was skipped."""
     learning_rate: float
@@ -34,141 +64,104 @@ class IterationRecord:
     num_tokens: int
     """Trained tokens of the global batch, without padding."""
     strategy: str
-    """The strategy in the design's notation, or its name in the pool."""
+    """Name of the strategy in the pool, or its notation."""
     iteration_time_s: float
-    """Measured wall time of the iteration."""
+    """Measured wall time."""
     predicted_time_s: float
-    """Time that the plan expects: its makespan."""
+    """Time that the plan predicts: its makespan."""
     padding_fraction: float
     """Padding tokens / (trained + padding tokens) over all micro-batches, from 0 to 1."""
     imbalance: float
     """Makespan / rank-weighted mean of the replica times; 1 is perfect."""
     consumed_samples: int
-    """Sequences consumed since training began, this iteration included."""
+    """Sequences consumed since training began, including this iteration."""
     plan_time_s: float
     """Time spent on planning this iteration."""
     plan_wait_s: float
-    """Time that training stood still because the planner had no plan yet; 0 where planning runs
-    ahead of training."""
+    """Time that training waited for the plan; 0 if planning runs ahead of training."""
     plan_fetch_s: float
-    """Time that the rank which logs took to read the plan in the job's store."""
+    """Time that the logging rank took to read the plan from the job's store."""
     replica_times_s: tuple[float, ...]
     """Predicted time of each replica, in the order of the strategy's replicas."""
     plan_status: str
     """How planning ended: the worse of the statuses of dispatch and packing."""
     plan_gap: float | None
-    """What of the makespan a better plan with the same strategy could save at most, from 0 to 1;
-    None for a plan without a bound."""
+    """Largest share of the makespan that a better plan with the same strategy could save, from 0
+    to 1; None for a plan without a bound."""
     num_marked_plans: int
-    """Plans of this process so far, this one included, that a time limit, a failing solver or a
-    failing search cut short."""
+    """Number of plans of this process so far, including this one, that a time limit or a failing
+    solver or search cut short."""
     regroup_bytes: int | None = None
-    """What the rank that logs receives from others and sends to them in the iteration's gather and
-    scatter; None in files of a version that did not count them."""
+    """Bytes that the logging rank receives from and sends to others in gather and scatter; None in
+    files of versions that did not count them."""
     gather_wait_s: float | None = None
-    """Time that the compute of the rank that logs stood still for parameters; None as above."""
+    """Time that compute on the logging rank waited for parameters; None as above."""
     scatter_wait_s: float | None = None
-    """Time that it stood still for gradients; None as above."""
+    """Time that it waited for gradients; None as above."""
     peak_allocated_bytes: int | None = None
-    """Most device memory that tensors of the rank which logs took in the iteration; None without
-    CUDA, and as above."""
+    """Peak device memory of tensors on the logging rank; None without CUDA, and as above."""
     peak_reserved_bytes: int | None = None
-    """Most that its allocator held; None as above."""
+    """Peak device memory held by its allocator; None as above."""
 
     def __post_init__(self) -> None:
-        self._require(self.iteration >= 1, "iterations count from 1", iteration=self.iteration)
-        for name in ("num_sequences", "num_tokens", "consumed_samples", "num_marked_plans"):
-            self._require(getattr(self, name) >= 0, f"{name} is a count", **{name: self._get(name)})
-        for name in (
-            "iteration_time_s",
-            "predicted_time_s",
-            "plan_time_s",
-            "plan_wait_s",
-            "plan_fetch_s",
-            "learning_rate",
-        ):
-            value = getattr(self, name)
+        for name, lowest in _LOWEST.items():
             self._require(
-                math.isfinite(value) and value >= 0.0,
-                f"{name} is finite and not negative",
-                **{name: value},
+                lowest <= getattr(self, name) < math.inf, name, f"is finite and at least {lowest}"
             )
-        for name in (
-            "regroup_bytes",
-            "gather_wait_s",
-            "scatter_wait_s",
-            "peak_allocated_bytes",
-            "peak_reserved_bytes",
-        ):
+        for name in _OPTIONAL:
             value = getattr(self, name)
-            self._require(
-                value is None or (math.isfinite(value) and value >= 0),
-                f"{name} is finite and not negative",
-                **{name: value},
-            )
+            self._require(value is None or 0 <= value < math.inf, name, "is finite and at least 0")
+        self._require(0 <= self.padding_fraction <= 1, "padding_fraction", "is between 0 and 1")
         self._require(
-            0.0 <= self.padding_fraction <= 1.0,
-            "padding_fraction lies between 0 and 1",
-            padding_fraction=self.padding_fraction,
+            self.plan_gap is None or 0 <= self.plan_gap <= 1, "plan_gap", "is between 0 and 1"
         )
         self._require(
-            math.isfinite(self.imbalance) and self.imbalance >= 1.0 - IMBALANCE_ROUNDING,
-            "imbalance is makespan over mean and at least 1",
-            imbalance=self.imbalance,
+            all(0 <= time_s < math.inf for time_s in self.replica_times_s),
+            "replica_times_s",
+            "are finite and at least 0",
         )
-        self._require(bool(self.strategy), "strategy is not empty", strategy=self.strategy)
-        self._require(
-            all(math.isfinite(time_s) and time_s >= 0.0 for time_s in self.replica_times_s),
-            "replica_times_s are finite and not negative",
-            replica_times_s=self.replica_times_s,
-        )
+        self._require(bool(self.strategy), "strategy", "is not empty")
+        self._require(bool(self.plan_status), "plan_status", "is not empty")
 
-        self._require(
-            self.plan_gap is None or 0.0 <= self.plan_gap <= 1.0,
-            "plan_gap lies between 0 and 1",
-            plan_gap=self.plan_gap,
-        )
-        self._require(
-            bool(self.plan_status), "plan_status is not empty", plan_status=self.plan_status
-        )
-
-    def _get(self, name: str) -> Any:
-        return getattr(self, name)
-
-    def _require(self, holds: bool, rule: str, **numbers: Any) -> None:
+    def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
-            found = ", ".join(f"{name} = {value!r}" for name, value in numbers.items())
             raise HydraulisError(
-                f"iteration record: {rule}, but iteration {self.iteration} has {found}; "
-                "correct what fills the record"
+                f"iteration record: {name} {rule}, but iteration {self.iteration} has "
+                f"{name} = {getattr(self, name)!r}; correct the code that fills the record"
             )
 
     @property
     def idle_fraction(self) -> tuple[float, ...]:
-        """Share of the predicted makespan that each replica is done before: 1 - time / makespan."""
+        """Share of the predicted makespan after each replica's end: 1 - time / makespan."""
         makespan_s = max(self.replica_times_s, default=0.0)
         if makespan_s == 0.0:
             return (0.0,) * len(self.replica_times_s)
         return tuple(1.0 - time_s / makespan_s for time_s in self.replica_times_s)
 
     @property
+    def idle_share(self) -> float:
+        """Predicted share of the makespan that ranks of replicas wait for the slowest replica,
+        from 0 to 1: 1 - 1 / imbalance."""
+        return max(0.0, 1.0 - 1.0 / self.imbalance)
+
+    @property
     def prediction_error(self) -> float | None:
-        """|measured / predicted time of the iteration - 1|; None where nothing was predicted."""
+        """|measured / predicted time of the iteration - 1|; None if the prediction is 0."""
         if self.predicted_time_s == 0.0:
             return None
         return abs(self.iteration_time_s / self.predicted_time_s - 1.0)
 
     @property
     def num_padding(self) -> float:
-        """Padding tokens, worked out from `padding_fraction`; 0 where nothing was trained."""
+        """Padding tokens, derived from `padding_fraction`; 0 if nothing was trained."""
         if self.padding_fraction >= 1.0:
             return 0.0
         return self.num_tokens * self.padding_fraction / (1.0 - self.padding_fraction)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as JSON values, `idle_fraction` and `prediction_error` among them.
+        """The record as JSON values, with `idle_fraction` and `prediction_error`.
 
-        What is not finite becomes None, for JSON has no NaN.
+        Non-finite values become None, because JSON has no NaN.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("lm_loss", "grad_norm"):
@@ -181,9 +174,9 @@ class IterationRecord:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> IterationRecord:
-        """The record that `to_json` wrote; keys that this version does not know are passed over.
+        """The record that `to_json` wrote; unknown keys are ignored.
 
-        Raises `HydraulisError` if a key that has no default is missing or a value breaks its rule.
+        Raises `HydraulisError` if a key without a default is missing or a value breaks its rule.
         """
         fields = dataclasses.fields(cls)
         required = [field.name for field in fields if field.default is dataclasses.MISSING]
@@ -196,3 +189,87 @@ class IterationRecord:
         known = {field.name: values[field.name] for field in fields if field.name in values}
         known["replica_times_s"] = tuple(known["replica_times_s"])
         return cls(**known)
+
+
+class MetricsWriter:
+    """Appends records to ``<run_dir>/metrics.jsonl``; creates the folder if needed.
+
+    Writes are unbuffered: a line is in the file when `write` returns, and after a failed write
+    nothing is left that could fail again at close. An unfinished last line of a killed run is
+    removed when the file is opened.
+
+    Raises `HydraulisError` if the file cannot be opened or written, e.g. because the disk is full.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir) / METRICS_FILE_NAME
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_unfinished_line(self.path)
+            self._file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise HydraulisError(
+                f"metrics need a writable file: {self.path}: {error.strerror}; "
+                "choose another --run-dir"
+            ) from error
+
+    def write(self, record: IterationRecord) -> None:
+        """Appends a complete line or nothing."""
+        line = json.dumps(record.to_json(), allow_nan=False).encode() + b"\n"
+        num_written = 0
+        try:
+            while num_written < len(line):
+                num_written += self._file.write(line[num_written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._file.seek(0, 2) - num_written)
+            raise HydraulisError(
+                f"metrics of iteration {record.iteration} need {len(line)} bytes in {self.path}: "
+                f"{error.strerror}; free space there or resume with another --run-dir"
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: str | Path) -> list[IterationRecord]:
+    """Records of ``<run_dir>/metrics.jsonl`` by iteration; of several, the last record counts.
+
+    An unfinished last line, as a killed run leaves it, is ignored.
+    Raises `HydraulisError` if there is no such file, or a complete line is not a record.
+    """
+    path = Path(run_dir) / METRICS_FILE_NAME
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise HydraulisError(
+            f"a run folder holds {METRICS_FILE_NAME}: {path}: {error.strerror}; "
+            "give the folder of a run that finished an iteration"
+        ) from error
+    complete_lines = content.split(b"\n")[:-1]
+    records: dict[int, IterationRecord] = {}
+    for number, line in enumerate(complete_lines, start=1):
+        try:
+            record = IterationRecord.from_json(json.loads(line))
+        except (ValueError, TypeError, HydraulisError) as error:
+            raise HydraulisError(
+                f"every line of {path} is one iteration record, but line {number} of "
+                f"{len(complete_lines)} is not ({error}); remove that line"
+            ) from error
+        records[record.iteration] = record
+    return [records[iteration] for iteration in sorted(records)]
+
+
+def _remove_unfinished_line(path: Path) -> None:
+    if not path.is_file():
+        return
+    with open(path, "r+b") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)

@@ -1,55 +1,99 @@
-"""The figures of a report, a function each."""
+"""Figures of a run: those of the report, a function each, and ``summary.png``."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
+import re
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron.hydraulis.observability.report_numbers import Numbers, Prediction, idle_share
-from megatron.hydraulis.observability.report_run import Run
-from megatron.hydraulis.observability.report_svg import (
-    GRID,
-    IDLE,
-    INK,
-    MUTED,
-    SERIES,
-    SETTINGS,
+from megatron.hydraulis.observability.console import factor_text, share_text
+from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture
+from megatron.hydraulis.observability.report_data import (
+    SUMMARY_FILE_NAME,
+    Prediction,
+    Run,
+    busy_fraction,
 )
-from megatron.hydraulis.observability.report_text import factor, percent
-from megatron.hydraulis.observability.summary import running_median
 
-__all__ = ["ReportFigure", "figures_of"]
+__all__ = ["ReportFigure", "figures_of", "summary_of", "write_summary"]
 
-WIDTH_INCHES, HEIGHT_INCHES = 4.6, 2.6
-TALL_INCHES = 3.6
+INK = "#24292f"
+MUTED = "#8b949e"
+GRID = "#d8dee4"
+IDLE = "#e4e8ec"
+SERIES = CATEGORY_COLORS
 MEASURED, PREDICTED = SERIES[0], SERIES[1]
 
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", IDLE: "idle"} | {
+    color: f"series-{number}" for number, color in enumerate(SERIES)
+}
+"""The page's custom property for each colour of the figures."""
+
+FONT_SIZE = 8.5
+"""Points, in a figure about 330 points wide: legible if that is shown on 390 pixels."""
+PNG_DOTS_PER_INCH = 200
+WIDTH_INCHES, HEIGHT_INCHES = 4.6, 2.6
+TALL_INCHES = 3.6
+SUMMARY_SIZE_INCHES = (8.0, 9.0)
+
 MAX_DOTS = 2000
-"""More are drawn as one image: elements of their own would make the page slow."""
+"""More dots are drawn as one image: separate elements would make the page slow."""
 MAX_ITERATIONS_WITH_MARKERS = 60
-MIN_ITERATIONS_TO_SMOOTH = 30
+MIN_ITERATIONS_TO_SMOOTH = 20
 HALF_WINDOWS_PER_RUN = 20
 MAX_HALF_WINDOW = 10
 MAX_RANK_BARS = 64
+MAX_REPLICA_LINES = 6
+"""More replicas are rows of a map in the summary."""
+MIN_BAR_SLOTS = 3
+"""Slots of an axis of bars, so that a single bar is not as wide as the picture."""
 INCHES_PER_ROW = 0.18
 MAX_HEIGHT_INCHES = 9.0
 MAX_LABEL_CHARS = 24
+MAX_BAR_LABEL_CHARS = 15
+MAX_TITLE_CHARS = 60
 OTHERS = "others"
 _MS_PER_S = 1e3
 _BYTES_PER_MB = 1e6
 
 
+def _settings(font_size: float) -> dict[Any, Any]:
+    """matplotlib's settings while a figure is made and drawn."""
+    sizes = ("font", "axes.title", "axes.label", "xtick.label", "ytick.label", "legend.font")
+    return {
+        **{f"{name}{'.size' if name == 'font' else 'size'}": font_size for name in sizes},
+        "font.family": "sans-serif",
+        "text.color": INK,
+        "axes.edgecolor": MUTED,
+        "axes.labelcolor": INK,
+        "xtick.color": MUTED,
+        "xtick.labelcolor": INK,
+        "ytick.color": MUTED,
+        "ytick.labelcolor": INK,
+        "svg.fonttype": "none",
+    }
+
+
+SETTINGS = _settings(FONT_SIZE)
+SUMMARY_SETTINGS = _settings(10.0) | {"legend.fontsize": 8.0}
+
+
 @dataclass(frozen=True, eq=False)
 class ReportFigure:
-    """A figure with what is said about it."""
+    """A figure with its title and caption."""
 
     name: str
     title: str
@@ -57,36 +101,70 @@ class ReportFigure:
     """What is drawn and how it is measured, a sentence or two."""
     figure: Figure
 
+    def svg(self) -> str:
+        """An ``<svg>`` element for a page, whose colours follow the page, light or dark.
 
-def figures_of(run: Run, numbers: Numbers) -> Iterator[ReportFigure]:
-    """Those that the run has data for."""
+        It needs no file and no font, and its identifiers begin with the figure's name.
+        """
+        text = io.StringIO()
+        FigureCanvasSVG(self.figure)
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": self.name}):
+            self.figure.savefig(text, format="svg", transparent=True, metadata=metadata)
+        svg = text.getvalue()
+        svg = svg[svg.index("<svg") :]
+        svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+        svg = re.sub(r'\bid="([^"]+)"', rf'id="{self.name}-\1"', svg)
+        svg = re.sub(r'(href="#|url\(#)', rf"\1{self.name}-", svg)
+        # The page's font, whatever fonts the reader's machine has.
+        svg = re.sub(r"font-family: [^;\"]*", "font-family: var(--font)", svg)
+        for color, variable in VARIABLES.items():
+            svg = re.sub(color, f"var(--{variable})", svg, flags=re.IGNORECASE)
+        opening = re.compile(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>')
+        element = rf'<svg viewBox="\1" role="img" aria-label="{self.title}">'
+        return opening.sub(element, svg, count=1).strip()
+
+    def write_png(self, folder: Path) -> None:
+        """The figure on white. Raises HydraulisError if the file cannot be written."""
+        with matplotlib.rc_context(SETTINGS):
+            save_picture(
+                self.figure,
+                folder / f"{self.name}.png",
+                fix="free space there or give another --output-dir",
+                dpi=PNG_DOTS_PER_INCH,
+                facecolor="white",
+            )
+
+
+def figures_of(run: Run) -> list[ReportFigure]:
+    """The report's figures that the run has data for."""
+    makers = (
+        _loss,
+        _throughput,
+        _times,
+        _prediction,
+        _strategies,
+        _replicas,
+        _idle,
+        _ranks,
+        _padding,
+        _planning,
+        _regrouping,
+    )
     with matplotlib.rc_context(SETTINGS):
-        found = [
-            _loss(run),
-            _throughput(run),
-            _times(run),
-            _prediction(run, numbers),
-            _strategies(run),
-            _replicas(run, numbers),
-            _idle(run),
-            _ranks(numbers),
-            _padding(run),
-            _planning(run),
-            _regrouping(run),
-        ]
+        found = [figure for make in makers if (figure := make(run)) is not None]
         for one in found:
-            if one is not None:
-                # The layout is made for the ticks of the draw before: without one, labels that
-                # become longer are cut off.
-                one.figure.draw_without_rendering()
-    return (figure for figure in found if figure is not None)
+            # The layout uses the ticks of the previous draw: without it, labels that become longer
+            # are cut off.
+            one.figure.draw_without_rendering()
+    return found
 
 
 def _loss(run: Run) -> ReportFigure:
-    losses = [math.nan if record.lm_loss is None else record.lm_loss for record in run.records]
     figure, axes = _figure()
     caption = "Mean loss per trained token of each global batch."
-    caption += _line_with_median(axes, run, losses, MEASURED)
+    caption += _line_with_median(axes, run, _losses(run), MEASURED)
     axes.set_ylabel("lm loss per token")
     _iteration_axis(axes, run)
     return ReportFigure("loss", "Loss", caption, figure)
@@ -98,7 +176,7 @@ def _throughput(run: Run) -> ReportFigure:
         for record in run.records
     ]
     figure, axes = _figure()
-    caption = "Trained tokens of an iteration over its measured time; padding does not count."
+    caption = "Trained tokens of an iteration / its measured time; padding does not count."
     caption += _line_with_median(axes, run, rates, MEASURED)
     axes.set_ylabel("tokens/s")
     axes.set_ylim(bottom=0.0)
@@ -111,20 +189,17 @@ def _times(run: Run) -> ReportFigure:
     measured = [record.iteration_time_s for record in run.records]
     predicted = [record.predicted_time_s for record in run.records]
     unit, scale = _unit([*measured, *predicted])
-    for values, color, label in (
-        (measured, MEASURED, "measured"),
-        (predicted, PREDICTED, "predicted"),
-    ):
-        _line(axes, run, [value * scale for value in values], color, label=label)
+    _line(axes, run, [value * scale for value in measured], MEASURED, label="measured")
+    _line(axes, run, [value * scale for value in predicted], PREDICTED, label="predicted")
     axes.set_ylabel(f"time, {unit}")
     _legend_above(axes, num_columns=2)
     _iteration_axis(axes, run)
-    caption = "What the plan expected of an iteration, and what it took."
+    caption = "Time that the plan predicted for an iteration, and its measured time."
     return ReportFigure("times", "Time of an iteration", caption, figure)
 
 
-def _prediction(run: Run, numbers: Numbers) -> ReportFigure | None:
-    prediction = numbers.iterations
+def _prediction(run: Run) -> ReportFigure | None:
+    prediction = run.numbers.iterations
     if prediction is None:
         return None
     figure, axes = _figure()
@@ -135,68 +210,63 @@ def _prediction(run: Run, numbers: Numbers) -> ReportFigure | None:
     return ReportFigure(
         "prediction",
         "Predicted against measured: iterations",
-        f"A dot an iteration, without the first of a process. {_said(prediction)}",
+        f"A dot per iteration, without the first of a process. {_error_text(prediction)}",
         figure,
     )
 
 
 def _strategies(run: Run) -> ReportFigure | None:
-    counts = Counter(record.strategy for record in run.records)
-    if len(counts) == 1:
+    rows = run.numbers.strategies
+    if sum(row.num_iterations > 0 for row in rows) == 1:
         return None
     colors = _colors_of_strategies(run)
-    names = [name for name, _ in counts.most_common()]
-    names += [shape.name for shape in run.strategies if shape.name not in counts]
-    figure, axes = _figure(min(HEIGHT_INCHES * 0.45 + INCHES_PER_ROW * len(names), TALL_INCHES * 2))
-    for row, name in enumerate(names):
-        iterations = [record.iteration for record in run.records if record.strategy == name]
+    figure, axes = _figure(min(HEIGHT_INCHES * 0.45 + INCHES_PER_ROW * len(rows), TALL_INCHES * 2))
+    for place, row in enumerate(rows):
+        iterations = [record.iteration for record in run.records if record.strategy == row.name]
         axes.plot(
             iterations,
-            [row] * len(iterations),
-            color=colors.get(name, MUTED),
+            [place] * len(iterations),
+            color=colors.get(row.name, MUTED),
             linestyle="",
             marker="|" if len(run.records) > MAX_ITERATIONS_WITH_MARKERS else "s",
             markersize=6,
             rasterized=len(iterations) > MAX_DOTS,
         )
-    labels = [f"{_short(name)} ({counts[name]})" for name in names]
-    axes.set_yticks(range(len(names)), labels)
-    axes.set_ylim(len(names) - 0.4, -0.6)
+    labels = _short([row.name for row in rows])
+    ticks = [f"{label} ({row.num_iterations})" for label, row in zip(labels, rows, strict=True)]
+    axes.set_yticks(range(len(rows)), ticks)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     _iteration_axis(axes, run)
-    caption = "Which strategy each iteration ran, and in brackets how many ran it."
+    caption = "The strategy of each iteration, and in brackets the number of its iterations."
     return ReportFigure("strategies", "Strategies over time", caption, figure)
 
 
-def _replicas(run: Run, numbers: Numbers) -> ReportFigure | None:
-    prediction = numbers.replicas_traced
+def _replicas(run: Run) -> ReportFigure | None:
+    prediction, measured = run.numbers.replicas_traced, run.numbers.measured_replicas
     if prediction is None:
         return None
     figure, axes = _figure()
-    names = {one.strategy for one in numbers.measured_replicas}
-    schemes = {(row.strategy, row.replica): row.scheme for row in numbers.replicas}
-    points = []
-    for one in numbers.measured_replicas:
-        label = one.strategy
-        if len(names) == 1:
-            label = f"replica {one.replica} ({schemes[one.strategy, one.replica]})"
-        points.append((label, one.predicted_s, one.measured_s))
     colors = _colors_of_strategies(run)
-    if len(names) == 1:
-        colors = _colors(list(dict.fromkeys(label for label, _, _ in points)))
+    points = [(one.strategy, one.predicted_s, one.measured_s) for one in measured]
+    if len({one.strategy for one in measured}) == 1:
+        schemes = {(row.strategy, row.replica): row.scheme for row in run.numbers.replicas}
+        labels = [f"replica {o.replica} ({schemes[o.strategy, o.replica]})" for o in measured]
+        points = [(label, *point[1:]) for label, point in zip(labels, points, strict=True)]
+        colors = _colors(list(dict.fromkeys(labels)))
     _scatter(axes, points, prediction, colors)
-    traced = {one.iteration for one in numbers.measured_replicas}
+    num_traced = len({one.iteration for one in measured})
     return ReportFigure(
         "replicas",
         "Predicted against measured: replicas",
-        "A dot a replica of a traced iteration: from its first forward to the end of its last "
-        f"backward ({len(traced)} iterations are traced). {_said(prediction)}",
+        "A dot per replica of a traced iteration: from its first forward to the end of its last "
+        f"backward ({num_traced} iterations are traced). {_error_text(prediction)}",
         figure,
     )
 
 
 def _idle(run: Run) -> ReportFigure:
     figure, axes = _figure()
-    shares = [100.0 * idle_share(record) for record in run.records]
+    shares = [100.0 * record.idle_share for record in run.records]
     caption = (
         "By the plan: share of the makespan that the ranks of replicas wait for the slowest one."
     )
@@ -207,8 +277,8 @@ def _idle(run: Run) -> ReportFigure:
     return ReportFigure("idle", "Idle share, predicted", caption, figure)
 
 
-def _ranks(numbers: Numbers) -> ReportFigure | None:
-    ranks = numbers.ranks[:MAX_RANK_BARS]
+def _ranks(run: Run) -> ReportFigure | None:
+    ranks = run.numbers.ranks[:MAX_RANK_BARS]
     if not ranks:
         return None
     height = min(HEIGHT_INCHES * 0.5 + INCHES_PER_ROW * len(ranks), MAX_HEIGHT_INCHES)
@@ -230,13 +300,13 @@ def _ranks(numbers: Numbers) -> ReportFigure | None:
     axes.set_ylabel("rank")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, ncols=3, loc="outside upper left")
-    left_out = len(numbers.ranks) - len(ranks)
     caption = (
-        "Measured, from the trace. Busy: forward, backward, optimizer. Wait: for a neighbour of "
-        "the pipeline, for regrouping, for a plan."
+        "Measured, from the trace. Busy: forward, backward, optimizer. Wait: for a pipeline "
+        "neighbour, for regrouping, for a plan."
     )
-    if left_out:
-        caption += f" The table has the {left_out} ranks that are not drawn."
+    num_left_out = len(run.numbers.ranks) - len(ranks)
+    if num_left_out:
+        caption += f" The table has the {num_left_out} ranks that are not drawn."
     return ReportFigure("ranks", "Idle share, measured, by rank", caption, figure)
 
 
@@ -244,35 +314,28 @@ def _padding(run: Run) -> ReportFigure:
     figure, axes = _figure()
     shares = [100.0 * record.padding_fraction for record in run.records]
     _line(axes, run, shares, SERIES[3])
-    axes.set_ylabel("% of the tokens run")
+    axes.set_ylabel("% of the computed tokens")
     axes.set_ylim(0.0, max(axes.get_ylim()[1], 0.1))
     _iteration_axis(axes, run)
-    caption = "Tokens that only fill up lengths to what tp and cp divide; they are not trained."
+    caption = (
+        "Tokens that only fill up lengths to multiples that tp and cp need; they are not trained."
+    )
     return ReportFigure("padding", "Padding", caption, figure)
 
 
 def _planning(run: Run) -> ReportFigure:
     figure, (above, below) = _stacked()
-    gaps = [
-        math.nan if record.plan_gap is None else 100.0 * record.plan_gap for record in run.records
-    ]
+    gaps = [100.0 * _or_nan(record.plan_gap) for record in run.records]
     _line(above, run, gaps, SERIES[4])
     above.set_ylabel("gap, %")
     above.set_ylim(0.0, max(above.get_ylim()[1], 0.5))
-    for name, color, label in (
-        ("plan_time_s", MUTED, "making a plan"),
-        ("plan_wait_s", SERIES[4], "training waits"),
-    ):
-        values = [getattr(record, name) * _MS_PER_S for record in run.records]
-        _line(below, run, values, color, label=label)
-    below.set_ylabel("time, ms")
-    _legend_above(below, num_columns=2)
+    _two_times(below, run, plan_time_s=("planning", MUTED), plan_wait_s=("waiting", SERIES[4]))
     _iteration_axis(above, run, is_labelled=False)
     _iteration_axis(below, run)
     caption = (
-        "Above: what a better plan with the same strategy could save of the makespan at most. "
-        "Below: how long planning took, most of it beside training, and how long training stood "
-        "still for it."
+        "Above: largest share of the makespan that a better plan with the same strategy could "
+        "save. Below: time of planning, mostly in parallel with training, and how long training "
+        "waited for the plan."
     )
     return ReportFigure("planning", "Plans: gap and wait", caption, figure)
 
@@ -284,22 +347,152 @@ def _regrouping(run: Run) -> ReportFigure | None:
     megabytes = [_or_nan(record.regroup_bytes) / _BYTES_PER_MB for record in run.records]
     _line(above, run, megabytes, SERIES[5])
     above.set_ylabel("bytes, MB")
-    above.set_ylim(0.0, _top(megabytes) * 1.15 or 1.0)
-    for name, color, label in (
-        ("gather_wait_s", SERIES[5], "waits for parameters"),
-        ("scatter_wait_s", SERIES[3], "waits for gradients"),
-    ):
-        values = [_or_nan(getattr(record, name)) * _MS_PER_S for record in run.records]
-        _line(below, run, values, color, label=label)
-    below.set_ylabel("time, ms")
-    _legend_above(below, num_columns=2)
+    most = max((value for value in megabytes if math.isfinite(value)), default=0.0)
+    above.set_ylim(0.0, most * 1.15 or 1.0)
+    _two_times(
+        below,
+        run,
+        gather_wait_s=("waits for parameters", SERIES[5]),
+        scatter_wait_s=("waits for gradients", SERIES[3]),
+    )
     _iteration_axis(above, run, is_labelled=False)
     _iteration_axis(below, run)
     caption = (
-        "Of the rank that logs. Above: bytes it receives and sends to gather parameters and "
-        "scatter gradients. Below: how long its compute stood still for them, late ranks included."
+        "On the logging rank. Above: bytes that it receives and sends to gather parameters and "
+        "scatter gradients. Below: how long its compute waited for them, late ranks included."
     )
     return ReportFigure("regrouping", "Regrouping: bytes and waits", caption, figure)
+
+
+def write_summary(run: Run) -> Path:
+    """Draws ``summary.png`` in the run folder and returns its path.
+
+    Raises `HydraulisError` if the picture cannot be written.
+    """
+    path = run.folder / SUMMARY_FILE_NAME
+    with matplotlib.rc_context(SUMMARY_SETTINGS):
+        figure = summary_of(run)
+        save_picture(figure, path, fix="free space there or make the folder writable")
+    return path
+
+
+def summary_of(run: Run) -> Figure:
+    """Three panels: loss; predicted time of each replica (as a share of the makespan if there are
+    too many for lines); share of the makespans with work.
+
+    Replicas of different strategies are not comparable: a run with several strategies shows
+    makespans and shares by strategy instead.
+    """
+    used = [row.name for row in run.numbers.strategies if row.num_iterations]
+    figure = Figure(figsize=SUMMARY_SIZE_INCHES, layout="constrained")
+    loss_axes, time_axes, share_axes = figure.subplots(3, 1, height_ratios=(1.15, 1.15, 0.8))
+    loss_axes.set_title("Loss", loc="left")
+    if _line_with_median(loss_axes, run, _losses(run), MEASURED):
+        loss_axes.legend(frameon=False)
+    loss_axes.set_ylabel("lm loss per token")
+    _iteration_axis(loss_axes, run)
+    if len(used) == 1:
+        _draw_replicas(time_axes, share_axes, run)
+    else:
+        _draw_strategies(time_axes, share_axes, run)
+    _iteration_axis(time_axes, run)
+    share_axes.set_ylabel("%")
+    share_axes.spines[["top", "right"]].set_visible(False)
+    (title,) = _short(used, MAX_TITLE_CHARS) if len(used) == 1 else [f"{len(used)} strategies"]
+    num = len(run.records)
+    iterations = "1 iteration" if num == 1 else f"{num:,} iterations"
+    figure.suptitle(
+        f"{title}   ·   {iterations}   ·   {run.numbers.totals.num_tokens:,} trained tokens",
+        fontsize=11,
+    )
+    return figure
+
+
+def _draw_replicas(time_axes: Axes, share_axes: Axes, run: Run) -> None:
+    rows = run.numbers.replicas
+    labels = [f"replica {row.replica}" + (f" ({row.scheme})" if row.scheme else "") for row in rows]
+    # Replicas that an iteration does not have stay NaN.
+    times_ms = np.full((len(rows), len(run.records)), np.nan)
+    for column, record in enumerate(run.records):
+        times_ms[: len(record.replica_times_s), column] = record.replica_times_s
+    times_ms *= _MS_PER_S
+    busy = [busy_fraction(run.records, replica=row.replica) or 0.0 for row in rows]
+    share_axes.set_title("Share of the makespan with work, over the whole run", loc="left")
+    if len(rows) <= MAX_REPLICA_LINES:
+        time_axes.set_title("Work per replica: predicted time", loc="left", pad=20)
+        for color, label, values in zip(SERIES, labels, times_ms, strict=False):
+            _line(time_axes, run, list(values), color, label=label)
+        time_axes.set_ylabel("ms")
+        _legend_above(time_axes, num_columns=3)
+        _draw_bars(share_axes, labels, busy, SERIES[: len(rows)])
+        return
+    iterations = [record.iteration for record in run.records]
+    # A column reaches half an iteration to each side; gaps go half to each neighbour.
+    middles = [(one + other) / 2 for one, other in itertools.pairwise(iterations)]
+    makespans_ms = np.where(np.isnan(times_ms), 0.0, times_ms).max(axis=0)
+    time_axes.set_title(
+        "Work per replica: predicted time, % of the iteration's makespan", loc="left"
+    )
+    mesh = time_axes.pcolormesh(
+        [iterations[0] - 0.5, *middles, iterations[-1] + 0.5],
+        np.arange(len(rows) + 1) - 0.5,
+        100.0 * times_ms / np.maximum(makespans_ms, np.finfo(np.float64).tiny),
+        cmap="viridis",
+        vmin=0.0,
+        vmax=100.0,
+        rasterized=True,
+    )
+    time_axes.figure.colorbar(mesh, ax=time_axes, label="%", pad=0.01)
+    time_axes.invert_yaxis()
+    time_axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    time_axes.set_ylabel("replica")
+    edges = np.arange(len(rows) + 1) - 0.5
+    share_axes.stairs(np.full(len(rows), 100.0), edges, fill=True, color=IDLE)
+    share_axes.stairs(100.0 * np.array(busy), edges, fill=True, color=MEASURED)
+    share_axes.set_xlim(edges[0], edges[-1])
+    share_axes.set_ylim(0.0, 105.0)
+    share_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    share_axes.set_xlabel("replica")
+
+
+def _draw_strategies(time_axes: Axes, share_axes: Axes, run: Run) -> None:
+    time_axes.set_title("Predicted makespan by strategy", loc="left", pad=20)
+    labels, busy, colors = [], [], []
+    for label, color, names in _groups(_colors_of_strategies(run), MAX_BAR_LABEL_CHARS):
+        own = [record for record in run.records if record.strategy in names]
+        time_axes.plot(
+            [record.iteration for record in own],
+            [_MS_PER_S * max(record.replica_times_s, default=0.0) for record in own],
+            color=color,
+            linestyle="",
+            marker="o",
+            markersize=4,
+            label=f"{label} ({len(own)})",
+        )
+        labels.append(label)
+        colors.append(color)
+        busy.append(busy_fraction(own) or 0.0)
+    time_axes.set_ylabel("ms")
+    _legend_above(time_axes, num_columns=3)
+    share_axes.set_title(
+        "Share of the makespan with work, mean over a strategy's replicas", loc="left"
+    )
+    _draw_bars(share_axes, labels, busy, colors)
+
+
+def _draw_bars(
+    axes: Axes, labels: Sequence[str], shares: Sequence[float], colors: Sequence[str]
+) -> None:
+    """A bar per label, with its share of 100 % as a number above it."""
+    positions = range(len(labels))
+    axes.bar(positions, [100.0] * len(labels), color=IDLE)
+    axes.bar(positions, [100.0 * share for share in shares], color=colors)
+    for position, share in zip(positions, shares, strict=True):
+        axes.text(position, 102.0, f"{share:.1%}", ha="center", va="bottom")
+    axes.set_xticks(positions, labels)
+    axes.set_xlim(-0.6, max(len(labels), MIN_BAR_SLOTS) - 0.4)
+    axes.set_ylim(0.0, 118.0)
+    axes.set_yticks(range(0, 101, 20))
 
 
 def _figure(height_inches: float = HEIGHT_INCHES) -> tuple[Figure, Axes]:
@@ -311,6 +504,10 @@ def _stacked() -> tuple[Figure, Sequence[Axes]]:
     figure = Figure(figsize=(WIDTH_INCHES, TALL_INCHES), layout="constrained")
     axes: Sequence[Axes] = figure.subplots(2, 1, height_ratios=(0.8, 1.0))
     return figure, axes
+
+
+def _losses(run: Run) -> list[float]:
+    return [_or_nan(record.lm_loss) for record in run.records]
 
 
 def _line(
@@ -330,19 +527,44 @@ def _line(
 
 
 def _line_with_median(axes: Axes, run: Run, values: Sequence[float], color: str) -> str:
-    """Draws values, and over many of them their running median; returns what to say of it."""
+    """Draws values, and the running median of many; returns a sentence about it, or nothing."""
     if len(values) < MIN_ITERATIONS_TO_SMOOTH:
         _line(axes, run, values, color)
         return ""
     half = min(max(len(values) // HALF_WINDOWS_PER_RUN, 2), MAX_HALF_WINDOW)
-    _line(axes, run, values, MUTED)
+    _line(axes, run, values, MUTED, label="each iteration")
     axes.plot(
         [record.iteration for record in run.records],
         running_median(values, half),
         color=color,
         linewidth=1.8,
+        label=f"median of {2 * half + 1} iterations",
     )
-    return f" In colour the median of {2 * half + 1} iterations."
+    return f" In colour: median of {2 * half + 1} iterations."
+
+
+def running_median(values: Sequence[float], half: int) -> list[float]:
+    """Median of the finite ones of up to 2·half+1 values around each; NaN where there are none.
+
+    Windows are symmetric and shrink towards both ends: one-sided windows would flatten the steep
+    beginning of a loss curve.
+    """
+    medians = []
+    for center in range(len(values)):
+        reach = min(half, center, len(values) - 1 - center)
+        window = values[center - reach : center + reach + 1]
+        finite = [value for value in window if math.isfinite(value)]
+        medians.append(statistics.median(finite) if finite else math.nan)
+    return medians
+
+
+def _two_times(axes: Axes, run: Run, **fields: tuple[str, str]) -> None:
+    """Two fields of the records in s, drawn in ms; label and colour of each."""
+    for name, (label, color) in fields.items():
+        values = [_or_nan(getattr(record, name)) * _MS_PER_S for record in run.records]
+        _line(axes, run, values, color, label=label)
+    axes.set_ylabel("time, ms")
+    _legend_above(axes, num_columns=2)
 
 
 def _scatter(
@@ -351,28 +573,24 @@ def _scatter(
     prediction: Prediction,
     colors: Mapping[str, str],
 ) -> None:
-    """(Label, predicted s, measured s), with lines for as predicted and for the usual factor.
-
-    Colours are by label; labels that share one share the legend's last line.
-    """
+    """Points (label, predicted s, measured s), with lines for measured = predicted and for the
+    usual factor."""
     points = [point for point in points if min(point[1:]) > 0.0]
     unit, scale = _unit([value for point in points for value in point[1:]])
-    for color in dict.fromkeys(colors.values()):
-        labels = [label for label in colors if colors[label] == color]
-        own = [(x * scale, y * scale) for label, x, y in points if label in labels]
-        if not own:
-            continue
-        axes.plot(
-            [x for x, _ in own],
-            [y for _, y in own],
-            color=color,
-            linestyle="",
-            marker="o",
-            markersize=3.5,
-            alpha=0.85,
-            label=(_short(labels[0]) if len(labels) == 1 else OTHERS) if len(colors) > 1 else None,
-            rasterized=len(own) > MAX_DOTS,
-        )
+    for label, color, names in _groups(colors):
+        own = [(x * scale, y * scale) for name, x, y in points if name in names]
+        if own:
+            axes.plot(
+                [x for x, _ in own],
+                [y for _, y in own],
+                color=color,
+                linestyle="",
+                marker="o",
+                markersize=3.5,
+                alpha=0.85,
+                label=label if len(colors) > 1 else None,
+                rasterized=len(own) > MAX_DOTS,
+            )
     right = 1.08 * scale * max(x for _, x, _ in points)
     top = 1.08 * scale * max(y for _, _, y in points)
     axes.plot([0.0, right], [0.0, right], color=MUTED, linewidth=1.0, label="as predicted")
@@ -382,7 +600,7 @@ def _scatter(
         color=INK,
         linewidth=1.0,
         linestyle="--",
-        label=f"{factor(prediction.factor)} as long",
+        label=f"{factor_text(prediction.factor)} as long",
     )
     axes.set_xlim(0.0, right)
     axes.set_ylim(0.0, max(top, right if right < 2.0 * top else 0.0))
@@ -396,11 +614,11 @@ def _scatter(
     figure.legend(frameon=False, loc="outside upper left", ncols=2 if len(colors) > 1 else 3)
 
 
-def _said(prediction: Prediction) -> str:
+def _error_text(prediction: Prediction) -> str:
     return (
-        f"Median error {percent(prediction.error)}; measured is {factor(prediction.factor)} "
-        f"predicted, and with that factor taken out the error is "
-        f"{percent(prediction.error_beyond_factor)}."
+        f"Median error {share_text(prediction.error)}; measured is "
+        f"{factor_text(prediction.factor)} predicted, and after calibrating that factor the error "
+        f"is {share_text(prediction.error_beyond_factor)}."
     )
 
 
@@ -419,19 +637,20 @@ def _iteration_axis(axes: Axes, run: Run, *, is_labelled: bool = True) -> None:
 
 
 def _legend_above(axes: Axes, *, num_columns: int) -> None:
-    """A legend on top of an axis, which is made to begin at 0."""
+    """A legend on top of an axis, which then begins at 0."""
     axes.set_ylim(0.0, max(axes.get_ylim()[1], 0.0) or 1.0)
-    axes.legend(
-        frameon=False,
-        ncols=num_columns,
-        loc="lower left",
-        bbox_to_anchor=(0.0, 1.0),
-        borderaxespad=0.1,
-    )
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(
+            frameon=False,
+            ncols=num_columns,
+            loc="lower left",
+            bbox_to_anchor=(0.0, 1.0),
+            borderaxespad=0.1,
+        )
 
 
 def _colors(names: Sequence[str]) -> dict[str, str]:
-    """By name, in their order; those beyond the colours there are share one."""
+    """By name, in their order; names beyond the colours share one."""
     return {
         name: SERIES[place] if place < len(SERIES) else MUTED for place, name in enumerate(names)
     }
@@ -439,22 +658,33 @@ def _colors(names: Sequence[str]) -> dict[str, str]:
 
 def _colors_of_strategies(run: Run) -> dict[str, str]:
     """The same in every figure; the most used first."""
-    counts = Counter(record.strategy for record in run.records)
-    return _colors([name for name, _ in counts.most_common()])
+    return _colors([row.name for row in run.numbers.strategies if row.num_iterations])
+
+
+def _groups(
+    colors: Mapping[str, str], max_chars: int = MAX_LABEL_CHARS
+) -> Iterator[tuple[str, str, list[str]]]:
+    """(label, colour, names) of each colour; names that share a colour are called others."""
+    labels = dict(zip(colors, _short(list(colors), max_chars), strict=True))
+    for color in dict.fromkeys(colors.values()):
+        names = [name for name in colors if colors[name] == color]
+        yield labels[names[0]] if len(names) == 1 else OTHERS, color, names
+
+
+def _short(names: Sequence[str], max_chars: int = MAX_LABEL_CHARS) -> list[str]:
+    """Names that fit; the place of a shortened one distinguishes it from others."""
+    shown = []
+    for place, name in enumerate(names, start=1):
+        end = "…" if len(names) == 1 else f"… #{place}"
+        is_short = len(name) <= max_chars
+        shown.append(name if is_short else name[: max_chars - len(end)] + end)
+    return shown
 
 
 def _unit(values_s: Sequence[float]) -> tuple[str, float]:
-    """Unit and what seconds are multiplied by."""
+    """Unit of times, and the factor that seconds are multiplied by."""
     return ("s", 1.0) if statistics.median(values_s) >= 1.0 else ("ms", _MS_PER_S)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= MAX_LABEL_CHARS else name[: MAX_LABEL_CHARS - 1] + "…"
 
 
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else float(value)
-
-
-def _top(values: Sequence[float]) -> float:
-    return max((value for value in values if math.isfinite(value)), default=0.0)

@@ -1,53 +1,143 @@
-"""The page of a report: HTML out of numbers, figures and advice."""
+"""``python -m megatron.hydraulis report``: a page about a run, from its folder."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.observability.report_advice import Advice
-from megatron.hydraulis.observability.report_figures import ReportFigure
-from megatron.hydraulis.observability.report_numbers import Numbers
-from megatron.hydraulis.observability.report_run import Run
-from megatron.hydraulis.observability.report_style import STYLE
-from megatron.hydraulis.observability.report_svg import inline_svg
-from megatron.hydraulis.observability.report_text import (
-    count,
-    factor,
-    num_bytes,
-    percent,
-    seconds,
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.observability.advice import Advice, advice_on
+from megatron.hydraulis.observability.console import (
+    bytes_text,
+    count_text,
+    factor_text,
+    seconds_text,
+    share_text,
 )
+from megatron.hydraulis.observability.report_data import (
+    REPORT_FILE_NAME,
+    REPORT_PICTURES_FOLDER_NAME,
+    Run,
+    read_run,
+)
+from megatron.hydraulis.observability.report_figures import ReportFigure, figures_of
 
-__all__ = ["make_page"]
+__all__ = ["add_arguments", "make_page", "run"]
 
 SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""The browser itself refuses whatever the page would load."""
+"""The browser refuses anything that the page would load."""
 
 MAX_ROWS = 200
-"""Of a table; a page with more is slow, and --json has them all."""
+"""More rows of a table would make the page slow; --json has all of them."""
 MAX_RANKS_NAMED = 16
 
 
-def make_page(
-    run: Run,
-    numbers: Numbers,
-    advice: Sequence[Advice],
-    figures: Iterable[ReportFigure],
-) -> str:
-    """The whole document; it refers to nothing outside itself."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of the subcommand."""
+    parser.description = (
+        "Make a page about a run from its folder, also if the run was killed or is still going on: "
+        "loss, tokens/s, strategies, predicted against measured times in s or ms, idle share, "
+        "padding, plan gap and wait, bytes of regrouping, and what to do about them. The page "
+        "needs no network; the same pictures are written next to it as PNG."
+    )
+    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="the run's --run-dir")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="trace of the run, for measured times of single replicas; default: the one that the "
+        "run's configuration names",
+    )
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"folder for {REPORT_FILE_NAME} and {REPORT_PICTURES_FOLDER_NAME}/*.png; default: "
+        "RUN_DIR",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the numbers behind the page as JSON, times in s, shares from 0 to 1, and "
+        "write no files",
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Writes the page and prints its path, or prints the numbers; returns the exit status.
+
+    Raises HydraulisError for a folder without an iteration, or if a file cannot be written.
+    """
+    found = read_run(namespace.folder, trace=namespace.trace)
+    if namespace.json:
+        print(json.dumps(_finite(_as_json(found)), indent=1, allow_nan=False))
+        return 0
+    page = _write(namespace.output_dir or namespace.folder, found)
+    for note in found.notes:
+        print(f"note: {note}")
+    print(f"report: {page}")
+    return 0
+
+
+def _write(folder: Path, found: Run) -> Path:
+    path, pictures = folder / REPORT_FILE_NAME, folder / REPORT_PICTURES_FOLDER_NAME
+    figures = figures_of(found)
+    page = make_page(found, figures)
+    try:
+        pictures.mkdir(parents=True, exist_ok=True)
+        # An earlier report may have had figures that this one does not have.
+        for picture in pictures.glob("*.png"):
+            picture.unlink()
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise HydraulisError(
+            f"a report needs writable files: {error.filename or folder}: {error.strerror}; free "
+            "space there or give another --output-dir"
+        ) from error
+    for figure in figures:
+        figure.write_png(pictures)
+    return path
+
+
+def _as_json(found: Run) -> dict[str, Any]:
+    return {
+        "run_dir": str(found.folder),
+        "notes": list(found.notes),
+        "starts": sorted(found.starts),
+        "strategies_of_pool": [dataclasses.asdict(strategy) for strategy in found.strategies],
+        **dataclasses.asdict(found.numbers),
+        "advice": [dataclasses.asdict(one) for one in advice_on(found)],
+        "records": [record.to_json() for record in found.records],
+    }
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for values that are not finite, because JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def make_page(run: Run, figures: Iterable[ReportFigure]) -> str:
+    """The whole document, which refers to nothing outside itself."""
     title = f"Run report: {run.folder.resolve().name}"
     sections = (
-        _header(run, numbers, title),
-        _tiles(run, numbers),
+        _header(run, title),
+        _tiles(run),
         _notes(run),
-        _advice(advice),
+        _advice(advice_on(run)),
         _figures(figures),
-        _strategy_table(numbers),
-        _replica_table(numbers),
-        _rank_table(numbers),
+        _strategy_table(run),
+        _replica_table(run),
+        _rank_table(run),
         _configuration(run),
         _iteration_table(run),
     )
@@ -61,69 +151,55 @@ def make_page(
     )
 
 
-def _header(run: Run, numbers: Numbers, title: str) -> str:
-    totals = numbers.totals
-    used = [row for row in numbers.strategies if row.num_iterations]
+def _header(run: Run, title: str) -> str:
+    totals = run.numbers.totals
+    used = [row for row in run.numbers.strategies if row.num_iterations]
     what = used[0].notation if len(used) == 1 else f"{len(used)} strategies"
-    ranks = run.config.get("num_ranks")
-    parts = [what, f"{totals.num_iterations:,} iterations", f"{count(totals.num_tokens)} tokens"]
-    if ranks:
-        parts.insert(1, f"{ranks} ranks")
+    ranks = [f"{run.config['num_ranks']} ranks"] if run.config.get("num_ranks") else []
+    parts = [what, *ranks, f"{totals.num_iterations:,} iterations", f"{totals.num_tokens:,} tokens"]
     return (
         f'<header><h1>{escape(title)}</h1><p class="soft">{escape(" · ".join(parts))}</p></header>'
     )
 
 
-def _tiles(run: Run, numbers: Numbers) -> str:
-    totals, prediction = numbers.totals, numbers.iterations
-    wanted = "" if totals.num_train_iters is None else f" of {totals.num_train_iters:,}"
-    waits = (
-        "not counted in this run"
-        if totals.gather_wait_fraction is None
-        else f"waits {percent(totals.gather_wait_fraction + (totals.scatter_wait_fraction or 0.0))}"
-        " of the time"
-    )
+def _tiles(run: Run) -> str:
+    totals, prediction = run.numbers.totals, run.numbers.iterations
+    gather, scatter = totals.gather_wait_fraction, totals.scatter_wait_fraction
+    waits = "not counted in this run"
+    if gather is not None:
+        waits = f"waits {share_text(gather + (scatter or 0.0))} of the time"
     losses = "none"
     if totals.first_loss is not None and totals.last_loss is not None:
         losses = f"{totals.first_loss:.4f} → {totals.last_loss:.4f}"
+    ratio, error = "–", ""
+    if prediction is not None:
+        ratio = factor_text(prediction.factor)
+        error = (
+            f"error {share_text(prediction.error)}, after calibration "
+            f"{share_text(prediction.error_beyond_factor)}"
+        )
+    reached = f"{totals.last_iteration:,}"
+    if totals.num_train_iters is not None:
+        reached += f" of {totals.num_train_iters:,}"
+    imbalance = f"imbalance {totals.imbalance:.2f}, worst {totals.worst_imbalance:.2f}"
+    waited = f"{share_text(totals.plan_wait_fraction)} of the time"
+    time = f"{seconds_text(totals.iteration_time_s)} per iteration"
+    sequences = f"of {count_text(totals.num_sequences)} sequences"
     tiles = [
-        ("Iterations", f"{totals.last_iteration:,}{wanted}", f"from {totals.first_iteration:,} on"),
+        ("Iterations", reached, f"from {totals.first_iteration:,} on"),
         ("Loss, first → last", losses, "per trained token"),
-        (
-            "Tokens/s",
-            count(totals.tokens_per_s),
-            f"{seconds(totals.iteration_time_s)} an iteration",
-        ),
-        (
-            "Trained tokens",
-            count(totals.num_tokens),
-            f"of {count(totals.num_sequences)} sequences",
-        ),
-        (
-            "Measured / predicted",
-            "–" if prediction is None else factor(prediction.factor),
-            ""
-            if prediction is None
-            else f"error {percent(prediction.error)}, beyond the factor "
-            f"{percent(prediction.error_beyond_factor)}",
-        ),
-        (
-            "Idle share, predicted",
-            percent(totals.idle_fraction),
-            f"imbalance {totals.imbalance:.2f}, worst {totals.worst_imbalance:.2f}",
-        ),
-        ("Padding", percent(totals.padding_fraction), "of the tokens run"),
+        ("Tokens/s", count_text(totals.tokens_per_s), time),
+        ("Trained tokens", count_text(totals.num_tokens), sequences),
+        ("Measured / predicted", ratio, error),
+        ("Idle share, predicted", share_text(totals.idle_fraction), imbalance),
+        ("Padding", share_text(totals.padding_fraction), "of the computed tokens"),
         (
             "Plan gap, median",
-            percent(totals.plan_gap),
-            f"worst {percent(totals.worst_plan_gap)}",
+            share_text(totals.plan_gap),
+            f"worst {share_text(totals.worst_plan_gap)}",
         ),
-        (
-            "Plan wait",
-            seconds(totals.plan_wait_s),
-            f"{percent(totals.plan_wait_fraction)} of the time",
-        ),
-        ("Regrouping, an iteration", num_bytes(totals.regroup_bytes), waits),
+        ("Plan wait", seconds_text(totals.plan_wait_s), waited),
+        ("Regrouping per iteration", bytes_text(totals.regroup_bytes), waits),
     ]
     shown = "".join(
         f'<div class="card"><dt>{escape(name)}</dt>'
@@ -137,7 +213,7 @@ def _notes(run: Run) -> str:
     if not run.notes:
         return ""
     items = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
-    return f'<section><h2>Before you read on</h2><ul class="card notes">{items}</ul></section>'
+    return f'<section><h2>Notes</h2><ul class="card notes">{items}</ul></section>'
 
 
 def _advice(advice: Sequence[Advice]) -> str:
@@ -152,14 +228,14 @@ def _advice(advice: Sequence[Advice]) -> str:
 def _figures(figures: Iterable[ReportFigure]) -> str:
     shown = "".join(
         f'<figure class="card" id="{one.name}"><h3>{escape(one.title)}</h3>'
-        f"{inline_svg(one.figure, one.name, escape(one.title))}"
+        f"{one.svg()}"
         f"<figcaption>{escape(one.caption)}</figcaption></figure>\n"
         for one in figures
     )
     return f'<section><h2>Figures</h2><div class="figures">{shown}</div></section>'
 
 
-def _strategy_table(numbers: Numbers) -> str:
+def _strategy_table(run: Run) -> str:
     columns = (
         *("strategy", "replicas", "iterations", "tokens/s", "predicted", "measured"),
         *("idle, predicted", "regrouping"),
@@ -168,73 +244,73 @@ def _strategy_table(numbers: Numbers) -> str:
         (
             row.name,
             row.notation,
-            count(row.num_iterations),
-            count(row.tokens_per_s),
-            seconds(row.predicted_s),
-            seconds(row.measured_s),
-            percent(row.idle_fraction),
-            num_bytes(row.regroup_bytes),
+            count_text(row.num_iterations),
+            count_text(row.tokens_per_s),
+            seconds_text(row.predicted_s),
+            seconds_text(row.measured_s),
+            share_text(row.idle_fraction),
+            bytes_text(row.regroup_bytes),
         )
-        for row in numbers.strategies
+        for row in run.numbers.strategies
     ]
     return _section(
         "Strategies",
-        "Times are medians of an iteration, the first of a process left out. Regrouping: bytes "
-        "that the rank that logs receives and sends in an iteration.",
+        "Times are medians over iterations, without the first of a process. Regrouping: bytes that "
+        "the logging rank receives and sends in an iteration.",
         _table(columns, rows, num_text=2),
     )
 
 
-def _replica_table(numbers: Numbers) -> str:
-    is_traced = any(row.traced is not None for row in numbers.replicas)
+def _replica_table(run: Run) -> str:
+    is_traced = any(row.traced is not None for row in run.numbers.replicas)
     columns = ["strategy", "replica", "scheme", "ranks", "predicted", "idle, predicted"]
     if is_traced:
         columns += ["traced: predicted", "measured", "factor"]
     rows = []
-    for row in numbers.replicas[:MAX_ROWS]:
+    for row in run.numbers.replicas[:MAX_ROWS]:
         cells = [
             row.strategy,
             str(row.replica),
             row.scheme or "–",
             _ranks(row.ranks),
-            seconds(row.predicted_s),
-            percent(row.idle_fraction),
+            seconds_text(row.predicted_s),
+            share_text(row.idle_fraction),
         ]
         if is_traced:
             cells += [
-                seconds(row.traced_predicted_s),
-                seconds(row.traced_measured_s),
-                factor(None if row.traced is None else row.traced.factor),
+                seconds_text(row.traced_predicted_s),
+                seconds_text(row.traced_measured_s),
+                factor_text(None if row.traced is None else row.traced.factor),
             ]
         rows.append(cells)
     return _section(
         "Replicas",
-        "Medians of a replica's time in an iteration. Idle: share of the makespans that it is done "
-        "before." + (" Traced: the iterations of the trace alone." if is_traced else ""),
+        "Medians of a replica's time in an iteration. Idle: share of the makespans after its end."
+        + (" Traced: only the iterations of the trace." if is_traced else ""),
         _table(columns, rows, num_text=4),
-        num_left_out=len(numbers.replicas) - len(rows),
+        num_left_out=len(run.numbers.replicas) - len(rows),
     )
 
 
-def _rank_table(numbers: Numbers) -> str:
-    if not numbers.ranks:
+def _rank_table(run: Run) -> str:
+    if not run.numbers.ranks:
         return ""
     rows = [
         (
             str(row.rank),
-            percent(row.busy_fraction),
-            percent(row.wait_fraction),
-            percent(row.idle_fraction),
-            percent(row.regroup_fraction),
+            share_text(row.busy_fraction),
+            share_text(row.wait_fraction),
+            share_text(row.idle_fraction),
+            share_text(row.regroup_fraction),
         )
-        for row in numbers.ranks[:MAX_ROWS]
+        for row in run.numbers.ranks[:MAX_ROWS]
     ]
     return _section(
         "Ranks, measured",
-        "Shares of the traced iterations' time. Regrouping: something is on its way, which work "
-        "may hide.",
+        "Shares of the traced iterations' time. Regrouping: a transfer is in progress, possibly "
+        "hidden behind work.",
         _table(("rank", "busy", "wait", "idle", "regrouping"), rows, num_text=1),
-        num_left_out=len(numbers.ranks) - len(rows),
+        num_left_out=len(run.numbers.ranks) - len(rows),
     )
 
 
@@ -243,7 +319,7 @@ def _configuration(run: Run) -> str:
         return ""
     hydraulis = run.config.get("hydraulis") or {}
     pairs: list[tuple[str, str]] = [
-        ("ranks", f"{run.config.get('num_ranks')}, {run.config.get('ranks_per_node')} a node"),
+        ("ranks", f"{run.config.get('num_ranks')}, {run.config.get('ranks_per_node')} per node"),
         ("cost model", str(run.config.get("cost_model"))),
         ("model", _model(run.config.get("model") or {})),
         (
@@ -258,12 +334,12 @@ def _configuration(run: Run) -> str:
         ("data", ", ".join(map(str, run.setting("settings", "data_path") or ["–"]))),
         ("run folder", str(run.folder)),
     ]
-    pairs += [("left out of the pool", str(line)) for line in run.config.get("left_out") or ()]
+    pairs += [("not in the pool", str(line)) for line in run.config.get("left_out") or ()]
     shown = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
     limits = _table(
         ("strategy", "scheme", "ranks", "most tokens of a micro-batch"),
         [
-            (shape.name, replica.scheme, _ranks(replica.ranks), count(replica.max_tokens))
+            (shape.name, replica.scheme, _ranks(replica.ranks), count_text(replica.max_tokens))
             for shape in run.strategies
             for replica in shape.replicas
         ][:MAX_ROWS],
@@ -303,14 +379,14 @@ def _iteration_table(run: Run) -> str:
             str(record.iteration),
             record.strategy,
             "none" if record.lm_loss is None else f"{record.lm_loss:.4f}",
-            count(record.num_tokens),
-            seconds(record.iteration_time_s),
-            seconds(record.predicted_time_s),
+            count_text(record.num_tokens),
+            seconds_text(record.iteration_time_s),
+            seconds_text(record.predicted_time_s),
             f"{record.imbalance:.2f}",
-            percent(record.padding_fraction),
-            percent(record.plan_gap),
-            seconds(record.plan_wait_s),
-            num_bytes(record.regroup_bytes),
+            share_text(record.padding_fraction),
+            share_text(record.plan_gap),
+            seconds_text(record.plan_wait_s),
+            bytes_text(record.regroup_bytes),
         )
         for record in records
     ]
@@ -323,7 +399,7 @@ def _iteration_table(run: Run) -> str:
 
 
 def _section(title: str, text: str, table: str, *, num_left_out: int = 0) -> str:
-    more = f" {num_left_out} more are left out here; --json has them." if num_left_out else ""
+    more = f" {num_left_out} more are not shown here; --json has them." if num_left_out else ""
     return (
         f'<section><h2>{escape(title)}</h2><div class="card"><p class="soft">{escape(text + more)}'
         f"</p>{table}</div></section>"
@@ -331,7 +407,7 @@ def _section(title: str, text: str, table: str, *, num_left_out: int = 0) -> str
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int) -> str:
-    """The first ``num_text`` columns are text, the others figures."""
+    """A table whose first ``num_text`` columns are text, the others numbers."""
 
     def cells(values: Sequence[str], tag: str) -> str:
         return "".join(
@@ -355,3 +431,79 @@ def _ranks(ranks: Sequence[int]) -> str:
         return f"{ranks[0]}–{ranks[-1]}"
     more = f" and {len(ranks) - MAX_RANKS_NAMED} more" if len(ranks) > MAX_RANKS_NAMED else ""
     return ", ".join(map(str, ranks[:MAX_RANKS_NAMED])) + more
+
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --font: system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif;
+  --page: #f6f8fa; --card: #ffffff; --ink: #24292f; --soft: #57606a; --muted: #8b949e;
+  --line: #d0d7de; --grid: #d8dee4; --idle: #e4e8ec; --act: #9a4a00; --act-back: #fff4e5;
+  --series-0: #0072b2; --series-1: #e69f00; --series-2: #009e73; --series-3: #cc79a7;
+  --series-4: #d55e00; --series-5: #56b4e9;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #0d1117; --card: #161b22; --ink: #e6edf3; --soft: #a4aeb8; --muted: #7d8590;
+    --line: #30363d; --grid: #2f3640; --idle: #343b44; --act: #ffb86b; --act-back: #2b2114;
+    --series-0: #4aa8e0; --series-1: #f0b429; --series-2: #2fc79a; --series-3: #e29ac4;
+    --series-4: #f5884a; --series-5: #8fd0f5;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--page); color: var(--ink);
+  font: 16px/1.5 var(--font); overflow-wrap: anywhere;
+}
+main { max-width: 1240px; margin: 0 auto; padding: 24px 20px 48px; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 4px; }
+h2 { font-size: 1.2rem; margin: 36px 0 12px; }
+h3 { font-size: 1rem; margin: 0 0 8px; }
+p { margin: 0 0 8px; }
+.soft, figcaption { color: var(--soft); }
+code { font-family: ui-monospace, SFMono-Regular, Menlo, "DejaVu Sans Mono", monospace;
+  font-size: 0.92em; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: 14px 16px; }
+.tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(205px, 1fr));
+  margin: 20px 0 0; }
+.tiles dt { color: var(--soft); font-size: 0.85rem; }
+.tiles dd { margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tiles dd small { display: block; font-size: 0.82rem; font-weight: 400; color: var(--soft); }
+ul.plain { list-style: none; margin: 0; padding: 0; display: grid; gap: 10px; }
+.advice .finding { font-weight: 600; }
+.advice .act { border-left: 4px solid var(--act); background: var(--act-back); }
+.advice .act .finding { color: var(--act); }
+.figures { display: grid; gap: 16px; grid-template-columns: repeat(2, minmax(0, 1fr)); }
+figure { margin: 0; display: flex; flex-direction: column; }
+figure svg { display: block; width: 100%; height: auto; max-width: 640px; margin: 0 auto; }
+figcaption { font-size: 0.88rem; margin-top: 8px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: 0.92rem;
+  font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+th, td { padding: 6px 10px; text-align: right; white-space: nowrap;
+  border-bottom: 1px solid var(--line); }
+th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
+th.text, td.text { text-align: left; }
+th:first-child, td:first-child { padding-left: 0; }
+tbody tr:last-child td { border-bottom: 0; }
+dl.settings { display: grid; grid-template-columns: minmax(150px, max-content) 1fr; gap: 4px 20px;
+  margin: 0; }
+dl.settings dt { color: var(--soft); }
+dl.settings dd { margin: 0; }
+ul.notes { padding-left: 34px; }
+details { margin-top: 14px; }
+section > .card > details:only-child { margin-top: 0; }
+summary { cursor: pointer; }
+details pre { font-size: 0.82rem; white-space: pre-wrap; margin: 8px 0 0; }
+@media (max-width: 760px) {
+  main { padding: 16px 12px 32px; }
+  .figures { grid-template-columns: minmax(0, 1fr); }
+  .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 8px; }
+  .tiles dd { font-size: 1.05rem; }
+  .card { padding: 12px; }
+  dl.settings { grid-template-columns: 1fr; gap: 0; }
+  dl.settings dd { margin-bottom: 8px; }
+}
+@media print { body { background: none; } .card { break-inside: avoid; } }
+"""

@@ -1,45 +1,55 @@
-"""A timeline of one iteration: of every rank what was planned, and what became of it."""
+"""``python -m megatron.hydraulis trace``: the time of each rank as a table, an iteration as a
+picture."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.observability.trace_events import Span
-from megatron.hydraulis.observability.trace_query import Spans
+from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture
+from megatron.hydraulis.observability.trace import (
+    MERGED_FILE_NAME,
+    Span,
+    merge_trace,
+    rank_files,
+    read_trace,
+)
+from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares, shares_table
 
-__all__ = ["draw_trace"]
+__all__ = ["add_arguments", "draw_trace", "run"]
 
-# Okabe and Ito's colours, as in the summary of a run; waits recede.
+PICTURE_FILE_NAME = "trace.png"
+
+WAIT_COLOR = "#e4e4e4"
 COLORS = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "optimizer": "#009E73",
-    "gather": "#E69F00",
-    "scatter": "#CC79A7",
+    "forward": CATEGORY_COLORS[5],
+    "backward": CATEGORY_COLORS[0],
+    "optimizer": CATEGORY_COLORS[2],
+    "gather": CATEGORY_COLORS[1],
+    "scatter": CATEGORY_COLORS[3],
     "overhead": "#8a8a8a",
-    "pipeline wait": "#e4e4e4",
-    "gather wait": "#e4e4e4",
-    "scatter wait": "#e4e4e4",
-    "planning wait": "#e4e4e4",
+    "pipeline wait": WAIT_COLOR,
+    "gather wait": WAIT_COLOR,
+    "scatter wait": WAIT_COLOR,
+    "planning wait": WAIT_COLOR,
 }
-WAIT_LABEL = "waiting"
 LIGHT = ("forward", "gather", "scatter")
-"""Names whose bars want dark writing."""
+"""Names whose bars need dark text."""
+ROWS = ("planned", "compute", "regroup", "waits")
+"""Rows of a rank, from top to bottom."""
 
 WIDTH_INCHES = 12.0
 MARGIN_INCHES = 1.5
 ROW_INCHES = 0.26
 GAP_ROWS = 0.6
 BAR_HEIGHT = 0.86
-"""Of a row of height 1; spans that overlap share it."""
-DOTS_PER_INCH = 120
+"""Height in a row of height 1; overlapping spans share it."""
 MIN_NUMBERED_SHARE = 0.009
 """Share of the picture's width from which a bar has room for its number."""
 MIN_BORDERED_SHARE = 0.003
@@ -47,19 +57,70 @@ PLANNED_ALPHA = 0.55
 _US_PER_MS = 1e3
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of the subcommand."""
+    parser.description = (
+        "Merge the ranks' files of a trace, also if the run was killed; print how much of its time "
+        "each rank worked, waited and was idle; draw one iteration."
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder that --trace wrote")
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="iteration to draw; default: the last one traced"
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help=f"path of the picture (PNG); default: DIR/{PICTURE_FILE_NAME}",
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Merges, prints, draws; returns the exit status.
+
+    Raises HydraulisError for a folder without a trace, or without the iteration.
+    """
+    folder: Path = namespace.folder
+    merged = merge_trace(folder) if rank_files(folder) else folder / MERGED_FILE_NAME
+    spans = Spans.of(read_trace(merged))
+    iterations = sorted({int(span.detail["iteration"]) for span in spans.where(name="iteration")})
+    if not iterations:
+        raise HydraulisError(
+            f"a trace holds complete iterations but {folder} has none; the run ended before the "
+            "first of --trace-iterations did"
+        )
+    print(shares_table(rank_shares(spans), len(iterations)), end="")
+    picture = namespace.picture or folder / PICTURE_FILE_NAME
+    number = iterations[-1] if namespace.iteration is None else namespace.iteration
+    draw_trace(spans, number, picture, fix="free space there or choose another --picture")
+    print(f"iterations {iterations[0]} to {iterations[-1]}: {merged}")
+    print(f"iteration {number}: {picture}")
+    return 0
+
+
 def draw_trace(
-    spans: Spans, iteration: int, path: Path, rank_names: Mapping[int, str] | None = None
+    spans: Spans,
+    iteration: int,
+    path: Path,
+    rank_names: Mapping[int, str] | None = None,
+    *,
+    fix: str,
 ) -> None:
     """Draws an iteration as a PNG.
 
-    rank_names: what to call ranks, where it is not ``rank 3``.
+    A rank has up to four rows: planned, compute, regroup, and waits of the host if one of them is
+    long enough to be visible. Bars show the number of their micro-batch or bucket. The axis ends
+    with the measured end of the iteration: a longer plan is cut off there.
 
-    A rank has up to four rows: planned, compute, regroup, waits of the host where one of them is
-    long enough to be seen. Bars of forward and
-    backward bear the number of their micro-batch, those of regroup that of their bucket. The axis
-    ends with what was measured: a plan that expected more is cut off there.
+    Args:
+        spans: of the trace.
+        iteration: number of the iteration.
+        path: where to.
+        rank_names: names of ranks that are not ``rank 3``.
+        fix: what the user can do if the file cannot be written.
 
-    Raises HydraulisError where the iteration has no measured span or the file cannot be written.
+    Raises:
+        HydraulisError: the iteration has no measured span, or the file cannot be written.
     """
     wholes = spans.where(name="iteration", iteration=iteration)
     if not wholes:
@@ -68,60 +129,47 @@ def draw_trace(
             f"{sorted(set(spans.where(name='iteration').values('iteration')))}; choose one of these"
         )
     start_us, end_us = wholes.first_start_us, wholes.last_end_us
-    # By time, not by number: what is gathered for an iteration may have begun in the one before.
+    # By time, not by number: a gather for this iteration may have begun in the one before.
     measured = spans.where(is_planned=False).between(start_us, end_us)
     planned = spans.where(is_planned=True, iteration=iteration)
     span_ms = (end_us - start_us) / _US_PER_MS
     drawn = (measured | planned).named(*COLORS)
     rows = _rows(drawn, MIN_BORDERED_SHARE * span_ms)
-    ranks = sorted({rank for rank, _ in rows})
-    height = sum(len([r for r, _ in rows if r == rank]) + GAP_ROWS for rank in ranks)
+    num_rows = len(rows) + GAP_ROWS * len({rank for rank, _ in rows})
     figure = Figure(
-        figsize=(WIDTH_INCHES, MARGIN_INCHES + ROW_INCHES * height),
-        dpi=DOTS_PER_INCH,
-        layout="constrained",
+        figsize=(WIDTH_INCHES, MARGIN_INCHES + ROW_INCHES * num_rows), layout="constrained"
     )
     axes = figure.subplots()
     axes.set_xlim(-0.01 * span_ms, 1.01 * span_ms)
-    rank_names = rank_names or {}
-    at = 0.0
-    ticks: list[tuple[float, str]] = []
-    for rank in ranks:
-        own_rows = [row for row_rank, row in rows if row_rank == rank]
-        for row in own_rows:
-            called = rank_names.get(rank, f"rank {rank}")
-            name = f"{called}  {row}" if row == own_rows[0] else row
-            ticks.append((at, name))
-            lanes = _lanes([span for span in drawn.where(rank=rank) if _row_of(span) == row])
-            for number, lane in enumerate(lanes):
-                height = BAR_HEIGHT / len(lanes)
-                middle = at - BAR_HEIGHT / 2 + (number + 0.5) * height
-                for span in lane:
-                    _draw_bar(axes, span, middle, height, start_us, span_ms)
-            at += 1.0
-        at += GAP_ROWS
-    axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks], fontsize=8)
-    axes.set_ylim(at - GAP_ROWS, -1.0)
+    ticks: dict[float, str] = {}
+    at, last_rank = 0.0, None
+    for rank, row in rows:
+        name = row
+        if rank != last_rank:
+            at += 0.0 if last_rank is None else GAP_ROWS
+            name = f"{(rank_names or {}).get(rank, f'rank {rank}')}  {row}"
+        ticks[at], last_rank = name, rank
+        lanes = _lanes([span for span in drawn.where(rank=rank) if _row_of(span) == row])
+        for number, lane in enumerate(lanes):
+            height = BAR_HEIGHT / len(lanes)
+            middle = at - BAR_HEIGHT / 2 + (number + 0.5) * height
+            for span in lane:
+                _draw_bar(axes, span, middle, height, start_us, span_ms)
+        at += 1.0
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+    axes.set_ylim(at, -1.0)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("ms since the iteration's start", fontsize=9)
     axes.tick_params(axis="x", labelsize=9)
     axes.grid(axis="x", color="#e8e8e8", linewidth=0.6)
     axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(_title(wholes, planned, iteration), fontsize=10, loc="left")
-    shown = Spans.of(span for span in drawn if (span.rank, _row_of(span)) in rows)
+    names = {span.name for span in drawn if (span.rank, _row_of(span)) in rows}
     figure.legend(
-        handles=_legend(shown), loc="outside lower center", ncols=8, fontsize=8, frameon=False
+        handles=_legend(names), loc="outside lower center", ncols=8, fontsize=8, frameon=False
     )
-    try:
-        FigureCanvasAgg(figure)
-        figure.savefig(path)
-    except OSError as error:
-        raise HydraulisError(
-            f"the picture needs a file that can be written: {path}: {error.strerror}; make room "
-            "or name another with --picture"
-        ) from error
+    save_picture(figure, path, fix=fix)
 
 
 def _row_of(span: Span) -> str:
@@ -130,20 +178,20 @@ def _row_of(span: Span) -> str:
     return "waits" if span.track == "host" else span.track
 
 
-def _rows(spans: Spans, least_wait_ms: float) -> list[tuple[int, str]]:
-    order = ("planned", "compute", "regroup", "waits")
+def _rows(spans: Spans, min_wait_ms: float) -> list[tuple[int, str]]:
+    """(rank, row), in the order of the picture."""
     found = {
         (span.rank, _row_of(span))
         for span in spans
-        if _row_of(span) != "waits" or span.duration_us >= least_wait_ms * _US_PER_MS
+        if _row_of(span) != "waits" or span.duration_us >= min_wait_ms * _US_PER_MS
     }
     return sorted(
-        (row for row in found if row[1] in order), key=lambda row: (row[0], order.index(row[1]))
+        (row for row in found if row[1] in ROWS), key=lambda row: (row[0], ROWS.index(row[1]))
     )
 
 
 def _lanes(spans: list[Span]) -> list[list[Span]]:
-    """Spans that overlap go below one another."""
+    """Spans in as few lanes as possible in which they do not overlap."""
     lanes: list[list[Span]] = []
     for span in spans:
         for lane in lanes:
@@ -167,7 +215,7 @@ def _draw_bar(
         height=height,
         color=COLORS[span.name],
         alpha=PLANNED_ALPHA if span.is_planned else 1.0,
-        # A border would hide what is thinner than it.
+        # A border would hide a thin bar.
         edgecolor="white" if width_ms >= MIN_BORDERED_SHARE * span_ms else COLORS[span.name],
         linewidth=0.4,
     )
@@ -196,13 +244,12 @@ def _title(wholes: Spans, planned: Spans, iteration: int) -> str:
     return title
 
 
-def _legend(spans: Spans) -> list[Patch]:
-    names = {span.name for span in spans}
+def _legend(names: set[str]) -> list[Patch]:
     handles = [
         Patch(color=color, label=name)
         for name, color in COLORS.items()
-        if name in names and not name.endswith("wait")
+        if name in names and color != WAIT_COLOR
     ]
-    if any(name.endswith("wait") for name in names):
-        handles.append(Patch(color=COLORS["pipeline wait"], label=WAIT_LABEL))
+    if any(COLORS[name] == WAIT_COLOR for name in names):
+        handles.append(Patch(color=WAIT_COLOR, label="waiting"))
     return handles

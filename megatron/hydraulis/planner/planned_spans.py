@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.pipeline import pipeline_schedule
-from megatron.hydraulis.observability.trace_events import Span
+from megatron.hydraulis.observability.trace import Span
 from megatron.hydraulis.planner.plan import IterationPlan
 
 __all__ = ["planned_spans"]

@@ -22,11 +22,14 @@ from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.lengths_command import check_seed, check_seq_length
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.observability.trace_events import Span
-from megatron.hydraulis.observability.trace_file import MERGED_FILE_NAME, TraceWriter
+from megatron.hydraulis.observability.trace import (
+    MERGED_FILE_NAME,
+    Span,
+    TraceWindow,
+    TraceWriter,
+)
+from megatron.hydraulis.observability.trace_analysis import Spans
 from megatron.hydraulis.observability.trace_picture import draw_trace
-from megatron.hydraulis.observability.trace_query import Spans
-from megatron.hydraulis.observability.trace_window import TraceWindow
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.simulator.batch_planning import BatchPlanning, default_num_processes
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
@@ -400,7 +403,13 @@ def _write(
                 shown = _shown_spans(iteration, spans)
                 last, rank_names = iteration.number, stage_names(iteration)
             started_ms = iteration.end_ms
-    draw_trace(Spans.of(shown), last, folder / ITERATION_PICTURE_FILE_NAME, rank_names)
+    draw_trace(
+        Spans.of(shown),
+        last,
+        folder / ITERATION_PICTURE_FILE_NAME,
+        rank_names,
+        fix="free space there or choose another --out",
+    )
 
 
 def _shown_spans(iteration: IterationTasks, spans: Sequence[Span]) -> list[Span]:

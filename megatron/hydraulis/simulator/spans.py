@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.hydraulis.observability.trace_events import Span
+from megatron.hydraulis.observability.trace import Span
 from megatron.hydraulis.simulator.replica_tasks import OperationTasks
 from megatron.hydraulis.simulator.simulation import IterationTasks
 

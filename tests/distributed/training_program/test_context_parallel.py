@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hydraulis.observability.trace_file import read_trace
-from megatron.hydraulis.observability.trace_query import Spans
+from megatron.hydraulis.observability.trace import read_trace
+from megatron.hydraulis.observability.trace_analysis import Spans
 from megatron.hydraulis.planner.plan import IterationPlan
 from tests.support.training_log import validation_losses
 from tests.support.training_run import MAIN_FLAGS, ROUNDING, Launch, Run

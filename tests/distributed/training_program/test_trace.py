@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.observability.trace_file import rank_file, read_trace
-from megatron.hydraulis.observability.trace_query import Spans
+from megatron.hydraulis.observability.trace import rank_file, read_trace
+from megatron.hydraulis.observability.trace_analysis import Spans
 from megatron.hydraulis.planner.plan import IterationPlan
 from tests.support.forked_job import Kill, run_job
 from tests.support.tiny_corpus import tiny_command

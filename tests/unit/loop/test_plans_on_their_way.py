@@ -18,7 +18,7 @@ from megatron.hydraulis.loop.planned_batches import PlannedBatches
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
-from tests.unit.observability.records_for_tests import make_record
+from tests.unit.observability.run_folders import make_record
 
 NUM_AHEAD = 2
 WAITED_S = 0.25

@@ -1,17 +1,17 @@
-"""Run folders as training leaves them: records, configuration, trace."""
+"""Records and run folders as training leaves them: metrics, configuration, trace."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.observability import IterationRecord, MetricsWriter
-from megatron.hydraulis.observability.trace_events import Span
-from megatron.hydraulis.observability.trace_file import TraceWriter, rank_file
-from tests.unit.observability.records_for_tests import make_record
+from megatron.hydraulis.observability.records import IterationRecord, MetricsWriter
+from megatron.hydraulis.observability.report_data import Run, read_run
+from megatron.hydraulis.observability.trace import Span, TraceWriter, rank_file
 
+STRATEGY = "tp2+2*tp1"
 REPLICAS = {
-    "tp2+2*tp1": [("tp2", [0, 1]), ("tp1", [2]), ("tp1", [3])],
+    STRATEGY: [("tp2", [0, 1]), ("tp1", [2]), ("tp1", [3])],
     "pairs": [("tp2", [0, 1]), ("tp2", [2, 3])],
     "long": [("tp4", [0, 1, 2, 3])],
 }
@@ -26,7 +26,7 @@ def write_run(run_dir: Path, records: Sequence[IterationRecord]) -> Path:
 
 
 def write_config(
-    run_dir: Path, strategies: Sequence[str] = ("tp2+2*tp1",), train_iters: int = 8, **ours: Any
+    run_dir: Path, strategies: Sequence[str] = (STRATEGY,), train_iters: int = 8, **ours: Any
 ) -> None:
     """What a report reads of ``config.json``; `ours` are our flags."""
     config = {
@@ -36,7 +36,7 @@ def write_config(
         "strategies": [
             {
                 "name": name,
-                "strategy": name if name == "tp2+2*tp1" else f"notation of {name}",
+                "strategy": name if name == STRATEGY else f"notation of {name}",
                 "replicas": [
                     {"scheme": scheme, "ranks": ranks, "max_tokens_per_micro_batch": 4096}
                     for scheme, ranks in REPLICAS[name]
@@ -102,6 +102,37 @@ def _spans(record: IterationRecord, rank: int, start_us: float, scale: float) ->
     return spans
 
 
+def make_record(iteration: int = 1, **changes: Any) -> IterationRecord:
+    """A valid record with some changes."""
+    values: dict[str, Any] = {
+        "iteration": iteration,
+        "lm_loss": 9.0 - iteration / 8,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3,
+        "num_sequences": 16,
+        "num_tokens": 24_310,
+        "strategy": "tp2+2*tp1",
+        "iteration_time_s": 1.25,
+        "predicted_time_s": 1.0,
+        "padding_fraction": 0.004,
+        "imbalance": 1.07,
+        "consumed_samples": 16 * iteration,
+        "plan_time_s": 0.0012,
+        "plan_wait_s": 0.0001,
+        "plan_fetch_s": 0.0004,
+        "replica_times_s": (1.0, 0.75, 0.5),
+        "plan_status": "certified",
+        "plan_gap": 0.0005,
+        "num_marked_plans": 0,
+    }
+    return IterationRecord(**(values | changes))
+
+
+def make_run(*records: IterationRecord, folder: str | Path = "run") -> Run:
+    """The run of one process, without a configuration."""
+    return Run(folder=Path(folder), records=records, starts=frozenset({records[0].iteration}))
+
+
 def make_records(num: int = 8, **changes: Any) -> list[IterationRecord]:
     """Of one strategy; iterations that take 2.2 s of a predicted second, the first one 9 s."""
     return [
@@ -133,3 +164,15 @@ def make_pool_records(num: int = 12) -> list[IterationRecord]:
         )
         for number in range(1, num + 1)
     ]
+
+
+def run_of(
+    run_dir: Path,
+    records: Sequence[IterationRecord],
+    strategies: Sequence[str] = (STRATEGY,),
+    **ours: Any,
+) -> Run:
+    """Reads a run folder after it has been written."""
+    write_run(run_dir, records)
+    write_config(run_dir, strategies, train_iters=len(records), **ours)
+    return read_run(run_dir)

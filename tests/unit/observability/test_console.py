@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.observability import EtaEstimator, closing_table, iteration_suffix
+from megatron.hydraulis.observability.console import EtaEstimator, closing_table, iteration_suffix
 from megatron.hydraulis.observability.records import IterationRecord
-from tests.unit.observability.records_for_tests import make_record
+from tests.unit.observability.run_folders import make_record, make_run
 
 
 def test_suffix_continues_upstreams_line() -> None:
@@ -68,7 +68,7 @@ def test_closing_table_sums_up_the_run(tmp_path: Path) -> None:
         make_record(2, num_tokens=1000, padding_fraction=0.0, iteration_time_s=2.0, imbalance=1.5),
         make_record(3, lm_loss=5.0, num_tokens=3000, padding_fraction=0.0, iteration_time_s=2.0),
     ]
-    text = closing_table(records, tmp_path)
+    text = closing_table(make_run(*records, folder=tmp_path))
     rows = rows_of(text)
     assert rows["iterations"] == "1 to 3"
     assert rows["lm loss, first → last"] == "9.0000 → 5.0000"
@@ -105,14 +105,14 @@ def test_closing_table_tells_strategies_waits_gaps_and_plans_cut_short() -> None
         ),
         record(5, "short", plan_wait_s=0.002, plan_gap=0.01, num_marked_plans=2),
     ]
-    rows = rows_of(closing_table(records, "run"))
+    rows = rows_of(closing_table(make_run(*records)))
     assert rows["iterations of short"] == "4"
     assert rows["iterations of long"] == "1"
     assert rows["switches of strategy"] == "2"
     assert rows["plan wait, median (worst)"] == "2.0 ms (5.0 ms)"
     assert rows["plan gap, median (worst)"] == "1.0% (2.0%)"
     assert rows["plans cut short"] == "1 time limit, 1 greedy: KeyError"
-    rows = rows_of(closing_table([make_record()], "run"))
+    rows = rows_of(closing_table(make_run(make_record())))
     assert rows["strategy"] == "tp2+2*tp1"
     assert rows["plans cut short"] == "none"
 
@@ -123,24 +123,23 @@ def test_closing_table_tells_how_wrong_predictions_were_after_the_first_iteratio
         make_record(number, iteration_time_s=measured_s, predicted_time_s=predicted_s)
         for number, (measured_s, predicted_s) in enumerate(times_s, start=1)
     ]
-    rows = rows_of(closing_table(records, "run"))
+    rows = rows_of(closing_table(make_run(*records)))
     assert rows["prediction error, median (worst)"] == "20.0% (50.0%)"
-    nothing = closing_table([make_record(predicted_time_s=0.0)], "run")
+    nothing = closing_table(make_run(make_record(predicted_time_s=0.0)))
     assert "prediction error" not in nothing
 
 
 def test_a_long_path_is_not_broken() -> None:
     run_dir = "/" + "/".join(["folder"] * 40)
-    assert f"run folder: {run_dir}\n" in closing_table([make_record()], run_dir)
+    assert f"run folder: {run_dir}\n" in closing_table(make_run(make_record(), folder=run_dir))
 
 
 def test_a_single_iteration_has_a_throughput() -> None:
-    rows = rows_of(closing_table([make_record(num_tokens=100, iteration_time_s=2.0)], "run"))
+    rows = rows_of(closing_table(make_run(make_record(num_tokens=100, iteration_time_s=2.0))))
     assert rows["tokens/s"] == "50"
 
 
-def test_a_run_without_an_iteration_and_a_loss() -> None:
-    assert rows_of(closing_table([], "run")) == {"iterations": "0"}
-    rows = rows_of(closing_table([make_record(lm_loss=None, num_tokens=0)], "run"))
+def test_a_run_without_a_loss() -> None:
+    rows = rows_of(closing_table(make_run(make_record(lm_loss=None, num_tokens=0))))
     assert rows["lm loss, first → last"] == "none → none"
     assert rows["padding"] == "0.0%"

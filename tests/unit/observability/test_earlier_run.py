@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.observability.earlier_run import set_aside_earlier_run
+from megatron.hydraulis.observability.earlier_run import (
+    set_aside_earlier_run,
+    set_aside_earlier_trace,
+)
 
 
 def leave_a_run(run_dir: Path, text: str) -> None:
@@ -53,3 +56,17 @@ def test_what_cannot_be_moved_is_one_clear_error(
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(HydraulisError, match="No space left on device; choose another --run-dir"):
         set_aside_earlier_run(tmp_path)
+
+
+def test_an_earlier_trace_is_set_aside(tmp_path: Path) -> None:
+    assert set_aside_earlier_trace(tmp_path) is None
+    names = ["trace.json", "trace_rank_0000.json", "trace_rank_0007.json"]
+    for name in [*names, "notes.txt"]:
+        (tmp_path / name).write_text(name)
+    for number in (1, 2):
+        aside = set_aside_earlier_trace(tmp_path)
+        assert aside == tmp_path / f"earlier.{number}"
+        assert sorted(path.name for path in aside.iterdir()) == names
+        assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["notes.txt"]
+        for name in names:
+            (tmp_path / name).write_text(name)

@@ -10,9 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.observability.trace_file import read_trace
-from megatron.hydraulis.observability.trace_query import Spans
-from megatron.hydraulis.observability.trace_shares import rank_shares
+from megatron.hydraulis.observability.trace import read_trace
+from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares
 
 PNG_HEAD = b"\x89PNG"
 SCHEMES = [

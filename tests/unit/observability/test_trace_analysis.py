@@ -1,4 +1,4 @@
-"""Questions to a trace, the table of shares, the window of iterations, the picture."""
+"""Questions to a trace, the table of shares, the picture."""
 
 from pathlib import Path
 from typing import Any
@@ -6,12 +6,9 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError
-from megatron.hydraulis.observability.trace_events import Span
-from megatron.hydraulis.observability.trace_file import TraceWriter, rank_file
-from megatron.hydraulis.observability.trace_query import Spans
-from megatron.hydraulis.observability.trace_shares import rank_shares
-from megatron.hydraulis.observability.trace_window import TraceWindow
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.observability.trace import Span, TraceWriter, rank_file
+from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares
 
 
 def span(name: str, start_us: float, end_us: float, track: str = "compute", **more: Any) -> Span:
@@ -58,21 +55,6 @@ def test_queries() -> None:
     assert measured.named("forward", "gather").total_us == 40
     with pytest.raises(HydraulisError, match="no such span"):
         _ = spans.where(rank=5).first_start_us
-
-
-def test_windows() -> None:
-    assert TraceWindow.parse("5..12") == TraceWindow(5, 12)
-    assert TraceWindow.parse("7") == TraceWindow(7, 7)
-    window = TraceWindow.starting_at(101)
-    assert 101 in window
-    assert 120 in window
-    assert not {100, 121} & {i for i in range(200) if i in window}
-
-
-@pytest.mark.parametrize("text", ["", "a", "3..", "..4", "5..3", "0..3", "-1", "1...3"])
-def test_windows_are_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"give for example 1\.\.20"):
-        TraceWindow.parse(text)
 
 
 def test_the_command_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

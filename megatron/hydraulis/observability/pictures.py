@@ -1,0 +1,39 @@
+"""What all pictures share: colours and how they are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from megatron.hydraulis.errors import HydraulisError
+
+__all__ = ["CATEGORY_COLORS", "DOTS_PER_INCH", "save_picture"]
+
+CATEGORY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+
+DOTS_PER_INCH = 120
+
+
+def save_picture(figure: Figure, path: Path, *, fix: str, **options: Any) -> None:
+    """Writes a figure in the format of the path's suffix.
+
+    Args:
+        figure: to be saved; it gets its own canvas, so that no process-wide state of pyplot exists.
+        path: where to.
+        fix: what the user can do if the file cannot be written.
+        options: of `Figure.savefig`.
+
+    Raises:
+        HydraulisError: the file cannot be written.
+    """
+    FigureCanvasAgg(figure)
+    try:
+        figure.savefig(path, **({"dpi": DOTS_PER_INCH} | options))
+    except OSError as error:
+        raise HydraulisError(
+            f"a picture needs a writable file: {path}: {error.strerror}; {fix}"
+        ) from error

@@ -1,0 +1,453 @@
+"""Spans of a trace and their files, in the Trace Event Format (Chrome, Perfetto).
+
+Runs and simulations write the same spans, so prediction and measurement can be compared in one
+view. While a run goes on there is one file per rank; at its end they are merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+
+__all__ = [
+    "DEFAULT_NUM_TRACED",
+    "MERGED_FILE_NAME",
+    "TRACKS",
+    "BarrierStamps",
+    "ClockOffset",
+    "Lanes",
+    "Span",
+    "TraceWindow",
+    "TraceWriter",
+    "clock_offsets",
+    "event_of_span",
+    "merge_trace",
+    "rank_file",
+    "rank_files",
+    "read_trace",
+    "span_of_event",
+]
+
+MERGED_FILE_NAME = "trace.json"
+_RANK_FILES = "trace_rank_*.json"
+
+DEFAULT_NUM_TRACED = 20
+"""Number of iterations traced by default: enough to see a pattern, a few MB per rank."""
+
+TRACKS = ("iteration", "compute", "regroup", "host")
+"""The tracks of a rank, from top to bottom."""
+
+PLANNED_PROCESS_OFFSET = 1_000_000
+"""Planned spans of a rank are a separate process in the view: the rank plus this number."""
+
+MAX_LANES = 100
+"""Lanes of a track before the thread ids of the next track begin."""
+
+NUMBERED_BY = ("micro_batch", "bucket", "iteration")
+"""Details that number spans of one name: the first that a span has is part of its label."""
+
+_DECIMALS_OF_US = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """What one rank did, or planned to do, from when to when.
+
+    Raises HydraulisError if the end is before the start, a time is not finite, or the name ends in
+    a number.
+    """
+
+    rank: int
+    track: str
+    name: str
+    start_us: float
+    """Since the start of the trace, by the clock of rank 0."""
+    end_us: float
+    is_planned: bool = False
+    """Whether it was predicted from the plan instead of measured."""
+    detail: Mapping[str, int | str] = field(default_factory=dict)
+    """What the view shows about it: ``iteration``, ``micro_batch``, ``stage``, ``bucket``, …"""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start_us) and self.start_us <= self.end_us < math.inf):
+            raise HydraulisError(
+                f"a span starts before it ends, but '{self.name}' of rank {self.rank} starts at "
+                f"{self.start_us} us and ends at {self.end_us} us; correct the code that records it"
+            )
+        if not self.name or self.name.rsplit(maxsplit=1)[-1].isdigit():
+            raise HydraulisError(
+                f"the name of a span ends in a word, but it is '{self.name}'; put the number into "
+                "its detail"
+            )
+
+    @property
+    def duration_us(self) -> float:
+        return self.end_us - self.start_us
+
+    @property
+    def label(self) -> str:
+        """The name with its number: 'forward 3'."""
+        for key in NUMBERED_BY:
+            if isinstance(self.detail.get(key), int):
+                return f"{self.name} {self.detail[key]}"
+        return self.name
+
+
+class TraceWriter:
+    """Writes spans as a JSON array of trace events, one per line.
+
+    An event is in the file when `write` returns. Without `close` the closing bracket is missing;
+    viewers and `read_trace` do not need it, so the file of a killed run can be read.
+
+    Raises `HydraulisError` if the file cannot be opened or written, e.g. because the disk is full.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lanes = Lanes()
+        self._is_empty = True
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = open(self.path, "wb", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise self._error(error) from error
+        self._put(b"[")
+
+    def write(self, spans: Iterable[Span]) -> None:
+        """Appends spans; they use the fewest lanes if those of a track are sorted by start."""
+        lines: list[str] = []
+        for span in spans:
+            thread_id, new_lane, is_new_process = self._lanes.assign(span)
+            events = [event_of_span(span, thread_id)]
+            if new_lane is not None:
+                events += _metadata_events(span, thread_id, new_lane, is_new_process)
+            for event in events:
+                separator = "\n" if self._is_empty else ",\n"
+                self._is_empty = False
+                lines.append(separator + json.dumps(event, allow_nan=False))
+        if lines:
+            self._put("".join(lines).encode())
+
+    def close(self) -> None:
+        """Ends the array."""
+        if not self._file.closed:
+            try:
+                self._put(b"\n]\n")
+            finally:
+                self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _put(self, content: bytes) -> None:
+        num_written = 0
+        try:
+            while num_written < len(content):
+                num_written += self._file.write(content[num_written:])
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _error(self, error: OSError) -> HydraulisError:
+        return HydraulisError(
+            f"a trace needs a writable file: {self.path}: {error.strerror}; free space there or "
+            "choose another --trace folder"
+        )
+
+
+def rank_file(folder: str | Path, rank: int) -> Path:
+    """``trace_rank_0003.json``."""
+    return Path(folder) / f"trace_rank_{rank:04d}.json"
+
+
+def rank_files(folder: str | Path) -> list[Path]:
+    """The existing files of ranks, by rank."""
+    return sorted(Path(folder).glob(_RANK_FILES), key=lambda path: int(path.stem.rsplit("_")[-1]))
+
+
+def read_trace(path: str | Path) -> list[Span]:
+    """Spans of one file, or of all ranks' files in a folder, by their start.
+
+    If a folder has no files of ranks, its merged file is read. An unfinished last line, as a killed
+    run leaves it, is ignored.
+
+    Raises `HydraulisError` if there is no such file, or a complete line is not an event.
+    """
+    path = Path(path)
+    paths = [path]
+    if path.is_dir():
+        paths = rank_files(path) or [path / MERGED_FILE_NAME]
+    spans = [span for file in paths for span in _read_file(file)]
+    return sorted(spans, key=lambda span: (span.start_us, -span.end_us))
+
+
+def merge_trace(folder: str | Path) -> Path:
+    """Writes ``trace.json`` from the ranks' files, which are kept; returns its path.
+
+    Planned spans of an iteration are shifted to the earliest start of that iteration on any rank,
+    so that those of different ranks match.
+
+    Raises `HydraulisError` as `read_trace` and `TraceWriter` do.
+    """
+    folder = Path(folder)
+    files = rank_files(folder)
+    if not files:
+        raise HydraulisError(
+            f"a trace is merged from the ranks' files but {folder} has none "
+            f"({_RANK_FILES}); give the folder of --trace"
+        )
+    starts_us: dict[tuple[int, int], float] = {}
+    earliest_us: dict[int, float] = {}
+    for file in files:
+        for span in _read_file(file):
+            if span.name == "iteration" and not span.is_planned:
+                number = int(span.detail["iteration"])
+                starts_us[number, span.rank] = span.start_us
+                earliest_us[number] = min(span.start_us, earliest_us.get(number, span.start_us))
+
+    def aligned(span: Span) -> Span:
+        number = int(span.detail.get("iteration", 0))
+        own_us = starts_us.get((number, span.rank))
+        if not span.is_planned or own_us is None:
+            return span
+        shift_us = own_us - earliest_us[number]
+        return dataclasses.replace(
+            span, start_us=span.start_us - shift_us, end_us=span.end_us - shift_us
+        )
+
+    with TraceWriter(folder / MERGED_FILE_NAME) as writer:
+        for file in files:
+            writer.write(map(aligned, _read_file(file)))
+    return writer.path
+
+
+def _read_file(path: Path) -> Iterator[Span]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise HydraulisError(
+            f"a trace is a file that --trace wrote: {path}: {error.strerror}; give its folder"
+        ) from error
+    lines = content.split(b"\n")
+    is_closed = content.rstrip().endswith(b"]")
+    for number, line in enumerate(lines, start=1):
+        text = line.strip().rstrip(b",")
+        if text in (b"", b"[", b"]"):
+            continue
+        try:
+            event = json.loads(text)
+        except ValueError as error:
+            if number == len(lines) and not is_closed:
+                return  # the run was killed while it wrote this line
+            raise HydraulisError(
+                f"every line of {path} between its brackets is one event, but line {number} of "
+                f"{len(lines)} is not ({error}); remove that line"
+            ) from None
+        span = span_of_event(event)
+        if span is not None:
+            yield span
+
+
+def event_of_span(span: Span, thread_id: int) -> dict[str, Any]:
+    """The span as an event of phase ``X``; `span_of_event` is the inverse, to 1 ns."""
+    start_us = round(span.start_us, _DECIMALS_OF_US)
+    return {
+        "ph": "X",
+        "name": span.label,
+        "cat": span.track,
+        "pid": _process_id(span),
+        "tid": thread_id,
+        "ts": start_us,
+        "dur": round(round(span.end_us, _DECIMALS_OF_US) - start_us, _DECIMALS_OF_US),
+        "args": dict(span.detail),
+    }
+
+
+def span_of_event(event: Mapping[str, Any]) -> Span | None:
+    """The span of an event that `event_of_span` made; None for metadata.
+
+    Raises HydraulisError for any other event.
+    """
+    try:
+        if event["ph"] == "M":
+            return None
+        if event["ph"] != "X":
+            raise ValueError(f"phase {event['ph']!r}")
+        pid, detail = int(event["pid"]), dict(event["args"])
+        is_planned = pid >= PLANNED_PROCESS_OFFSET
+        start_us = float(event["ts"])
+        label = str(event["name"])
+        is_numbered = any(isinstance(detail.get(key), int) for key in NUMBERED_BY)
+        return Span(
+            rank=pid - PLANNED_PROCESS_OFFSET if is_planned else pid,
+            track=str(event["cat"]),
+            name=label.rsplit(maxsplit=1)[0] if is_numbered else label,
+            start_us=start_us,
+            end_us=round(start_us + float(event["dur"]), _DECIMALS_OF_US),
+            is_planned=is_planned,
+            detail=detail,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise HydraulisError(
+            f"an event of a trace is a span or metadata of this program, but {dict(event)!r} is "
+            f"not ({error!r}); give a folder that --trace wrote"
+        ) from None
+
+
+def _process_id(span: Span) -> int:
+    return span.rank + PLANNED_PROCESS_OFFSET if span.is_planned else span.rank
+
+
+def _metadata_events(
+    span: Span, thread_id: int, lane: int, is_new_process: bool
+) -> list[dict[str, Any]]:
+    """Names of a span's thread in the view, and of its process if it is new."""
+
+    def metadata(kind: str, tid: int, **what: int | str) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": _process_id(span), "tid": tid, "args": what}
+
+    thread = span.track if lane == 0 else f"{span.track} ({lane + 1})"
+    events = [
+        metadata("thread_name", thread_id, name=thread),
+        metadata("thread_sort_index", thread_id, sort_index=thread_id),
+    ]
+    if is_new_process:
+        name = f"rank {span.rank} planned" if span.is_planned else f"rank {span.rank}"
+        # The plan of a rank is shown right above what was measured.
+        place = 2 * span.rank + (not span.is_planned)
+        events += [
+            metadata("process_name", 0, name=name),
+            metadata("process_sort_index", 0, sort_index=place),
+        ]
+    return events
+
+
+@dataclass
+class _Lane:
+    thread_id: int
+    end_us: float
+
+
+class Lanes:
+    """Assigns each span to the first lane of its track that is free from its start on.
+
+    A viewer draws spans of one thread as nested calls. Spans that overlap in another way would be
+    drawn wrongly or not at all.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[tuple[int, bool, str], list[_Lane]] = {}
+        self._processes: set[tuple[int, bool]] = set()
+
+    def assign(self, span: Span) -> tuple[int, int | None, bool]:
+        """Returns (thread id, number of the lane if it is new, whether its process is new too)."""
+        track = TRACKS.index(span.track) if span.track in TRACKS else len(TRACKS)
+        lanes = self._lanes.setdefault((span.rank, span.is_planned, span.track), [])
+        for lane in lanes:
+            if lane.end_us <= span.start_us:
+                lane.end_us = span.end_us
+                return lane.thread_id, None, False
+        thread_id = 1 + track * MAX_LANES + len(lanes)
+        lanes.append(_Lane(thread_id, span.end_us))
+        process = (span.rank, span.is_planned)
+        is_new_process = process not in self._processes
+        self._processes.add(process)
+        return thread_id, len(lanes) - 1, is_new_process
+
+
+@dataclass(frozen=True, slots=True)
+class TraceWindow:
+    """The traced iterations: ``first`` to ``last``, both included."""
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first <= self.last:
+            raise ConfigurationError(
+                f"--trace-iterations are counted from 1 in ascending order but are "
+                f"{self.first}..{self.last}; give for example 1..{DEFAULT_NUM_TRACED}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> TraceWindow:
+        """'5..12', or '7' for one iteration. Raises ConfigurationError."""
+        found = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", text)
+        if found is None:
+            raise ConfigurationError(
+                f"--trace-iterations is FIRST..LAST but is '{text}'; give for example "
+                f"1..{DEFAULT_NUM_TRACED}"
+            )
+        first = int(found[1])
+        return cls(first, int(found[2] or first))
+
+    @classmethod
+    def starting_at(cls, iteration: int) -> TraceWindow:
+        """The default: the first iterations of a run that starts or resumes with this one."""
+        return cls(iteration, iteration + DEFAULT_NUM_TRACED - 1)
+
+    def __contains__(self, iteration: int) -> bool:
+        return self.first <= iteration <= self.last
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierStamps:
+    """The clock of one rank before and after each of a few barriers of all ranks."""
+
+    clock: str
+    """Name of the clock: ranks on one booted machine share one."""
+    before_ns: tuple[int, ...]
+    after_ns: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.before_ns or len(self.before_ns) != len(self.after_ns):
+            raise HydraulisError(
+                f"clocks are compared by stamps before and after each barrier, but there are "
+                f"{len(self.before_ns)} before and {len(self.after_ns)} after; take equally many"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """A rank's clock minus rank 0's at the same moment."""
+
+    offset_ns: int
+    error_ns: int
+    """Upper bound of the error of the offset; 0 for the same clock."""
+
+
+def clock_offsets(stamps: Sequence[BarrierStamps]) -> list[ClockOffset]:
+    """Offset of every rank's clock to that of rank 0.
+
+    No rank leaves a barrier before every rank has entered it. With d the offset of rank r, each
+    barrier therefore shows ``before_r - after_0 <= d <= after_r - before_0``; the offset is the
+    middle of the intersection, as in NTP (RFC 5905). Ranks of one machine share a clock and the
+    bounds of all of them.
+    """
+    reference = stamps[0]
+    bounds: dict[str, tuple[int, int]] = {}
+    for own in stamps:
+        if len(own.before_ns) != len(reference.before_ns):
+            raise HydraulisError(
+                f"all ranks pass the same barriers, but one has stamps of {len(own.before_ns)} and "
+                f"rank 0 of {len(reference.before_ns)}; exchange them again"
+            )
+        lower = max(b - a for b, a in zip(own.before_ns, reference.after_ns, strict=True))
+        upper = min(a - b for a, b in zip(own.after_ns, reference.before_ns, strict=True))
+        known = bounds.get(own.clock, (lower, upper))
+        bounds[own.clock] = (max(lower, known[0]), min(upper, known[1]))
+    bounds[reference.clock] = (0, 0)
+    return [
+        ClockOffset((lower + upper) // 2, max(0, upper - lower + 1) // 2)
+        for lower, upper in (bounds[own.clock] for own in stamps)
+    ]

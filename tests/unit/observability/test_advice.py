@@ -1,0 +1,89 @@
+"""The advice of a report, against figures worked out by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.hydraulis.observability.advice import Advice, advice_on
+from megatron.hydraulis.observability.report_data import read_run
+from tests.unit.observability.run_folders import (
+    STRATEGY,
+    make_pool_records,
+    make_record,
+    make_records,
+    run_of,
+    write_run,
+    write_trace,
+)
+
+
+def findings(advice: tuple[Advice, ...], kind: str = "act") -> str:
+    return "\n".join(f"{one.finding} {one.action}" for one in advice if one.kind == kind)
+
+
+def test_a_replica_slower_than_others_of_its_scheme_is_named(tmp_path: Path) -> None:
+    records = make_records()
+    write_trace(tmp_path / "trace", records, slower={3: 1.8})
+    advice = findings(advice_on(run_of(tmp_path, records)))
+    assert "Replica 2 of tp2+2*tp1 (tp1, ranks 3)" in advice
+    assert "1.29× as long" in advice  # 3.6 of the median of 2 and 3.6
+
+
+def test_a_scheme_that_is_predicted_otherwise_than_others_is_named(tmp_path: Path) -> None:
+    records = make_records()
+    write_trace(tmp_path / "trace", records, slower={0: 2.0, 1: 2.0})
+    advice = findings(advice_on(run_of(tmp_path, records)))
+    assert "tp2 4×, tp1 2×" in advice
+    assert "--cost-profile" in advice
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours", "wanted"),
+    [
+        ({"plan_wait_s": 0.2}, {}, "Raise --plan-ahead from 2 to 4"),
+        ({"plan_wait_s": 0.2}, {"plan_ahead": 0}, "--plan-ahead 2"),
+        ({"plan_wait_s": 0.2, "plan_time_s": 3.0}, {}, "set --plan-time-limit below"),
+        ({}, {}, "takes 2.2× its predicted time (median error 120%)"),
+        ({}, {"cost_profile": "p.json"}, "Measure the profile of --cost-profile p.json again"),
+        ({"imbalance": 1.3}, {}, "wait 23.1% of the makespans"),
+        ({"padding_fraction": 0.2}, {}, "20.0% of the computed tokens are padding"),
+        ({"scatter_wait_s": 0.44}, {}, "20.0% for gradients"),
+        ({"scatter_wait_s": 0.44}, {"no_regroup_overlap": True}, "Remove --no-regroup-overlap"),
+        ({"lm_loss": None}, {}, "8 of 8 iterations updated nothing"),
+        (
+            {"num_marked_plans": 1, "plan_status": "time limit"},
+            {"plan_time_limit": 0.5},
+            "1 time limit. Raise --plan-time-limit from 0.5 s",
+        ),
+    ],
+)
+def test_what_costs_time_is_told_with_its_number(
+    tmp_path: Path, changes: dict[str, Any], ours: dict[str, Any], wanted: str
+) -> None:
+    run = run_of(tmp_path, make_records(**changes), **ours)
+    assert wanted in findings(advice_on(run))
+
+
+def test_a_run_as_it_should_be_has_nothing_to_act_on(tmp_path: Path) -> None:
+    records = make_records(iteration_time_s=1.02)
+    run = run_of(tmp_path, records)
+    advice = advice_on(run)
+    assert not findings(advice)
+    assert "Nothing here costs more than it should" in advice[0].finding
+    assert f"--trace {tmp_path / 'trace'}" in findings(advice, "know")
+
+
+def test_a_run_that_becomes_slower_is_told(tmp_path: Path) -> None:
+    times_s = [9.0, 2.0, 2.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0]
+    records = [make_record(n, iteration_time_s=time_s) for n, time_s in enumerate(times_s, 1)]
+    run = run_of(tmp_path, records)
+    assert run.numbers.totals.slowdown == pytest.approx(1.5)
+    assert "the last third of the iterations took 1.5× the time" in findings(advice_on(run))
+    write_run(tmp_path / "short", records[:9])
+    assert read_run(tmp_path / "short").numbers.totals.slowdown is None
+
+
+def test_a_strategy_that_never_ran_is_named(tmp_path: Path) -> None:
+    run = run_of(tmp_path, make_pool_records(), (STRATEGY, "long", "pairs"))
+    assert f"No iteration chose {STRATEGY}" in findings(advice_on(run), "know")
