@@ -61,6 +61,7 @@ MAX_REPLICA_LINES = 6
 MIN_BAR_SLOTS = 3
 """Slots of an axis of bars, so that a single bar is not as wide as the picture."""
 INCHES_PER_ROW = 0.18
+POINTS_PER_LEGEND_ROW = 13.0
 MAX_HEIGHT_INCHES = 9.0
 MAX_LABEL_CHARS = 24
 MAX_BAR_LABEL_CHARS = 15
@@ -419,11 +420,10 @@ def _draw_replicas(time_axes: Axes, share_axes: Axes, run: Run) -> None:
     busy = [busy_fraction(run.records, replica=row.replica) or 0.0 for row in rows]
     share_axes.set_title("Share of the makespan with work, over the whole run", loc="left")
     if len(rows) <= MAX_REPLICA_LINES:
-        time_axes.set_title("Work per replica: predicted time", loc="left", pad=20)
         for color, label, values in zip(SERIES, labels, times_ms, strict=False):
             _line(time_axes, run, list(values), color, label=label)
         time_axes.set_ylabel("ms")
-        _legend_above(time_axes, num_columns=3)
+        _legend_above(time_axes, num_columns=3, title="Work per replica: predicted time")
         _draw_bars(share_axes, labels, busy, SERIES[: len(rows)])
         return
     iterations = [record.iteration for record in run.records]
@@ -456,7 +456,6 @@ def _draw_replicas(time_axes: Axes, share_axes: Axes, run: Run) -> None:
 
 
 def _draw_strategies(time_axes: Axes, share_axes: Axes, run: Run) -> None:
-    time_axes.set_title("Predicted makespan by strategy", loc="left", pad=20)
     labels, busy, colors = [], [], []
     for label, color, names in _groups(_colors_of_strategies(run), MAX_BAR_LABEL_CHARS):
         own = [record for record in run.records if record.strategy in names]
@@ -473,7 +472,7 @@ def _draw_strategies(time_axes: Axes, share_axes: Axes, run: Run) -> None:
         colors.append(color)
         busy.append(busy_fraction(own) or 0.0)
     time_axes.set_ylabel("ms")
-    _legend_above(time_axes, num_columns=3)
+    _legend_above(time_axes, num_columns=3, title="Predicted makespan by strategy")
     share_axes.set_title(
         "Share of the makespan with work, mean over a strategy's replicas", loc="left"
     )
@@ -489,7 +488,7 @@ def _draw_bars(
     axes.bar(positions, [100.0 * share for share in shares], color=colors)
     for position, share in zip(positions, shares, strict=True):
         axes.text(position, 102.0, f"{share:.1%}", ha="center", va="bottom")
-    axes.set_xticks(positions, labels)
+    axes.set_xticks(positions, labels, fontsize=8.0)
     axes.set_xlim(-0.6, max(len(labels), MIN_BAR_SLOTS) - 0.4)
     axes.set_ylim(0.0, 118.0)
     axes.set_yticks(range(0, 101, 20))
@@ -636,10 +635,11 @@ def _iteration_axis(axes: Axes, run: Run, *, is_labelled: bool = True) -> None:
     axes.set_axisbelow(True)
 
 
-def _legend_above(axes: Axes, *, num_columns: int) -> None:
-    """A legend on top of an axis, which then begins at 0."""
+def _legend_above(axes: Axes, *, num_columns: int, title: str = "") -> None:
+    """A legend on top of an axis, which then begins at 0, with a title above it."""
     axes.set_ylim(0.0, max(axes.get_ylim()[1], 0.0) or 1.0)
-    if axes.get_legend_handles_labels()[0]:
+    num_rows = math.ceil(len(axes.get_legend_handles_labels()[0]) / num_columns)
+    if num_rows:
         axes.legend(
             frameon=False,
             ncols=num_columns,
@@ -647,6 +647,8 @@ def _legend_above(axes: Axes, *, num_columns: int) -> None:
             bbox_to_anchor=(0.0, 1.0),
             borderaxespad=0.1,
         )
+    if title:
+        axes.set_title(title, loc="left", pad=6.0 + POINTS_PER_LEGEND_ROW * num_rows)
 
 
 def _colors(names: Sequence[str]) -> dict[str, str]:
