@@ -30,11 +30,16 @@ from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
 from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.simulator.context_groups import context_group_pools
-from megatron.hydraulis.simulator.replica_tasks import ReplicaTasks
-from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way
-from megatron.hydraulis.simulator.stage_costs import StageCosts
-from megatron.hydraulis.simulator.ways import BALANCED, CP_ONLY, PER_BATCH, Ways
+from megatron.hydraulis.simulator.costs import StageCosts
+from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
+from megatron.hydraulis.simulator.simulation import ReplicaTasks
+from megatron.hydraulis.simulator.ways import (
+    BALANCED,
+    CP_ONLY,
+    PER_BATCH,
+    Ways,
+    context_group_pools,
+)
 from megatron.hydraulis.strategy import Pool, Strategy
 
 NUM_RANKS = 64
@@ -172,7 +177,7 @@ def run_cell(cell: Cell, reference: Mapping[str, Any]) -> CellResult:
     static = Strategy.parse(
         f"{NUM_RANKS // STATIC_WIDTH}*cp{STATIC_WIDTH}", NUM_RANKS, ranks_per_node=RANKS_PER_NODE
     )
-    setting = Setting(stage_costs=StageCosts(profile))
+    setting = SimulationSettings(stage_costs=StageCosts(profile))
 
     def ways(pool: Pool, seq_length: int | None) -> Ways:
         return Ways(
@@ -208,7 +213,7 @@ def run_cell(cell: Cell, reference: Mapping[str, Any]) -> CellResult:
     )
 
 
-def _grouped(ways: Ways, setting: Setting) -> WayResult:
+def _grouped(ways: Ways, setting: SimulationSettings) -> WayResult:
     """Groups of several widths, for each batch those that hold its longest sequence."""
     pools = context_group_pools(
         ways.context_costs,

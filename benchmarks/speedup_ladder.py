@@ -29,10 +29,9 @@ from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.model_file import read_model_shape
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.simulator.regroup_times import RegroupCosts
-from megatron.hydraulis.simulator.result_tables import result_table, strategy_use_table
-from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way
-from megatron.hydraulis.simulator.stage_costs import StageCosts
+from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
+from megatron.hydraulis.simulator.output import result_table, strategy_use_table
+from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
     BALANCED,
     CP_ONLY,
@@ -94,7 +93,7 @@ def simulate(
         memory_bytes_per_s=device.memory_bytes_per_s,
         link_fraction=device.link_fraction,
     )
-    setting = Setting(
+    setting = SimulationSettings(
         stage_costs=StageCosts(profile, shape if options.regroup else None),
         regroup=regroup if options.regroup else None,
         keeps=lambda _: False,

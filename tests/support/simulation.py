@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model import Coefficients, ModelShape
-from megatron.hydraulis.simulator.regroup_times import RegroupCosts
+from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
 from megatron.hydraulis.simulator.simulation import IterationTasks, Simulator
-from megatron.hydraulis.simulator.stage_costs import StageCosts
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Strategy
 from tests.support.planning import TableCostModel

@@ -1,1 +1,1 @@
-"""How long the sequences of a corpus are, counted without reading a token."""
+"""Lengths of the sequences of a corpus, counted without reading tokens."""

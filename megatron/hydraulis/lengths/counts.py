@@ -23,22 +23,22 @@ _HISTOGRAM, _LENGTHS = "histogram of lengths", "lengths file"
 # More digits are a typing error.
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _MAX_NUMBER = 10**15
-"""Sums of products of two numbers are taken as floats; larger numbers are a typing error."""
+"""Larger numbers are taken for typing errors."""
 
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class LengthCounts:
-    """Sequences by length.
+    """Numbers of sequences by length.
 
-    Raises DataError unless there is a sequence, lengths rise from 1 on and counts are positive.
+    Raises DataError unless there is a sequence, lengths are ascending from 1 and counts positive.
     """
 
     lengths: IntArray
-    """(num_lengths,) trained tokens of a sequence, rising."""
+    """(num_lengths,) trained tokens of a sequence, ascending."""
     counts: IntArray
-    """(num_lengths,) sequences of each length."""
+    """(num_lengths,) number of sequences of each length."""
 
     def __post_init__(self) -> None:
         if len(self.lengths) == 0 or len(self.lengths) != len(self.counts):
@@ -49,13 +49,13 @@ class LengthCounts:
             )
         if self.lengths[0] < 1 or (np.diff(self.lengths) <= 0).any() or self.counts.min() < 1:
             raise DataError(
-                f"lengths: lengths rise from 1 token on and counts are positive but the shortest "
-                f"is {self.lengths[0]} and the least count {self.counts.min()}; correct them"
+                f"lengths: lengths ascend from 1 token and counts are positive but the shortest "
+                f"is {self.lengths[0]} and the smallest count {self.counts.min()}; correct them"
             )
 
     @classmethod
     def of(cls, lengths: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> "LengthCounts":
-        """Of lengths in any order, each once or with its count; what has no sequence is left out.
+        """From lengths in any order, each once or with its count; counts of 0 are dropped.
 
         lengths, counts: shape (num,), whole numbers.
         """
@@ -68,7 +68,6 @@ class LengthCounts:
 
     @property
     def num_sequences(self) -> int:
-        """All of them."""
         return int(self.counts.sum())
 
     @property
@@ -82,11 +81,11 @@ class LengthCounts:
         return int(self.lengths[-1])
 
     def cut(self, seq_length: int, how: LongSequences) -> "LengthCounts":
-        """What training with --seq-length and --long-sequences makes of them.
+        """The sequences that training with --seq-length and --long-sequences would see.
 
-        ``split`` makes pieces of seq_length and a last one of what is left.
+        ``split`` makes pieces of seq_length tokens and a last one of the rest.
 
-        Raises DataError where nothing is left and, with ``error``, for a longer sequence.
+        Raises DataError if nothing is left and, with ``error``, for a longer sequence.
         """
         is_long = self.lengths > seq_length
         if not is_long.any():
@@ -116,14 +115,13 @@ class LengthCounts:
 
 
 def read_length_counts(path: str | Path) -> LengthCounts:
-    """The lengths of a corpus in trained tokens, from one of four kinds of files.
+    """Reads the lengths of a corpus in trained tokens from one of four kinds of files.
 
     A Megatron index by the suffix ``.idx`` (a document of D tokens trains D-1, one of fewer than 2
     none; the ``.bin`` is not needed), a histogram by the suffix ``.csv`` with the header
-    ``length_tokens,count``, a JSON list, and text with a number a line.
+    ``length_tokens,count``, a JSON list, and text with a number per line.
 
-    Raises DataError for a file that cannot be read, numbers that make no sense, and a file without
-    sequences.
+    Raises DataError for a file that cannot be read, invalid numbers, and a file without sequences.
     """
     suffix = Path(path).suffix
     if suffix == _CSV:
@@ -142,7 +140,7 @@ def read_length_counts(path: str | Path) -> LengthCounts:
 def read_lengths(path: str | Path) -> tuple[int, ...]:
     """The lengths of a batch in tokens: shape (num_sequences,), in the file's order.
 
-    The file is a Megatron index as above, a JSON list, or text with a number a line. Raises
+    The file is a Megatron index as above, a JSON list, or text with a number per line. Raises
     DataError for a file that cannot be read, a length that is not a whole number from 1 on, and a
     file without lengths.
     """
@@ -166,7 +164,7 @@ def _from_histogram(path: str | Path) -> LengthCounts:
     if not lines or lines[0].strip() != _HEADER:
         raise DataError(
             f"{_HISTOGRAM} {path}: its first line is {_HEADER!r} but is "
-            f"{lines[0].strip() if lines else ''!r:.60}; write that line first"
+            f"{lines[0].strip() if lines else ''!r:.60}; add that line"
         )
     lengths, counts = [], []
     for number, line in enumerate(lines[1:], start=2):
@@ -175,20 +173,20 @@ def _from_histogram(path: str | Path) -> LengthCounts:
         words = [word.strip() for word in line.split(",")]
         if not all(word.isascii() and word.isdigit() for word in words) or len(words) != 2:
             raise DataError(
-                f"{_HISTOGRAM} {path}: a line is a length and a count, two whole numbers, but "
+                f"{_HISTOGRAM} {path}: a line is a length and a count, two integers, but "
                 f"line {number} is {line.strip()!r:.60}; correct it"
             )
         length, count = int(words[0]), int(words[1])
         if not 1 <= length <= _MAX_NUMBER or count > _MAX_NUMBER:
             raise DataError(
-                f"{_HISTOGRAM} {path}: lengths are from 1 on and numbers at most {_MAX_NUMBER} but "
+                f"{_HISTOGRAM} {path}: lengths are at least 1, numbers at most {_MAX_NUMBER}, but "
                 f"line {number} is {line.strip()!r:.60}; correct it"
             )
         lengths.append(length)
         counts.append(count)
     if math.fsum(counts) == 0:
         raise DataError(
-            f"{_HISTOGRAM} {path}: counts at least 1 sequence but counts 0; give another file"
+            f"{_HISTOGRAM} {path}: it counts at least 1 sequence but has 0; give another file"
         )
     return LengthCounts.of(lengths, counts)
 

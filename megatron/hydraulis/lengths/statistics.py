@@ -1,4 +1,4 @@
-"""Figures about the lengths of a corpus: percentiles, and where sequences, tokens and work are."""
+"""Statistics of the lengths of a corpus: percentiles, shares of sequences, tokens and work."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,21 +26,21 @@ class LengthRange:
     sequence_share: float
     token_share: float
     square_share: float
-    """Of Σs², to which the work of attention is proportional."""
+    """Share of Σs², to which the work of attention is proportional."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutEffect:
-    """What --seq-length with --long-sequences does to the corpus."""
+    """Effect of --seq-length and --long-sequences on the corpus."""
 
     seq_length: int
     how: LongSequences
     num_longer: int
-    """Sequences above seq_length."""
+    """Number of sequences above seq_length."""
     num_longer_tokens: int
-    """All their tokens."""
+    """Tokens of these sequences."""
     num_sequences: int
-    """After the cut."""
+    """Number of sequences after the cut."""
     num_tokens: int
     square_ratio: float
     """Σs² after over Σs² before."""
@@ -48,7 +48,7 @@ class CutEffect:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthStatistics:
-    """Of the sequences of a corpus, lengths in tokens."""
+    """Statistics of the sequences of a corpus, lengths in tokens."""
 
     num_sequences: int
     num_tokens: int
@@ -56,11 +56,11 @@ class LengthStatistics:
     longest: int
     mean: float
     token_mean: float
-    """Σs²/Σs: the mean over tokens of the length of the sequence that a token is in."""
+    """Σs²/Σs: mean over tokens of the length of their sequences."""
     percentiles: tuple[tuple[float, int], ...]
-    """(percent, length): so many percent of the sequences have at most this length."""
+    """(percent, length): percentage of the sequences with at most this length."""
     token_percentiles: tuple[tuple[float, int], ...]
-    """The same over tokens."""
+    """(percent, length): percentage of the tokens in sequences of at most this length."""
     ranges: tuple[LengthRange, ...]
     """Powers of two: 1, 2–3, 4–7, …; from the shortest to the longest."""
     cut: CutEffect | None = None
@@ -69,9 +69,9 @@ class LengthStatistics:
     def of(
         cls, counts: LengthCounts, *, seq_length: int | None = None, how: LongSequences = "split"
     ) -> "LengthStatistics":
-        """The figures; with seq_length those of the corpus before the cut, and what it does.
+        """Statistics of the corpus before a cut, and with seq_length the effect of the cut.
 
-        Raises DataError where the cut leaves nothing, and with ``error`` for longer sequences.
+        Raises DataError if the cut leaves nothing, and with ``error`` for longer sequences.
         """
         squares = _squares(counts)
         tokens = counts.lengths.astype(np.float64) * counts.counts
@@ -89,7 +89,7 @@ class LengthStatistics:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """All figures; percentiles as an object from percent to length."""
+        """All statistics; percentiles as an object from percent to length."""
         content = asdict(self)
         for name in ("percentiles", "token_percentiles"):
             content[name] = {f"{percent:g}": length for percent, length in getattr(self, name)}
@@ -97,12 +97,12 @@ class LengthStatistics:
 
 
 def percentile(lengths: npt.NDArray[np.int64], weights: FloatArray, percent: float) -> int:
-    """The least length with at least percent of the weight at or below it.
+    """The smallest length with at least percent of the weight at or below it.
 
-    lengths: (num_lengths,) rising; weights: (num_lengths,) positive.
+    lengths: (num_lengths,) ascending; weights: (num_lengths,) positive.
     """
     below = np.cumsum(weights)
-    # Sums of floats may fall short of a share that whole numbers reach.
+    # Rounded sums may fall below a share that exact ones reach.
     wanted = below[-1] * percent / 100.0 * (1.0 - 1e-12)
     return int(lengths[min(int(np.searchsorted(below, wanted)), len(lengths) - 1)])
 
@@ -114,7 +114,7 @@ def _percentiles(
 
 
 def _squares(counts: LengthCounts) -> FloatArray:
-    # Floats: a thousand million sequences of a million tokens overflow 64 bits.
+    # Floats, since a billion sequences of a million tokens overflow 64 bits.
     squares: FloatArray = np.square(counts.lengths.astype(np.float64)) * counts.counts
     return squares
 

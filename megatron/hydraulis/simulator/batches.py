@@ -1,19 +1,47 @@
-"""Global batches to simulate: drawn from a corpus's lengths by the training program's sampler."""
+"""Global batches to simulate, sampled from a corpus's lengths, and their plans."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.data.blend import SequenceGroup
 from megatron.hydraulis.data.sampler import LengthSampler
+from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import read_length_counts
+from megatron.hydraulis.planner.plan import IterationPlan, Planner
+from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
+from megatron.hydraulis.strategy import Pool
 
-__all__ = ["read_corpus_lengths", "sample_batches"]
+__all__ = [
+    "BatchPlanning",
+    "TimedPlan",
+    "default_num_processes",
+    "read_corpus_lengths",
+    "sample_batches",
+]
+
+NUM_SHORTLISTED = 2
+"""Number of strategies per batch that greedy plans select for the certified planner."""
+MAX_DEFAULT_PROCESSES = 8
+"""A login node has other users too."""
+FEWEST_BATCHES_PER_PROCESS = 10
+"""A process starts in about a second, which fewer batches would not justify."""
+CHUNKS_PER_PROCESS = 4
+"""Several, so that no process waits long for the last one."""
 
 
 def read_corpus_lengths(path: str | Path) -> npt.NDArray[np.int64]:
@@ -34,7 +62,7 @@ def sample_batches(
     batch_tokens: int | None = None,
     batch_size: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """Global batches as the training program draws them, documents cut at longest tokens.
+    """Global batches as the training program samples them, with documents cut to `longest` tokens.
 
     lengths: shape (num_sequences,), the corpus. A batch has batch_size sequences, or up to
     batch_tokens tokens. Raises ConfigurationError as LengthSampler does.
@@ -48,3 +76,130 @@ def sample_batches(
         global_batch_size=batch_size,
     )
     return [sampler.next_batch().lengths for _ in range(num_batches)]
+
+
+def default_num_processes() -> int:
+    """Number of cores that this process may use, up to `MAX_DEFAULT_PROCESSES`."""
+    return min(len(os.sched_getaffinity(0)), MAX_DEFAULT_PROCESSES)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPlan:
+    """A plan and its CPU time."""
+
+    plan: IterationPlan
+    cpu_s: float
+
+
+class BatchPlanning:
+    """Plans batches, in several processes if there are many; a context manager that ends them.
+
+    Plans depend on their batch alone, not on the number of processes.
+    ConfigurationError for less than one process.
+    """
+
+    def __init__(self, num_processes: int = 1) -> None:
+        if num_processes < 1:
+            raise ConfigurationError(
+                f"simulation: planning needs at least 1 process but has {num_processes}; raise it"
+            )
+        self._num_processes = num_processes
+        self._executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=error is None, cancel_futures=True)
+            self._executor = None
+
+    def plans(
+        self,
+        pool: Pool,
+        cost_model: CostModel,
+        batches: Sequence[Sequence[int]],
+        *,
+        shortlists: bool = False,
+    ) -> Iterator[TimedPlan]:
+        """Yields plans in the order of the batches, which are iterations 0, 1, …
+
+        With `shortlists` the certified planner gets only the strategies with the best greedy plans.
+        Raises PlanError as the planners do, and if a process is killed.
+        """
+        num_processes = min(self._num_processes, len(batches) // FEWEST_BATCHES_PER_PROCESS)
+        if num_processes < 2:
+            yield from _plans(pool, cost_model, batches, 0, shortlists)
+            return
+        if self._executor is None:
+            # A fork of a process with threads, for example of a progress bar, may hang.
+            self._executor = ProcessPoolExecutor(
+                self._num_processes, mp_context=get_context("spawn"), initializer=_ignore_interrupts
+            )
+        size = math.ceil(len(batches) / (num_processes * CHUNKS_PER_PROCESS))
+        parts = [
+            self._executor.submit(
+                _planned, pool, cost_model, batches[first : first + size], first, shortlists
+            )
+            for first in range(0, len(batches), size)
+        ]
+        try:
+            for part in parts:
+                yield from part.result()
+        except BrokenProcessPool as error:
+            raise PlanError(
+                f"one of {self._num_processes} planning processes was killed, possibly for lack of "
+                "memory; plan with fewer"
+            ) from error
+
+
+def _ignore_interrupts() -> None:
+    """The parent process handles them and ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _planned(
+    pool: Pool,
+    cost_model: CostModel,
+    batches: Sequence[Sequence[int]],
+    first: int,
+    shortlists: bool,
+) -> list[TimedPlan]:
+    return list(_plans(pool, cost_model, batches, first, shortlists))
+
+
+def _plans(
+    pool: Pool,
+    cost_model: CostModel,
+    batches: Sequence[Sequence[int]],
+    first: int,
+    shortlists: bool,
+) -> Iterator[TimedPlan]:
+    planner: Planner = (
+        _ShortlistPlanner(pool, cost_model) if shortlists else CertifiedPlanner(pool, cost_model)
+    )
+    for iteration, batch in enumerate(batches, start=first):
+        start_s = time.process_time()
+        plan = planner.plan(batch, iteration=iteration)
+        yield TimedPlan(plan, time.process_time() - start_s)
+
+
+class _ShortlistPlanner:
+    """The certified planner for the strategies with the best greedy plans."""
+
+    def __init__(self, pool: Pool, cost_model: CostModel) -> None:
+        self._pool = pool
+        self._cost_model = cost_model
+        self._greedy = GreedyPlanner(pool, cost_model)
+        self._certified: dict[tuple[str, ...], CertifiedPlanner] = {}
+
+    def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
+        """See Planner."""
+        outcomes = self._greedy.explain(lengths, iteration=iteration).strategies
+        found_s = {each.name: each.found_s for each in outcomes if each.found_s is not None}
+        # Sorted by name: the same strategies share a planner.
+        best = sorted(sorted(found_s, key=lambda name: found_s[name])[:NUM_SHORTLISTED])
+        if tuple(best) not in self._certified:
+            pool = Pool.of(*(self._pool.strategy(name) for name in best))
+            self._certified[tuple(best)] = CertifiedPlanner(pool, self._cost_model)
+        return self._certified[tuple(best)].plan(lengths, iteration=iteration)

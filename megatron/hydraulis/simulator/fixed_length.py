@@ -1,20 +1,20 @@
-"""What users of one static strategy do: rows of one length, equally many on every replica.
+"""Baselines: batches for one static strategy with the same number of rows on every replica.
 
 Users of Megatron pack sequences into rows of the context window and give every data-parallel rank
-the same number of rows. Here this is done as well as it can be done:
+the same number of rows. `fixed_length_shares` does this as well as possible:
 
-- There are as few rows as first-fit decreasing needs for the batch at the context window, rounded
+- The number of rows is what first-fit decreasing needs for the batch at the context window, rounded
   up to a multiple of the number of replicas.
-- The rows are then made as equal in tokens as they can be: sequences, longest first, go to the row
-  with the fewest tokens that has room; where that fails, first-fit decreasing stands.
-- Rows go to replicas so that these, too, get about equal tokens.
+- The rows are then balanced by tokens: sequences, longest first, go to the row with the fewest
+  tokens if it has room; otherwise the rows of first-fit decreasing are used.
+- Rows are distributed so that replicas, too, get about the same number of tokens.
 - Padding costs nothing; `padded_time_s` is the time with rows padded to the context window, which
-  is what fixed shapes really cost.
+  is the actual cost of fixed shapes.
 
-What it does not know is attention: rows of equal tokens differ in Σ s².
+Attention is not balanced: rows with the same number of tokens differ in Σ s².
 
-Two simpler ways deal out what they make to equal replicas in turn, as plain data parallelism does:
-`deal_padded` gives every sequence a row, `deal_fixed_rows` packs rows by best fit.
+Two simpler baselines distribute micro-batches to equal replicas round-robin, as plain data
+parallelism does: `deal_padded` gives each sequence a row, `deal_fixed_rows` packs rows by best fit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[i
     """Indices of the sequences of each row; longest sequences first, each in the first row with
     room.
 
-    Raises ValueError when a sequence is longer than a row.
+    Raises ValueError if a sequence is longer than a row.
     """
     if max(lengths, default=0) > row_tokens:
         raise ValueError(f"a row of {row_tokens} tokens cannot hold one of {max(lengths)}")
@@ -65,8 +65,8 @@ def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[i
 def equal_rows(lengths: Sequence[int], window_tokens: int, num_replicas: int) -> list[list[int]]:
     """Indices of the sequences of each row: a multiple of num_replicas rows of about equal tokens.
 
-    A row may be empty, where there are fewer sequences than rows. Fullest rows come first. Raises
-    ValueError when a sequence is longer than the window.
+    A row is empty if there are fewer sequences than rows. The fullest rows come first. Raises
+    ValueError if a sequence is longer than the window.
     """
     rows = first_fit_decreasing(lengths, window_tokens)
     num_rows = num_replicas * math.ceil(len(rows) / num_replicas)
@@ -76,7 +76,7 @@ def equal_rows(lengths: Sequence[int], window_tokens: int, num_replicas: int) ->
 
 
 def _dealt(lengths: Sequence[int], window_tokens: int, num_rows: int) -> list[list[int]] | None:
-    """Longest sequence first to the row with the fewest tokens; None where one has no room."""
+    """Longest sequence first to the row with the fewest tokens; None if one has no room."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     tokens = [0] * num_rows
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -91,13 +91,13 @@ def fixed_length_shares(
 ) -> list[list[list[int]]]:
     """Indices of the sequences of each row of each replica; a row may be empty.
 
-    Raises ValueError when a sequence is longer than the window.
+    Raises ValueError if a sequence is longer than the window.
     """
     return _shares(equal_rows(lengths, window_tokens, num_replicas), num_replicas)
 
 
 def _shares(rows: list[list[int]], num_replicas: int) -> list[list[list[int]]]:
-    """Rows of each replica: to and fro, so that every replica gets full and less full ones."""
+    """Rows of each replica, in alternating order, so that all get full and less full ones."""
     shares: list[list[list[int]]] = [[] for _ in range(num_replicas)]
     for turn, start in enumerate(range(0, len(rows), num_replicas)):
         order = range(num_replicas) if turn % 2 == 0 else reversed(range(num_replicas))
@@ -114,13 +114,15 @@ def fixed_length_plan(
     window_tokens: int,
     iteration: int = 0,
 ) -> IterationPlan:
-    """The plan for a strategy of equal replicas, each of which runs equally many rows.
+    """The plan for a strategy of equal replicas, each with the same number of rows.
 
-    Raises ValueError when replicas differ or do not hold a row.
+    Raises ValueError if replicas differ or cannot hold a row.
     """
     schemes = {replica.scheme for replica in strategy.replicas}
     if len(schemes) != 1 or strategy.idle_ranks:
-        raise ValueError(f"rows are shared out evenly over equal replicas but there are {strategy}")
+        raise ValueError(
+            f"rows are distributed evenly over equal replicas but these are {strategy}"
+        )
     scheme = schemes.pop()
     if cost_model.max_tokens(scheme) < window_tokens:
         raise ValueError(
@@ -146,7 +148,7 @@ def fixed_length_plan(
 
 
 def padded_time_s(plan: IterationPlan, cost_model: CostModel, *, window_tokens: int) -> float:
-    """Predicted makespan of such a plan when every row is computed up to the context window.
+    """Predicted makespan of such a plan if every row is padded to the context window.
 
     Padding costs what tokens cost outside attention.
     """
@@ -165,26 +167,26 @@ def padded_time_s(plan: IterationPlan, cost_model: CostModel, *, window_tokens: 
 def deal_padded(
     lengths: Sequence[int], num_replicas: int, max_tokens: int
 ) -> list[list[list[int]]]:
-    """Every sequence a row of the batch's longest, as many to a micro-batch as fit.
+    """A row as long as the batch's longest sequence for each sequence.
 
     Returns the indices of the sequences by replica and micro-batch: micro-batches are filled in the
-    batch's order and dealt in turn. Raises ValueError when a row does not fit.
+    batch's order and distributed round-robin. Raises ValueError if a row does not fit.
     """
     per_micro_batch = _rows_per_micro_batch(max(lengths), max_tokens)
-    return _in_turn(_chunks(list(range(len(lengths))), per_micro_batch), num_replicas)
+    return _round_robin(_chunks(list(range(len(lengths))), per_micro_batch), num_replicas)
 
 
 def deal_fixed_rows(
     lengths: Sequence[int], num_replicas: int, max_tokens: int, row_tokens: int
 ) -> list[list[list[list[int]]]]:
-    """Rows of row_tokens, packed by best fit, as many to a micro-batch as fit.
+    """Rows of row_tokens, packed by best fit.
 
-    Returns the indices of the sequences by replica, micro-batch and row, micro-batches dealt in
-    turn. Raises ValueError when a row does not fit.
+    Returns the indices of the sequences by replica, micro-batch and row; micro-batches are
+    distributed round-robin. Raises ValueError if a row does not fit.
     """
     falling = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     rows = best_fit(falling, lengths, row_tokens)
-    return _in_turn(_chunks(rows, _rows_per_micro_batch(row_tokens, max_tokens)), num_replicas)
+    return _round_robin(_chunks(rows, _rows_per_micro_batch(row_tokens, max_tokens)), num_replicas)
 
 
 def _rows_per_micro_batch(row_tokens: int, max_tokens: int) -> int:
@@ -197,5 +199,5 @@ def _chunks[T](items: Sequence[T], size: int) -> list[list[T]]:
     return [list(items[start : start + size]) for start in range(0, len(items), size)]
 
 
-def _in_turn[T](items: Sequence[T], num_replicas: int) -> list[list[T]]:
+def _round_robin[T](items: Sequence[T], num_replicas: int) -> list[list[T]]:
     return [list(items[replica::num_replicas]) for replica in range(num_replicas)]

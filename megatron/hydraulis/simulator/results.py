@@ -1,9 +1,10 @@
-"""What a way to train comes to over all batches."""
+"""Result of simulating a way to train: where the time of all ranks goes, over all iterations."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,37 +13,42 @@ from statistics import fmean
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.simulator.accounts import IterationAccount, account
-from megatron.hydraulis.simulator.regroup_times import RegroupCosts
-from megatron.hydraulis.simulator.simulation import IterationTasks, Simulator
-from megatron.hydraulis.simulator.stage_costs import StageCosts
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
+from megatron.hydraulis.simulator.simulation import IterationTasks, ReplicaTasks, Simulator
 from megatron.hydraulis.simulator.work import IterationWork
 
-__all__ = ["PARTS", "Setting", "WayResult", "simulate_way"]
+__all__ = [
+    "PARTS",
+    "IterationAccount",
+    "SimulationSettings",
+    "WayResult",
+    "account",
+    "simulate_way",
+]
 
 _MS_PER_S = 1e3
 PARTS = ("work", "fill", "imbalance", "regroup", "planning")
-"""What the time of a rank consists of; see accounts.py."""
+"""Parts of the time of a rank; see `IterationAccount`."""
 
 
 def _keeps_all(_: int) -> bool:
-    """Tasks of few iterations need no choice."""
     return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """What all ways have in common."""
+class SimulationSettings:
+    """Settings that all ways have in common."""
 
     stage_costs: StageCosts
     regroup: RegroupCosts | None = None
     plan_ahead: int = 2
     overlaps_regrouping: bool = True
     keeps: Callable[[int], bool] = _keeps_all
-    """Whether the tasks of an iteration, by its number, are kept with the results."""
+    """Whether the tasks of the iteration with this number are kept in the result."""
 
     def simulator(self, cost_model: CostModel) -> Simulator:
-        """One for the cost model of a way."""
+        """The simulator for the cost model of a way."""
         return Simulator(
             StageCosts(cost_model, self.stage_costs.shape),
             regroup=self.regroup,
@@ -58,13 +64,13 @@ class WayResult:
     name: str
     accounts: tuple[IterationAccount, ...]
     iterations: tuple[IterationTasks, ...]
-    """Those of which the tasks were kept."""
+    """Those whose tasks were kept."""
     strategies: dict[str, str]
-    """By name of a strategy in use, its text."""
+    """Notation of each used strategy by name."""
 
     @property
     def time_s(self) -> float:
-        """Of all iterations."""
+        """Time of all iterations."""
         return math.fsum(each.time_ms for each in self.accounts) / _MS_PER_S
 
     @property
@@ -90,12 +96,12 @@ class WayResult:
 
     @property
     def received_bytes(self) -> float:
-        """A rank's, per iteration, mean over ranks and iterations."""
+        """Bytes per iteration, mean over ranks and iterations."""
         return fmean(each.received_bytes for each in self.accounts)
 
     @property
     def shares(self) -> dict[str, float]:
-        """By part, its share of the time of all ranks; they add up to 1."""
+        """Share of each part in the time of all ranks; the sum is 1."""
         totals_ms = {
             part: math.fsum(getattr(each, f"{part}_ms") for each in self.accounts) for part in PARTS
         }
@@ -105,11 +111,11 @@ class WayResult:
 
     @property
     def num_uses(self) -> Counter[str]:
-        """By strategy, iterations with it."""
+        """Number of iterations by strategy."""
         return Counter(each.strategy for each in self.accounts)
 
     def to_json(self, reference: WayResult | None) -> dict[str, Any]:
-        """Figures by name; the reference is what speed_up is taken over."""
+        """Figures by name; speed_up is relative to the reference."""
         return {
             "way": self.name,
             "time_s": self.time_s,
@@ -143,20 +149,20 @@ class WayResult:
 def simulate_way(
     name: str,
     candidates: Sequence[tuple[CostModel, Sequence[IterationWork]]],
-    setting: Setting,
+    settings: SimulationSettings,
 ) -> WayResult | None:
-    """The candidate that takes the least time over all batches; None where there is none.
+    """The candidate that takes the least time over all batches; None if there is none.
 
     Raises HydraulisError as Simulator.run and account do.
     """
-    results = [_simulated(name, cost_model, works, setting) for cost_model, works in candidates]
+    results = [_simulated(name, cost_model, works, settings) for cost_model, works in candidates]
     return min(results, key=lambda result: result.time_s, default=None)
 
 
 def _simulated(
-    name: str, cost_model: CostModel, works: Sequence[IterationWork], setting: Setting
+    name: str, cost_model: CostModel, works: Sequence[IterationWork], settings: SimulationSettings
 ) -> WayResult:
-    simulator = setting.simulator(cost_model)
+    simulator = settings.simulator(cost_model)
     accounts: list[IterationAccount] = []
     ended_ms = 0.0
     with _no_garbage_collection():
@@ -174,15 +180,15 @@ def _simulated(
     return WayResult(
         name=name,
         accounts=tuple(accounts),
-        iterations=tuple(each for each in iterations if setting.keeps(each.number)),
+        iterations=tuple(each for each in iterations if settings.keeps(each.number)),
         strategies={work.strategy.name: str(work.strategy) for work in works},
     )
 
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Hundreds of thousands of tasks live until the last one has run; looking through them for
-    garbage, of which there is none, would take as long as the simulation."""
+    """Hundreds of thousands of tasks live until the last one has run; collecting garbage, of which
+    there is none, would take as long as the simulation."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -190,3 +196,142 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+_RELATIVE_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationAccount:
+    """Where the time of one iteration went.
+
+    Parts are rank-times: ms of one rank, summed over ranks. From the end of the previous iteration
+    to the end of this one, the time of every rank is
+
+    - **work**: forward and backward;
+    - **fill**: waiting in the replica for pipeline neighbours or for parameters;
+    - **imbalance**: waiting for the slowest replica, also on ranks without a replica or work;
+    - **regroup**: after the end of the slowest replica: scatter and update that are not hidden;
+    - **planning**: waiting for the plan.
+    """
+
+    iteration: int
+    strategy: str
+    num_ranks: int
+    num_tokens: int
+    """Trained tokens."""
+    num_padding: int
+    time_ms: float
+    """From the end of the previous iteration to the end of this one."""
+    makespan_ms: float
+    """From the beginning of the iteration to the end of its slowest replica."""
+    replica_times_ms: tuple[float, ...]
+    """From the beginning of the iteration to the end of each replica; 0.0 without work."""
+    imbalance: float
+    """Makespan over the rank-weighted mean of the replica times: 1.0 is perfect."""
+    work_ms: float
+    fill_ms: float
+    imbalance_ms: float
+    regroup_ms: float
+    planning_ms: float
+    received_bytes: float
+    """In gather and scatter together, mean over ranks; 0.0 if regrouping is not simulated."""
+
+    @property
+    def idle_ms(self) -> float:
+        """Rank-time without work."""
+        return self.fill_ms + self.imbalance_ms + self.regroup_ms + self.planning_ms
+
+
+def account(
+    iteration: IterationTasks, *, started_ms: float, received_bytes: float = 0.0
+) -> IterationAccount:
+    """Where the time of an iteration went.
+
+    Each part is computed separately, and their sum must be time x ranks, as must be the sum of work
+    and of the gaps between the tasks of every lane: an error of the simulation is noticed.
+
+    Args:
+        iteration: after the simulation.
+        started_ms: end of the previous iteration; 0.0 for the first.
+        received_bytes: see `IterationAccount`.
+
+    Raises HydraulisError if tasks of a lane overlap, or the sums are wrong.
+    """
+    strategy = iteration.work.strategy
+    begin_ms, end_ms = iteration.begin_ms, iteration.end_ms
+    ends_ms = iteration.replica_ends_ms
+    slowest_ms = max(ends_ms)
+    work_ms = fill_ms = waiting_ms = 0.0
+    gaps_ms: list[float] = []
+    num_in_replicas = 0
+    for replica, replica_end_ms in zip(iteration.replicas, ends_ms, strict=True):
+        num_per_stage = replica.replica.scheme.tp * replica.replica.scheme.cp
+        num_in_replicas += replica.replica.num_ranks
+        for operations in replica.by_stage:
+            stage_work_ms = math.fsum(operation.work_ms for operation in operations)
+            work_ms += num_per_stage * stage_work_ms
+            fill_ms += num_per_stage * (replica_end_ms - begin_ms - stage_work_ms)
+        waiting_ms += replica.replica.num_ranks * (slowest_ms - replica_end_ms)
+        gaps_ms += _gaps_ms(replica, started_ms, end_ms, iteration.number)
+    num_idle = strategy.num_ranks - num_in_replicas
+    result = IterationAccount(
+        iteration=iteration.number,
+        strategy=strategy.name,
+        num_ranks=strategy.num_ranks,
+        num_tokens=iteration.work.num_tokens,
+        num_padding=iteration.work.num_padding,
+        time_ms=end_ms - started_ms,
+        makespan_ms=slowest_ms - begin_ms,
+        replica_times_ms=tuple(each_ms - begin_ms for each_ms in ends_ms),
+        imbalance=_imbalance(iteration, slowest_ms),
+        work_ms=work_ms,
+        fill_ms=fill_ms,
+        imbalance_ms=waiting_ms + num_idle * (slowest_ms - begin_ms),
+        regroup_ms=strategy.num_ranks * (end_ms - slowest_ms),
+        planning_ms=strategy.num_ranks * (begin_ms - started_ms),
+        received_bytes=received_bytes,
+    )
+    total_ms = strategy.num_ranks * result.time_ms
+    idle_ms = math.fsum([*gaps_ms, num_idle * result.time_ms])
+    _check_sum(iteration.number, "work and gaps of the lanes", work_ms + idle_ms, total_ms)
+    _check_sum(iteration.number, "parts", result.work_ms + result.idle_ms, total_ms)
+    return result
+
+
+def _gaps_ms(replica: ReplicaTasks, from_ms: float, to_ms: float, number: int) -> list[float]:
+    """Rank-times before, between and after the tasks of each stage of a replica."""
+    gaps_ms = []
+    num_per_stage = replica.replica.scheme.tp * replica.replica.scheme.cp
+    for stage, operations in enumerate(replica.by_stage):
+        tasks = [task for operation in operations for task in operation.tasks]
+        borders_ms = [from_ms, *itertools.chain(*((t.start_ms, t.end_ms) for t in tasks)), to_ms]
+        for start_ms, stop_ms in zip(borders_ms[::2], borders_ms[1::2], strict=True):
+            if stop_ms < start_ms:
+                raise HydraulisError(
+                    f"simulation: a stage runs one task at a time but in iteration {number} "
+                    f"stage {stage} of {replica.replica.scheme} starts a task at {stop_ms} ms "
+                    f"before the last one ends at {start_ms} ms; report this as a bug"
+                )
+            gaps_ms.append(num_per_stage * (stop_ms - start_ms))
+    return gaps_ms
+
+
+def _imbalance(iteration: IterationTasks, slowest_ms: float) -> float:
+    begin_ms = iteration.begin_ms
+    shares: Sequence[tuple[int, float]] = [
+        (replica.replica.num_ranks, end_ms - begin_ms)
+        for replica, end_ms in zip(iteration.replicas, iteration.replica_ends_ms, strict=True)
+    ]
+    total_ms = math.fsum(num_ranks * time_ms for num_ranks, time_ms in shares)
+    if total_ms == 0.0:
+        return 1.0
+    return (slowest_ms - begin_ms) * sum(num_ranks for num_ranks, _ in shares) / total_ms
+
+
+def _check_sum(number: int, what: str, found_ms: float, wanted_ms: float) -> None:
+    if not math.isclose(found_ms, wanted_ms, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-6):
+        raise HydraulisError(
+            f"simulation: busy and idle times of all ranks add up to time x ranks but in iteration "
+            f"{number} {what} make {found_ms} ms of {wanted_ms} ms; report this as a bug"
+        )

@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis simulate``: lengths, profile, pool in, times of training out."""
+"""``python -m megatron.hydraulis simulate``: iteration times without a GPU."""
 
 import argparse
 import json
@@ -31,48 +31,56 @@ from megatron.hydraulis.observability.trace import (
 from megatron.hydraulis.observability.trace_analysis import Spans
 from megatron.hydraulis.observability.trace_picture import draw_trace
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
-from megatron.hydraulis.simulator.batch_planning import BatchPlanning, default_num_processes
-from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.simulator.regroup_times import RegroupCosts
-from megatron.hydraulis.simulator.result_picture import draw_results
-from megatron.hydraulis.simulator.result_tables import result_table, strategy_use_table
-from megatron.hydraulis.simulator.results import Setting, WayResult, simulate_way
+from megatron.hydraulis.simulator.batches import (
+    BatchPlanning,
+    default_num_processes,
+    read_corpus_lengths,
+    sample_batches,
+)
+from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
+from megatron.hydraulis.simulator.output import (
+    draw_results,
+    iteration_spans,
+    result_table,
+    stage_leaders,
+    stage_names,
+    strategy_use_table,
+)
+from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.simulation import IterationTasks
-from megatron.hydraulis.simulator.spans import iteration_spans, stage_leaders, stage_names
-from megatron.hydraulis.simulator.stage_costs import StageCosts
 from megatron.hydraulis.simulator.ways import CP_ONLY, PACKING, POOL, WAYS, Ways
 from megatron.hydraulis.strategy import Pool
 
 __all__ = ["add_arguments", "run"]
 
 _WIDTH = 100
-"""Columns of the tables where the output is no terminal."""
+"""Columns of the tables if the output is not a terminal."""
 _BYTES_PER_GB = 1e9
 RESULTS_FILE_NAME, PICTURE_FILE_NAME = "simulation.json", "simulation.png"
 ITERATION_PICTURE_FILE_NAME = "iteration.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of the subcommand."""
+    """Declares the flags of the subcommand."""
     parser.description = (
-        "Run iterations as events, without a device: 1F1B of every replica, regrouping, planning; "
-        "with the pool and in simpler ways, on the same batches. Same files and flags, same result "
-        "(with --plan-time, or where planning is faster than training)."
+        "Estimate iteration times without a GPU, by simulating 1F1B of every replica, regrouping "
+        "and planning, for the pool and for simpler ways to train, on the same batches. Files and "
+        "flags determine the result (with --plan-time, or if planning is faster than training)."
     )
     files = parser.add_argument_group("input and output")
     files.add_argument(
         "--lengths",
         required=True,
         metavar="FILE",
-        help="lengths of the corpus in tokens: an .idx, a JSON list, text with a number a line, or "
-        "a .csv with the head length_tokens,count",
+        help="lengths of the corpus in tokens: an .idx, a JSON list, text with a number per line, "
+        "or a .csv with the header length_tokens,count",
     )
     files.add_argument(
         "--cost-profile",
         required=True,
         metavar="FILE",
         help="cost profile, JSON: times of the schemes in ms, their limits in tokens per "
-        "micro-batch; a strategy's regroup_ms and optimizer_ms, where it has them, count too",
+        "micro-batch; regroup_ms and optimizer_ms of a strategy are included if present",
     )
     files.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
     files.add_argument(
@@ -96,8 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq-length",
         type=int,
         metavar="N",
-        help="longer sequences are cut to so many tokens (default: the most that a micro-batch of "
-        "the pool may hold)",
+        help="longer sequences are cut to N tokens (default: the most tokens that a micro-batch of "
+        "the pool may have)",
     )
     batches.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the batches (default: %(default)s)"
@@ -108,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=WAYS,
         default=WAYS,
         metavar="WAY",
-        help=f"what to simulate, of {', '.join(map(repr, WAYS))} (default: all); what each is: "
+        help=f"what to simulate, of {', '.join(map(repr, WAYS))} (default: all); explained in "
         "docs/metrics.md",
     )
     planning = parser.add_argument_group("planning")
@@ -123,25 +131,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan-time",
         type=float,
         metavar="S",
-        help="what a plan takes, in s (default: the CPU time that it takes here)",
+        help="time of a plan in s (default: the CPU time that it takes here)",
     )
     planning.add_argument(
         "--processes",
         type=int,
         default=default_num_processes(),
         metavar="N",
-        help="processes that plan, where there are many iterations; the plans are the same "
-        "(default: the cores, here %(default)s)",
+        help="number of planning processes if there are many iterations; it does not change the "
+        "plans (default: the cores, here %(default)s)",
     )
     add_shape_arguments(parser)
     links = parser.add_argument_group(
         "regrouping",
-        "with --device and the model, from bytes and links; without, the profile's times of it",
+        "with --device and the model, computed from bytes and links; otherwise the profile's times",
     )
     links.add_argument(
         "--device",
         metavar="NAME",
-        help="whose links and memory regrouping takes: a100-80g, a100-40g, a800-80g, h100, h200",
+        help="device with the links and memory: a100-80g, a100-40g, a800-80g, h100, h200",
     )
     links.add_argument(
         "--intra-node-gb-per-s",
@@ -158,7 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     links.add_argument(
         "--no-regroup-overlap",
         action="store_true",
-        help="regrouping and compute take turns",
+        help="regrouping and compute alternate",
     )
     parser.add_argument_group("trace").add_argument(
         "--trace-iterations",
@@ -168,10 +176,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Simulate all ways and print tables or JSON; returns the exit status.
+    """Simulates all ways and prints tables or JSON; returns the exit status.
 
-    Raises ConfigurationError, StrategyError or DataError for files and flags that make no sense,
-    PlanError when no strategy can hold a batch.
+    Raises ConfigurationError, StrategyError or DataError for invalid files and flags, PlanError if
+    no strategy can hold a batch.
     """
     if namespace.iterations < 1:
         raise ConfigurationError(
@@ -187,11 +195,11 @@ def run(namespace: argparse.Namespace) -> int:
     pool = Pool.read(namespace.pool)
     profile = ProfileCostModel.read(namespace.cost_profile)
     window = _window(namespace)
-    shape, setting, context_costs = _setting(namespace, pool, profile)
+    shape, settings, context_costs = _settings(namespace, pool, profile)
     if namespace.out is None:
-        setting = replace(setting, keeps=lambda _: False)
-    else:  # with the iteration before each, whose end is the beginning of it
-        setting = replace(setting, keeps=lambda each: each in window or each + 1 in window)
+        settings = replace(settings, keeps=lambda _: False)
+    else:  # with the previous iteration, whose end is the beginning
+        settings = replace(settings, keeps=lambda each: each in window or each + 1 in window)
     longest = namespace.seq_length
     if longest is None:
         longest = _longest_held(pool, profile)
@@ -226,9 +234,9 @@ def run(namespace: argparse.Namespace) -> int:
         for number, name in enumerate(names, start=1):
             progress.update(task, description=f"{number}/{len(names)} {name}")
             try:
-                result = simulate_way(name, ways.candidates(name), setting)
+                result = simulate_way(name, ways.candidates(name), settings)
             except PlanError as error:
-                # Widths that nobody asked for may not hold a batch; the others are still of use.
+                # The widths of this way may not hold a batch; the other ways are still useful.
                 if name != CP_ONLY:
                     raise
                 left_out[name] = str(error)
@@ -239,7 +247,7 @@ def run(namespace: argparse.Namespace) -> int:
                 results.append(result)
     if not results:
         raise ConfigurationError(
-            f"--ways: no strategy of the kind of {', '.join(left_out)} can be simulated for "
+            f"--ways: no strategy for {', '.join(left_out)} can be simulated with "
             f"sequences of {ways.limit} tokens; simulate {POOL!r} too"
         )
     reference = next((each for each in results if each.name == PACKING), results[0])
@@ -256,7 +264,7 @@ def run(namespace: argparse.Namespace) -> int:
     console.print(result_table(results, reference, _title(ways)))
     console.print(strategy_use_table(results))
     for name, why in left_out.items():
-        console.print(f"{name!r} is left out: {why}.", markup=False)
+        console.print(f"{name!r} is skipped: {why}.", markup=False)
     if namespace.out is not None:
         console.print(f"written to {namespace.out}", markup=False)
     return 0
@@ -264,16 +272,16 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _why_left_out(name: str, ways: Ways) -> str:
     if name == CP_ONLY and not ways.context_costs.knows_exchange:
-        return "what cp costs is not known; give --device and the model, or measure schemes with cp"
-    return f"no strategy of the kind holds a sequence of {ways.limit} tokens"
+        return "the cost of cp is unknown; give --device and the model, or measure schemes with cp"
+    return f"none of its strategies holds a sequence of {ways.limit} tokens"
 
 
-def _setting(
+def _settings(
     namespace: argparse.Namespace, pool: Pool, profile: ProfileCostModel
-) -> tuple[ModelShape | None, Setting, ContextCosts]:
-    """Shape of the model, and what all ways have in common."""
+) -> tuple[ModelShape | None, SimulationSettings, ContextCosts]:
+    """Shape of the model, settings of all ways, and costs of context parallelism."""
     shape = given_shape(namespace)
-    setting = Setting(
+    settings = SimulationSettings(
         stage_costs=StageCosts(profile, shape),
         plan_ahead=namespace.plan_ahead,
         overlaps_regrouping=not namespace.no_regroup_overlap,
@@ -285,11 +293,11 @@ def _setting(
                 "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
                 "--device is not given; give --device and the model"
             )
-        return shape, setting, ContextCosts(profile=profile)
+        return shape, settings, ContextCosts(profile=profile)
     if shape is None:
         raise ConfigurationError(
-            f"--device {namespace.device} tells how fast regrouping is but the model, which tells "
-            f"how much it carries, is not described; give --model, or its flags"
+            f"--device {namespace.device} gives the speed of regrouping, but its bytes depend on "
+            f"the model, which is not described; give --model, or its flags"
         )
     device = device_constants(namespace.device)
     cluster = _cluster(device, pool, *bandwidths)
@@ -304,13 +312,13 @@ def _setting(
     context_costs = ContextCosts(
         profile=profile, shape=shape, cluster=cluster, link_fraction=device.link_fraction
     )
-    return shape, replace(setting, regroup=regroup), context_costs
+    return shape, replace(settings, regroup=regroup), context_costs
 
 
 def _cluster(
     device: DeviceConstants, pool: Pool, intra_gb_per_s: float | None, inter_gb_per_s: float | None
 ) -> Cluster:
-    """The nodes of the pool with the device's links, or with other bandwidths."""
+    """The pool's nodes with the device's links, or with other bandwidths."""
     cluster = device.cluster(pool.num_ranks, pool.ranks_per_node)
     return replace(
         cluster,
@@ -326,13 +334,13 @@ def _link(link: Link, gb_per_s: float | None) -> Link:
 
 
 def _num_atoms(pool: Pool, profile: ProfileCostModel) -> int:
-    """T of all ways: the least common multiple of the tp degrees that any of them may use."""
+    """Least common multiple of the tp degrees that any way may use."""
     usable = [row.scheme for row in profile.schemes if pool.num_ranks % row.scheme.num_ranks == 0]
     return math.lcm(pool.tp_lcm, *(scheme.tp for scheme in usable))
 
 
 def _longest_held(pool: Pool, profile: ProfileCostModel) -> int:
-    """Most tokens of a sequence that some strategy of the pool holds."""
+    """Most tokens of a sequence that a strategy of the pool can hold."""
     return max(
         StrategyCosts(profile, strategy).max_tokens(scheme)
         for strategy in pool.strategies
@@ -346,8 +354,8 @@ def _window(namespace: argparse.Namespace) -> TraceWindow:
     window = TraceWindow.parse(namespace.trace_iterations)
     if window.first > namespace.iterations:
         raise ConfigurationError(
-            f"--trace-iterations begin with {window.first} but --iterations are "
-            f"{namespace.iterations}; trace earlier ones or simulate more"
+            f"--trace-iterations begin with {window.first} but --iterations is "
+            f"{namespace.iterations}; trace earlier iterations or simulate more"
         )
     return window
 
@@ -383,14 +391,13 @@ def _write(
     window: TraceWindow,
     title: str,
 ) -> None:
-    """Results, their picture, a trace and a picture of its last iteration."""
+    """Writes results, their picture, a trace and a picture of its last iteration."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / RESULTS_FILE_NAME, content)
     except OSError as error:
         raise ConfigurationError(
-            f"--out {folder}: must be a folder that can be written but: {error.strerror}; give "
-            f"another folder"
+            f"--out needs a writable folder: {folder}: {error.strerror}; give another folder"
         ) from error
     draw_results(results, reference, folder / PICTURE_FILE_NAME, title)
     traced = results[-1]
@@ -413,8 +420,8 @@ def _write(
 
 
 def _shown_spans(iteration: IterationTasks, spans: Sequence[Span]) -> list[Span]:
-    """Of one rank of every stage, as all others of it do the same; collectives, alike on all ranks,
-    of the first alone."""
+    """Spans of one rank of every stage, since all its ranks do the same; collectives, which are the
+    same on all ranks, only of the first rank."""
     leaders = stage_leaders(iteration)
     return [
         span
@@ -424,7 +431,7 @@ def _shown_spans(iteration: IterationTasks, spans: Sequence[Span]) -> list[Span]
 
 
 def _progress() -> Progress:
-    """On stderr, so that the results on stdout stay alone."""
+    """On stderr, so that stdout has only the results."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),

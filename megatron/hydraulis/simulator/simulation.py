@@ -1,38 +1,50 @@
-"""Iterations one after the other, as events.
+"""Iterations simulated as events, one after the other.
 
-An iteration begins when the one before has ended and its plan is there. Its replicas run 1F1B. What
-follows depends on what is known:
+An iteration begins when the previous one has ended and its plan is ready. Its replicas run 1F1B.
+What follows depends on what is known:
 
-- The cost model has a time beside the makespan for the strategy (a cost profile's ``regroup_ms``
-  and ``optimizer_ms``): it follows the slowest replica.
+- The cost model has its own time for what follows the makespan of the strategy (``regroup_ms`` and
+  ``optimizer_ms`` of a cost profile): it starts after the slowest replica.
 - Bytes and links are known (`RegroupCosts`): every bucket is a gather, a scatter and an update. All
   collectives share one queue of all ranks. A bucket is scattered when every holder has finished its
   part of the last backward and every other rank has begun its last backward, in the order output,
-  layers from the last to the first, embedding. When all are there (clipping wants the norm of all
-  gradients), buckets are updated in the reverse order, and each is gathered for the next iteration
-  as soon as it is updated and the next plan is there. The first forward enters a layer when that
-  has come. Without overlap, regrouping and compute take turns.
+  layers from the last to the first, embedding. When all gradients have arrived (clipping needs
+  their norm), buckets are updated in the reverse order, and each is gathered for the next iteration
+  as soon as it is updated and the next plan is ready. The first forward enters a layer when the
+  layer's parameters have arrived. Without overlap, regrouping and compute alternate.
 - Neither: regrouping and update take no time.
 
-The planner makes one plan after the other, each asked for when the iteration plan_ahead before it
-begins. Time 0 is when the first plan is there.
+The planner makes one plan after the other. Each is requested when the iteration `plan_ahead` before
+it begins. Time 0 is when the first plan is ready.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+import math
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.simulator.event_loop import EventLoop, Task
-from megatron.hydraulis.simulator.regroup_times import BucketTimes, RegroupCosts, RegroupTimes
-from megatron.hydraulis.simulator.replica_tasks import ReplicaTasks
-from megatron.hydraulis.simulator.stage_costs import StageCosts
-from megatron.hydraulis.simulator.work import IterationWork
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.simulator.costs import BucketTimes, RegroupCosts, RegroupTimes, StageCosts
+from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
+from megatron.hydraulis.strategy import Replica, Strategy
 from megatron.hydraulis.transfer.canonical import Unit
 
-__all__ = ["BucketTasks", "IterationTasks", "Simulator"]
+__all__ = [
+    "BucketTasks",
+    "EventLoop",
+    "IterationTasks",
+    "OperationTasks",
+    "ReplicaTasks",
+    "Simulator",
+    "StagePart",
+    "Task",
+    "stage_parts",
+    "stage_program",
+]
 
 _MS_PER_S = 1e3
 _ITERATION, _REGROUP, _UPDATE, _PLANNER = "iteration", "regroup", "update", "planner"
@@ -41,7 +53,7 @@ _ITERATION, _REGROUP, _UPDATE, _PLANNER = "iteration", "regroup", "update", "pla
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketTasks:
-    """Of one bucket in one iteration."""
+    """Tasks of one bucket in one iteration."""
 
     index: int
     gather: Task
@@ -51,7 +63,7 @@ class BucketTasks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IterationTasks:
-    """What became of one iteration; times in ms since the first plan was there."""
+    """The tasks of one iteration; times in ms since the first plan was ready."""
 
     number: int
     """Counted from 1."""
@@ -62,16 +74,16 @@ class IterationTasks:
     buckets: tuple[BucketTasks, ...]
     """Empty where regrouping is not simulated."""
     overhead: Task | None
-    """What the cost model says that the iteration takes beside its makespan."""
+    """Time that the cost model adds to the makespan."""
 
     @property
     def begin_ms(self) -> float:
-        """When plan and parameters of the iteration before were there."""
+        """When the plan was ready and the previous iteration had ended."""
         return self.begin.end_ms
 
     @property
     def end_ms(self) -> float:
-        """When the update was done."""
+        """When the update ended."""
         return self.end.end_ms
 
     @property
@@ -84,13 +96,13 @@ class IterationTasks:
 
 
 class Simulator:
-    """Runs plans.
+    """Simulates iterations.
 
     Args:
         costs: of micro-batches on stages.
-        regroup: times of regrouping; None where nothing is known of model and links.
-        plan_ahead: iterations planned ahead; 0 plans between iterations.
-        overlaps_regrouping: whether regrouping and compute run at the same time.
+        regroup: times of regrouping; None if model or links are unknown.
+        plan_ahead: number of iterations planned ahead; 0 plans between iterations.
+        overlaps_regrouping: whether regrouping and compute overlap.
 
     Raises ConfigurationError for a negative plan_ahead, and for regrouping without the model's
     shape in costs.
@@ -121,7 +133,7 @@ class Simulator:
         self._times: dict[Strategy, RegroupTimes | None] = {}
 
     def regroup_times(self, strategy: Strategy) -> RegroupTimes | None:
-        """Times of a strategy's buckets; None where the cost model has its own time or none is
+        """Times of a strategy's buckets; None if the cost model has its own time or none is
         known."""
         if strategy not in self._times:
             times = None
@@ -131,7 +143,7 @@ class Simulator:
         return self._times[strategy]
 
     def run(self, works: Sequence[IterationWork]) -> list[IterationTasks]:
-        """Simulate iterations, in their order; the same works always take the same times.
+        """Simulates iterations in their order; the result is deterministic.
 
         Raises StrategyError for a scheme that the cost model does not know.
         """
@@ -233,5 +245,283 @@ class Simulator:
 
 
 def _updates(iteration: IterationTasks) -> tuple[dict[int, Task], Task]:
-    """What a bucket's next gather waits for: its update, or the end where there was none."""
+    """What a bucket's next gather waits for: its update, or the end if there was none."""
     return {bucket.index: bucket.update for bucket in iteration.buckets}, iteration.end
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """The part of a stage's forward between the arrivals of two units of parameters."""
+
+    unit: Unit
+    share: float
+    """Share of the stage's time."""
+
+
+def stage_program(
+    stage: int, num_stages: int, num_micro_batches: int
+) -> Iterator[tuple[bool, int]]:
+    """Yields (is_forward, micro-batch) of every operation of a stage in the order of 1F1B.
+
+    First ``num_stages - 1 - stage`` forwards, then a forward and a backward alternately, then the
+    remaining backwards (arXiv 2006.09503; 2104.04473, §2.2).
+    """
+    num_ahead = min(num_stages - 1 - stage, num_micro_batches)
+    for micro_batch in range(num_ahead):
+        yield True, micro_batch
+    for micro_batch in range(num_micro_batches):
+        if num_ahead + micro_batch < num_micro_batches:
+            yield True, num_ahead + micro_batch
+        yield False, micro_batch
+
+
+def stage_parts(stage: int, layers: Sequence[int], output_share: float) -> tuple[StagePart, ...]:
+    """A stage's forward by unit: the embedding takes no time, layers take equal times.
+
+    Args:
+        stage: counted from 0.
+        layers: of every stage.
+        output_share: the output layer's share of this stage's time.
+    """
+    first = sum(layers[:stage])
+    parts = [
+        StagePart(Unit.layer(first + i), (1.0 - output_share) / layers[stage])
+        for i in range(layers[stage])
+    ]
+    if stage == 0:
+        parts.insert(0, StagePart(Unit.embedding(), 0.0))
+    if stage == len(layers) - 1:
+        parts.append(StagePart(Unit.output(), output_share))
+    return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperationTasks:
+    """Forward or backward of one micro-batch on one stage."""
+
+    is_forward: bool
+    stage: int
+    micro_batch: int
+    num_tokens: int
+    tasks: tuple[Task, ...]
+    """One, or one per part if parameters arrive or gradients leave in between."""
+
+    @property
+    def start_ms(self) -> float:
+        return self.tasks[0].start_ms
+
+    @property
+    def end_ms(self) -> float:
+        return self.tasks[-1].end_ms
+
+    @property
+    def work_ms(self) -> float:
+        """Time without waits between its tasks."""
+        return sum(task.duration_ms for task in self.tasks)
+
+
+class ReplicaTasks:
+    """All operations of a replica in one iteration, added to an event loop.
+
+    A lane per stage, in the order of 1F1B.
+
+    Args:
+        lane: name of the replica, unique over all iterations.
+        begin: the task that ends when the iteration begins.
+        gathered: by unit, the gather that the first forward waits for; empty if gathers do not
+            overlap with it.
+        splits_last_backward: whether the last backward is split into parts, for
+            `gradients_done`.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        replica: Replica,
+        micro_batches: Sequence[MicroBatchWork],
+        costs: StageCosts,
+        *,
+        lane: str,
+        begin: Task,
+        gathered: Mapping[Unit, Task],
+        splits_last_backward: bool,
+    ) -> None:
+        self.replica = replica
+        scheme = replica.scheme
+        self._num_stages, self._num_micro_batches = scheme.pp, len(micro_batches)
+        self._parts: tuple[tuple[StagePart, ...], ...] = ()
+        if (gathered or splits_last_backward) and costs.shape is not None:
+            layers = scheme.layers_per_stage(costs.shape.num_layers)
+            self._parts = tuple(
+                stage_parts(stage, layers, costs.output_share(scheme, stage))
+                for stage in range(scheme.pp)
+            )
+        self.by_stage: list[list[OperationTasks]] = []
+        """Operations of every stage in their order."""
+        self._found: dict[tuple[bool, int, int], OperationTasks] = {}
+        stage_times_ms = [batch.times_ms(scheme, costs.coefficients) for batch in micro_batches]
+        for stage in range(scheme.pp):
+            times_ms = [of_stages[stage] for of_stages in stage_times_ms]
+            operations = []
+            for is_forward, number in stage_program(stage, scheme.pp, len(micro_batches)):
+                forward_ms = times_ms[number] * FORWARD_SHARE
+                operation = self._add(
+                    loop,
+                    (lane, stage),
+                    (is_forward, stage, number),
+                    micro_batches[number].num_tokens,
+                    forward_ms if is_forward else times_ms[number] - forward_ms,
+                    gathered,
+                    splits_last_backward,
+                )
+                operations.append(operation)
+                self._found[is_forward, stage, number] = operation
+            self.by_stage.append(operations)
+            if operations:
+                loop.wait(operations[0].tasks[0], [begin])
+        for (is_forward, stage, number), operation in self._found.items():
+            loop.wait(operation.tasks[0], [self._input_of(is_forward, stage, number)])
+
+    def _add(
+        self,
+        loop: EventLoop,
+        lane: tuple[str, int],
+        key: tuple[bool, int, int],
+        num_tokens: int,
+        duration_ms: float,
+        gathered: Mapping[Unit, Task],
+        splits_last_backward: bool,
+    ) -> OperationTasks:
+        is_forward, stage, number = key
+        if is_forward and number == 0 and gathered:
+            tasks = tuple(
+                loop.add(lane, part.share * duration_ms, [gathered.get(part.unit)])
+                for part in self._parts[stage]
+            )
+        elif not is_forward and number == self._num_micro_batches - 1 and splits_last_backward:
+            parts = reversed(self._parts[stage])
+            tasks = tuple(loop.add(lane, part.share * duration_ms) for part in parts)
+        else:
+            tasks = (loop.add(lane, duration_ms),)
+        return OperationTasks(is_forward, stage, number, num_tokens, tasks)
+
+    def _input_of(self, is_forward: bool, stage: int, number: int) -> Task | None:
+        """The task that an operation gets its input from: on the previous stage, or on the next one
+        for a backward."""
+        neighbour = stage - 1 if is_forward else stage + 1
+        found = self._found.get((is_forward, neighbour, number))
+        return None if found is None else found.tasks[-1]
+
+    @property
+    def ends(self) -> list[Task]:
+        """The last task of every stage."""
+        return [operations[-1].tasks[-1] for operations in self.by_stage if operations]
+
+    @property
+    def before_last_backward(self) -> list[Task]:
+        """Tasks that end when the last backward of each stage begins."""
+        found: list[Task] = []
+        for stage, operations in enumerate(self.by_stage):
+            if operations:
+                found.append(operations[-2].tasks[-1])
+                gradient = self._input_of(False, stage, self._num_micro_batches - 1)
+                if gradient is not None:
+                    found.append(gradient)
+        return found
+
+    def gradients_done(self) -> Iterator[tuple[Unit, Task]]:
+        """Yields each unit with the part of the last backward that completes its gradients."""
+        for stage, operations in enumerate(self.by_stage):
+            if operations:
+                parts = reversed(self._parts[stage])
+                for part, task in zip(parts, operations[-1].tasks, strict=True):
+                    yield part.unit, task
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """Occupies its lane for a time."""
+
+    lane: Hashable
+    duration_ms: float
+    num_awaited: int = 0
+    """Number of unfinished tasks that it waits for."""
+    dependents: list[Task] = field(default_factory=list)
+    """Tasks that wait for this one."""
+    start_ms: float = math.nan
+    """NaN until it starts."""
+    end_ms: float = math.nan
+    """NaN until it starts."""
+
+
+class EventLoop:
+    """Discrete events: each lane runs one task at a time, in the order in which they were added.
+
+    A lane is, for example, a pipeline stage, the collectives of all ranks, or the planner. A task
+    starts when its lane is free and all tasks that it waits for have ended. Time begins at 0.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[Hashable, deque[Task]] = {}
+        self._num_waiting = 0
+
+    def add(self, lane: Hashable, duration_ms: float, after: Iterable[Task | None] = ()) -> Task:
+        """Appends a task to a lane; None in `after` is ignored.
+
+        Raises ValueError for a duration that is negative or not finite.
+        """
+        if not 0.0 <= duration_ms < math.inf:
+            raise ValueError(f"a task takes a finite time from 0 on, not {duration_ms} ms")
+        task = Task(lane, duration_ms)
+        self.wait(task, after)
+        self._lanes.setdefault(lane, deque()).append(task)
+        self._num_waiting += 1
+        return task
+
+    def wait(self, task: Task, others: Iterable[Task | None]) -> None:
+        """Makes a task wait for more tasks, which may have been added after it."""
+        for other in others:
+            if other is not None:
+                other.dependents.append(task)
+                task.num_awaited += 1
+
+    def run(self) -> None:
+        """Runs every task.
+
+        Raises HydraulisError if tasks wait for each other in a cycle.
+        """
+        # (end, number of the start, task): equal ends in the order of their starts.
+        running: list[tuple[float, int, Task]] = []
+        busy: set[Hashable] = set()
+        may_start = deque(self._lanes)
+        now_ms, num_started = 0.0, 0
+        while True:
+            while may_start:
+                lane = may_start.popleft()
+                queue = self._lanes[lane]
+                if lane in busy or not queue or queue[0].num_awaited:
+                    continue
+                task = queue.popleft()
+                task.start_ms, task.end_ms = now_ms, now_ms + task.duration_ms
+                busy.add(lane)
+                heapq.heappush(running, (task.end_ms, num_started, task))
+                num_started += 1
+            if not running:
+                break
+            now_ms, _, ended = heapq.heappop(running)
+            self._num_waiting -= 1
+            busy.remove(ended.lane)
+            may_start.append(ended.lane)
+            for dependent in ended.dependents:
+                dependent.num_awaited -= 1
+                if not dependent.num_awaited:
+                    may_start.append(dependent.lane)
+            # A kept task must not keep all later ones alive.
+            ended.dependents = []
+        if self._num_waiting:
+            stuck = [str(lane) for lane, queue in self._lanes.items() if queue]
+            raise HydraulisError(
+                f"simulation: tasks must not wait for each other in a cycle but "
+                f"{self._num_waiting} never start, on {len(stuck)} lanes, the first of them "
+                f"{stuck[0]}; correct the order in which they were added"
+            )

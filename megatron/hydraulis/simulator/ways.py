@@ -1,4 +1,4 @@
-"""Ways to train the same batches: the pool, and what would be done without it.
+"""Ways to train the same batches: the pool, and alternatives without it.
 
 ==================  ============================================  =================================
 way                 strategy                                      sequences
@@ -8,7 +8,7 @@ static, padding     the best homogeneous one that holds the       padded to the 
 static, fixed rows  the best such one for this way                rows of about equal tokens, at
                                                                   most the limit, padded to it
 static, packing     the best such one for this way                the same rows without padding
-static, dispatch    the best such one for this way                to the replica that would be done
+static, dispatch    the best such one for this way                to the replica that would finish
                                                                   first; rows filled up to the limit
 static, balanced    the best such one for this way                certified planner
 best per batch      the best homogeneous one for each batch       certified planner
@@ -16,16 +16,16 @@ cp only             groups of cp widths at one tp, per batch      certified plan
 pool                any of the pool, per batch                    certified planner
 ==================  ============================================  =================================
 
-Best is what the simulation finds best over all batches (static ways), or the planner for a batch.
-Homogeneous strategies are those of the cost profile's schemes whose replicas fill the job, and the
-pool's own. For "best per batch" and "cp only" greedy plans say which two strategies of a batch the
-certified planner looks at; the tp of "cp only" is that of the least greedy plans over all batches.
-Without measured schemes of cp, "cp only" needs model and links: what cp costs is its exchange.
+The best static strategy is the fastest simulated one over all batches; per batch the planner
+chooses. Homogeneous strategies are those of the cost profile's schemes whose replicas fill the job,
+and the pool's own. For "best per batch" and "cp only" greedy plans select two strategies per batch
+for the certified planner; the tp of "cp only" is that of the fastest greedy plans over all batches.
+If no scheme with cp was measured, "cp only" needs model and links to estimate the cost of cp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -37,24 +37,20 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.planner.greedy import best_fit, dispatch
 from megatron.hydraulis.planner.planners import GreedyPlanner
-from megatron.hydraulis.simulator.batch_planning import BatchPlanning
-from megatron.hydraulis.simulator.context_groups import context_group_pools
+from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.simulator.batches import BatchPlanning
 from megatron.hydraulis.simulator.fixed_length import deal_padded, fixed_length_shares
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Strategy
 
-__all__ = ["WAYS", "Ways"]
+__all__ = ["WAYS", "Ways", "context_group_pools"]
 
 PADDING, FIXED_ROWS = "static, padding", "static, fixed rows"
 PACKING, DISPATCH = "static, packing", "static, dispatch"
 BALANCED, PER_BATCH = "static, balanced", "best per batch"
 CP_ONLY, POOL = "cp only", "pool"
 WAYS = (PADDING, FIXED_ROWS, PACKING, DISPATCH, BALANCED, PER_BATCH, CP_ONLY, POOL)
-"""In the order in which each has one freedom more, but for the last two."""
-
-
-def _nothing() -> None:
-    """Nobody wants to know."""
+"""Each of them, except the last two, has one more degree of freedom than the one before."""
 
 
 Batches = Sequence[Sequence[int]]
@@ -74,21 +70,20 @@ class Ways:
     profile: ProfileCostModel
     context_costs: ContextCosts
     seq_length: int | None = None
-    """Most tokens of a sequence of the corpus; None for those of the batches."""
+    """Most tokens of a sequence of the corpus; None for the longest of the batches."""
     shape: ModelShape | None = None
-    """Where it is given, strategies that cannot cut the model are left out."""
+    """If given, strategies that cannot split the model are left out."""
     plan_time_s: float | None = None
-    """What a plan takes; None for the CPU time that it takes here."""
+    """Time of a plan; None for the CPU time that it takes here."""
     planning: BatchPlanning = field(default_factory=BatchPlanning)
-    advance: Callable[[], None] = field(default=_nothing)
-    """Called for each batch of each way."""
+    advance: Callable[[], None] = lambda: None
+    """Called after each batch of each way."""
 
     def __post_init__(self) -> None:
         if not self.batches:
             raise ConfigurationError(
                 "simulation: there is at least 1 batch but 0 are given; simulate more iterations"
             )
-
         if self.longest > (self.seq_length or self.longest):
             raise ConfigurationError(
                 f"simulation: sequences have at most --seq-length {self.seq_length} tokens but "
@@ -102,14 +97,14 @@ class Ways:
 
     @property
     def limit(self) -> int:
-        """Tokens of the longest sequence that may come: what a static strategy has to hold."""
+        """Tokens of the longest possible sequence, which a static strategy must hold."""
         return self.longest if self.seq_length is None else self.seq_length
 
     def candidates(self, way: str) -> list[tuple[CostModel, Works]]:
-        """What a way could do, each with the cost model that it takes place in; the best counts.
+        """What a way could do, with the cost model for each; the best candidate counts.
 
-        Empty where no strategy of the kind holds the longest sequence. Raises PlanError where a
-        batch cannot be planned at all, StrategyError for a scheme that the profile lacks.
+        Empty if no such strategy holds the longest sequence. Raises PlanError if a batch cannot be
+        planned at all, StrategyError for a scheme that the profile lacks.
         """
         if way == POOL:
             return [(self.profile, self.planned(self.pool, self.profile))]
@@ -131,7 +126,7 @@ class Ways:
         return [(self.profile, make[way](strategy)) for strategy in self.static()]
 
     def homogeneous(self) -> list[Strategy]:
-        """Strategies of one scheme that fill the job, each once, by their canonical text."""
+        """Strategies of one scheme that fill the job, each once."""
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
         found: dict[str, Strategy] = {}
         for strategy in self.pool.strategies:
@@ -146,7 +141,7 @@ class Ways:
         return [strategy for strategy in found.values() if self._fits_model(strategy)]
 
     def static(self) -> list[Strategy]:
-        """Those of them that hold the longest sequence."""
+        """Homogeneous strategies that hold the longest sequence."""
         return [strategy for strategy in self.homogeneous() if self._holds(strategy)]
 
     def _holds(self, strategy: Strategy) -> bool:
@@ -162,7 +157,7 @@ class Ways:
         return True
 
     def _cost(self, strategy: Strategy) -> SchemeCost:
-        """Of every replica of a homogeneous strategy."""
+        """Cost of every replica of a homogeneous strategy."""
         scheme = strategy.schemes[0]
         limit = strategy.token_limit(scheme)
         return SchemeCost(
@@ -236,7 +231,7 @@ class Ways:
         return [(self.context_costs, self.planned(best, self.context_costs, shortlists=True))]
 
     def planned(self, pool: Pool, cost_model: CostModel, *, shortlists: bool = False) -> Works:
-        """Every batch planned: by the certified planner, or on a short list of strategies.
+        """Plans every batch with the certified planner, for all strategies or a short list.
 
         Raises PlanError as the planner does.
         """
@@ -252,3 +247,57 @@ class Ways:
             )
             self.advance()
         return works
+
+
+def context_group_pools(
+    costs: ContextCosts, *, num_ranks: int, ranks_per_node: int, longest: int
+) -> dict[int, Pool]:
+    """Pools for training with context parallelism alone: one tp, groups of ranks of several widths.
+
+    FlexSP (arXiv 2412.01523) and other dynamic context parallelism can choose from these: weights
+    do not move, so tp is fixed and there is no pipeline. Widths are powers of two. Here a strategy
+    lasts an iteration; FlexSP may regroup the ranks for every micro-batch, which helps if groups
+    wait for each other at each of them, as under ZeRO-3. Costs of widths that were not measured are
+    assumed: see cost_model/context.py.
+
+    Returns:
+        By tp, strategies that hold a sequence of `longest` tokens: with groups of at most two
+        widths, and with widths halved down to 1. A tp is left out if the profile lacks it without
+        pipeline, or nothing holds the sequence.
+    """
+    pools: dict[int, Pool] = {}
+    degrees = sorted({row.scheme.tp for row in costs.profile.schemes if row.scheme.pp == 1})
+    for tp in degrees:
+        has_row = costs.is_measured(Scheme(tp=tp)) and costs.max_tokens(Scheme(tp=tp)) > 0
+        if num_ranks % tp or not has_row:
+            continue
+        strategies = []
+        for widths in _groupings(num_ranks // tp):
+            if costs.max_tokens(Scheme(tp=tp, cp=widths[0])) < longest:
+                continue
+            terms = [f"{widths.count(cp)}*tp{tp}cp{cp}" for cp in dict.fromkeys(widths)]
+            text = "+".join(terms)
+            strategies.append(Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node))
+        if strategies:
+            pools[tp] = Pool.of(*strategies)
+    return pools
+
+
+def _groupings(num_columns: int) -> Iterator[tuple[int, ...]]:
+    """Widths of groups, in descending order, that use every column."""
+    found: dict[tuple[int, ...], None] = {}
+    widest = 1 << (num_columns.bit_length() - 1)
+    while widest:
+        rest = num_columns - widest
+        narrow = widest
+        while narrow:
+            if rest % narrow == 0:
+                found[(widest, *(narrow,) * (rest // narrow))] = None
+            narrow //= 2
+        halved, width = [widest], widest
+        while sum(halved) < num_columns:
+            width = max(1, min(width // 2, 1 << ((num_columns - sum(halved)).bit_length() - 1)))
+            halved.append(width)
+        found[tuple(halved)] = None
+        widest //= 2
+    yield from found

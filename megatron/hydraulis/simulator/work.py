@@ -1,4 +1,4 @@
-"""What the ranks have to do in one iteration: micro-batches as computed, padding included."""
+"""The work of the ranks in one iteration: micro-batches as they are computed, with padding."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["IterationWork", "MicroBatchWork"]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWork:
-    """One micro-batch as a device sees it.
+    """One micro-batch as a device computes it.
 
-    Raises PlanError for a negative number and for a micro-batch without trained tokens.
+    Raises PlanError for negative padding and for a micro-batch without trained tokens.
     """
 
     num_tokens: int
@@ -27,10 +27,10 @@ class MicroBatchWork:
     sum_of_squares: int
     """Σ s² over the rows' segments as attention computes them, in tokens²."""
     num_padding: int = 0
-    """Tokens computed beside the trained ones."""
+    """Computed tokens that are not trained."""
     groups: tuple[tuple[int, int, int], ...] = ()
-    """Of a wave, whose cp ranks run in groups: cp, Σ s and Σ s² of each, 0 where it has no
-    sequence. It is as long as its slowest group."""
+    """cp, Σ s and Σ s² of each group of a wave, whose cp ranks run in groups; 0 for a group without
+    sequences. A wave takes as long as its slowest group."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or self.sum_of_squares < 1 or self.num_padding < 0:
@@ -42,12 +42,12 @@ class MicroBatchWork:
 
     @classmethod
     def packed(cls, lengths: Sequence[int], *, num_padding: int = 0) -> MicroBatchWork:
-        """Sequences that attend to themselves alone, and padding that attends to nothing."""
+        """Sequences without attention to each other, and padding without attention."""
         return cls(sum(lengths), sum(length * length for length in lengths), num_padding)
 
     @classmethod
     def padded(cls, lengths: Sequence[int], row_tokens: int) -> MicroBatchWork:
-        """A row of row_tokens for every sequence, attended to as a whole."""
+        """A row of row_tokens for every sequence, with attention over the whole row."""
         num_computed = len(lengths) * row_tokens
         return cls(sum(lengths), num_computed * row_tokens, num_computed - sum(lengths))
 
@@ -100,29 +100,29 @@ class MicroBatchWork:
 
 @dataclass(frozen=True, slots=True)
 class IterationWork:
-    """Strategy, dispatch and packing of one iteration, however they came about.
+    """Strategy, dispatch and packing of one iteration, from whatever source.
 
-    Raises PlanError unless there is a list of micro-batches for every replica, and a time of
-    planning that is not negative.
+    Raises PlanError unless there is a list of micro-batches for every replica and the planning time
+    is not negative.
     """
 
     strategy: Strategy
     replicas: tuple[tuple[MicroBatchWork, ...], ...]
     """Micro-batches of each replica of the strategy, in the order in which they run."""
     plan_time_s: float = 0.0
-    """Time that planning took; 0.0 for what a data loader does by the way."""
+    """Time of planning; 0.0 if no planner is needed."""
 
     def __post_init__(self) -> None:
         if len(self.replicas) != len(self.strategy.replicas):
             raise PlanError(
-                f"work for strategy {self.strategy.name!r}: every replica has its micro-batches, "
-                f"none included, but there are {len(self.replicas)} lists for "
-                f"{len(self.strategy.replicas)} replicas; give one a replica"
+                f"work for strategy {self.strategy.name!r}: every replica has a list of "
+                f"micro-batches, which may be empty, but there are {len(self.replicas)} lists for "
+                f"{len(self.strategy.replicas)} replicas; give one per replica"
             )
         if not self.plan_time_s >= 0.0:
             raise PlanError(
-                f"work for strategy {self.strategy.name!r}: planning takes a time from 0 s on but "
-                f"{self.plan_time_s} s are given; correct it"
+                f"work for strategy {self.strategy.name!r}: planning takes at least 0 s but "
+                f"plan_time_s is {self.plan_time_s}; correct it"
             )
 
     @classmethod

@@ -36,9 +36,9 @@ def test_four_kinds_of_files_say_the_same(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("length,count\n1,2\n", "its first line is 'length_tokens,count' but is 'length,count'"),
-        ("length_tokens,count\n1;2\n", "two whole numbers, but line 2 is '1;2'"),
-        ("length_tokens,count\n0,2\n", "lengths are from 1 on"),
-        ("length_tokens,count\n7,0\n", "counts at least 1 sequence but counts 0"),
+        ("length_tokens,count\n1;2\n", "two integers, but line 2 is '1;2'"),
+        ("length_tokens,count\n0,2\n", "lengths are at least 1"),
+        ("length_tokens,count\n7,0\n", "counts at least 1 sequence but has 0"),
         ("", "its first line is 'length_tokens,count' but is ''"),
     ],
 )

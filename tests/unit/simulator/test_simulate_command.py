@@ -80,7 +80,7 @@ def test_a_table_tells_all_ways_and_what_is_left_out(
     text = capsys.readouterr().out
     for way in ("static, padding", "static, packing", "best per batch", "pool"):
         assert f"\n {way} " in text or f"\n{way} " in text
-    assert "'cp only' is left out: what cp costs is not known" in text
+    assert "'cp only' is skipped: the cost of cp is unknown" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -169,11 +169,11 @@ def test_the_model_may_be_described_by_flags(
         (["--seq-length", "0"], "a sequence has at least 1 token but --seq-length is 0"),
         (["--seed", "-1"], "--seed is from 0 to 2147483647 but is -1"),
         (["--plan-ahead", "-1"], "plan_ahead is -1"),
-        (["--device", "a800-80g"], "the model, which tells how much it carries, is not described"),
+        (["--device", "a800-80g"], "the model, which is not described"),
         (["--inter-node-gb-per-s", "3"], "--device is not given"),
-        (["--trace-iterations", "7"], "begin with 7 but --iterations are 2"),
+        (["--trace-iterations", "7"], "begin with 7 but --iterations is 2"),
         (["--lengths", "nowhere.csv"], "nowhere.csv"),
-        (["--ways", "cp only"], "no strategy of the kind of cp only"),
+        (["--ways", "cp only"], "no strategy for cp only"),
     ],
 )
 def test_bad_input_is_refused_in_a_line(

@@ -1,4 +1,5 @@
-"""Iterations whose times are known: closed forms, planning, regrouping, the sum of all times."""
+"""Lanes of tasks; iterations whose times are known: closed forms, plans with waves, planning,
+regrouping, the sum of all times."""
 
 import itertools
 import math
@@ -7,12 +8,12 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, PlanError
-from megatron.hydraulis.simulator.accounts import account
-from megatron.hydraulis.simulator.replica_tasks import stage_program
-from megatron.hydraulis.simulator.simulation import Simulator
-from megatron.hydraulis.simulator.stage_costs import StageCosts
+from megatron.hydraulis.planner.planners import CertifiedPlanner
+from megatron.hydraulis.simulator.costs import StageCosts
+from megatron.hydraulis.simulator.results import account
+from megatron.hydraulis.simulator.simulation import EventLoop, Simulator, stage_program
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
-from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.planning import TableCostModel
 from tests.support.simulation import (
     SMALL_SHAPE,
@@ -21,6 +22,56 @@ from tests.support.simulation import (
     simulator,
     work_of,
 )
+
+
+def test_a_lane_runs_its_tasks_one_after_the_other() -> None:
+    loop = EventLoop()
+    tasks = [loop.add("a", duration) for duration in (3.0, 0.0, 2.0)]
+    loop.run()
+    assert [(task.start_ms, task.end_ms) for task in tasks] == [(0, 3), (3, 3), (3, 5)]
+
+
+def test_a_task_starts_when_its_lane_is_free_and_all_it_waits_for_has_ended() -> None:
+    loop = EventLoop()
+    first = loop.add("a", 3.0)
+    other = loop.add("b", 5.0)
+    both = loop.add("a", 1.0, [first, other, None])
+    behind = loop.add("a", 1.0)
+    loop.run()
+    assert (both.start_ms, behind.start_ms) == (5, 6)
+
+
+def test_a_task_may_wait_for_one_that_is_added_later() -> None:
+    loop = EventLoop()
+    early = loop.add("a", 1.0)
+    late = loop.add("b", 4.0)
+    loop.wait(early, [late])
+    loop.run()
+    assert (early.start_ms, early.end_ms) == (4, 5)
+
+
+def test_a_lane_keeps_its_order_even_where_the_next_one_could_start() -> None:
+    loop = EventLoop()
+    slow = loop.add("b", 7.0)
+    loop.add("a", 1.0, [slow])
+    ready = loop.add("a", 1.0)
+    loop.run()
+    assert ready.start_ms == 8
+
+
+def test_tasks_that_wait_in_a_circle_are_named() -> None:
+    loop = EventLoop()
+    second = loop.add("a", 1.0)
+    first = loop.add("b", 1.0, [second])
+    loop.wait(second, [first])
+    with pytest.raises(HydraulisError, match="cycle but 2 never start, on 2 lanes"):
+        loop.run()
+
+
+@pytest.mark.parametrize("duration_ms", [-1.0, float("inf"), float("nan")])
+def test_a_time_that_is_none_is_refused(duration_ms: float) -> None:
+    with pytest.raises(ValueError, match="finite time from 0 on"):
+        EventLoop().add("a", duration_ms)
 
 
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(1, 5), (2, 1), (3, 2), (4, 9)])
@@ -244,5 +295,21 @@ def test_bad_input_is_refused() -> None:
         work_of("2*tp1", [[1]], num_ranks=2)
     with pytest.raises(PlanError, match="at least 1 trained token"):
         MicroBatchWork(0, 1)
-    with pytest.raises(PlanError, match=r"-1\.0 s are given"):
+    with pytest.raises(PlanError, match=r"plan_time_s is -1\.0"):
         IterationWork(work_of("tp1", [[1]], num_ranks=1).strategy, ((),), -1.0)
+
+
+def wave_times(scheme: Scheme) -> Coefficients:
+    """Wider groups communicate more."""
+    return Coefficients(2e-3 / scheme.cp, 0.5 / scheme.cp + 0.05 * scheme.cp, 2.0 * scheme.cp)
+
+
+@pytest.mark.parametrize("text", ["cp4~", "cp2~pp2", "2*cp2~"])
+def test_an_iteration_takes_what_the_plan_predicts(text: str) -> None:
+    strategy = Strategy.parse(text, 4)
+    model = TableCostModel(default_limit=512, times=wave_times)
+    lengths = [300, 20, 20, 35, 64, 120, 5, 5, 7, 9, 11, 200, 90, 80, 30]
+    plan = CertifiedPlanner(Pool.of(strategy), model).plan(lengths)
+    assert any(m.groups for replica in plan.replicas for m in replica.micro_batches)
+    (iteration,) = Simulator(StageCosts(model)).run([IterationWork.of_plan(plan, strategy)])
+    assert iteration.end_ms == pytest.approx(plan.makespan_s * 1e3)

@@ -1,10 +1,4 @@
-"""How long gather, scatter and update of every bucket take, from bytes and links.
-
-Bytes come from the transfer plans that the runtime executes. A collective lasts as long as its
-slowest rank, which sends and receives at once; what stays inside nodes and what crosses them travel
-on wires of their own, at once in one step, one after the other in two. An update reads and writes
-its states at the speed of the device's memory.
-"""
+"""Times that the simulator uses: of a micro-batch on each stage, and of regrouping each bucket."""
 
 from __future__ import annotations
 
@@ -14,8 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.strategy import Replica, Strategy
 from megatron.hydraulis.transfer.alike import alike_buckets
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit
@@ -29,7 +25,7 @@ from megatron.hydraulis.transfer.collective import (
 from megatron.hydraulis.transfer.model_parameters import model_parameters, roles_of
 from megatron.hydraulis.transfer.traffic import LinkBytes, link_elements_by_rank
 
-__all__ = ["BucketTimes", "RegroupCosts", "RegroupTimes"]
+__all__ = ["BucketTimes", "RegroupCosts", "RegroupTimes", "StageCosts"]
 
 _MS_PER_S = 1e3
 _FP32_BYTES = 4
@@ -37,24 +33,78 @@ _FP32_BYTES = 4
 _UPDATE_FP32_PASSES = 4 + 3
 
 
+@dataclass(frozen=True)
+class StageCosts:
+    """Coefficients of every stage of a scheme.
+
+    A cost model has the time of the slowest stage. If the shape of the model is known, the other
+    stages take a share of it: of a and c by their layers, of b by the entries of their matrices,
+    including the output layer. The embedding is a look-up and costs nothing. Without the shape all
+    stages take the same time, which is what the planner assumes.
+    """
+
+    cost_model: CostModel
+    shape: ModelShape | None = None
+    """None if all stages are to take the same time."""
+    _known: dict[Scheme, tuple[Coefficients, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def coefficients(self, scheme: Scheme) -> tuple[Coefficients, ...]:
+        """Shape (pp,), by stage; raises StrategyError as cost model and scheme do."""
+        if scheme not in self._known:
+            self._known[scheme] = self._of(scheme)
+        return self._known[scheme]
+
+    def output_share(self, scheme: Scheme, stage: int) -> float:
+        """Share of the output layer in a stage's matrix products, from 0 to 1."""
+        if self.shape is None or stage < scheme.pp - 1:
+            return 0.0
+        return self.shape.num_embedding_parameters / _stage_entries(self.shape, scheme)[stage]
+
+    def _of(self, scheme: Scheme) -> tuple[Coefficients, ...]:
+        slowest = self.cost_model.coefficients(scheme)
+        if self.shape is None:
+            return (slowest,) * scheme.pp
+        layers = scheme.layers_per_stage(self.shape.num_layers)
+        entries = _stage_entries(self.shape, scheme)
+        most_layers, most_entries = max(layers), max(entries)
+        return tuple(
+            Coefficients(
+                a_ms_per_token2=slowest.a_ms_per_token2 * num_layers / most_layers,
+                b_ms_per_token=slowest.b_ms_per_token * num_entries / most_entries,
+                c_ms=slowest.c_ms * num_layers / most_layers,
+            )
+            for num_layers, num_entries in zip(layers, entries, strict=True)
+        )
+
+
+def _stage_entries(shape: ModelShape, scheme: Scheme) -> list[int]:
+    """Number of entries of each stage's matrices: shape (pp,)."""
+    layers = scheme.layers_per_stage(shape.num_layers)
+    entries = [num_layers * shape.num_matrix_parameters_per_layer for num_layers in layers]
+    entries[-1] += shape.num_embedding_parameters
+    return entries
+
+
 @dataclass(frozen=True, slots=True)
 class BucketTimes:
-    """What a bucket takes in one iteration of a strategy."""
+    """Times of a bucket in one iteration of a strategy."""
 
     index: int
     unit: Unit
     gather_ms: float
     scatter_ms: float
     update_ms: float
-    """Of the slowest rank."""
+    """On the slowest rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegroupTimes:
-    """Of one strategy."""
+    """Times of all buckets for one strategy."""
 
     buckets: tuple[BucketTimes, ...]
-    """In the order in which they are gathered; scatters come in the reverse order."""
+    """In the order of their gathers; scatters have the reverse order."""
     received_bytes: float
     """In gather and scatter together, mean over ranks."""
 
@@ -63,6 +113,11 @@ class RegroupTimes:
 class RegroupCosts:
     """Times of regrouping for the strategies of one job.
 
+    Bytes come from the transfer plans that the runtime executes. A collective takes as long as its
+    slowest rank, which sends and receives at the same time. Links inside nodes and across nodes are
+    used at the same time in one-step transfers, in sequence in two-step transfers. An update
+    and writes its states at the bandwidth of the device's memory.
+
     Raises ConfigurationError for a bandwidth of memory or a share of a link that is not positive,
     and for a cluster of another size than the strategies'.
     """
@@ -70,15 +125,15 @@ class RegroupCosts:
     shape: ModelShape
     cluster: Cluster
     num_atoms: int
-    """Least common multiple of all tp degrees in use."""
+    """Least common multiple of all tp degrees."""
     memory_bytes_per_s: float
     """Bandwidth of a device's memory."""
     link_fraction: float = 1.0
     """Share of a link's bandwidth that collectives reach."""
     parameter_bytes: int = 2
-    """Of a parameter on the wire."""
+    """Bytes of a parameter on the wire."""
     gradient_bytes: int = 4
-    """Of a gradient on the wire."""
+    """Bytes of a gradient on the wire."""
     _known: dict[tuple[Replica, ...], RegroupTimes] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -93,7 +148,7 @@ class RegroupCosts:
 
     @cached_property
     def layout(self) -> CanonicalLayout:
-        """Rank r owns share r, as in a run that does not ask for another order."""
+        """The default order, in which rank r owns share r."""
         return CanonicalLayout.build(
             model_parameters(self.shape),
             num_atoms=self.num_atoms,

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, PlanError
-from megatron.hydraulis.simulator.batch_planning import (
+from megatron.hydraulis.simulator.batches import (
     FEWEST_BATCHES_PER_PROCESS,
     BatchPlanning,
     TimedPlan,
@@ -73,11 +73,11 @@ def test_a_process_that_is_killed_is_told() -> None:
     )
     with (
         BatchPlanning(NUM_PROCESSES) as planning,
-        pytest.raises(PlanError, match="2 processes plan but one of them was killed"),
+        pytest.raises(PlanError, match="one of 2 planning processes was killed"),
     ):
         list(planning.plans(pool(), dying, batches()))
 
 
 def test_no_process() -> None:
-    with pytest.raises(ConfigurationError, match="at least 1 process plans but 0"):
+    with pytest.raises(ConfigurationError, match="at least 1 process but has 0"):
         BatchPlanning(0)
