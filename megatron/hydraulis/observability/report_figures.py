@@ -325,44 +325,63 @@ def _padding(run: Run) -> ReportFigure:
 
 
 def _planning(run: Run) -> ReportFigure:
-    figure, (above, below) = _stacked()
-    gaps = [100.0 * _or_nan(record.plan_gap) for record in run.records]
-    _line(above, run, gaps, SERIES[4])
-    above.set_ylabel("gap, %")
-    above.set_ylim(0.0, max(above.get_ylim()[1], 0.5))
-    _two_times(below, run, plan_time_s=("planning", MUTED), plan_wait_s=("waiting", SERIES[4]))
-    _iteration_axis(above, run, is_labelled=False)
-    _iteration_axis(below, run)
-    caption = (
+    return _two_panels(
+        run,
+        "planning",
+        "Plans: gap and wait",
         "Above: largest share of the makespan that a better plan with the same strategy could "
         "save. Below: time of planning, mostly in parallel with training, and how long training "
-        "waited for the plan."
+        "waited for the plan.",
+        above=("gap, %", [100.0 * _or_nan(record.plan_gap) for record in run.records], SERIES[4]),
+        min_top=0.5,
+        plan_time_s=("planning", MUTED),
+        plan_wait_s=("waiting", SERIES[4]),
     )
-    return ReportFigure("planning", "Plans: gap and wait", caption, figure)
 
 
 def _regrouping(run: Run) -> ReportFigure | None:
     if all(record.regroup_bytes is None for record in run.records):
         return None
-    figure, (above, below) = _stacked()
     megabytes = [_or_nan(record.regroup_bytes) / _BYTES_PER_MB for record in run.records]
-    _line(above, run, megabytes, SERIES[5])
-    above.set_ylabel("bytes, MB")
-    most = max((value for value in megabytes if math.isfinite(value)), default=0.0)
-    above.set_ylim(0.0, most * 1.15 or 1.0)
-    _two_times(
-        below,
+    return _two_panels(
         run,
+        "regrouping",
+        "Regrouping: bytes and waits",
+        "On the logging rank. Above: bytes that it receives and sends to gather parameters and "
+        "scatter gradients. Below: how long its compute waited for them, late ranks included.",
+        above=("bytes, MB", megabytes, SERIES[5]),
+        min_top=1.0,
         gather_wait_s=("waits for parameters", SERIES[5]),
         scatter_wait_s=("waits for gradients", SERIES[3]),
     )
-    _iteration_axis(above, run, is_labelled=False)
-    _iteration_axis(below, run)
-    caption = (
-        "On the logging rank. Above: bytes that it receives and sends to gather parameters and "
-        "scatter gradients. Below: how long its compute waited for them, late ranks included."
-    )
-    return ReportFigure("regrouping", "Regrouping: bytes and waits", caption, figure)
+
+
+def _two_panels(
+    run: Run,
+    name: str,
+    title: str,
+    caption: str,
+    *,
+    above: tuple[str, Sequence[float], str],
+    min_top: float,
+    **below: tuple[str, str],
+) -> ReportFigure:
+    """Values with label and colour above; fields of the records in s with label and colour below,
+    drawn in ms."""
+    figure = Figure(figsize=(WIDTH_INCHES, TALL_INCHES), layout="constrained")
+    upper, lower = figure.subplots(2, 1, height_ratios=(0.8, 1.0))
+    label, values, color = above
+    _line(upper, run, values, color)
+    upper.set_ylabel(label)
+    upper.set_ylim(0.0, max(upper.get_ylim()[1], min_top))
+    for field, (label, color) in below.items():
+        values = [_or_nan(getattr(record, field)) * _MS_PER_S for record in run.records]
+        _line(lower, run, values, color, label=label)
+    lower.set_ylabel("time, ms")
+    _legend_above(lower, num_columns=2)
+    _iteration_axis(upper, run, is_labelled=False)
+    _iteration_axis(lower, run)
+    return ReportFigure(name, title, caption, figure)
 
 
 def write_summary(run: Run) -> Path:
@@ -499,12 +518,6 @@ def _figure(height_inches: float = HEIGHT_INCHES) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _stacked() -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(WIDTH_INCHES, TALL_INCHES), layout="constrained")
-    axes: Sequence[Axes] = figure.subplots(2, 1, height_ratios=(0.8, 1.0))
-    return figure, axes
-
-
 def _losses(run: Run) -> list[float]:
     return [_or_nan(record.lm_loss) for record in run.records]
 
@@ -555,15 +568,6 @@ def running_median(values: Sequence[float], half: int) -> list[float]:
         finite = [value for value in window if math.isfinite(value)]
         medians.append(statistics.median(finite) if finite else math.nan)
     return medians
-
-
-def _two_times(axes: Axes, run: Run, **fields: tuple[str, str]) -> None:
-    """Two fields of the records in s, drawn in ms; label and colour of each."""
-    for name, (label, color) in fields.items():
-        values = [_or_nan(getattr(record, name)) * _MS_PER_S for record in run.records]
-        _line(axes, run, values, color, label=label)
-    axes.set_ylabel("time, ms")
-    _legend_above(axes, num_columns=2)
 
 
 def _scatter(

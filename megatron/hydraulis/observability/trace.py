@@ -332,12 +332,6 @@ def _metadata_events(
     return events
 
 
-@dataclass
-class _Lane:
-    thread_id: int
-    end_us: float
-
-
 class Lanes:
     """Assigns each span to the first lane of its track that is free from its start on.
 
@@ -346,23 +340,22 @@ class Lanes:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[tuple[int, bool, str], list[_Lane]] = {}
+        self._ends_us: dict[tuple[int, bool, str], list[float]] = {}
         self._processes: set[tuple[int, bool]] = set()
 
     def assign(self, span: Span) -> tuple[int, int | None, bool]:
         """Returns (thread id, number of the lane if it is new, whether its process is new too)."""
         track = TRACKS.index(span.track) if span.track in TRACKS else len(TRACKS)
-        lanes = self._lanes.setdefault((span.rank, span.is_planned, span.track), [])
-        for lane in lanes:
-            if lane.end_us <= span.start_us:
-                lane.end_us = span.end_us
-                return lane.thread_id, None, False
-        thread_id = 1 + track * MAX_LANES + len(lanes)
-        lanes.append(_Lane(thread_id, span.end_us))
         process = (span.rank, span.is_planned)
+        ends_us = self._ends_us.setdefault((*process, span.track), [])
+        for lane, end_us in enumerate(ends_us):
+            if end_us <= span.start_us:
+                ends_us[lane] = span.end_us
+                return 1 + track * MAX_LANES + lane, None, False
+        ends_us.append(span.end_us)
         is_new_process = process not in self._processes
         self._processes.add(process)
-        return thread_id, len(lanes) - 1, is_new_process
+        return track * MAX_LANES + len(ends_us), len(ends_us) - 1, is_new_process
 
 
 @dataclass(frozen=True, slots=True)
