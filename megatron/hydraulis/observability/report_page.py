@@ -236,81 +236,73 @@ def _figures(figures: Iterable[ReportFigure]) -> str:
 
 
 def _strategy_table(run: Run) -> str:
-    columns = (
-        *("strategy", "replicas", "iterations", "tokens/s", "predicted", "measured"),
-        *("idle, predicted", "regrouping"),
-    )
     rows = [
-        (
-            row.name,
-            row.notation,
-            count_text(row.num_iterations),
-            count_text(row.tokens_per_s),
-            seconds_text(row.predicted_s),
-            seconds_text(row.measured_s),
-            share_text(row.idle_fraction),
-            bytes_text(row.regroup_bytes),
-        )
+        {
+            "strategy": row.name,
+            "replicas": row.notation,
+            "iterations": count_text(row.num_iterations),
+            "tokens/s": count_text(row.tokens_per_s),
+            "predicted": seconds_text(row.predicted_s),
+            "measured": seconds_text(row.measured_s),
+            "idle, predicted": share_text(row.idle_fraction),
+            "regrouping": bytes_text(row.regroup_bytes),
+        }
         for row in run.numbers.strategies
     ]
     return _section(
         "Strategies",
         "Times are medians over iterations, without the first of a process. Regrouping: bytes that "
         "the logging rank receives and sends in an iteration.",
-        _table(columns, rows, num_text=2),
+        rows,
+        num_text=2,
     )
 
 
 def _replica_table(run: Run) -> str:
     is_traced = any(row.traced is not None for row in run.numbers.replicas)
-    columns = ["strategy", "replica", "scheme", "ranks", "predicted", "idle, predicted"]
-    if is_traced:
-        columns += ["traced: predicted", "measured", "factor"]
     rows = []
-    for row in run.numbers.replicas[:MAX_ROWS]:
-        cells = [
-            row.strategy,
-            str(row.replica),
-            row.scheme or "–",
-            _ranks(row.ranks),
-            seconds_text(row.predicted_s),
-            share_text(row.idle_fraction),
-        ]
+    for row in run.numbers.replicas:
+        cells = {
+            "strategy": row.strategy,
+            "replica": str(row.replica),
+            "scheme": row.scheme or "–",
+            "ranks": _ranks(row.ranks),
+            "predicted": seconds_text(row.predicted_s),
+            "idle, predicted": share_text(row.idle_fraction),
+        }
         if is_traced:
-            cells += [
-                seconds_text(row.traced_predicted_s),
-                seconds_text(row.traced_measured_s),
-                factor_text(None if row.traced is None else row.traced.factor),
-            ]
+            cells |= {
+                "traced: predicted": seconds_text(row.traced_predicted_s),
+                "measured": seconds_text(row.traced_measured_s),
+                "factor": factor_text(None if row.traced is None else row.traced.factor),
+            }
         rows.append(cells)
     return _section(
         "Replicas",
         "Medians of a replica's time in an iteration. Idle: share of the makespans after its end."
         + (" Traced: only the iterations of the trace." if is_traced else ""),
-        _table(columns, rows, num_text=4),
-        num_left_out=len(run.numbers.replicas) - len(rows),
+        rows,
+        num_text=4,
     )
 
 
 def _rank_table(run: Run) -> str:
-    if not run.numbers.ranks:
-        return ""
     rows = [
-        (
-            str(row.rank),
-            share_text(row.busy_fraction),
-            share_text(row.wait_fraction),
-            share_text(row.idle_fraction),
-            share_text(row.regroup_fraction),
-        )
-        for row in run.numbers.ranks[:MAX_ROWS]
+        {
+            "rank": str(row.rank),
+            "busy": share_text(row.busy_fraction),
+            "wait": share_text(row.wait_fraction),
+            "idle": share_text(row.idle_fraction),
+            "regrouping": share_text(row.regroup_fraction),
+        }
+        for row in run.numbers.ranks
     ]
     return _section(
         "Ranks, measured",
         "Shares of the traced iterations' time. Regrouping: a transfer is in progress, possibly "
         "hidden behind work.",
-        _table(("rank", "busy", "wait", "idle", "regrouping"), rows, num_text=1),
-        num_left_out=len(run.numbers.ranks) - len(rows),
+        rows,
+        num_text=1,
     )
 
 
@@ -337,12 +329,16 @@ def _configuration(run: Run) -> str:
     pairs += [("not in the pool", str(line)) for line in run.config.get("left_out") or ()]
     shown = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
     limits = _table(
-        ("strategy", "scheme", "ranks", "most tokens of a micro-batch"),
         [
-            (shape.name, replica.scheme, _ranks(replica.ranks), count_text(replica.max_tokens))
-            for shape in run.strategies
-            for replica in shape.replicas
-        ][:MAX_ROWS],
+            {
+                "strategy": strategy.name,
+                "scheme": replica.scheme,
+                "ranks": _ranks(replica.ranks),
+                "most tokens of a micro-batch": count_text(replica.max_tokens),
+            }
+            for strategy in run.strategies
+            for replica in strategy.replicas
+        ],
         num_text=3,
     )
     settings = {
@@ -370,56 +366,57 @@ def _model(model: Mapping[str, Any]) -> str:
 
 def _iteration_table(run: Run) -> str:
     records = run.records[-MAX_ROWS:]
-    columns = (
-        *("iteration", "strategy", "loss", "tokens", "measured", "predicted", "imbalance"),
-        *("padding", "plan gap", "plan wait", "regrouping"),
-    )
     rows = [
-        (
-            str(record.iteration),
-            record.strategy,
-            "none" if record.lm_loss is None else f"{record.lm_loss:.4f}",
-            count_text(record.num_tokens),
-            seconds_text(record.iteration_time_s),
-            seconds_text(record.predicted_time_s),
-            f"{record.imbalance:.2f}",
-            share_text(record.padding_fraction),
-            share_text(record.plan_gap),
-            seconds_text(record.plan_wait_s),
-            bytes_text(record.regroup_bytes),
-        )
+        {
+            "iteration": str(record.iteration),
+            "strategy": record.strategy,
+            "loss": "none" if record.lm_loss is None else f"{record.lm_loss:.4f}",
+            "tokens": count_text(record.num_tokens),
+            "measured": seconds_text(record.iteration_time_s),
+            "predicted": seconds_text(record.predicted_time_s),
+            "imbalance": f"{record.imbalance:.2f}",
+            "padding": share_text(record.padding_fraction),
+            "plan gap": share_text(record.plan_gap),
+            "plan wait": seconds_text(record.plan_wait_s),
+            "regrouping": bytes_text(record.regroup_bytes),
+        }
         for record in records
     ]
     what = "All" if len(records) == len(run.records) else f"The last {len(records)}"
     return (
         '<section><h2>Iterations</h2><div class="card"><details id="iterations">'
-        f"<summary>{what} iterations</summary>{_table(columns, rows, num_text=2)}"
+        f"<summary>{what} iterations</summary>{_table(rows, num_text=2)}"
         "</details></div></section>"
     )
 
 
-def _section(title: str, text: str, table: str, *, num_left_out: int = 0) -> str:
-    more = f" {num_left_out} more are not shown here; --json has them." if num_left_out else ""
+def _section(title: str, text: str, rows: Sequence[Mapping[str, str]], *, num_text: int) -> str:
+    """A table under a title and a text; nothing if the table has no rows."""
+    if not rows:
+        return ""
+    if len(rows) > MAX_ROWS:
+        text += f" {len(rows) - MAX_ROWS} more are not shown here; --json has them."
     return (
-        f'<section><h2>{escape(title)}</h2><div class="card"><p class="soft">{escape(text + more)}'
-        f"</p>{table}</div></section>"
+        f'<section><h2>{escape(title)}</h2><div class="card"><p class="soft">{escape(text)}</p>'
+        f"{_table(rows, num_text=num_text)}</div></section>"
     )
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int) -> str:
-    """A table whose first ``num_text`` columns are text, the others numbers."""
+def _table(rows: Sequence[Mapping[str, str]], *, num_text: int) -> str:
+    """The first `MAX_ROWS` rows; the first ``num_text`` columns are text, the others numbers."""
 
-    def cells(values: Sequence[str], tag: str) -> str:
-        return "".join(
+    def line(values: Iterable[str], tag: str) -> str:
+        cells = [
             f'<{tag} class="text">{escape(value)}</{tag}>'
             if place < num_text
             else f"<{tag}>{escape(value)}</{tag}>"
             for place, value in enumerate(values)
-        )
+        ]
+        return f"<tr>{''.join(cells)}</tr>"
 
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    body = "".join(line(row.values(), "td") for row in rows[:MAX_ROWS])
     return (
-        f'<div class="scroll"><table><thead><tr>{cells(columns, "th")}</tr></thead>'
+        f'<div class="scroll"><table><thead>{line(rows[0] if rows else (), "th")}</thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
