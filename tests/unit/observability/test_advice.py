@@ -58,7 +58,7 @@ def test_a_scheme_that_is_predicted_otherwise_than_others_is_named(tmp_path: Pat
         ),
     ],
 )
-def test_what_costs_time_is_told_with_its_number(
+def test_what_costs_time_is_reported_with_its_number(
     tmp_path: Path, changes: dict[str, Any], ours: dict[str, Any], wanted: str
 ) -> None:
     run = run_of(tmp_path, make_records(**changes), **ours)
@@ -74,7 +74,7 @@ def test_a_run_as_it_should_be_has_nothing_to_act_on(tmp_path: Path) -> None:
     assert f"--trace {tmp_path / 'trace'}" in findings(advice, "know")
 
 
-def test_a_run_that_becomes_slower_is_told(tmp_path: Path) -> None:
+def test_a_run_that_becomes_slower_is_reported(tmp_path: Path) -> None:
     times_s = [9.0, 2.0, 2.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0]
     records = [make_record(n, iteration_time_s=time_s) for n, time_s in enumerate(times_s, 1)]
     run = run_of(tmp_path, records)

@@ -79,7 +79,7 @@ def test_closing_table_sums_up_the_run(tmp_path: Path) -> None:
     assert text.endswith(f"run folder: {tmp_path}\n")
 
 
-def test_closing_table_tells_strategies_waits_gaps_and_plans_cut_short() -> None:
+def test_closing_table_has_strategies_waits_gaps_and_plans_cut_short() -> None:
     def record(iteration: int, strategy: str, **changes: Any) -> IterationRecord:
         return make_record(iteration, strategy=strategy, **changes)
 
@@ -117,7 +117,7 @@ def test_closing_table_tells_strategies_waits_gaps_and_plans_cut_short() -> None
     assert rows["plans cut short"] == "none"
 
 
-def test_closing_table_tells_how_wrong_predictions_were_after_the_first_iteration() -> None:
+def test_closing_table_has_errors_of_predictions_after_the_first_iteration() -> None:
     times_s = ((50.0, 1.0), (1.1, 1.0), (0.8, 1.0), (3.0, 2.0))
     records = [
         make_record(number, iteration_time_s=measured_s, predicted_time_s=predicted_s)

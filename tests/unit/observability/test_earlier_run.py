@@ -25,7 +25,7 @@ def test_a_new_folder_has_nothing_to_set_aside(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
 
 
-def test_every_run_is_kept_in_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_every_run_is_kept_in_a_separate_folder(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("the user's")
     for number, text in enumerate(("first", "second"), start=1):
         leave_a_run(tmp_path, text)

@@ -168,7 +168,7 @@ def test_a_damaged_trace_is_a_note(tmp_path: Path) -> None:
     assert "is not included" in note
 
 
-def test_a_trace_of_another_strategy_tells_nothing(tmp_path: Path) -> None:
+def test_a_trace_of_another_strategy_is_not_used(tmp_path: Path) -> None:
     write_run(tmp_path, make_pool_records())
     write_config(tmp_path)
     write_trace(tmp_path / "trace", make_records())

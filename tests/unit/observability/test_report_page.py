@@ -219,7 +219,7 @@ def test_a_long_run_stays_a_page_of_moderate_size(tmp_path: Path) -> None:
     assert "The last 200 iterations" in page.words
 
 
-def test_a_report_goes_where_it_is_told_and_replaces_an_earlier_one(tmp_path: Path) -> None:
+def test_a_report_goes_to_the_given_folder_and_replaces_an_earlier_one(tmp_path: Path) -> None:
     run_dir, out = tmp_path / "run", tmp_path / "out"
     write_run(run_dir, make_records())
     (out / "report").mkdir(parents=True)
@@ -244,9 +244,9 @@ def test_errors_are_one_line(
 ) -> None:
     make(tmp_path / "run")
     assert main(["report", str(tmp_path / "run")]) == 2
-    told = capsys.readouterr().err
-    assert wanted in told
-    assert told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert wanted in printed
+    assert printed.count("\n") == 1
 
 
 def test_a_page_that_cannot_be_written_is_one_error(

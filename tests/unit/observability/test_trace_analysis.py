@@ -57,13 +57,13 @@ def test_queries() -> None:
         _ = spans.where(rank=5).first_start_us
 
 
-def test_the_command_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     TraceWriter(rank_file(tmp_path, 0)).write(SPANS)  # a run that never closed its file
     assert main(["trace", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "55%" in told
-    assert "25%" in told
-    assert str(tmp_path / "trace.json") in told
+    printed = capsys.readouterr().out
+    assert "55%" in printed
+    assert "25%" in printed
+    assert str(tmp_path / "trace.json") in printed
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
     assert main(["trace", str(tmp_path), "--iteration", "9"]) == 2
     assert "iteration 9 is not in the trace" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_plans_do_not_depend_on_the_number_of_processes(shortlists: bool) -> Non
     assert len(multiprocessing.active_children()) == len(before)
 
 
-def test_a_batch_that_nothing_holds_is_told_from_a_process_of_its_own() -> None:
+def test_a_batch_that_nothing_holds_is_an_error_in_any_process() -> None:
     too_long = Pool.of(Strategy.parse("4*tp1", 4, name="short"))
     with (
         BatchPlanning(NUM_PROCESSES) as planning,
@@ -66,7 +66,7 @@ def test_a_batch_that_nothing_holds_is_told_from_a_process_of_its_own() -> None:
         list(planning.plans(too_long, profile(), [*batches(), [90]]))
 
 
-def test_a_process_that_is_killed_is_told() -> None:
+def test_a_killed_process_is_an_error() -> None:
     found = profile()
     dying = DyingCostModel(
         device="d", source="s", date="t", schemes=found.schemes, strategies=found.strategies

@@ -73,7 +73,7 @@ def figures(
     return found
 
 
-def test_a_table_tells_all_ways_and_what_is_left_out(
+def test_a_table_shows_all_ways_and_what_is_skipped(
     simulate: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulate() == 0

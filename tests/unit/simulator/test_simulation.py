@@ -59,7 +59,7 @@ def test_a_lane_keeps_its_order_even_where_the_next_one_could_start() -> None:
     assert ready.start_ms == 8
 
 
-def test_tasks_that_wait_in_a_circle_are_named() -> None:
+def test_tasks_that_wait_in_a_cycle_are_named() -> None:
     loop = EventLoop()
     second = loop.add("a", 1.0)
     first = loop.add("b", 1.0, [second])
@@ -239,9 +239,9 @@ class TestStages:
 
     def test_a_lighter_stage_shortens_the_iteration(self) -> None:
         work = work_of("pp2:3,1", [[30, 30, 30]], num_ranks=2)
-        alike = simulator().run([work])[0].end_ms
+        equal = simulator().run([work])[0].end_ms
         uneven = simulator(shape=SMALL_SHAPE).run([work])[0].end_ms
-        assert 3 * 30 < uneven < alike == pytest.approx(4 * 30)
+        assert 3 * 30 < uneven < equal == pytest.approx(4 * 30)
 
 
 def test_padding_is_computed_and_counted_apart() -> None:
