@@ -18,7 +18,12 @@ from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import Planner
-from megatron.hydraulis.planner.planners import GreedyPlanner, RecordedPlans, ScheduledPlanner
+from megatron.hydraulis.planner.planners import (
+    CertifiedPlanner,
+    GreedyPlanner,
+    RecordedPlans,
+    ScheduledPlanner,
+)
 from megatron.hydraulis.pool_arguments import check_schedule
 from megatron.hydraulis.recompute_arguments import recompute_of
 from megatron.hydraulis.scheme import Scheme
@@ -160,9 +165,6 @@ def planners(
     planning: Planning, hydraulis: HydraulisConfig, *, is_training: bool = True
 ) -> tuple[Planner, Planner]:
     """What plans, and what stands in for it without a native solver."""
-    # The solver is loaded where plans are made: on rank 0.
-    from megatron.hydraulis.planner.planners import CertifiedPlanner
-
     certified = partial(
         CertifiedPlanner, cost_model=planning.cost_model, time_limit_s=hydraulis.plan_time_limit
     )

@@ -1,13 +1,13 @@
-"""What a plan predicts, as spans: by rank, beside what plan and cost model say."""
+"""Spans that a plan predicts for each rank, compared with the plan and the cost model."""
 
 from dataclasses import dataclass, replace
 
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.loop.tracing import planned_spans
 from megatron.hydraulis.observability.trace_analysis import Spans
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.planned_spans import planned_spans
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
 from megatron.hydraulis.scheme import Scheme
@@ -95,7 +95,7 @@ def test_overhead_follows_the_makespan_on_every_rank() -> None:
         assert overhead.duration_us == pytest.approx(3000.0)
 
 
-def test_groups_of_a_wave_end_together_and_tell_their_own_tokens() -> None:
+def test_groups_of_a_wave_end_together_and_show_their_own_tokens() -> None:
     costs = Costs()
     scheme = Scheme(cp=2, pp=2, splits_cp=True)
     groups = (ContextGroup(0, 1, 1), ContextGroup(1, 1, 2))
