@@ -89,7 +89,7 @@ COMMANDS = (
     Command(
         "inspect-checkpoint",
         "tell what is in a checkpoint, whether it is complete, and compare its checksums",
-        "megatron.hydraulis.checkpoint.inspect_command",
+        "megatron.hydraulis.checkpoint.inspect",
     ),
     Command(
         "report",
@@ -99,12 +99,12 @@ COMMANDS = (
     Command(
         "export-hf",
         "write a checkpoint's parameters as a Hugging Face folder: Llama, Qwen2, Qwen3",
-        "megatron.hydraulis.checkpoint.hugging_face.export_command",
+        "megatron.hydraulis.checkpoint.hugging_face.export_hf",
     ),
     Command(
         "import-hf",
         "make a checkpoint to start from out of a Hugging Face folder: Llama, Qwen2, Qwen3",
-        "megatron.hydraulis.checkpoint.hugging_face.import_command",
+        "megatron.hydraulis.checkpoint.hugging_face.import_hf",
     ),
 )
 

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.hydraulis.checkpoint import saving
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, CheckpointFolder
-from megatron.hydraulis.checkpoint.inspection import inspect_folder
+from megatron.hydraulis.checkpoint.inspect import inspect_folder
 from megatron.hydraulis.checkpoint.loading import find_checkpoints, load_first_whole
 from megatron.hydraulis.checkpoint.manifest import MANIFEST_NAME
-from megatron.hydraulis.checkpoint.writer import ShardWriter, Written
+from megatron.hydraulis.checkpoint.torch_dist import WrittenFile, write_file
 from megatron.hydraulis.errors import CheckpointError, HydraulisError
 from tests.support.checkpoints import fill_moments, make_engine, save_engine, whole_tensors
 from tests.support.full_disk import largest_file
@@ -110,7 +111,7 @@ def test_damage_is_an_error_or_a_reason_to_take_the_one_before(name: str, damage
         assert answer.startswith("CheckpointError: ")
         assert told in answer
     before, last = inspect_folder(damaged).checkpoints
-    assert (before.is_complete, last.is_complete) == (True, False)
+    assert not before.problems
     assert told in " ".join(last.problems)
     answers = pool_of(NUM_RANKS).run(try_load, str(damaged), True)
     assert answers == [f"iter_{FIRST:07d}"] * NUM_RANKS
@@ -237,10 +238,7 @@ def save_while_writer_dies(root: str) -> str:
         saver = save_engine(engine, Path(root), 9, asynchronous=True)
     assert saver.is_saving
     assert CheckpointFolder(Path(root)).latest() == LAST
-    (fork,) = children_of(os.getpid())
-    while state_of(fork) != "T":
-        time.sleep(0.01)
-    os.kill(fork, signal.SIGKILL if engine.rank == 1 else signal.SIGCONT)
+    os.kill(stopped_fork(), signal.SIGKILL if engine.rank == 1 else signal.SIGCONT)
     try:
         while saver.is_saving:
             saver.poll()
@@ -264,33 +262,32 @@ def save_and_die(root: str) -> None:
     engine = make_engine(MODEL.definition(), ("tp2",))
     with writers_that_wait():
         saver = save_engine(engine, Path(root), 9, asynchronous=True)
+    stopped_fork()
     saver.abandon()
 
 
 @contextmanager
 def writers_that_wait() -> Iterator[None]:
     """Forks that are begun inside stop themselves before they write; SIGCONT lets them go on."""
-    write = ShardWriter.write
 
-    def wait_and_write(writer: ShardWriter, *args: Any) -> Written:
+    def wait_and_write(*args: Any) -> WrittenFile:
         os.kill(os.getpid(), signal.SIGSTOP)
-        return write(writer, *args)
+        return write_file(*args)
 
-    ShardWriter.write = wait_and_write  # type: ignore[method-assign,assignment]
+    saving.write_file = wait_and_write  # type: ignore[assignment]
     try:
         yield
     finally:
-        ShardWriter.write = write  # type: ignore[method-assign]
+        saving.write_file = write_file
 
 
-def children_of(process: int) -> list[int]:
-    told = Path(f"/proc/{process}/task/{process}/children").read_text()
-    return [int(word) for word in told.split()]
-
-
-def state_of(process: int) -> str:
-    """T for stopped."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+def stopped_fork() -> int:
+    """The process that writes, once it has stopped itself."""
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    (fork,) = map(int, children.split())
+    while Path(f"/proc/{fork}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    return fork
 
 
 def save_on_full_disk(root: str, asynchronous: bool) -> str:

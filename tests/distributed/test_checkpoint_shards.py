@@ -131,6 +131,6 @@ def compare_names() -> None:
         for place in (*(f"self_attention.{m}" for m in modules), "mlp.linear_fc1", "mlp.linear_fc2")
         for layer in range(num_layers)
     }
-    found = [each.unique_key for each in stored_objects(others)]
+    found = stored_objects(others)
     assert asked | {"decoder.final_layernorm._extra_state/shard_0_1"} <= set(found)
     assert len(found) == len(set(found))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.hydraulis.checkpoint.inspection import inspect_folder
+from megatron.hydraulis.checkpoint.inspect import inspect_folder
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.forward_step import make_forward_step

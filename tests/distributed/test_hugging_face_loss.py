@@ -16,15 +16,14 @@ import torch
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.arguments import gpt_model_config
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
-from megatron.hydraulis.checkpoint.hugging_face.exporting import export_checkpoint
-from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
+from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
+from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
 from megatron.hydraulis.checkpoint.hugging_face.model import model_flags
-from megatron.hydraulis.checkpoint.hugging_face.stored import LAYERS, StoredParameters
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
-from megatron.hydraulis.checkpoint.model_arguments import model_of
+from megatron.hydraulis.checkpoint.manifest import model_of
 from megatron.hydraulis.checkpoint.names import stored_objects, stored_parameters
-from megatron.hydraulis.checkpoint.reader import CheckedReader, read_common_state
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
+from megatron.hydraulis.checkpoint.torch_dist import LAYERS, StoredCheckpoint
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.loop.checkpointing import _optimizer_entry, _plain_arguments
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
@@ -86,9 +85,8 @@ def load_train_save(
     model = model_of(resolved.args) | {"vocab_size": resolved.vocabulary.size}
     loaded = load_checkpoint(Path(root) / "release", engine, model)
     assert not loaded.with_optimizer
-    stored = CheckedReader(loaded.path).read_metadata().state_dict_metadata
-    asked = {each.unique_key for each in stored_objects(engine.definition)}
-    assert asked <= stored.keys()  # so that plain Megatron can load it too
+    stored = StoredCheckpoint(loaded.path)._metadata.state_dict_metadata
+    assert set(stored_objects(engine.definition)) <= stored.keys()  # so that Megatron can load it
     losses = []
     for _ in range(2):
         outcome = engine.train_step(strategy, [pack(batch, 2)], make_forward_step())
@@ -149,11 +147,11 @@ def test_what_ranks_of_plain_megatron_wrote_is_read_layer_by_layer(tmp_path: Pat
         ranks.run(train_and_save, 2, 1, str(source), 1, "fully_reshardable")
     finally:
         ranks.close()
-    stored = StoredParameters(source)
+    stored = StoredCheckpoint(source)
     expected = whole_tensors(source)
-    assert set(stored.tensors) == {key for key in expected if not key.startswith("optimizer.")}
-    assert read_common_state(source)["args"].num_layers == 2
-    for key in stored.tensors:
+    assert set(stored.parameters) == {key for key in expected if not key.startswith("optimizer.")}
+    assert stored.common_state()["args"].num_layers == 2
+    for key in stored.parameters:
         is_layers = key.startswith(LAYERS)
         for layer in range(2) if is_layers else [None]:
             found = stored.read(key.removeprefix(LAYERS), layer)

@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,12 @@ from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
+from megatron.hydraulis.checkpoint.torch_dist import (
+    COMMON_STATE,
+    Piece,
+    write_file,
+    write_metadata,
+)
 from megatron.hydraulis.loop.checkpointing import _optimizer_entry
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
@@ -37,6 +43,18 @@ def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
     load(dict(wanted), storage_reader=reader, no_dist=True)
     return wanted
+
+
+def write_tensors(
+    folder: Path, tensors: Mapping[str, torch.Tensor], common: Mapping[str, Any]
+) -> None:
+    """A checkpoint without manifest, as plain Megatron's."""
+    folder.mkdir(parents=True)
+    pieces = [
+        Piece(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor, tensor.dtype)
+        for key, tensor in tensors.items()
+    ]
+    write_metadata(folder, [write_file(folder, 0, pieces, {COMMON_STATE: dict(common)})])
 
 
 def differing_keys(

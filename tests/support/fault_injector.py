@@ -14,7 +14,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.hydraulis.checkpoint.writer import ShardWriter
+from megatron.hydraulis.checkpoint import saving
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine as engine_module
@@ -148,9 +148,11 @@ class FaultInjector:
         ShardedAdamW.step_by_bucket = faulty  # type: ignore[assignment, method-assign]
 
     def _install_save(self) -> None:
-        original = ShardWriter.write
+        original = saving.write_file
 
-        def faulty(writer: ShardWriter, goes_on: Callable[[], bool] = lambda: True) -> Any:
+        def faulty(
+            folder: Path, rank: int, pieces: Any, objects: Any, goes_on: Callable[[], bool]
+        ) -> Any:
             num_asked = 0
 
             def asked() -> bool:
@@ -160,9 +162,9 @@ class FaultInjector:
                     self._at("save")  # with one tensor of the file written
                 return goes_on()
 
-            return original(writer, asked)
+            return original(folder, rank, pieces, objects, asked)
 
-        ShardWriter.write = faulty  # type: ignore[assignment, method-assign]
+        saving.write_file = faulty  # type: ignore[assignment]
 
 
 def _rank() -> int:

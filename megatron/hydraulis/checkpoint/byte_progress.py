@@ -1,10 +1,9 @@
-"""How far reading or writing many bytes is, for people."""
+"""The progress of reading or writing many bytes."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,11 +16,11 @@ _LINE_INTERVAL_S = 10.0
 
 
 class ByteProgress:
-    """Of long work, on standard error: a bar on a terminal, elsewhere a line every ten seconds.
+    """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds.
 
     Args:
-        what: is done.
-        num_bytes: of all of it.
+        what: name of the work.
+        num_bytes: total number of bytes.
     """
 
     def __init__(self, what: str, num_bytes: int) -> None:
@@ -46,16 +45,11 @@ class ByteProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """So many more are done."""
+        """Count bytes as done."""
         self._num_done += num_bytes
         self._bar.update(self._task, advance=num_bytes)
         now_s = time.monotonic()
@@ -69,7 +63,7 @@ class ByteProgress:
 
 
 def size_text(num_bytes: int) -> str:
-    """For people, in MB or GB."""
+    """A size in MB or GB."""
     if num_bytes < _BYTES_PER_GB:
         return f"{num_bytes / _BYTES_PER_MB:.1f} MB"
     return f"{num_bytes / _BYTES_PER_GB:.2f} GB"

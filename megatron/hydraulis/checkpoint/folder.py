@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: upstream's names, and when a checkpoint counts as one.
+"""The folder of a run's checkpoints: Megatron's names, and when a checkpoint is complete.
 
-A checkpoint is written into a folder with a name of its own and renamed when it is complete, so
-that a folder ``iter_0000100`` never holds half of one. The file that names the latest is replaced
-by a rename as well.
+A checkpoint is written into a folder with another name and renamed when it is complete, so that a
+folder ``iter_0000100`` is never incomplete. The file that names the latest is replaced by a rename
+as well.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron.hydraulis.errors import CheckpointError
 __all__ = ["LATEST_FILE_NAME", "RELEASE", "CheckpointFolder", "is_unfinished"]
 
 LATEST_FILE_NAME = "latest_checkpointed_iteration.txt"
-"""Upstream's name."""
+"""Megatron's name."""
 RELEASE = "release"
-"""What upstream calls weights without an iteration, in that file and as a folder."""
+"""Megatron's name for weights without an iteration, in that file and as a folder."""
 
 _SAVING, _DELETING, _REPLACED = ".saving-", ".deleting-", ".replaced-"
 _ITERATION = re.compile(r"iter_(\d{7,18})")
@@ -30,12 +30,12 @@ _MAX_LATEST_BYTES = 64
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """What ``--save`` and ``--load`` name."""
+    """The folder that ``--save`` and ``--load`` name."""
 
     root: Path
 
     def path_of(self, iteration: int | str) -> Path:
-        """Folder of a complete checkpoint, of an iteration or `RELEASE`."""
+        """Folder of the complete checkpoint of an iteration, or `RELEASE`."""
         name = iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
         return self.root / name
 
@@ -59,7 +59,7 @@ class CheckpointFolder:
         return (*first, *map(self.path_of, self.iterations))
 
     def latest(self) -> int | str | None:
-        """What the file of the latest says: an iteration or `RELEASE`; None where there is none.
+        """The latest according to its file: an iteration or `RELEASE`; None without a file.
 
         Raises CheckpointError for a file that says anything else.
         """
@@ -83,21 +83,10 @@ class CheckpointFolder:
             )
         return int(text)
 
-    def begin_saving(self, iteration: int | str) -> Path:
-        """An empty folder to write into; what an earlier attempt left there goes.
-
-        Raises OSError.
-        """
-        path = self.path_while_saving(iteration)
-        if path.exists():
-            shutil.rmtree(path)
-        path.mkdir(parents=True)
-        return path
-
     def publish(self, iteration: int | str) -> Path:
-        """What was written becomes the checkpoint of the iteration, and the latest.
+        """Name what was written the checkpoint of the iteration, and the latest.
 
-        An earlier one of the same iteration is replaced. Raises OSError.
+        It replaces an earlier one of the same iteration. Raises OSError.
         """
         path = self.path_of(iteration)
         replaced = self.root / f"{_REPLACED}{path.name}"
@@ -113,7 +102,7 @@ class CheckpointFolder:
         return path
 
     def write_latest(self, iteration: int | str) -> None:
-        """Name the latest checkpoint, or `RELEASE`, at once or not at all. Raises OSError."""
+        """Name the latest checkpoint, or `RELEASE`, completely or not at all. Raises OSError."""
         path = self.root / LATEST_FILE_NAME
         unfinished = self.root / f"{_SAVING}{LATEST_FILE_NAME}"
         with unfinished.open("w") as file:
@@ -124,23 +113,23 @@ class CheckpointFolder:
         _sync(self.root)
 
     def surplus(self, num_kept: int) -> tuple[int, ...]:
-        """Iterations older than the ``num_kept`` newest up to the latest one, oldest first."""
+        """Iterations up to the latest but the ``num_kept`` newest of them, oldest first."""
         latest = self.latest()
         if not isinstance(latest, int):
             return ()
         return tuple(i for i in self.iterations if i <= latest)[:-num_kept]
 
     def delete(self, iteration: int) -> None:
-        """Delete a checkpoint; half of it never bears its name."""
+        """Delete a checkpoint; its name disappears first."""
         doomed = self.root / f"{_DELETING}{self.path_of(iteration).name}"
         shutil.rmtree(doomed, ignore_errors=True)
         self.path_of(iteration).rename(doomed)
         shutil.rmtree(doomed)
 
     def remove_leftovers(self) -> None:
-        """Delete what interrupted saves and deletions left; nobody else may be saving here.
+        """Delete what interrupted saves and deletions left; no save may be running here.
 
-        A checkpoint that was being replaced, by one that never got its name, gets it back.
+        A checkpoint that was just being replaced gets its name back.
         """
         if not self.root.is_dir():
             return
@@ -155,7 +144,7 @@ class CheckpointFolder:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a folder is one that a save has not finished, by its name."""
+    """Whether a save into the folder is running or was interrupted, by its name."""
     return path.name.startswith(_SAVING)
 
 

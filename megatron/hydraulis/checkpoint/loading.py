@@ -1,51 +1,84 @@
-"""Loading: find a checkpoint that is whole, see that it fits, fill the shards from it.
+"""Loading: find a checkpoint that is complete, check that it fits, fill the shards from it.
 
-A damaged checkpoint is an error, or, where that is wished, a reason to take the one before. One
-that is whole but of another model never is: no checkpoint before it would fit either.
+A damaged checkpoint is an error or, if asked for, a reason to take the one before. A checkpoint of
+another model is always an error: the ones before it would not fit either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 
-from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
-from megatron.hydraulis.checkpoint.manifest import MANIFEST_NAME, Manifest
-from megatron.hydraulis.checkpoint.model_arguments import model_differences
-from megatron.hydraulis.checkpoint.names import StoredParameter, stored_parameters
-from megatron.hydraulis.checkpoint.reader import (
-    StoredTensor,
-    load_into,
-    read_object,
-    stored_tensors,
+from megatron.hydraulis.checkpoint.collective_errors import (
+    agreed_problems,
+    on_all_ranks,
+    on_rank_0,
 )
-from megatron.hydraulis.checkpoint.takeover import UpstreamState, master_prefix, upstream_state
-from megatron.hydraulis.checkpoint.tensors import EXP_AVG, EXP_AVG_SQ, MODEL, sharded_tensors
-from megatron.hydraulis.checkpoint.together import agreed_problems, on_all_ranks, on_rank_0
+from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
+from megatron.hydraulis.checkpoint.manifest import (
+    FORMAT_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    is_checkpoint,
+    listed,
+    model_differences,
+    model_of,
+)
+from megatron.hydraulis.checkpoint.names import (
+    WRITTEN_HERE,
+    StoredParameter,
+    shard_pieces,
+    stored_parameters,
+)
+from megatron.hydraulis.checkpoint.torch_dist import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MODEL,
+    StoredCheckpoint,
+)
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.runtime.engine import Engine
 
 __all__ = [
     "LoadedCheckpoint",
+    "UpstreamState",
     "find_checkpoints",
     "load_checkpoint",
     "load_first_whole",
     "read_rng_state",
+    "upstream_state",
 ]
 
-_MOST_NAMED = 4
-"""Problems or differences that an error names before it only counts the rest."""
-_MOST_ITERATIONS_NAMED = 8
+_MAX_ITERATIONS_NAMED = 8
+
+
+@dataclass(frozen=True)
+class UpstreamState:
+    """Megatron's entries besides tensors, in its own checkpoints and in ours."""
+
+    iteration: int
+    num_steps: int
+    """Number of updates by the optimizer."""
+    num_consumed_sequences: int
+    scheduler: Mapping[str, Any] | None
+    num_floating_point_operations: float
+    written_here: bool
+    """Whether this program wrote it, so that there must be a manifest."""
+    sharding_type: str | None
+    """Sharding type of the optimizer state; None if the checkpoint does not say."""
+    model: Mapping[str, Any]
+    """Those of its arguments that are stored; see `model_of`."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded beside parameters and moments."""
+    """What was loaded besides parameters and moments."""
 
     path: Path
     manifest: Manifest | None
@@ -57,7 +90,7 @@ class LoadedCheckpoint:
 def find_checkpoints(
     folder: CheckpointFolder, *, iteration: int | None = None, with_earlier: bool = False
 ) -> list[Path]:
-    """Collective: the checkpoint to load, and after it the earlier ones if they may stand in.
+    """Collective: the checkpoint to load, then the earlier ones if they may replace it.
 
     Args:
         folder: where to look.
@@ -65,55 +98,52 @@ def find_checkpoints(
         with_earlier: ``--load-fallback``.
 
     Returns:
-        Newest first; empty where there is nothing that looks like a checkpoint.
+        Newest first; empty if there is nothing that looks like a checkpoint.
 
     Raises:
-        CheckpointError: the latest cannot be told, or is not there, nor any that may stand in.
+        CheckpointError: the checkpoint is missing, or none is named the latest, and no other may
+            replace it.
     """
+    found = on_rank_0(
+        lambda: _find(folder, iteration, with_earlier), f"{folder.root} cannot be read"
+    )
+    return found if with_earlier else found[:1]
 
-    def find() -> list[Path]:
-        there = folder.iterations
-        latest: int | str | None = iteration
-        if latest is None:
-            try:
-                latest = folder.latest()
-            except CheckpointError:
-                if not (with_earlier and there):
-                    raise
-        if latest == RELEASE:
-            return [folder.path_of(RELEASE)]
-        if latest is None and folder.paths and not (there and with_earlier):
+
+def _find(folder: CheckpointFolder, wanted: int | str | None, with_earlier: bool) -> list[Path]:
+    there = folder.iterations
+    if wanted is None:
+        try:
+            wanted = folder.latest()
+        except CheckpointError:
+            if not (with_earlier and there):
+                raise
+    if isinstance(wanted, str):
+        return [folder.path_of(RELEASE)]
+    if wanted is None:
+        if folder.paths and not (there and with_earlier):
             newest = folder.paths[-1].name
-            fix = (
-                f"give --ckpt-step {there[-1]}, or --load-fallback for the last good one"
-                if there
-                else f"write {newest} into {LATEST_FILE_NAME}"
-            )
+            fix = f"write {newest} into {LATEST_FILE_NAME}"
+            if there:
+                fix = f"give --ckpt-step {there[-1]}, or --load-fallback for the last good one"
             raise CheckpointError(
                 f"{folder.root}: holds {len(folder.paths)} checkpoints, the newest {newest}, but "
                 f"no file that names the latest; {fix}"
             )
-        if latest is None:
-            return [folder.path_of(i) for i in reversed(there)]
-        assert isinstance(latest, int)
-        usable = [folder.path_of(i) for i in reversed(there) if i <= latest]
-        # Where one is named, having none is no reason to start from scratch.
-        if latest not in there and not (with_earlier and usable):
-            raise CheckpointError(_not_there(folder, latest, there))
-        return usable
-
-    found = on_rank_0(find, f"{folder.root} cannot be read")
-    return found if with_earlier else found[:1]
-
-
-def _not_there(folder: CheckpointFolder, latest: int, there: Sequence[int]) -> str:
-    named = ", ".join(map(str, there[-_MOST_ITERATIONS_NAMED:])) or "none"
-    fix = "copy it back, or start a new run in another folder"
-    if there:
-        fix = "give --ckpt-step for one of them"
-        if there[0] < latest:
-            fix += ", or --load-fallback for the last good one"
-    return f"{folder.root}: there is no checkpoint of iteration {latest}; there are {named}: {fix}"
+        return [folder.path_of(i) for i in reversed(there)]
+    usable = [folder.path_of(i) for i in reversed(there) if i <= wanted]
+    # If one is named, starting from scratch because there is none would be wrong.
+    if wanted not in there and not (with_earlier and usable):
+        named = ", ".join(map(str, there[-_MAX_ITERATIONS_NAMED:])) or "none"
+        fix = "copy it back, or start a new run in another folder"
+        if there:
+            fix = "give --ckpt-step for one of them"
+            if there[0] < wanted:
+                fix += ", or --load-fallback for the last good one"
+        raise CheckpointError(
+            f"{folder.root}: there is no checkpoint of iteration {wanted}; there are {named}: {fix}"
+        )
+    return usable
 
 
 def load_first_whole(
@@ -124,10 +154,10 @@ def load_first_whole(
     with_optimizer: bool = True,
     log: Callable[[str], None] = print,
 ) -> LoadedCheckpoint:
-    """Collective: the first that can be loaded; why others cannot is said loudly.
+    """Collective: load the first that can be loaded, with a warning for every other.
 
     Raises:
-        CheckpointError: none is whole.
+        CheckpointError: none can be loaded.
         ConfigurationError: it is of another model.
     """
     errors = []
@@ -139,7 +169,7 @@ def load_first_whole(
                 raise
             errors.append(str(error))
             if dist.get_rank() == 0:
-                log(f"warning: checkpoint {path} is left out: {error}")
+                log(f"warning: checkpoint {path} is skipped: {error}")
     raise CheckpointError(
         f"none of {len(paths)} checkpoints can be loaded; the newest: {errors[0]}"
     )
@@ -152,37 +182,58 @@ def load_checkpoint(
 
     Args:
         path: folder of the checkpoint.
-        engine: whose canonical shards, whatever wrote the checkpoint.
+        engine: may have other strategies and ranks than the run that wrote the checkpoint.
         model: of this run, as in `Manifest.model`.
-        with_optimizer: whether moments and fp32 master are wanted; parameters alone otherwise.
+        with_optimizer: load moments and fp32 master; parameters alone otherwise.
 
     Raises:
         CheckpointError: it is damaged or incomplete; what the shards then hold is undefined.
         ConfigurationError: it is of another model, or has no optimizer state that can be used.
     """
-    manifest = on_all_ranks(lambda: _manifest(path), f"{path} cannot be read")
-    if manifest is not None:
-        _check_files(path, manifest)
-        on_all_ranks(lambda: _check_model(path, manifest.model, model), f"{path} cannot be used")
     what = f"{path} cannot be read"
-    upstream = on_all_ranks(lambda: upstream_state(path), what)
-    if manifest is None:
-        on_all_ranks(lambda: _check_written_by_megatron(path, upstream), what)
-        on_all_ranks(lambda: _check_model(path, upstream.model, model), what)
-    tensors = on_all_ranks(lambda: stored_tensors(path), what)
+    manifest = on_all_ranks(lambda: _manifest(path), what)
+    if manifest is not None:
+        share = manifest.problems(path, share=dist.get_rank(), num_shares=dist.get_world_size())
+        problems = agreed_problems(share)
+        if problems:
+            raise CheckpointError(f"{path}: {listed(problems)}; load another checkpoint")
     with_optimizer = with_optimizer and path.name != RELEASE
-    prefixes = on_all_ranks(lambda: _prefixes(path, tensors, upstream, with_optimizer), what)
-    stored = _stored_parameters(engine, tensors)
-    vocabulary = engine.definition.vocab_size
-    on_all_ranks(lambda: _check_tensors(path, tensors, stored, prefixes, vocabulary), what)
+
+    def check() -> tuple[StoredCheckpoint, UpstreamState, dict[str, Any], Any]:
+        if manifest is not None:
+            _check_same_model(path, model_differences(manifest.model, model))
+        checkpoint = StoredCheckpoint(path)
+        upstream = upstream_state(checkpoint)
+        if manifest is None:
+            if upstream.written_here:
+                raise CheckpointError(
+                    f"{path}: {MANIFEST_NAME} is missing, so its files cannot be checked; load "
+                    "another checkpoint"
+                )
+            _check_same_model(path, model_differences(upstream.model, model))
+        states = {MODEL: engine.shards.parameters}
+        if with_optimizer:
+            _check_optimizer(checkpoint, upstream)
+            states = {
+                MASTER: engine.shards.parameters,
+                EXP_AVG: engine.optimizer.exp_avg,
+                EXP_AVG_SQ: engine.optimizer.exp_avg_sq,
+            }
+        definition = engine.definition
+        stored = stored_parameters(definition, separate_layers=checkpoint.has_separate_layers)
+        differences = _tensor_differences(checkpoint, stored, states, definition.vocab_size)
+        _check_same_model(path, differences)
+        return checkpoint, upstream, states, stored
+
+    checkpoint, upstream, states, stored = on_all_ranks(check, what)
     engine.finish_regrouping()
-    flats = [engine.shards.parameters, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq]
-    shapes = {key: tensor.shape for key, tensor in tensors.items()}
-    state = {
-        prefix: sharded_tensors(engine.shards, flat, stored, prefix, saved_shapes=shapes)
-        for prefix, flat in zip(prefixes, flats, strict=False)
-    }
-    on_all_ranks(lambda: load_into(state, path), what)
+    shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
+    pieces = [
+        piece
+        for prefix, flat in states.items()
+        for piece in shard_pieces(engine.shards, flat, stored, prefix, saved_shapes=shapes)
+    ]
+    on_all_ranks(lambda: checkpoint.fill(pieces), what)
     if with_optimizer:
         engine.optimizer.num_steps.fill_(upstream.num_steps)
     engine.parameters_changed()
@@ -190,108 +241,119 @@ def load_checkpoint(
 
 
 def read_rng_state(path: Path) -> Any:
-    """Upstream's entry for random-number generators; None where there is none.
+    """Megatron's entry for random-number generators; None if there is none.
 
     Raises CheckpointError.
     """
-    return read_object(path, "rng_state", num_axes=2)
+    return StoredCheckpoint(path).read_object("rng_state", num_axes=2)
+
+
+def upstream_state(checkpoint: StoredCheckpoint) -> UpstreamState:
+    """Read Megatron's entries, also as its earlier versions stored them. Raises CheckpointError."""
+    path, common = checkpoint.folder, checkpoint.common_state()
+    args = common.get("args")
+    if args is not None and not isinstance(args, Namespace):
+        raise CheckpointError(
+            f"{path}: args must be Megatron's arguments but is {type(args).__name__}; load another "
+            "checkpoint"
+        )
+    metadata = common.get("content_metadata")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    iteration = _count(path, "iteration", common.get("iteration", 0))
+    consumed = getattr(args, "consumed_train_samples", 0)
+    return UpstreamState(
+        iteration=iteration,
+        num_steps=_num_steps(path, common.get("optimizer"), iteration),
+        num_consumed_sequences=_count(path, "consumed_train_samples", consumed),
+        scheduler=common.get("opt_param_scheduler"),
+        num_floating_point_operations=common.get("num_floating_point_operations_so_far", 0),
+        written_here=WRITTEN_HERE in metadata,
+        sharding_type=metadata.get("distrib_optim_sharding_type"),
+        model={} if args is None else model_of(args),
+    )
+
+
+def _num_steps(path: Path, optimizer: Any, iteration: int) -> int:
+    """From its groups; earlier versions with Transformer Engine or apex have the iteration only."""
+    try:
+        steps = {
+            int(group["step"])
+            for group in optimizer["optimizer"]["param_groups"]
+            if group.get("step") is not None
+        }
+    except (TypeError, KeyError, ValueError):
+        return iteration
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"{path}: parameter groups were updated {sorted(steps)} times, which must be one "
+            "number; load another checkpoint"
+        )
+    return steps.pop() if steps else iteration
+
+
+def _count(path: Path, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise CheckpointError(
+            f"{path}: {name} must be a whole number, at least 0, but is {value!r}; load another "
+            "checkpoint"
+        )
+    return value
 
 
 def _manifest(path: Path) -> Manifest | None:
-    """None for a checkpoint of plain Megatron; raises CheckpointError for what is none at all."""
+    """None for a checkpoint of plain Megatron."""
     try:
         return Manifest.read(path)
     except FileNotFoundError:
         pass
-    if (path / CONFIG_FNAME).is_file():
+    if is_checkpoint(path):
         return None
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such checkpoint; correct --load or --ckpt-step")
     raise CheckpointError(
-        f"{path}: a checkpoint has {MANIFEST_NAME}, or of plain Megatron {CONFIG_FNAME} in the "
+        f"{path}: a checkpoint has {MANIFEST_NAME}, or of plain Megatron {FORMAT_NAME} in the "
         "format torch_dist, but this folder has neither; load another checkpoint"
     )
 
 
-def _check_files(path: Path, manifest: Manifest) -> None:
-    """Collective: every rank reads its share of the files."""
-    problems = agreed_problems(
-        manifest.problems(path, share=dist.get_rank(), num_shares=dist.get_world_size())
-    )
-    if problems:
-        raise CheckpointError(f"{path}: {_listed(problems)}; load another checkpoint")
-
-
-def _check_model(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    differences = model_differences(saved, here)
+def _check_same_model(path: Path, differences: list[str]) -> None:
     if differences:
         raise ConfigurationError(
-            f"{path} is of another model: {_listed(differences)}; give the flags of the run that "
+            f"{path} is of another model: {listed(differences)}; give the flags of the run that "
             "wrote it, or load another checkpoint"
         )
 
 
-def _check_written_by_megatron(path: Path, upstream: UpstreamState) -> None:
-    if upstream.written_here:
-        raise CheckpointError(
-            f"{path}: {MANIFEST_NAME} is missing, by which its files could be checked; load "
-            "another checkpoint"
+def _check_optimizer(checkpoint: StoredCheckpoint, upstream: UpstreamState) -> None:
+    if not checkpoint.has_optimizer:
+        raise ConfigurationError(
+            f"{checkpoint.folder} has no optimizer state; start a new optimizer with its weights "
+            "by --finetune, or load another checkpoint"
+        )
+    if not checkpoint.has_resumable_optimizer:
+        raise ConfigurationError(
+            f"{checkpoint.folder} has optimizer state of the kind '{upstream.sharding_type}', "
+            "which only the layout of ranks that wrote it can read; let Megatron save once with "
+            "--dist-ckpt-optim-fully-reshardable, or take the weights alone by --finetune"
         )
 
 
-def _prefixes(
-    path: Path, tensors: Mapping[str, StoredTensor], upstream: UpstreamState, with_optimizer: bool
-) -> tuple[str, ...]:
-    """Of the keys from which parameters and moments are loaded."""
-    if not with_optimizer:
-        return (MODEL,)
-    return (master_prefix(path, tensors, upstream), EXP_AVG, EXP_AVG_SQ)
-
-
-def _stored_parameters(
-    engine: Engine, tensors: Mapping[str, StoredTensor]
-) -> Mapping[str, StoredParameter]:
-    layers_apart = any(key.startswith("decoder.layers.0.") for key in tensors)
-    return stored_parameters(engine.definition, layers_apart=layers_apart)
-
-
-def _check_tensors(
-    path: Path,
-    tensors: Mapping[str, StoredTensor],
+def _tensor_differences(
+    checkpoint: StoredCheckpoint,
     stored: Mapping[str, StoredParameter],
-    prefixes: tuple[str, ...],
+    prefixes: Mapping[str, Any],
     num_tokens: int,
-) -> None:
-    """Raise ConfigurationError unless every parameter is there in its shape."""
+) -> list[str]:
+    """Tensors that are missing, have another shape, or are not in this model."""
+    tensors = checkpoint.tensors
     differences = []
-    wanted = {prefix + place.key: place for prefix in prefixes for place in stored.values()}
-    for key, place in wanted.items():
+    for key, place in ((p + place.key, place) for p in prefixes for place in stored.values()):
         if key not in tensors:
             differences.append(f"there is no {key}")
-            continue
-        shape = tensors[key].shape
-        axis = len(place.prefix)
-        fits = shape == place.shape or (
-            place.may_be_padded
-            and len(shape) == len(place.shape)
-            and shape[:axis] + shape[axis + 1 :] == place.shape[:axis] + place.shape[axis + 1 :]
-            and shape[axis] >= num_tokens
-        )
-        if not fits:
-            differences.append(f"{key} is {shape} there and {place.shape} here")
-    if not any(prefix == MODEL for prefix in prefixes):
+        elif not place.fits(tensors[key].shape, num_tokens):
+            differences.append(f"{key} is {tensors[key].shape} there and {place.shape} here")
+    if MODEL not in prefixes:
         known = {place.key for place in stored.values()}
-        more = sorted(
-            key for key in tensors if not key.startswith("optimizer") and key not in known
-        )
+        more = sorted(checkpoint.parameters.keys() - known)
         differences += [f"{key} is not in this model" for key in more]
-    if differences:
-        raise ConfigurationError(
-            f"{path} is of another model: {_listed(differences)}; give the flags of the run that "
-            "wrote it, or load another checkpoint"
-        )
-
-
-def _listed(items: list[str]) -> str:
-    more = f" and {len(items) - _MOST_NAMED} more" if len(items) > _MOST_NAMED else ""
-    return ", ".join(items[:_MOST_NAMED]) + more
+    return differences

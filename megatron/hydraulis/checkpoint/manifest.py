@@ -1,6 +1,6 @@
-"""``hydraulis.json``: what a checkpoint holds beside tensors, and what its files must be.
+"""``hydraulis.json``: what a checkpoint has besides tensors, and what its files must be.
 
-Written last. It has a checksum of its own, so that no flipped bit in it goes unnoticed.
+It is written last, and has its own checksum, so that damage to it does not go unnoticed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,85 @@ from typing import Any
 from megatron.hydraulis.errors import CheckpointError
 from megatron.hydraulis.json_object import JsonObject, parse_json
 
-__all__ = ["MANIFEST_NAME", "FileRecord", "Manifest", "files_of", "sha256_of", "share_of_files"]
+__all__ = [
+    "FORMAT_NAME",
+    "MANIFEST_NAME",
+    "METADATA_NAME",
+    "MODEL_ARGUMENTS",
+    "NEVER_ON_HERE",
+    "FileRecord",
+    "Manifest",
+    "is_checkpoint",
+    "listed",
+    "model_differences",
+    "model_of",
+    "records_of",
+    "share_of_files",
+]
 
 MANIFEST_NAME = "hydraulis.json"
+METADATA_NAME = ".metadata"
+"""Torch's: which tensor is in which file."""
+FORMAT_NAME = "metadata.json"
+"""Megatron's: the name of the format. Megatron writes it last."""
 VERSION = 1
 MAX_BYTES = 64 << 20
-"""Of a manifest that is read: it holds a line a file and a state of a few kilobytes."""
-_READ_BYTES = 1 << 20
+"""A manifest has a line for every file and a few kilobytes of state."""
 _HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MAX_LISTED = 4
+
+MODEL_ARGUMENTS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "swiglu",
+    "normalization",
+    "layernorm_epsilon",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "softmax_type",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+)
+"""Megatron's arguments that change the model's tensors or what it computes."""
+
+NEVER_ON_HERE = (
+    "activation_func_clamp_value",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "glu_linear_offset",
+    "heterogeneous_layers_config_encoded_json",
+    "heterogeneous_layers_config_path",
+    "layernorm_zero_centered_gamma",
+    "linear_attention_freq",
+    "mtp_num_layers",
+    "multi_latent_attention",
+    "no_rope_freq",
+    "num_experts",
+    "qk_l2_norm",
+    "quick_geglu",
+    "softmax_scale",
+    "squared_relu",
+    "use_mup",
+    "window_size",
+)
+"""Arguments that change what the model computes unless they are false, empty or absent. No flag of
+this program sets them, but runs of plain Megatron may."""
+
+_EARLIER_NAMES = {"norm_epsilon": "layernorm_epsilon"}
+"""Name in earlier versions of Megatron -> name today."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +105,20 @@ class FileRecord:
     num_bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        """The record of a file as it is. Raises OSError."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return cls(file.tell(), digest.hexdigest())
+
     def problem(self, path: Path, *, checks_content: bool) -> str | None:
-        """What is wrong with the file, None where nothing is."""
+        """What is wrong with the file; None if nothing is."""
         try:
             size = path.stat().st_size
             if size != self.num_bytes:
                 return f"{path.name} has {size} bytes instead of {self.num_bytes}"
-            if checks_content and sha256_of(path) != self.sha256:
+            if checks_content and FileRecord.of(path) != self:
                 return f"{path.name} is damaged: its SHA-256 is not that of what was written"
         except FileNotFoundError:
             return f"{path.name} is missing"
@@ -51,26 +129,26 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete checkpoint's description."""
+    """The description of a complete checkpoint."""
 
     iteration: int
     num_ranks: int
-    """That wrote it."""
+    """Number of ranks that wrote it."""
     model: Mapping[str, Any]
-    """Shape, vocabulary and dtype: what a run that loads it must have as well."""
+    """As `model_of` returns it, and the vocabulary: a run that loads it must have the same."""
     state: Mapping[str, Any]
-    """Of the run: counters, sampler, scheduler, optimizer, planner."""
+    """State of the run: counters, sampler, planner."""
     configuration: Mapping[str, Any]
-    """Settings of the run that wrote it; for people."""
+    """Settings of the run that wrote it, for people."""
     files: Mapping[str, FileRecord]
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, without the manifest itself."""
+        """Size of all files but the manifest itself."""
         return sum(record.num_bytes for record in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """The content of the file."""
         content: dict[str, Any] = {
             "version": VERSION,
             "iteration": self.iteration,
@@ -86,7 +164,7 @@ class Manifest:
         return content | {"sha256": _digest(content)}
 
     def write(self, folder: Path) -> None:
-        """Write it into the folder, at once or not at all. Raises OSError."""
+        """Write it into the folder, completely or not at all. Raises OSError."""
         unfinished = folder / f".{MANIFEST_NAME}"
         with unfinished.open("w") as file:
             json.dump(self.to_json(), file, indent=1)
@@ -97,10 +175,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint.
-
-        Raises CheckpointError, FileNotFoundError where there is none.
-        """
+        """The manifest of a checkpoint. Raises CheckpointError, FileNotFoundError."""
         path = folder / MANIFEST_NAME
         try:
             with path.open("rb") as file:
@@ -124,7 +199,7 @@ class Manifest:
         rest = {key: content.value(key) for key in content.keys if key != "sha256"}
         if content.text("sha256") != _digest(rest):
             raise CheckpointError(
-                f"{path}: its own SHA-256 is not that of its content, so it is damaged; load "
+                f"{path}: its own SHA-256 does not match its content, so it is damaged; load "
                 "another checkpoint"
             )
         files = content.nested(content.value("files"), f"{path}, files")
@@ -147,16 +222,16 @@ class Manifest:
         share: int = 0,
         num_shares: int = 1,
         checks_content: bool = True,
-        advance: Callable[[int], None] | None = None,
+        advance: Callable[[int], None] = lambda num_bytes: None,
     ) -> list[str]:
         """What is wrong with the files.
 
         Args:
-            folder: of the checkpoint.
-            share: which part of the files is looked at, of ``num_shares``.
-            num_shares: callers that share them out.
-            checks_content: compare checksums too, not sizes alone.
-            advance: told bytes of files that are done.
+            folder: folder of the checkpoint.
+            share: which of ``num_shares`` parts of the files to check.
+            num_shares: number of callers that share the work.
+            checks_content: compare checksums as well as sizes.
+            advance: called with the size of each file that was checked.
         """
         sizes = {name: record.num_bytes for name, record in self.files.items()}
         problems = []
@@ -164,13 +239,33 @@ class Manifest:
             problem = self.files[name].problem(folder / name, checks_content=checks_content)
             if problem is not None:
                 problems.append(problem)
-            if advance is not None:
-                advance(sizes[name])
+            advance(sizes[name])
         return problems
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of this program or, in the same format, of Megatron."""
+    return (folder / MANIFEST_NAME).is_file() or (folder / FORMAT_NAME).is_file()
+
+
+def records_of(
+    folder: Path, known: Mapping[str, FileRecord] | None = None
+) -> dict[str, FileRecord]:
+    """Records of all files that a manifest lists. Raises OSError.
+
+    Args:
+        folder: folder of the checkpoint.
+        known: records of files that need not be read again.
+    """
+    records = dict(known or {})
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name != MANIFEST_NAME and path.name not in records:
+            records[path.name] = FileRecord.of(path)
+    return records
+
+
 def share_of_files(sizes: Mapping[str, int], share: int, num_shares: int) -> list[str]:
-    """The files that one of several readers takes: largest first to whoever has least."""
+    """The files of one of several readers. The largest go first, each to the least loaded."""
     loads = [0] * num_shares
     mine = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -181,24 +276,42 @@ def share_of_files(sizes: Mapping[str, int], share: int, num_shares: int) -> lis
     return mine
 
 
-def files_of(folder: Path) -> list[str]:
-    """Names of the files that a manifest lists: all but itself."""
-    return sorted(
-        path.name for path in folder.iterdir() if path.is_file() and path.name != MANIFEST_NAME
-    )
+def model_of(args: Any) -> dict[str, Any]:
+    """The arguments of Megatron that make the model; of `NEVER_ON_HERE` those that are on."""
+    given = dict(vars(args))
+    for earlier, name in _EARLIER_NAMES.items():
+        if earlier in given:
+            given.setdefault(name, given[earlier])
+    model = {name: given[name] for name in MODEL_ARGUMENTS if name in given}
+    if not given.get("group_query_attention", True):
+        model["num_query_groups"] = given["num_attention_heads"]
+    if not model.get("use_rope_scaling", True):
+        model.pop("rope_scaling_factor", None)  # without effect
+    return model | {name: given[name] for name in NEVER_ON_HERE if given.get(name)}
 
 
-def sha256_of(path: Path) -> str:
-    """Of a file's content, read piece by piece. Raises OSError."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for piece in _pieces(file):
-            digest.update(piece)
-    return digest.hexdigest()
+def model_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """In what the models differ, both as `model_of` returns them, possibly with more entries.
+
+    An entry that only one of them has is no difference, since a checkpoint of another program may
+    have fewer, unless it is one of `NEVER_ON_HERE`.
+    """
+    differences = [
+        f"{name} is {saved[name]} there and {value} here"
+        for name, value in here.items()
+        if name in saved and saved[name] != value
+    ]
+    return differences + [
+        f"{name} is {saved[name]} there and off here"
+        for name in NEVER_ON_HERE
+        if name in saved and name not in here
+    ]
 
 
-def _pieces(file: Any) -> Iterable[bytes]:
-    return iter(lambda: file.read(_READ_BYTES), b"")
+def listed(items: list[str]) -> str:
+    """The first few of many, for an error."""
+    more = f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
+    return ", ".join(items[:_MAX_LISTED]) + more
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Under which name and where in it upstream stores each parameter of a model.
+"""Where a checkpoint stores each parameter: Megatron's names, shapes and offsets.
 
-Upstream says so itself: the whole model is built once on `meta` and asked for its sharded state
-dict. Layers that are alike are stored as one tensor with an axis of layers before the others.
+Megatron itself says so: the whole model is built once on `meta` and asked for its sharded state
+dict. Equal layers are stored as one tensor with an axis for the layers before the others.
 """
 
 from __future__ import annotations
@@ -20,41 +20,54 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
+from megatron.hydraulis.checkpoint.torch_dist import MASTER, MODEL, Piece
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
+from megatron.hydraulis.runtime.shards import CanonicalShards
 from megatron.hydraulis.transfer.role import Role
 
 __all__ = [
     "WRITTEN_HERE",
     "StoredParameter",
+    "shard_pieces",
     "sharding_metadata",
     "stored_objects",
     "stored_parameters",
 ]
 
 WRITTEN_HERE = "hydraulis"
-"""Marks a checkpoint of ours where upstream describes its content."""
+"""Marks a checkpoint of this program where Megatron describes its content."""
 _NORM = "layernorm.weight"
-"""Ends the keys of norms that stand by themselves, not fused with a linear layer."""
+"""End of the keys of norms that are not fused with a linear layer."""
 
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter's place in the tensor that a checkpoint has of it."""
+    """A parameter's place in a tensor of the checkpoint."""
 
     key: str
     shape: tuple[int, ...]
-    """Global shape of that tensor, axes of layers included."""
+    """Shape of the whole tensor, axes of layers included."""
     prefix: tuple[int, ...]
-    """Offsets along the axes of layers; none where there are none."""
+    """Offsets along the axes of layers, if there are any."""
     may_be_padded: bool
     """Whether the checkpoint may have more or fewer rows: a padded vocabulary."""
+
+    def fits(self, shape: tuple[int, ...], num_tokens: int) -> bool:
+        """Whether a stored tensor of that shape can be read, with a vocabulary of that size."""
+        axis = len(self.prefix)
+        return shape == self.shape or (
+            self.may_be_padded
+            and len(shape) == len(self.shape)
+            and shape[:axis] + shape[axis + 1 :] == self.shape[:axis] + self.shape[axis + 1 :]
+            and shape[axis] >= num_tokens
+        )
 
     def rectangle(
         self, first_row: int, first_column: int, num_rows: int, num_columns: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, shape) in the stored tensor of a rectangle of the parameter seen as a matrix."""
+        """(offset, size) in the stored tensor of a rectangle of the parameter seen as a matrix."""
         own = self.shape[len(self.prefix) :]
         ones = (1,) * len(self.prefix)
         if len(own) == 1:
@@ -65,10 +78,50 @@ class StoredParameter:
         return (*self.prefix, first_row, *(0 for _ in rest)), (*ones, num_rows, *rest)
 
 
-def sharding_metadata() -> dict[str, Any]:
-    """What upstream's ``sharded_state_dict`` is told, as upstream's own loop tells it by default.
+def shard_pieces(
+    shards: CanonicalShards,
+    flat: torch.Tensor,
+    stored: Mapping[str, StoredParameter],
+    prefix: str,
+    *,
+    dtype: torch.dtype | None = None,
+    saved_shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> Iterator[Piece]:
+    """A state of this rank's shards as pieces of the checkpoint's tensors, which are views of it.
 
-    Without the group that it is told as well, fit to be written into the checkpoint.
+    Args:
+        shards: which rectangles are where.
+        flat: the state, laid out as the shards' parameters.
+        stored: from `stored_parameters`.
+        prefix: of the keys, such as `EXP_AVG`.
+        dtype: in the file; that of ``flat`` if None.
+        saved_shapes: shapes in a checkpoint that is read, by key. If its vocabulary has another
+            padding, pieces have only the rows that are there; the others are set to 0.
+    """
+    dtype = flat.dtype if dtype is None else dtype
+    same_as_master = prefix == MODEL and dtype == flat.dtype
+    for owned in shards.rectangles():
+        place = stored[shards.layout.parameters[owned.parameter].name]
+        key, shape, num_rows = prefix + place.key, place.shape, owned.num_rows
+        view = flat[owned.shard_offset : owned.shard_offset + owned.num_elements]
+        if saved_shapes is not None and place.may_be_padded and saved_shapes[key] != shape:
+            shape = saved_shapes[key]
+            num_rows = max(0, min(num_rows, shape[len(place.prefix)] - owned.first_row))
+            view[num_rows * owned.num_columns :].zero_()
+            view = view[: num_rows * owned.num_columns]
+        if not num_rows:
+            continue
+        offset, size = place.rectangle(
+            owned.first_row, owned.first_column, num_rows, owned.num_columns
+        )
+        same_as = MASTER + place.key if same_as_master else None
+        yield Piece(key, shape, offset, view.view(size), dtype, same_as)
+
+
+def sharding_metadata() -> dict[str, Any]:
+    """Argument of Megatron's ``sharded_state_dict``, with the defaults of Megatron's own loop.
+
+    It lacks the process group, so that it can be written into the checkpoint.
     """
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -80,22 +133,22 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def stored_parameters(
-    definition: ModelDefinition, *, layers_apart: bool = False
+    definition: ModelDefinition, *, separate_layers: bool = False
 ) -> Mapping[str, StoredParameter]:
-    """Of every parameter by its name in the whole model.
+    """Places of all parameters, by their names in the whole model.
 
     Args:
         definition: the model.
-        layers_apart: as in a checkpoint of upstream that has a tensor for every layer, instead of
-            one with an axis of layers.
+        separate_layers: as in a checkpoint of Megatron that has a tensor for every layer, instead
+            of one with an axis for the layers.
 
     Raises ConfigurationError for a model that does not say where a parameter goes.
     """
-    model, state = _whole_model(definition, layers_apart=layers_apart)
+    model, state = _whole_model(definition, separate_layers=separate_layers)
     entries = {id(entry.data): entry for entry in _leaves(state)}
     stored = {}
     for name, parameter in model.named_parameters():
-        # Upstream's state dict detaches parameters, but not those of which it makes a factory.
+        # Megatron's state dict detaches parameters, but not those that it makes a factory for.
         entry = entries.get(id(parameter)) or _same_storage(entries.values(), parameter)
         if entry is None:
             raise ConfigurationError(
@@ -107,40 +160,37 @@ def stored_parameters(
     return stored
 
 
-def stored_objects(definition: ModelDefinition) -> list[ShardedObject]:
-    """What upstream stores of the model beside parameters, and asks for: extra states.
+def stored_objects(definition: ModelDefinition) -> list[str]:
+    """Keys of the objects that Megatron stores, and asks for, besides parameters: extra states.
 
-    Those of norms too, which only Transformer Engine's have, so that a model of its layers finds
-    all that it asks for. Ours are None, which its modules take for nothing to set.
+    Those of norms are included, which only Transformer Engine's have, so that a model with its
+    layers finds all that it asks for. Ours are None, which its modules ignore.
     """
     _, state = _whole_model(definition)
-    found = [leaf for leaf in _leaves(state, ShardedObject) if is_main_replica(leaf.replica_id)]
-    norms = {
-        _extra_state_of_norm(leaf)
-        for leaf in _leaves(state, ShardedTensor)
-        if leaf.key.endswith(_NORM)
+    keys = {
+        leaf.unique_key
+        for leaf in _leaves(state, ShardedObject)
+        if is_main_replica(leaf.replica_id)
     }
-    known = {each.unique_key for each in found}
-    return found + [
-        ShardedObject(key, None, shape, offset)
-        for key, shape, offset in sorted(norms)
-        if ShardedObject(key, None, shape, offset).unique_key not in known
-    ]
-
-
-def _extra_state_of_norm(weight: ShardedTensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Key, global shape and offset: upstream shares it out along the axes of layers alone."""
-    axes = weight.prepend_axis_num
-    key = weight.key.removesuffix("weight") + "_extra_state"
-    if not axes:
-        return key, (1,), (0,)
-    return key, tuple(weight.global_shape[:axes]), tuple(weight.global_offset[:axes])
+    for leaf in _leaves(state, ShardedTensor):
+        if leaf.key.endswith(_NORM):
+            # Megatron cuts these objects along the axes of layers alone.
+            axes = leaf.prepend_axis_num
+            keys.add(
+                ShardedObject(
+                    leaf.key.removesuffix("weight") + "_extra_state",
+                    None,
+                    tuple(leaf.global_shape[:axes]) or (1,),
+                    tuple(leaf.global_offset[:axes]) or (0,),
+                ).unique_key
+            )
+    return sorted(keys)
 
 
 def _whole_model(
-    definition: ModelDefinition, *, layers_apart: bool = False
+    definition: ModelDefinition, *, separate_layers: bool = False
 ) -> tuple[Any, dict[str, Any]]:
-    """On `meta`, and its sharded state dict."""
+    """The model on `meta`, and its sharded state dict."""
     transformer = definition.transformer
     role = Role(
         tp=1,
@@ -150,11 +200,11 @@ def _whole_model(
         num_layers_of_model=transformer.num_layers,
         tied_embeddings=definition.tied_embeddings,
     )
-    # Parameters are called as in the local layers, whichever run.
+    # Names are those of the local layers, whichever layers run.
     local = dataclasses.replace(definition, built_layer_spec=None)
     model: Any = build_role_model(local, role, local_collection())
     metadata = sharding_metadata() | {"dp_cp_group": LocalGroup()}
-    if layers_apart:
+    if separate_layers:
         metadata["non_homogeneous_layers"] = True
     state: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
     return model, state
@@ -187,7 +237,7 @@ def _stored(name: str, entry: Any, parameter: torch.Tensor) -> StoredParameter:
 
 
 def _leaves(state: Any, kind: Any = ShardedTensor | ShardedTensorFactory) -> Iterator[Any]:
-    """All of a kind anywhere in a state dict."""
+    """All values of a type, anywhere in a state dict."""
     if isinstance(state, kind):
         yield state
     elif isinstance(state, Mapping):

@@ -1,56 +1,70 @@
-"""Saving: plan, write on every rank, describe, and only then let it be a checkpoint."""
+"""Saving: every rank writes its shards, rank 0 describes the files, then the folder gets its name.
+
+An asynchronous save is written by a fork of every rank, with the state at the time of the fork. It
+shares memory with the rank until one of them changes it, so nothing is copied before training goes
+on. It uses files and tensors of the host, never a device or a process group.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import gc
+import logging
+import os
 import pickle
 import shutil
-import threading
+import signal
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.hydraulis.checkpoint.background import BackgroundWrite
+from megatron.hydraulis.checkpoint.collective_errors import failure_of, on_all_ranks, raise_first
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
-from megatron.hydraulis.checkpoint.manifest import FileRecord, Manifest, files_of, sha256_of
+from megatron.hydraulis.checkpoint.manifest import Manifest, records_of
 from megatron.hydraulis.checkpoint.names import (
     StoredParameter,
+    shard_pieces,
     sharding_metadata,
     stored_objects,
 )
-from megatron.hydraulis.checkpoint.tensors import (
+from megatron.hydraulis.checkpoint.torch_dist import (
+    COMMON_STATE,
     EXP_AVG,
     EXP_AVG_SQ,
     MASTER,
     MODEL,
-    on_host,
-    sharded_tensors,
+    Piece,
+    WrittenFile,
+    write_file,
+    write_metadata,
 )
-from megatron.hydraulis.checkpoint.together import failure_of, on_all_ranks, raise_first
-from megatron.hydraulis.checkpoint.writer import ShardWriter, StreamingSaveStrategy, Written
 from megatron.hydraulis.runtime.engine import Engine
 
 __all__ = ["CheckpointSaver", "SavedState"]
 
 _BYTES_PER_MB = 1e6
 _FAILED, _BUSY, _DONE = -1, 0, 1
-"""The least of all ranks' counts."""
+"""Votes of the ranks about the step at hand; the minimum counts."""
+_NICENESS = 5
+"""Of forks: training goes first if there are few cores."""
+_SIGNALS_OF_THE_JOB = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+"""Forks ignore them: the rank answers them, and waits for its fork before it ends."""
+_EXIT_FAILED = 3
+"""Exit status of a fork whose answer is the error."""
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a checkpoint holds beside parameters and moments."""
+    """What a checkpoint holds besides parameters and moments."""
 
     iteration: int
     model: Mapping[str, Any]
@@ -58,28 +72,26 @@ class SavedState:
     state: Mapping[str, Any]
     configuration: Mapping[str, Any]
     upstream: Mapping[str, Any]
-    """Entries of upstream's state dict, for upstream to load: args, scheduler, RNG and so on."""
+    """Entries of Megatron's state dict: args, scheduler, RNG and so on."""
 
 
 @dataclass
 class _Save:
-    """One that has begun: first every rank writes, then rank 0 describes what was written."""
+    """A save that has begun: first every rank writes, then rank 0 describes what was written."""
 
     saved: SavedState
-    writer: ShardWriter
-    planned: Metadata | None
+    write: Callable[[], WrittenFile]
     background: BackgroundWrite | None
     start_s: float
     stall_s: float = 0.0
     written: bool = False
-    describing: Future[None] | None = None
-    """On rank 0, once all have written."""
-    vote: tuple[torch.Tensor, Any] | None = None
-    """Whether all ranks are done with the step at hand, on its way."""
+    describing: Future[int] | None = None
+    """On rank 0, once all have written: the size of the checkpoint in bytes."""
+    vote: tuple[Tensor, Any] | None = None
+    """An all-reduce under way: whether all ranks have completed the step at hand."""
 
     @property
-    def ballot(self) -> int:
-        """Of this rank about the step at hand: `_DONE`, `_BUSY` or `_FAILED`."""
+    def own_vote(self) -> int:
         if not self.written:
             return _DONE if self.background is None or self.background.is_done else _BUSY
         if self.describing is None:
@@ -93,12 +105,12 @@ class CheckpointSaver:
     """Saves an engine's shards; one save at a time. All methods are collective over the job.
 
     Args:
-        folder: where to.
-        engine: whose shards and moments.
+        folder: folder of the checkpoints.
+        engine: the engine.
         stored: from `stored_parameters`.
-        asynchronous: write beside training.
-        keep_last: checkpoints kept; all where None.
-        log: where news go, on rank 0.
+        asynchronous: write in the background.
+        keep_last: number of checkpoints to keep; all if None.
+        log: called with messages, on rank 0.
     """
 
     def __init__(
@@ -114,61 +126,51 @@ class CheckpointSaver:
         self._folder = folder
         self._engine = engine
         self._stored = stored
-        self._objects = stored_objects(engine.definition)
+        self._object_keys = stored_objects(engine.definition)
         self._asynchronous = asynchronous
         self._keep_last = keep_last
-        self._log = log if dist.get_rank() == 0 else _say_nothing
-        self._strategy = StreamingSaveStrategy(engine.dtype)
+        self._log = log if dist.get_rank() == 0 else lambda message: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hydraulis-checkpoint")
         self._current: _Save | None = None
-        self._deletions: threading.Thread | None = None
+        self._deleting: Future[None] | None = None
 
     def save(self, saved: SavedState) -> None:
-        """Save now; with ``asynchronous`` the rest happens until `poll` or `finish` sees its end.
+        """Save now; with ``asynchronous`` only begin, for `poll` or `finish` to complete.
 
         Raises:
-            CheckpointError: what the checkpoint needs cannot be written; the same on every rank.
+            CheckpointError: the checkpoint cannot be written; the same error on every rank.
         """
         if self._current is not None:
-            self._log("the checkpoint before is still being written: training waits for it")
+            self._log("the previous checkpoint is still being written; training waits for it")
             self.finish()
         start_s = time.perf_counter()
-        what = self._what(saved.iteration)
-        path = self._folder.path_while_saving(saved.iteration)
-
-        moments = self._moments()
-        background: BackgroundWrite | None = None
-        if self._asynchronous and self._strategy.is_planned:
-            # All that is left to do needs nobody else: the fork does it.
-            background = BackgroundWrite(partial(self._plan_and_write, saved, path, moments))
-            writer, planned = ShardWriter(path), self._strategy.planned
+        engine = self._engine
+        states = {
+            MASTER: engine.shards.parameters,
+            EXP_AVG: engine.optimizer.exp_avg,
+            EXP_AVG_SQ: engine.optimizer.exp_avg_sq,
+        }
+        if self._asynchronous:  # a fork cannot read devices; on the host this copies nothing
+            states = {prefix: flat.cpu() for prefix, flat in states.items()}
+        write = partial(self._write, saved, states)
+        background = BackgroundWrite(write) if self._asynchronous else None
+        self._current = _Save(saved, write, background, start_s)
+        if background is None:
+            self._complete()
         else:
-
-            def prepare() -> None:
-                if dist.get_rank() == 0:
-                    self._folder.begin_saving(saved.iteration)
-
-            on_all_ranks(prepare, what)
-            writer, planned = self._plan(saved, path, moments)
-            if self._asynchronous:
-                background = BackgroundWrite(writer.write)
-        self._current = _Save(saved, writer, planned, background, start_s)
-        if self._asynchronous:
-            self._vote(self._current)
+            self._begin_vote(self._current)
             self._current.stall_s = time.perf_counter() - start_s
-        else:
-            self._complete(self._current)
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save has begun and is not complete; alike on every rank."""
+        """Whether a save has begun and is not complete; the same on every rank."""
         return self._current is not None
 
     def poll(self) -> None:
-        """Go on with a save beside training; to be called once an iteration. Raises as `save`.
+        """Continue an asynchronous save; to be called once an iteration. Raises as `save`.
 
-        Whether all ranks are done is asked in one call and known in the next, when the answer has
-        long been there.
+        Each call asks all ranks whether they are done, and the next one reads the answer, which
+        has arrived by then.
         """
         current = self._current
         if current is None:
@@ -180,42 +182,71 @@ class CheckpointSaver:
         elif outcome != _BUSY:
             self._advance(current)
         if self._current is not None:
-            self._vote(current)
+            self._begin_vote(current)
             current.stall_s += time.perf_counter() - start_s
 
     def finish(self) -> None:
-        """Complete what was begun, waiting for it. Raises as `save`."""
+        """Wait until the save that has begun is complete. Raises as `save`."""
         if self._current is not None:
             if self._current.vote is not None:
                 self._outcome(self._current)
-            self._complete(self._current)
-        if self._deletions is not None:
-            self._deletions.join()
+            self._complete()
+        if self._deleting is not None:
+            wait([self._deleting])
 
     def abandon(self) -> None:
-        """End a write that nobody waits for any more; not collective."""
+        """Stop a write whose result nobody needs any more; not collective."""
         if self._current is not None and self._current.background is not None:
             self._current.background.abandon()
         self._current = None
 
-    def _vote(self, current: _Save) -> None:
-        ballot = torch.tensor([current.ballot], device=self._engine.device)
-        current.vote = (ballot, dist.all_reduce(ballot, op=dist.ReduceOp.MIN, async_op=True))
+    def _write(
+        self,
+        saved: SavedState,
+        states: Mapping[str, Tensor],
+        goes_on: Callable[[], bool] = lambda: True,
+    ) -> WrittenFile:
+        """Write this rank's file. No collective, since it may run in a fork. Raises OSError."""
+        path = self._folder.path_while_saving(saved.iteration)
+        path.mkdir(parents=True, exist_ok=True)  # by the first rank
+        rank = dist.get_rank()
+        objects = self._objects(saved) if rank == 0 else {}
+        return write_file(path, rank, self._pieces(states), objects, goes_on)
+
+    def _pieces(self, states: Mapping[str, Tensor]) -> Iterator[Piece]:
+        shards, stored = self._engine.shards, self._stored
+        for prefix, flat in states.items():
+            yield from shard_pieces(shards, flat, stored, prefix)
+        # Cast from the fp32 master piece by piece; in fp32 they are the same bytes.
+        yield from shard_pieces(shards, states[MASTER], stored, MODEL, dtype=self._engine.dtype)
+
+    def _objects(self, saved: SavedState) -> dict[str, Any]:
+        """What Megatron stores besides tensors."""
+        common = dict(saved.upstream) | {"content_metadata": sharding_metadata()}
+        objects: dict[str, Any] = dict.fromkeys(self._object_keys)
+        for key, value in saved.upstream.items():
+            if isinstance(value, ShardedObject):
+                objects[value.unique_key] = common.pop(key).data
+        return objects | {COMMON_STATE: common}
+
+    def _begin_vote(self, current: _Save) -> None:
+        vote = torch.tensor([current.own_vote], device=self._engine.device)
+        current.vote = (vote, dist.all_reduce(vote, op=dist.ReduceOp.MIN, async_op=True))
 
     def _outcome(self, current: _Save) -> int:
         assert current.vote is not None
-        ballot, work = current.vote
+        vote, work = current.vote
         work.wait()
         current.vote = None
-        return int(ballot.item())
+        return int(vote.item())
 
-    def _complete(self, current: _Save) -> None:
+    def _complete(self) -> None:
         while self._current is not None:
-            self._advance(current)
+            self._advance(self._current)
 
     def _advance(self, current: _Save) -> None:
         """Take the next step, waiting for what it needs; the same on every rank."""
-        what = self._what(current.saved.iteration)
+        what = f"iteration {current.saved.iteration} cannot be saved to {self._folder.root}"
         try:
             if not current.written:
                 self._collect(current, what)
@@ -230,20 +261,13 @@ class CheckpointSaver:
             raise
         self._end(current)
 
-    def _end(self, current: _Save) -> None:
-        self._current = None
-        save_s = time.perf_counter() - current.start_s
-        self._tell(current, save_s)
-        if self._keep_last is not None and dist.get_rank() == 0:
-            self._delete_surplus(self._keep_last)
-
     def _collect(self, current: _Save, what: str) -> None:
-        """Rank 0 learns what every rank has written, or why not, and begins to describe it."""
-        background = current.background
-        written: Written | bytes | None = None
+        """Tell rank 0 what every rank has written, or why not; rank 0 begins to describe it."""
+        written: WrittenFile | bytes | None = None
         failure = None
         try:
-            written = current.writer.write() if background is None else background.result()
+            background = current.background
+            written = current.write() if background is None else background.result()
         except Exception as error:
             failure = failure_of(error, what)
         rank = dist.get_rank()
@@ -251,128 +275,137 @@ class CheckpointSaver:
         dist.gather_object((failure, written), everyone)
         current.written = True
         if everyone is not None:
-            failures, results = zip(*everyone, strict=True)
-            current.describing = self._thread.submit(
-                self._describe, current, failures, results, what
-            )
+            current.describing = self._thread.submit(self._describe, current.saved, everyone, what)
 
-    def _describe(
-        self,
-        current: _Save,
-        failures: Sequence[Any],
-        answers: Sequence[Written | bytes],
-        what: str,
-    ) -> None:
-        """On rank 0, in a thread: where everything lies; then the folder gets its name."""
-        raise_first(failures, what)
-        everyone: list[Written] = [
+    def _describe(self, saved: SavedState, everyone: Sequence[tuple[Any, Any]], what: str) -> int:
+        """On rank 0, in a thread: write metadata and manifest, then name the folder; its size."""
+        raise_first([failure for failure, _ in everyone], what)
+        answers = [answer for _, answer in everyone]
+        files: list[WrittenFile] = [
             pickle.loads(each) if isinstance(each, bytes) else each for each in answers
         ]
-        saved = current.saved
         path = self._folder.path_while_saving(saved.iteration)
-        assert current.planned is not None
-        current.writer.finish(current.planned, [list(each.results) for each in everyone])
-        config = CheckpointingConfig(self._strategy.backend, self._strategy.version)
-        save_config(config, str(path))
-        files = {name: record for each in everyone for name, record in each.files.items()}
-        for name in files_of(path):
-            if name not in files:
-                files[name] = FileRecord((path / name).stat().st_size, sha256_of(path / name))
-        Manifest(
+        records = {file.name: file.record for file in files}
+        for stale in path.iterdir():  # from an earlier attempt
+            if stale.name not in records:
+                stale.unlink()
+        write_metadata(path, files)
+        manifest = Manifest(
             iteration=saved.iteration,
-            num_ranks=len(everyone),
+            num_ranks=len(files),
             model=saved.model,
             state=saved.state,
             configuration=saved.configuration,
-            files=files,
-        ).write(path)
-        self._folder.publish(saved.iteration)
-
-    def _plan(
-        self, saved: SavedState, path: Path, moments: Mapping[str, Tensor]
-    ) -> tuple[ShardWriter, Metadata | None]:
-        """Collective the first time."""
-        dist_checkpointing.save(
-            self._state_dict(saved, moments),
-            str(path),
-            self._strategy,
-            validate_access_integrity=False,  # by torch, whose check knows uneven shards
-            async_sharded_save=True,
-            content_metadata=sharding_metadata(),
-            async_strategy="mcore",
+            files=records_of(path, records),
         )
-        return self._strategy.take(), self._strategy.planned
+        manifest.write(path)
+        self._folder.publish(saved.iteration)
+        return manifest.num_bytes
 
-    def _plan_and_write(
-        self,
-        saved: SavedState,
-        path: Path,
-        moments: Mapping[str, Tensor],
-        goes_on: Callable[[], bool],
-    ) -> Written:
-        """In a fork, once there is a plan. Raises OSError."""
-        path.mkdir(parents=True, exist_ok=True)  # whichever rank comes first
-        writer, _ = self._plan(saved, path, moments)
-        return writer.write(goes_on)
-
-    def _moments(self) -> dict[str, Tensor]:
-        """State of the shards by the prefix of its keys; where a fork, if any, can read it."""
-        engine = self._engine
-        moments = {
-            MASTER: engine.shards.parameters,
-            EXP_AVG: engine.optimizer.exp_avg,
-            EXP_AVG_SQ: engine.optimizer.exp_avg_sq,
-        }
-        if self._asynchronous:
-            moments = {prefix: on_host(flat) for prefix, flat in moments.items()}
-        return moments
-
-    def _state_dict(self, saved: SavedState, moments: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Upstream's form of state dict, whose tensors are views of the shards."""
-        engine = self._engine
-        state: dict[str, Any] = dict(saved.upstream)
-        state["model"] = sharded_tensors(engine.shards, moments[MASTER], self._stored, MODEL)
-        # Alike on all ranks; rank 0 writes them.
-        state["model_objects"] = {
-            each.unique_key: dataclasses.replace(each, replica_id=dist.get_rank())
-            for each in self._objects
-        }
-        state["optimizer"] = dict(saved.upstream["optimizer"]) | {
-            "param_state": {
-                prefix: sharded_tensors(engine.shards, flat, self._stored, prefix)
-                for prefix, flat in moments.items()
-            }
-        }
-        return state
-
-    def _what(self, iteration: int) -> str:
-        return f"iteration {iteration} cannot be saved to {self._folder.root}"
-
-    def _tell(self, current: _Save, save_s: float) -> None:
-        if dist.get_rank() == 0:
-            path = self._folder.path_of(current.saved.iteration)
-            num_bytes = Manifest.read(path).num_bytes
-            stall_s = save_s if current.background is None else current.stall_s
-            self._log(
-                f"saved checkpoint {path}: {num_bytes / _BYTES_PER_MB:.1f} MB in {save_s:.2f} s, "
-                f"for {stall_s:.2f} s of which training stood still"
-            )
+    def _end(self, current: _Save) -> None:
+        self._current = None
+        if current.describing is None:
+            return
+        save_s = time.perf_counter() - current.start_s
+        stall_s = save_s if current.background is None else current.stall_s
+        self._log(
+            f"saved checkpoint {self._folder.path_of(current.saved.iteration)}: "
+            f"{current.describing.result() / _BYTES_PER_MB:.1f} MB in {save_s:.2f} s, "
+            f"of which training waited {stall_s:.2f} s"
+        )
+        if self._keep_last is not None:
+            self._deleting = self._thread.submit(self._delete_surplus, self._keep_last)
 
     def _delete_surplus(self, num_kept: int) -> None:
-        """In a thread: deleting large files takes its time."""
-        if self._deletions is not None:
-            self._deletions.join()
-
-        def delete() -> None:
-            for iteration in self._folder.surplus(num_kept):
-                try:
-                    self._folder.delete(iteration)
-                except OSError as error:
-                    self._log(f"warning: checkpoint {iteration} cannot be deleted: {error}")
-
-        self._deletions = threading.Thread(target=delete, name="hydraulis-delete-checkpoints")
-        self._deletions.start()
+        """On rank 0, in a thread, since deleting large files takes time."""
+        for iteration in self._folder.surplus(num_kept):
+            try:
+                self._folder.delete(iteration)
+            except OSError as error:
+                self._log(f"warning: checkpoint {iteration} cannot be deleted: {error}")
 
 
-def _say_nothing(message: str) -> None:
-    """The log of ranks other than 0."""
+class BackgroundWrite:
+    """A rank's write in a fork.
+
+    Args:
+        write: called in the fork with a function that says whether to go on; returns what `result`
+            returns. Must use the host's memory and no collective.
+    """
+
+    def __init__(self, write: Callable[[Callable[[], bool]], WrittenFile]) -> None:
+        # A file, not a pipe: the fork must be able to end before anybody reads its answer.
+        self._answer: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        # What is buffered must not be written twice. multiprocessing cannot be used: ranks may be
+        # its daemons, which may not have children.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        self._process = os.fork()
+        self._status: int | None = None
+        if self._process == 0:
+            status = 1
+            try:
+                status = _write_and_answer(write, self._answer, parent)
+            finally:
+                os._exit(status)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+        if self._status is None:
+            ended, status = os.waitpid(self._process, os.WNOHANG)
+            if ended:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status is not None
+
+    def result(self) -> bytes:
+        """The pickled `WrittenFile`, which training need not unpickle.
+
+        Raises OSError, or RuntimeError if the fork died.
+        """
+        self._wait()
+        self._answer.seek(0)
+        raw = self._answer.read()
+        self._answer.close()
+        if self._status == _EXIT_FAILED and raw:
+            error: Exception = pickle.loads(raw)  # written by this process's own fork
+            raise error
+        if self._status != 0 or not raw:
+            raise RuntimeError(f"the process that writes ended with status {self._status}")
+        return raw
+
+    def abandon(self) -> None:
+        """Kill the fork."""
+        if not self.is_done:
+            os.kill(self._process, signal.SIGKILL)
+        self._wait()
+        self._answer.close()
+
+    def _wait(self) -> None:
+        if self._status is None:
+            _, status = os.waitpid(self._process, 0)
+            self._status = os.waitstatus_to_exitcode(status)
+
+
+def _write_and_answer(
+    write: Callable[[Callable[[], bool]], WrittenFile], answer: IO[bytes], parent: int
+) -> int:
+    """In the fork; returns its exit status."""
+    for name in _SIGNALS_OF_THE_JOB:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    logging.disable(logging.CRITICAL)  # the rank reports errors
+    gc.disable()  # a collection would change, and so copy, every page of the rank's objects
+    torch.set_num_threads(1)  # the threads of the rank are not in the fork
+    os.nice(_NICENESS)
+    status, content = 0, b""
+    try:
+        content = pickle.dumps(write(lambda: os.getppid() == parent))
+    except Exception as error:
+        # Only errors of Python itself are sure to survive pickling.
+        is_plain = isinstance(error, OSError) and type(error).__module__ == "builtins"
+        told = error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
+        status, content = _EXIT_FAILED, pickle.dumps(told)
+    answer.write(content)
+    answer.flush()
+    return status

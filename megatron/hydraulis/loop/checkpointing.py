@@ -30,7 +30,7 @@ from megatron.hydraulis.checkpoint.loading import (
     load_first_whole,
     read_rng_state,
 )
-from megatron.hydraulis.checkpoint.model_arguments import model_of
+from megatron.hydraulis.checkpoint.manifest import model_of
 from megatron.hydraulis.checkpoint.names import sharding_metadata, stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.description import describe

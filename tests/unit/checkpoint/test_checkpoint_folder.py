@@ -8,10 +8,8 @@ import pytest
 
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
 from megatron.hydraulis.checkpoint.manifest import (
-    FileRecord,
     Manifest,
-    files_of,
-    sha256_of,
+    records_of,
     share_of_files,
 )
 from megatron.hydraulis.errors import CheckpointError
@@ -22,15 +20,20 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path / "checkpoints")
 
 
+def begin(folder: CheckpointFolder, iteration: int | str, text: str = "x") -> None:
+    path = folder.path_while_saving(iteration)
+    path.mkdir(parents=True)
+    (path / "file").write_text(text)
+
+
 def save(folder: CheckpointFolder, iteration: int, text: str = "x") -> None:
-    (folder.begin_saving(iteration) / "file").write_text(text)
+    begin(folder, iteration, text)
     folder.publish(iteration)
 
 
 def test_a_checkpoint_has_its_name_only_when_it_is_published(folder: CheckpointFolder) -> None:
-    path = folder.begin_saving(100)
+    begin(folder, 100)
     assert (folder.iterations, folder.latest()) == ((), None)
-    (path / "file").write_text("x")
     assert folder.publish(100) == folder.root / "iter_0000100"
     assert (folder.iterations, folder.latest()) == ((100,), 100)
     assert (folder.root / LATEST_FILE_NAME).read_text() == "100"  # as upstream writes it
@@ -43,16 +46,15 @@ def test_the_same_iteration_again_replaces_it(folder: CheckpointFolder) -> None:
     assert sorted(p.name for p in folder.root.iterdir()) == ["iter_0000003", LATEST_FILE_NAME]
 
 
-def test_an_earlier_attempt_leaves_nothing_in_a_save(folder: CheckpointFolder) -> None:
-    (folder.begin_saving(3) / "stale").write_text("x")
-    assert list(folder.begin_saving(3).iterdir()) == []
+def test_what_an_earlier_attempt_left_is_removed(folder: CheckpointFolder) -> None:
+    begin(folder, 3)
     folder.remove_leftovers()
     assert list(folder.root.iterdir()) == []
 
 
 def test_a_crash_while_one_is_replaced_leaves_it(folder: CheckpointFolder) -> None:
     save(folder, 3, "old")
-    (folder.begin_saving(3) / "file").write_text("new")
+    begin(folder, 3, "new")
     folder.path_of(3).rename(folder.root / ".replaced-iter_0000003")  # and then it died
     folder.remove_leftovers()
     assert (folder.path_of(folder.latest() or 0) / "file").read_text() == "old"
@@ -60,7 +62,7 @@ def test_a_crash_while_one_is_replaced_leaves_it(folder: CheckpointFolder) -> No
 
 
 def test_a_release_has_no_iteration(folder: CheckpointFolder) -> None:
-    (folder.begin_saving(RELEASE) / "file").write_text("x")
+    begin(folder, RELEASE)
     folder.publish(RELEASE)
     assert (folder.latest(), folder.iterations) == (RELEASE, ())
     save(folder, 3)
@@ -91,17 +93,13 @@ def test_a_latest_that_is_no_number_is_an_error(folder: CheckpointFolder, text: 
 
 
 def manifest_of(path: Path) -> Manifest:
-    records = {
-        name: FileRecord((path / name).stat().st_size, sha256_of(path / name))
-        for name in files_of(path)
-    }
     return Manifest(
         iteration=3,
         num_ranks=2,
         model={"num_layers": 2, "norm_epsilon": 1e-5},
         state={"sampler": {"epoch": 1, "position": 7, "seed": 3}},
         configuration={"lr": 0.1},
-        files=records,
+        files=records_of(path),
     )
 
 

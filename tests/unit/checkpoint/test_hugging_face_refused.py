@@ -14,15 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.checkpoint.hugging_face.exporting import export_checkpoint
-from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
+from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
+from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
 from megatron.hydraulis.checkpoint.hugging_face.model import (
     HuggingFaceModel,
     model_from_arguments,
 )
-from megatron.hydraulis.checkpoint.hugging_face.stored import PieceToWrite, write_parameters
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
-from tests.support.checkpoints import whole_tensors
+from tests.support.checkpoints import whole_tensors, write_tensors
 from tests.support.full_disk import largest_file
 from tests.support.huggingface_folders import change_config, changed_file, make_folder
 
@@ -282,10 +281,7 @@ def test_folders_that_are_no_checkpoints(checkpoint: Path, tmp_path: Path) -> No
 
 
 def written(path: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any]) -> Path:
-    """A checkpoint without manifest, as plain Megatron's."""
-    path.mkdir()
-    pieces = [PieceToWrite(key, tuple(tensor.shape), None) for key, tensor in tensors.items()]
-    write_parameters(path, pieces, torch.float32, lambda i: tensors[pieces[i].key].clone(), common)
+    write_tensors(path, tensors, common)
     return path
 
 

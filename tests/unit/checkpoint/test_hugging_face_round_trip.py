@@ -10,13 +10,12 @@ import torch
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
-from megatron.hydraulis.checkpoint.hugging_face.exporting import export_checkpoint
-from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
-from megatron.hydraulis.checkpoint.hugging_face.stored import PieceToWrite, write_parameters
+from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
+from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
 from megatron.hydraulis.checkpoint.manifest import Manifest
-from megatron.hydraulis.checkpoint.reader import read_common_state
+from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
-from tests.support.checkpoints import whole_tensors
+from tests.support.checkpoints import whole_tensors, write_tensors
 from tests.support.huggingface_folders import (
     VARIANTS,
     assert_same_tensors,
@@ -112,16 +111,8 @@ def test_a_checkpoint_with_tensors_for_every_layer(tmp_path: Path) -> None:
                 tensors[key.replace("layers.", f"layers.{layer}.")] = tensor[layer]
         else:
             tensors[key] = tensor
-    pieces = [PieceToWrite(key, tuple(tensor.shape), None) for key, tensor in tensors.items()]
     apart = CheckpointFolder(tmp_path / "apart").path_of(7)
-    apart.mkdir(parents=True)
-    write_parameters(
-        apart,
-        pieces,
-        torch.float32,
-        lambda i: tensors[pieces[i].key].clone(),
-        read_common_state(path),
-    )
+    write_tensors(apart, tensors, StoredCheckpoint(path).common_state())
     export_checkpoint(apart, tmp_path / "back", max_file_bytes=1 << 30)
     assert_same_tensors(tensors_of(source), tensors_of(tmp_path / "back"))
 

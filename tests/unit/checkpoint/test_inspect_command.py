@@ -14,9 +14,9 @@ import torch
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, CheckpointFolder
-from megatron.hydraulis.checkpoint.hugging_face.importing import import_folder
-from megatron.hydraulis.checkpoint.hugging_face.stored import PieceToWrite, write_parameters
-from megatron.hydraulis.checkpoint.manifest import FileRecord, Manifest, files_of, sha256_of
+from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
+from megatron.hydraulis.checkpoint.manifest import Manifest, records_of
+from tests.support.checkpoints import write_tensors
 from tests.support.huggingface_folders import changed_file, make_folder
 
 NUM_PARAMETERS = 5 * 8
@@ -28,18 +28,12 @@ STATE = {
 
 def write_checkpoint(path: Path, iteration: int, *, is_ours: bool = True) -> None:
     """Of two tensors, as this program or as plain Megatron has it."""
-    path.mkdir(parents=True)
-    shapes = {"decoder.weight": (5, 8), "optimizer.state.param.decoder.weight": (5, 8)}
-    pieces = [PieceToWrite(key, shape, None) for key, shape in shapes.items()]
+    keys = ("decoder.weight", "optimizer.state.param.decoder.weight")
     args = Namespace(num_layers=2, consumed_train_samples=99)
-    common: dict[str, Any] = {"iteration": iteration, "args": args}
-    write_parameters(path, pieces, torch.float32, lambda i: torch.ones(pieces[i].shape), common)
+    common = {"iteration": iteration, "args": args}
+    write_tensors(path, {key: torch.ones(5, 8) for key in keys}, common)
     if is_ours:
-        records = {
-            name: FileRecord((path / name).stat().st_size, sha256_of(path / name))
-            for name in files_of(path)
-        }
-        Manifest(iteration, 4, {"num_layers": 2}, STATE, {}, records).write(path)
+        Manifest(iteration, 4, {"num_layers": 2}, STATE, {}, records_of(path)).write(path)
 
 
 @pytest.fixture
@@ -189,7 +183,7 @@ def test_of_plain_megatron(tmp_path: Path, tell: Tell) -> None:
     status, told = tell(path)
     assert (status, "__0_0.distcp is missing" in told) == (1, True)
     (path / "metadata.json").unlink()
-    assert "metadata.json is missing, which upstream writes last" in tell(path)[1]
+    assert "metadata.json is missing, which Megatron writes last" in tell(path)[1]
 
 
 def test_an_imported_model(tmp_path: Path, tell: Tell) -> None:

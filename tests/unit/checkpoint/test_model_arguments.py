@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hydraulis.checkpoint.model_arguments import (
+from megatron.hydraulis.checkpoint.manifest import (
     MODEL_ARGUMENTS,
     NEVER_ON_HERE,
     model_differences,

@@ -12,8 +12,13 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
-from megatron.hydraulis.checkpoint.reader import read_object, stored_tensors
-from megatron.hydraulis.checkpoint.takeover import upstream_state
+from megatron.hydraulis.checkpoint.loading import read_rng_state, upstream_state
+from megatron.hydraulis.checkpoint.manifest import FileRecord
+from megatron.hydraulis.checkpoint.torch_dist import (
+    StoredCheckpoint,
+    WrittenFile,
+    write_metadata,
+)
 from megatron.hydraulis.errors import CheckpointError
 
 
@@ -37,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
     """A checkpoint without a manifest, as plain Megatron writes it, of one tensor."""
     path = tmp_path / "iter_0000001"
     checkpoint.save({"weight": torch.ones(2)}, checkpoint_id=path, no_dist=True)
-    assert stored_tensors(path)["weight"].shape == (2,)
+    assert StoredCheckpoint(path).tensors["weight"].shape == (2,)
     return path
 
 
@@ -48,15 +53,15 @@ def test_the_trap_works(sprung: Path) -> None:
 
 def test_metadata(folder: Path, sprung: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
-    with pytest.raises(CheckpointError, match="mkdir has no place in it"):
-        stored_tensors(folder)
+    with pytest.raises(CheckpointError, match="mkdir is not allowed in it"):
+        StoredCheckpoint(folder)
     assert not sprung.exists()
 
 
 def test_state_beside_the_tensors(folder: Path, sprung: Path) -> None:
     torch.save({"iteration": 1, "args": Trap(sprung)}, folder / "common.pt")
     with pytest.raises(CheckpointError, match=r"common\.pt: cannot be read"):
-        upstream_state(folder)
+        upstream_state(StoredCheckpoint(folder))
     assert not sprung.exists()
 
 
@@ -65,5 +70,21 @@ def test_objects_among_the_tensors(tmp_path: Path, sprung: Path) -> None:
     state = {"rng_state/shard_0.0_1.1": Trap(sprung)}
     checkpoint.save(state, checkpoint_id=path, no_dist=True)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_object(path, "rng_state", num_axes=2)
+        read_rng_state(path)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize(
+    ("is_trap", "message"), [(True, "cannot be read"), (False, "weight must be a tensor")]
+)
+def test_objects_in_the_place_of_tensors(
+    is_trap: bool, message: str, tmp_path: Path, sprung: Path
+) -> None:
+    name = "__0_0.distcp"
+    torch.save(Trap(sprung) if is_trap else [1.0, 1.0], tmp_path / name)
+    record = FileRecord.of(tmp_path / name)
+    piece = ("weight", torch.float32, (2,), (0,), (2,), (0, record.num_bytes))
+    write_metadata(tmp_path, [WrittenFile(name, record, (piece,), ())])
+    with pytest.raises(CheckpointError, match=message):
+        StoredCheckpoint(tmp_path).read("weight")
     assert not sprung.exists()

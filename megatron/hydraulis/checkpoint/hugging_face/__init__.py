@@ -1,1 +1,1 @@
-"""Between checkpoints and Hugging Face folders: Llama, Qwen2 and Qwen3, parameters only."""
+"""Conversion from and to Hugging Face folders: parameters of Llama, Qwen2 and Qwen3."""

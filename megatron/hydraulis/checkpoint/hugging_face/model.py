@@ -1,22 +1,73 @@
-"""What a checkpoint's arguments and a Hugging Face configuration both say about a model."""
+"""A model as Megatron's arguments, as a Hugging Face ``config.json``, and as tensors of both.
+
+All differences of layout between the two are about rows, so one table serves both directions:
+
+- Megatron's ``linear_qkv`` stacks, for each query group, the rows of the group's query heads, of
+  its key head and of its value head; Hugging Face has three matrices, heads in order.
+- Megatron's ``linear_fc1`` stacks gate and up.
+- Megatron's vocabulary may be padded.
+
+Rotary positions are the same: both rotate the first half of a head against the second half.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.hydraulis.checkpoint.model_arguments import NEVER_ON_HERE
+from megatron.hydraulis.checkpoint.manifest import NEVER_ON_HERE
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.model_shape import ModelShape
 
-__all__ = ["HuggingFaceModel", "RopeScaling", "model_flags", "model_from_arguments"]
+__all__ = [
+    "CONFIG_NAME",
+    "EMBEDDING",
+    "FINAL_NORM",
+    "OUTPUT",
+    "HuggingFaceModel",
+    "RopeScaling",
+    "TensorRows",
+    "config_of",
+    "layer_shapes",
+    "model_flags",
+    "model_from_arguments",
+    "model_from_config",
+    "outer_shapes",
+    "tensor_rows",
+]
 
 Family = Literal["llama", "qwen2", "qwen3"]
 
-_NO_COUNTERPART = (
-    "Llama, Qwen2 and Qwen3 have no counterpart; only models of these families can be exported"
+CONFIG_NAME = "config.json"
+_ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_LLAMA3: Mapping[str, float] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What Megatron (0.19.2, `RotaryEmbedding._apply_scaling`) has fixed of Llama 3's scaling."""
+_DEFAULT_ROPE_THETA = 10000.0
+_DEFAULT_RMS_NORM_EPS = 1e-6
+"""Defaults of transformers (5.23) for all three families."""
+_PARTIAL = "partial_rotary_factor"
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "rotary_base",
 )
+"""Whole numbers that are called the same in Megatron's arguments and here."""
 _REQUIRED: Mapping[str, tuple[object, str]] = {
     "normalization": ("RMSNorm", "--normalization"),
     "position_embedding_type": ("rope", "--position-embedding-type"),
@@ -24,9 +75,12 @@ _REQUIRED: Mapping[str, tuple[object, str]] = {
     "swiglu": (True, "--swiglu"),
     "rotary_percent": (1.0, "--rotary-percent"),
 }
-"""Arguments of upstream that must have one value, and their flags."""
+"""Arguments of Megatron that must have one value, and their flags."""
 _MUST_BE_OFF = (*NEVER_ON_HERE, "rotary_interleaved", "spec")
-"""Arguments of upstream that make another computation unless they are false, empty or absent."""
+"""Arguments of Megatron that change what is computed unless they are false, empty or absent."""
+_NO_COUNTERPART = (
+    "Llama, Qwen2 and Qwen3 have no counterpart; only models of these families can be exported"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +92,7 @@ class RopeScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError for a factor that is none, or that no flag can say."""
+        """Raise ConfigurationError for a factor that is impossible or that no flag can express."""
         if not 0.0 < self.factor < float("inf"):
             raise ConfigurationError(
                 f"model: the factor of rope scaling must be positive and finite but is "
@@ -54,10 +108,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceModel:
-    """A model that Megatron and Hugging Face compute alike.
+    """A model that Megatron and Hugging Face compute in the same way.
 
     RMSNorm, rotary positions over whole heads, a gated MLP with SiLU. Raises ConfigurationError for
-    sizes that make no model, and for a combination that no family has.
+    impossible sizes, and for a combination that no family has.
     """
 
     num_layers: int
@@ -68,7 +122,7 @@ class HuggingFaceModel:
     kv_channels: int
     """Size of one head."""
     vocab_size: int
-    """Tokens, without padding."""
+    """Number of tokens, without padding."""
     max_position_embeddings: int
     norm_epsilon: float
     rotary_base: int
@@ -118,35 +172,28 @@ class HuggingFaceModel:
 
     @property
     def family(self) -> Family:
-        """The one that has these biases and norms."""
+        """The family that has these biases and norms."""
         if self.has_qk_norms:
             return "qwen3"
         return "qwen2" if self.has_qkv_biases and not self.has_linear_biases else "llama"
 
-    def to_arguments(self) -> dict[str, Any]:
-        """As attributes of upstream's arguments."""
+    def scaling_factor(self, kind: str) -> float | None:
+        """Factor of the rope scaling if it is of that kind."""
         scaling = self.rope_scaling
-        is_llama3 = scaling is not None and scaling.kind == "llama3"
-        is_linear = scaling is not None and scaling.kind == "linear"
-        return {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "ffn_hidden_size": self.ffn_hidden_size,
-            "num_attention_heads": self.num_attention_heads,
+        return scaling.factor if scaling is not None and scaling.kind == kind else None
+
+    def to_arguments(self) -> dict[str, Any]:
+        """The model as Megatron's arguments."""
+        llama3, linear = self.scaling_factor("llama3"), self.scaling_factor("linear")
+        return {name: getattr(self, name) for name in _SIZES} | {
             "group_query_attention": True,
-            "num_query_groups": self.num_query_groups,
-            "kv_channels": self.kv_channels,
             "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_position_embeddings,
             "position_embedding_type": "rope",
-            "rotary_base": self.rotary_base,
             "rotary_percent": 1.0,
             "rotary_interleaved": False,
-            "rotary_seq_len_interpolation_factor": (
-                int(scaling.factor) if scaling is not None and is_linear else None
-            ),
-            "use_rope_scaling": is_llama3,
-            "rope_scaling_factor": scaling.factor if scaling is not None and is_llama3 else 8.0,
+            "rotary_seq_len_interpolation_factor": None if linear is None else int(linear),
+            "use_rope_scaling": llama3 is not None,
+            "rope_scaling_factor": 8.0 if llama3 is None else llama3,
             "normalization": "RMSNorm",
             "layernorm_epsilon": self.norm_epsilon,
             "swiglu": True,
@@ -157,15 +204,18 @@ class HuggingFaceModel:
         }
 
 
+# --- Megatron's arguments -----------------------------------------------------------------------
+
+
 def model_from_arguments(
     arguments: Mapping[str, Any], what: str, *, vocab_size: int
 ) -> HuggingFaceModel:
-    """The model that upstream's arguments describe.
+    """The model that Megatron's arguments describe.
 
     Args:
-        arguments: attributes of upstream's arguments, as a checkpoint stores them.
+        arguments: attributes of Megatron's arguments, as a checkpoint stores them.
         what: name of the checkpoint, for errors.
-        vocab_size: tokens, without padding.
+        vocab_size: number of tokens, without padding.
 
     Raises ConfigurationError for what the three families do not have.
     """
@@ -180,22 +230,53 @@ def model_from_arguments(
             raise ConfigurationError(
                 f"{what}: was trained with {name} = {arguments[name]}, for which {_NO_COUNTERPART}"
             )
-    heads = _integer(arguments, "num_attention_heads", what)
-    has_linear_biases = bool(_value(arguments, "add_bias_linear", what))
+
+    def given(name: str) -> Any:
+        if arguments.get(name) is None:
+            raise ConfigurationError(
+                f"{what}: its arguments must say {name} but do not; save the checkpoint again by a "
+                "program that stores its arguments"
+            )
+        return arguments[name]
+
+    def integer(name: str) -> int:
+        value = given(name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigurationError(
+                f"{what}: {name} must be a whole number but is {value!r}; save the checkpoint again"
+            )
+        return value
+
+    def number(name: str) -> float:
+        value = given(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigurationError(
+                f"{what}: {name} must be a number but is {value!r}; save the checkpoint again"
+            )
+        return float(value)
+
     is_grouped = arguments.get("group_query_attention", True)
+    sizes = {n: integer(n) for n in _SIZES if n != "num_query_groups" or is_grouped}
+    sizes.setdefault("num_query_groups", integer("num_attention_heads"))
+    interpolation, scaling = arguments.get("rotary_seq_len_interpolation_factor"), None
+    if arguments.get("use_rope_scaling", False):
+        if interpolation is not None:
+            raise ConfigurationError(
+                f"{what}: --use-rope-scaling and --rotary-seq-len-interpolation-factor "
+                f"{interpolation} were both given, for which {_NO_COUNTERPART}"
+            )
+        scaling = RopeScaling("llama3", number("rope_scaling_factor"))
+    elif interpolation is not None:
+        scaling = RopeScaling("linear", number("rotary_seq_len_interpolation_factor"))
+    has_linear_biases = bool(given("add_bias_linear"))
+    # Earlier versions of Megatron name it as their flag does.
+    epsilon_name = "norm_epsilon" if "norm_epsilon" in arguments else "layernorm_epsilon"
     return HuggingFaceModel(
-        num_layers=_integer(arguments, "num_layers", what),
-        hidden_size=_integer(arguments, "hidden_size", what),
-        ffn_hidden_size=_integer(arguments, "ffn_hidden_size", what),
-        num_attention_heads=heads,
-        num_query_groups=_integer(arguments, "num_query_groups", what) if is_grouped else heads,
-        kv_channels=_integer(arguments, "kv_channels", what),
+        **sizes,
         vocab_size=vocab_size,
-        max_position_embeddings=_integer(arguments, "max_position_embeddings", what),
-        norm_epsilon=_number(arguments, _epsilon_name(arguments), what),
-        rotary_base=_integer(arguments, "rotary_base", what),
-        rope_scaling=_rope_scaling(arguments, what),
-        tied_embeddings=not _value(arguments, "untie_embeddings_and_output_weights", what),
+        norm_epsilon=number(epsilon_name),
+        rope_scaling=scaling,
+        tied_embeddings=not given("untie_embeddings_and_output_weights"),
         has_linear_biases=has_linear_biases,
         has_qkv_biases=has_linear_biases or bool(arguments.get("add_qkv_bias", False)),
         has_qk_norms=bool(arguments.get("qk_layernorm", False)),
@@ -203,27 +284,21 @@ def model_from_arguments(
 
 
 def model_flags(model: HuggingFaceModel) -> list[str]:
-    """Flags that make the training program build this model, each with its value."""
-    scaling = model.rope_scaling
-    flags = [
-        f"--num-layers {model.num_layers}",
-        f"--hidden-size {model.hidden_size}",
-        f"--ffn-hidden-size {model.ffn_hidden_size}",
-        f"--num-attention-heads {model.num_attention_heads}",
-        f"--group-query-attention --num-query-groups {model.num_query_groups}",
-        f"--kv-channels {model.kv_channels}",
+    """Flags of the training program for this model, each with its value."""
+    flags = [f"--{name.replace('_', '-')} {getattr(model, name)}" for name in _SIZES]
+    flags += [
+        "--group-query-attention",
         f"--vocab-size {model.vocab_size}",
-        f"--max-position-embeddings {model.max_position_embeddings}",
         "--position-embedding-type rope",
-        f"--rotary-base {model.rotary_base}",
         "--normalization RMSNorm",
         f"--norm-epsilon {model.norm_epsilon!r}",
         "--swiglu",
     ]
-    if scaling is not None and scaling.kind == "llama3":
-        flags.append(f"--use-rope-scaling --rope-scaling-factor {scaling.factor!r}")
-    elif scaling is not None:
-        flags.append(f"--rotary-seq-len-interpolation-factor {int(scaling.factor)}")
+    llama3, linear = model.scaling_factor("llama3"), model.scaling_factor("linear")
+    if llama3 is not None:
+        flags.append(f"--use-rope-scaling --rope-scaling-factor {llama3!r}")
+    if linear is not None:
+        flags.append(f"--rotary-seq-len-interpolation-factor {int(linear)}")
     if not model.has_linear_biases:
         flags.append("--disable-bias-linear")
         if model.has_qkv_biases:
@@ -235,50 +310,291 @@ def model_flags(model: HuggingFaceModel) -> list[str]:
     return flags
 
 
-def _epsilon_name(arguments: Mapping[str, Any]) -> str:
-    """Upstream's earlier versions call it as their flag."""
-    return "norm_epsilon" if "norm_epsilon" in arguments else "layernorm_epsilon"
+# --- config.json --------------------------------------------------------------------------------
 
 
-def _rope_scaling(arguments: Mapping[str, Any], what: str) -> RopeScaling | None:
-    interpolation = arguments.get("rotary_seq_len_interpolation_factor")
-    is_llama3 = bool(arguments.get("use_rope_scaling", False))
-    if is_llama3 and interpolation is not None:
+def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
+    """The content of ``config.json``, in the form that transformers 4 and 5 both read.
+
+    Args:
+        model: the model.
+        dtype: of the tensors, by torch's name.
+    """
+    family, scaling = model.family, model.rope_scaling
+    rope_scaling: dict[str, Any] | None = None
+    if scaling is not None:
+        limits = _LLAMA3 if scaling.kind == "llama3" else {}
+        rope_scaling = {"rope_type": scaling.kind, "factor": scaling.factor, **limits}
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": float(model.rotary_base),
+        "rope_scaling": rope_scaling,
+        "tie_word_embeddings": model.tied_embeddings,
+        "attention_dropout": 0.0,
+        "torch_dtype": dtype,
+        # A checkpoint does not know its tokenizer; the families' defaults would be a guess.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if family == "llama":
+        config |= {"attention_bias": model.has_linear_biases, "mlp_bias": model.has_linear_biases}
+    else:
+        config["use_sliding_window"] = False
+    if family == "qwen3":
+        config["attention_bias"] = False
+    return config
+
+
+def model_from_config(content: Any, what: str) -> HuggingFaceModel:
+    """The model that a parsed ``config.json`` describes.
+
+    Raises ConfigurationError for what Megatron's model does not have.
+    """
+    config = _without_nulls(content, what)
+    family = config.text("model_type")
+    if family not in _ARCHITECTURES:
         raise ConfigurationError(
-            f"{what}: --use-rope-scaling and --rotary-seq-len-interpolation-factor "
-            f"{interpolation} were both given, for which {_NO_COUNTERPART}"
+            f"{what}: only the model types {', '.join(_ARCHITECTURES)} can be imported but this "
+            f"one is {family!r}; import a model of these"
         )
-    if is_llama3:
-        return RopeScaling("llama3", _number(arguments, "rope_scaling_factor", what))
-    if interpolation is not None:
-        return RopeScaling(
-            "linear", _number(arguments, "rotary_seq_len_interpolation_factor", what)
-        )
-    return None
+    _only(config, "architectures", [_ARCHITECTURES[family]])
+    _only(config, "hidden_act", "silu")
+    _only(config, "use_sliding_window", False)
+    _only(config, "quantization_config", None)
+    if config.has("layer_types") and set(config.array("layer_types")) != {"full_attention"}:
+        raise _wrong(config, "layer_types", ["full_attention", "…"])
+    has_biases = False
+    if family == "llama":
+        has_biases = _flag(config, "attention_bias")
+        if _flag(config, "mlp_bias") != has_biases:
+            raise _wrong(config, "mlp_bias", f"attention_bias, which is {has_biases}")
+    elif family == "qwen3":
+        _only(config, "attention_bias", False)
+    heads = config.integer("num_attention_heads")
+    hidden_size = config.integer("hidden_size")
+    num_query_groups = heads
+    # Llama's first configurations do not have it, and mean one group for each head.
+    if family != "llama" or config.has("num_key_value_heads"):
+        num_query_groups = config.integer("num_key_value_heads")
+    # Qwen3's default is a fixed number, which a later version might change.
+    if family == "qwen3" or config.has("head_dim"):
+        kv_channels = config.integer("head_dim")
+    elif heads < 1 or hidden_size % heads:
+        raise _wrong(config, "hidden_size", f"a multiple of {heads} attention heads")
+    else:
+        kv_channels = hidden_size // heads
+    rotary_base, rope_scaling = _rope(config)
+    return HuggingFaceModel(
+        num_layers=config.integer("num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_hidden_size=config.integer("intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=num_query_groups,
+        kv_channels=kv_channels,
+        vocab_size=config.integer("vocab_size"),
+        max_position_embeddings=config.integer("max_position_embeddings"),
+        norm_epsilon=_number(config, "rms_norm_eps", _DEFAULT_RMS_NORM_EPS),
+        rotary_base=rotary_base,
+        rope_scaling=rope_scaling,
+        tied_embeddings=_flag(config, "tie_word_embeddings"),
+        has_linear_biases=has_biases,
+        has_qkv_biases=family == "qwen2" or has_biases,
+        has_qk_norms=family == "qwen3",
+    )
 
 
-def _value(arguments: Mapping[str, Any], name: str, what: str) -> Any:
-    if arguments.get(name) is None:
-        raise ConfigurationError(
-            f"{what}: its arguments must say {name} but do not; save the checkpoint again by a "
-            "program that stores its arguments"
-        )
-    return arguments[name]
+def _rope(config: JsonObject) -> tuple[int, RopeScaling | None]:
+    """Base and scaling: ``rope_theta`` and ``rope_scaling``, or both in ``rope_parameters``."""
+    content: dict[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        if config.has(key):
+            if not isinstance(config.value(key), Mapping):
+                raise _wrong(config, key, "an object")
+            content |= config.value(key)
+    kinds = {content.pop("type", None), content.pop("rope_type", None)} - {None}
+    rope = _without_nulls(content, f"{config.what}, rope")
+    theta = _number(config, "rope_theta", _DEFAULT_ROPE_THETA)
+    theta = _number(rope, "rope_theta", theta)
+    if theta != int(theta):
+        raise _wrong(config, "rope_theta", "a whole number", theta)
+    _only(rope, _PARTIAL, 1.0)
+    _only(config, _PARTIAL, 1.0)
+    kind = kinds.pop() if len(kinds) == 1 else "default" if not kinds else str(kinds)
+    scaling = None
+    if kind == "llama3":
+        scaling = RopeScaling("llama3", rope.number("factor"))
+        for key, value in _LLAMA3.items():
+            if rope.number(key) != value:
+                raise _wrong(rope, key, value)
+    elif kind == "linear":
+        scaling = RopeScaling("linear", rope.number("factor"))
+    elif kind != "default":
+        raise _wrong(config, "rope_type", "'default', 'linear' or 'llama3'", kind)
+    rope.check_all_read()
+    return int(theta), scaling
 
 
-def _integer(arguments: Mapping[str, Any], name: str, what: str) -> int:
-    value = _value(arguments, name, what)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigurationError(
-            f"{what}: {name} must be a whole number but is {value!r}; save the checkpoint again"
-        )
-    return value
+def _without_nulls(content: Any, what: str) -> JsonObject:
+    """In these files null means absent."""
+    if isinstance(content, Mapping):
+        content = {key: value for key, value in content.items() if value is not None}
+    return JsonObject(content, what, ConfigurationError)
 
 
-def _number(arguments: Mapping[str, Any], name: str, what: str) -> float:
-    value = _value(arguments, name, what)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigurationError(
-            f"{what}: {name} must be a number but is {value!r}; save the checkpoint again"
-        )
-    return float(value)
+def _wrong(config: JsonObject, key: str, only: object, value: object = None) -> ConfigurationError:
+    value = config.value(key) if value is None else value
+    return ConfigurationError(
+        f"{config.what}: {key} can only be {only} but is {value!r}, for which Megatron's model has "
+        "no counterpart; import another model"
+    )
+
+
+def _only(config: JsonObject, key: str, only: object) -> None:
+    """Refuse another value; absent stands for the usual one."""
+    if config.has(key) and config.value(key) != only:
+        raise _wrong(config, key, only)
+
+
+def _flag(config: JsonObject, key: str) -> bool:
+    return config.has(key) and config.flag(key)
+
+
+def _number(config: JsonObject, key: str, default: float) -> float:
+    return config.number(key) if config.has(key) else default
+
+
+# --- tensors ------------------------------------------------------------------------------------
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm"
+
+_Runs = tuple[tuple[int, int], ...]
+
+_WHOLE_NAMES = {
+    "self_attention.linear_qkv.layer_norm": "input_layernorm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "mlp.linear_fc1.layer_norm": "post_attention_layernorm",
+    "mlp.linear_fc2": "mlp.down_proj",
+}
+"""Modules whose tensors Hugging Face has in one piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """A tensor of Hugging Face's as rows of one of Megatron's."""
+
+    name: str
+    """Hugging Face's."""
+    shape: tuple[int, ...]
+    """Hugging Face's; the first dim counts the rows."""
+    key: str
+    """Megatron's, without the layer's number: ``mlp.linear_fc2.weight``."""
+    layer: int | None
+    """None outside of layers."""
+    runs: _Runs
+    """(first row, end) of each run of rows in Megatron's tensor, in Hugging Face's order."""
+
+
+def tensor_rows(model: HuggingFaceModel) -> Iterator[TensorRows]:
+    """Every tensor of the model in Hugging Face's form, layer by layer.
+
+    Those that make one of Megatron's tensors follow one another.
+    """
+    outer = outer_shapes(model)
+
+    def whole(name: str, key: str) -> TensorRows:
+        return TensorRows(name, outer[key], key, None, ((0, outer[key][0]),))
+
+    yield whole("model.embed_tokens.weight", EMBEDDING)
+    for layer in range(model.num_layers):
+        yield from _layer_rows(model, layer)
+    yield whole("model.norm.weight", f"{FINAL_NORM}.weight")
+    if not model.tied_embeddings:
+        yield whole("lm_head.weight", OUTPUT)
+
+
+def outer_shapes(model: HuggingFaceModel, padded_size: int | None = None) -> dict[str, Any]:
+    """Shapes of Megatron's tensors outside of layers, by key.
+
+    Args:
+        model: the model.
+        padded_size: rows of the vocabulary; without padding if None.
+    """
+    num_tokens = model.vocab_size if padded_size is None else padded_size
+    shapes: dict[str, Any] = {
+        EMBEDDING: (num_tokens, model.hidden_size),
+        f"{FINAL_NORM}.weight": (model.hidden_size,),
+    }
+    if not model.tied_embeddings:
+        shapes[OUTPUT] = shapes[EMBEDDING]
+    return shapes
+
+
+def layer_shapes(model: HuggingFaceModel) -> dict[str, tuple[int, ...]]:
+    """Shapes of Megatron's tensors of one layer, by key without the layer's number."""
+    hidden = model.hidden_size
+    query = model.num_attention_heads * model.kv_channels
+    qkv = query + 2 * model.num_query_groups * model.kv_channels
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attention.linear_qkv.layer_norm_weight": (hidden,),
+        "self_attention.linear_qkv.weight": (qkv, hidden),
+        "self_attention.linear_proj.weight": (hidden, query),
+        "mlp.linear_fc1.layer_norm_weight": (hidden,),
+        "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, hidden),
+        "mlp.linear_fc2.weight": (hidden, model.ffn_hidden_size),
+    }
+    if model.has_qkv_biases:
+        shapes["self_attention.linear_qkv.bias"] = (qkv,)
+    if model.has_linear_biases:
+        shapes["self_attention.linear_proj.bias"] = (hidden,)
+        shapes["mlp.linear_fc1.bias"] = (2 * model.ffn_hidden_size,)
+        shapes["mlp.linear_fc2.bias"] = (hidden,)
+    if model.has_qk_norms:
+        shapes["self_attention.q_layernorm.weight"] = (model.kv_channels,)
+        shapes["self_attention.k_layernorm.weight"] = (model.kv_channels,)
+    return shapes
+
+
+def _layer_rows(model: HuggingFaceModel, layer: int) -> Iterator[TensorRows]:
+    ffn = model.ffn_hidden_size
+    split: dict[str, dict[str, _Runs]] = {
+        "self_attention.linear_qkv": _qkv_runs(model),
+        "mlp.linear_fc1": {"mlp.gate_proj": ((0, ffn),), "mlp.up_proj": ((ffn, 2 * ffn),)},
+    }
+    for key, shape in layer_shapes(model).items():
+        # "….linear_qkv.weight" as well as "….linear_qkv.layer_norm_weight"
+        kind = "bias" if key.endswith("bias") else "weight"
+        module = key.removesuffix(kind).rstrip("._")
+        parts = split.get(module)
+        if parts is None:
+            parts = {_WHOLE_NAMES[module]: ((0, shape[0]),)}
+        for name, runs in parts.items():
+            num_rows = sum(end - first for first, end in runs)
+            full_name = f"model.layers.{layer}.{name}.{kind}"
+            yield TensorRows(full_name, (num_rows, *shape[1:]), key, layer, runs)
+
+
+def _qkv_runs(model: HuggingFaceModel) -> dict[str, _Runs]:
+    size = model.kv_channels
+    num_query_rows = model.num_attention_heads // model.num_query_groups * size
+    starts = [group * (num_query_rows + 2 * size) for group in range(model.num_query_groups)]
+    ends = [start + num_query_rows for start in starts]
+    return {
+        "self_attn.q_proj": tuple(zip(starts, ends, strict=True)),
+        "self_attn.k_proj": tuple((end, end + size) for end in ends),
+        "self_attn.v_proj": tuple((end + size, end + 2 * size) for end in ends),
+    }

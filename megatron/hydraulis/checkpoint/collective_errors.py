@@ -1,4 +1,4 @@
-"""Steps that all ranks take: when one fails, all learn why instead of waiting for it."""
+"""Steps of all ranks: if one rank fails, all raise its error instead of waiting for it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Failure = tuple[type[HydraulisError], str]
 
 
 def on_all_ranks[T](action: Callable[[], T], what: str) -> T:
-    """Collective: run it on every rank; where it fails on some, all raise.
+    """Collective: run it on every rank; if it fails on any, raise on all.
 
     Args:
-        action: without collectives of its own.
-        what: for the error, such as "saving iteration 4 to DIR".
+        action: must not contain collectives.
+        what: start of the error's message, such as "iteration 4 cannot be saved to DIR".
 
     Raises:
-        HydraulisError: of the class of the first failing rank's error where that is one of ours,
+        HydraulisError: with the class of the first failing rank's error if it is one of ours,
             else CheckpointError.
     """
     result: T | None = None
@@ -38,7 +38,7 @@ def on_all_ranks[T](action: Callable[[], T], what: str) -> T:
 
 
 def failure_of(error: Exception, what: str) -> Failure:
-    """What an error of one rank comes to; see `on_all_ranks`."""
+    """Class and message that other ranks are sent; see `on_all_ranks`."""
     if isinstance(error, HydraulisError):
         return type(error), str(error)
     if isinstance(error, OSError):
@@ -52,14 +52,14 @@ def raise_first(failures: Sequence[Failure | None], what: str) -> None:
     for rank, found in enumerate(failures):
         if found is not None:
             kind, message = found
-            is_named = " (rank " in message  # where rank 0 tells what another one met
+            is_named = " (rank " in message  # by rank 0, for another rank
             if kind is CheckpointError and message.startswith(what) and not is_named:
                 message = f"{message} (rank {rank}); make room or correct it, then start again"
             raise kind(message)
 
 
 def on_rank_0[T](action: Callable[[], T], what: str) -> T:
-    """Collective: run it on rank 0 and give all ranks its result, or its error as above."""
+    """Collective: run it on rank 0 and return its result, or raise its error, on all ranks."""
     results: list[T | None] = [None]
 
     def run() -> None:
@@ -72,7 +72,7 @@ def on_rank_0[T](action: Callable[[], T], what: str) -> T:
 
 
 def agreed_problems(problems: Sequence[str]) -> list[str]:
-    """Collective: what all ranks found, each once."""
+    """Collective: the problems found by any rank, each once."""
     everyone: list[Sequence[str]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyone, list(problems))
     return sorted({problem for found in everyone for problem in found})

@@ -1,0 +1,290 @@
+"""``export-hf``: a checkpoint's parameters as a Hugging Face folder.
+
+What needs torch is imported late, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.hydraulis.checkpoint.byte_progress import ByteProgress, size_text
+from megatron.hydraulis.checkpoint.folder import CheckpointFolder, is_unfinished
+from megatron.hydraulis.checkpoint.hugging_face.model import (
+    CONFIG_NAME,
+    EMBEDDING,
+    OUTPUT,
+    HuggingFaceModel,
+    config_of,
+    layer_shapes,
+    model_from_arguments,
+    outer_shapes,
+    tensor_rows,
+)
+from megatron.hydraulis.checkpoint.manifest import FORMAT_NAME, Manifest, is_checkpoint, listed
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
+
+__all__ = ["Exported", "add_arguments", "export_checkpoint", "run"]
+
+_BYTES_PER_GB = 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the command."""
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="folder of a checkpoint (iter_…, torch_dist), of this program or of plain Megatron, "
+        "or the folder given to --save, whose latest is taken",
+    )
+    parser.add_argument(
+        "output", type=Path, metavar="DIR", help="new folder: config.json and safetensors"
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="number of tokens without padding (default: as the checkpoint says)",
+    )
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face folder, such as the imported one, whose tokenizer is copied: its files "
+        "and the ids of special tokens (default: none)",
+    )
+    parser.add_argument(
+        "--max-file-gb",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="maximum size of the tensors in one file (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--no-checksums",
+        dest="checks_content",
+        action="store_false",
+        help="check only the sizes of the checkpoint's files, not their content, which with the "
+        "optimizer's state is much more than what is exported",
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Export as the flags say.
+
+    Raises:
+        CheckpointError, ConfigurationError: as `export_checkpoint`.
+    """
+    limit_gb: float = namespace.max_file_gb
+    if not limit_gb > 0:
+        raise ConfigurationError(
+            f"--max-file-gb must be more than 0 but is {limit_gb:g}; give a larger one"
+        )
+    done = export_checkpoint(
+        namespace.checkpoint,
+        namespace.output,
+        vocab_size=namespace.vocab_size,
+        max_file_bytes=int(min(limit_gb * _BYTES_PER_GB, 2**62)),
+        checks_content=namespace.checks_content,
+        like=namespace.like,
+    )
+    print(
+        f"exported {done.source} to {namespace.output}: {done.model.family}, "
+        f"{done.model.num_layers} layers, {done.model.vocab_size} tokens, "
+        f"{size_text(done.num_bytes)} of {str(done.dtype).removeprefix('torch.')}"
+    )
+    if namespace.like is None:
+        print("copy the tokenizer's files into it: a checkpoint does not have them (--like)")
+    return 0
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    source: Path
+    """Folder of the checkpoint itself."""
+    model: HuggingFaceModel
+    dtype: torch.dtype
+    num_bytes: int
+    """Size of all tensors."""
+
+
+def export_checkpoint(
+    source: Path,
+    output: Path,
+    *,
+    vocab_size: int | None = None,
+    max_file_bytes: int,
+    checks_content: bool = True,
+    like: Path | None = None,
+) -> Exported:
+    """Write a checkpoint's parameters as a Hugging Face folder.
+
+    Args:
+        source: folder of a checkpoint, or folder of checkpoints whose latest is meant.
+        output: a new folder.
+        vocab_size: number of tokens without padding; as the checkpoint says if None.
+        max_file_bytes: limit for the tensors in one file.
+        checks_content: compare the checkpoint's files with their checksums first.
+        like: Hugging Face folder whose tokenizer is copied: files and ids of special tokens.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or incomplete, or the folder cannot be written.
+        ConfigurationError: the model has no counterpart.
+    """
+    from megatron.hydraulis.checkpoint.hugging_face.folder import (
+        new_folder,
+        tokenizer_of,
+        write_safetensors,
+    )
+    from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
+
+    path = _checkpoint_path(source)
+    sizes = [vocab_size]
+    try:
+        manifest = Manifest.read(path)
+    except FileNotFoundError:
+        pass  # of plain Megatron
+    else:
+        with ByteProgress("checksums" if checks_content else "sizes", manifest.num_bytes) as bar:
+            problems = manifest.problems(path, checks_content=checks_content, advance=bar.advance)
+        if problems:
+            raise CheckpointError(f"{path}: {listed(problems)}; export another checkpoint")
+        sizes.append(manifest.model.get("vocab_size"))
+    checkpoint = StoredCheckpoint(path)
+    arguments = checkpoint.common_state().get("args")
+    if not isinstance(arguments, Namespace):
+        raise CheckpointError(
+            f"{path}: the arguments of the run, which say what the model is, must be stored in the "
+            "checkpoint but are not; export a checkpoint of a training program"
+        )
+    model = _model(path, vars(arguments), sizes)
+    dtype = _check_tensors(checkpoint, model)
+    files, token_ids = ([], {}) if like is None else tokenizer_of(like, model.vocab_size)
+    shapes = {row.name: row.shape for row in tensor_rows(model)}
+    num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    while_writing = output.parent / f".{output.name}.exporting"
+    with (
+        ByteProgress("export-hf", num_bytes) as progress,
+        new_folder(output, while_writing, num_bytes) as folder,
+    ):
+        tensors = _tensors(checkpoint, model, progress)
+        write_safetensors(folder, shapes, dtype, tensors, max_file_bytes=max_file_bytes)
+        config = config_of(model, str(dtype).removeprefix("torch.")) | token_ids
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
+        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+    return Exported(path, model, dtype, num_bytes)
+
+
+def _checkpoint_path(source: Path) -> Path:
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: there is no such folder; correct the path")
+    if is_unfinished(source):
+        raise CheckpointError(
+            f"{source}: is a checkpoint whose saving was interrupted; take a complete one, a "
+            "folder called iter_…"
+        )
+    if is_checkpoint(source):
+        return source
+    folder = CheckpointFolder(source)
+    latest = folder.latest()
+    if latest is None:
+        raise CheckpointError(
+            f"{source}: must be a checkpoint of the format torch_dist, or a folder of checkpoints, "
+            f"but has neither {FORMAT_NAME} nor a file that names the latest; correct the path"
+        )
+    path = folder.path_of(latest)
+    if not is_checkpoint(path):
+        raise CheckpointError(
+            f"{source}: the latest checkpoint is {path.name} but that is not there, or not in the "
+            "format torch_dist; name another one by its folder"
+        )
+    return path
+
+
+def _model(path: Path, arguments: Mapping[str, Any], sizes: list[Any]) -> HuggingFaceModel:
+    for size in (*sizes, arguments.get("vocab_size")):
+        if size is not None:
+            return model_from_arguments(arguments, str(path), vocab_size=int(size))
+    raise ConfigurationError(
+        f"{path}: does not say how many tokens the vocabulary has without padding; give "
+        "--vocab-size"
+    )
+
+
+def _check_tensors(checkpoint: StoredCheckpoint, model: HuggingFaceModel) -> torch.dtype:
+    """The dtype of all tensors."""
+    path, stored = checkpoint.folder, checkpoint.parameters
+    wanted: dict[str, tuple[int, ...]] = outer_shapes(model)
+    for key, shape in layer_shapes(model).items():
+        if checkpoint.has_separate_layers:
+            for layer in range(model.num_layers):
+                wanted[checkpoint.layer_key(key, layer)] = shape
+        else:
+            wanted[checkpoint.layer_key(key, 0)] = (model.num_layers, *shape)
+    missing = sorted(wanted.keys() - stored.keys())
+    if missing:
+        raise CheckpointError(
+            f"{path}: a {model.family} model of these arguments has {len(wanted)} tensors but "
+            f"{listed(missing)} of them are missing; export another checkpoint"
+        )
+    unknown = sorted(stored.keys() - wanted.keys())
+    if unknown:
+        raise ConfigurationError(
+            f"{path}: {listed(unknown)} have no counterpart in {model.family}, which has "
+            f"{len(wanted)} tensors of Megatron's; only Llama, Qwen2 and Qwen3 models can be "
+            "exported"
+        )
+    differences = []
+    for key, shape in wanted.items():
+        found = stored[key].shape
+        is_padded = key in (EMBEDDING, OUTPUT) and found[1:] == shape[1:] and found[0] >= shape[0]
+        if found != shape and not is_padded:
+            differences.append(f"{key} is {found} instead of {shape}")
+    if differences:
+        raise CheckpointError(
+            f"{path}: tensors must have the shapes that its arguments and a vocabulary of "
+            f"{model.vocab_size} tokens give but {listed(differences)}; export another checkpoint "
+            "or correct --vocab-size"
+        )
+    dtypes = {tensor.dtype for tensor in stored.values()}
+    if len(dtypes) > 1:
+        raise ConfigurationError(
+            f"{path}: all parameters are of one dtype in a Hugging Face folder but here of "
+            f"{', '.join(sorted(map(str, dtypes)))}; export another checkpoint"
+        )
+    return dtypes.pop()
+
+
+def _tensors(
+    checkpoint: StoredCheckpoint, model: HuggingFaceModel, progress: ByteProgress
+) -> Iterator[torch.Tensor]:
+    """Hugging Face's tensors in the order of `tensor_rows`, each of Megatron's read once."""
+    import torch
+
+    for place, rows in groupby(tensor_rows(model), key=lambda row: (row.key, row.layer)):
+        piece = checkpoint.read(*place)
+        for row in rows:
+            progress.advance(math.prod(row.shape) * piece.itemsize)
+            if len(row.runs) == 1:
+                first, end = row.runs[0]
+                yield piece[first:end]
+            else:
+                yield torch.cat([piece[first:end] for first, end in row.runs])
+        del piece  # before the next one is read

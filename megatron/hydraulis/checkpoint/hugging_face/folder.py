@@ -1,0 +1,281 @@
+"""A Hugging Face folder: safetensors, the tokenizer's files, and that it is complete or not there.
+
+The safetensors library writes only what is in memory as a whole. The format is a length of 8 bytes,
+a header in JSON and the tensors one after another, so they can be written as they are made:
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron.hydraulis.checkpoint.byte_progress import size_text
+from megatron.hydraulis.checkpoint.hugging_face.model import CONFIG_NAME
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from megatron.hydraulis.json_object import JsonObject, read_json
+
+__all__ = ["SafetensorsFolder", "new_folder", "tokenizer_of", "write_safetensors"]
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_ALIGNMENT_BYTES = 8
+_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Names that transformers gives to the files of a tokenizer."""
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face folder, read one by one.
+
+    Args:
+        folder: has ``model.safetensors``, or several files and their index.
+
+    Raises CheckpointError for a folder that lacks a file, or whose files lack a tensor.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of = self._find()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor. Raises CheckpointError for a quantized one."""
+        dtype = str(self._slice(name).get_dtype())
+        if dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self._folder}: tensor {name} must be of {', '.join(_DTYPES)} but is of {dtype}; "
+                "save the model without quantization"
+            )
+        return _DTYPES[dtype]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of a tensor."""
+        try:
+            tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(self._file_of[name], error) from error
+        return tensor
+
+    def _find(self) -> dict[str, str]:
+        index = self._folder / _INDEX
+        if index.is_file():
+            file_of = self._read_index(index)
+        elif (self._folder / _SINGLE_FILE).is_file():
+            file_of = dict.fromkeys(self._open(_SINGLE_FILE).keys(), _SINGLE_FILE)
+        else:
+            found = [name for name in _PICKLES if (self._folder / name).exists()]
+            raise CheckpointError(
+                f"{self._folder}: there must be {_SINGLE_FILE} or {_INDEX} but there is "
+                f"{found[0] if found else 'neither'}; save the model as safetensors, since pickled "
+                "files can run code and are not read"
+            )
+        for name in sorted(set(file_of.values())):
+            there = set(self._open(name).keys())
+            missing = sorted(t for t, file in file_of.items() if file == name and t not in there)
+            if missing:
+                raise CheckpointError(
+                    f"{self._folder / name}: {len(missing)} tensors that the index places there "
+                    f"are missing, {missing[0]} first; get the folder again"
+                )
+        return file_of
+
+    def _read_index(self, path: Path) -> dict[str, str]:
+        content = JsonObject(
+            read_json(path, "index", CheckpointError), f"index {path}", CheckpointError
+        )
+        places = content.nested(content.value("weight_map"), f"index {path}, weight_map")
+        file_of = {name: places.text(name) for name in places.keys}
+        for file in set(file_of.values()):
+            if Path(file).name != file:
+                raise CheckpointError(
+                    f"index {path}: files lie in the folder itself but {file!r} does not; get the "
+                    "folder again"
+                )
+        return file_of
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            path = self._folder / name
+            if not path.is_file():
+                raise CheckpointError(
+                    f"{self._folder}: the index names {name} but there is no such file; get the "
+                    "folder again"
+                )
+            try:
+                self._files[name] = safe_open(path, framework="pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise self._damaged(name, error) from error
+        return self._files[name]
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def _damaged(self, name: str, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder / name}: must be a safetensors file but: "
+            f"{' '.join(str(error).split())}; get the folder again"
+        )
+
+
+def write_safetensors(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tensors: Iterable[torch.Tensor],
+    *,
+    max_file_bytes: int,
+) -> None:
+    """Write tensors of one dtype, one at a time, into as few files as the limit allows.
+
+    Args:
+        folder: an existing folder.
+        shapes: shape of every tensor by name, in the order in which they are written.
+        dtype: dtype of all.
+        tensors: in the same order; may be made when they are asked for.
+        max_file_bytes: limit for the tensors in a file; a larger tensor has its own file.
+
+    Raises OSError.
+    """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    files: list[list[str]] = []
+    num_bytes = 0
+    for name, size in sizes.items():
+        if not files or num_bytes + size > max_file_bytes:
+            files.append([])
+            num_bytes = 0
+        files[-1].append(name)
+        num_bytes += size
+    file_names = [_SINGLE_FILE]
+    if len(files) > 1:
+        count = f"of-{len(files):05d}"
+        file_names = [f"model-{i:05d}-{count}.safetensors" for i in range(1, len(files) + 1)]
+    stream = iter(tensors)
+    for file_name, names in zip(file_names, files, strict=True):
+        with (folder / file_name).open("wb") as file:
+            file.write(_header({name: shapes[name] for name in names}, dtype))
+            for name in names:
+                tensor = next(stream)
+                assert (tuple(tensor.shape), tensor.dtype) == (shapes[name], dtype), name
+                file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+                del tensor  # before the next one is made
+            file.flush()
+            os.fsync(file.fileno())
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(sizes.values())},
+            "weight_map": {
+                name: file_name
+                for file_name, names in zip(file_names, files, strict=True)
+                for name in names
+            },
+        }
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+    dtype_name = next(name for name, each in _DTYPES.items() if each == dtype)
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": dtype_name, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tokenizer_of(folder: Path, vocab_size: int) -> tuple[list[Path], dict[str, Any]]:
+    """Files of a Hugging Face folder's tokenizer, and ids of special tokens for ``config.json``.
+
+    Raises:
+        CheckpointError: the folder has no configuration that can be read.
+        ConfigurationError: a special token is beyond the vocabulary.
+    """
+    path = folder / CONFIG_NAME
+    config = JsonObject(read_json(path, "config", CheckpointError), str(path), CheckpointError)
+    token_ids = {key: config.value(key) for key in _TOKEN_IDS if config.has(key)}
+    for key, value in token_ids.items():
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and not (type(token) is int and 0 <= token < vocab_size):
+                raise ConfigurationError(
+                    f"{path}: {key} must be a token below the vocabulary's {vocab_size} but is "
+                    f"{token!r}; name the folder whose tokenizer the model was trained with"
+                )
+    return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()], token_ids
+
+
+@contextmanager
+def new_folder(path: Path, while_writing: Path, num_bytes: int) -> Iterator[Path]:
+    """An empty folder to write into, which gets its name when the block ends without an error.
+
+    Args:
+        path: does not exist yet, or is empty.
+        while_writing: its name until then, on the same disk; replaces what an earlier attempt left.
+        num_bytes: required disk space.
+
+    Raises CheckpointError, also for an OSError inside the block.
+    """
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise CheckpointError(
+                f"{path}: is written as a new folder but there is something; name another folder, "
+                "or delete it first"
+            )
+        if while_writing.exists():
+            shutil.rmtree(while_writing)
+        while_writing.mkdir(parents=True)
+        try:
+            num_free = shutil.disk_usage(while_writing).free
+            if num_free < num_bytes:
+                raise CheckpointError(
+                    f"{path.parent}: {size_text(num_bytes)} are to be written but "
+                    f"{size_text(num_free)} are free; make room or name a folder on another disk"
+                )
+            yield while_writing
+            if path.exists():
+                path.rmdir()
+            while_writing.rename(path)
+        except BaseException:
+            shutil.rmtree(while_writing, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written: {error.strerror or error}; nothing was left there: make "
+            f"room for {size_text(num_bytes)} or name a folder on another disk"
+        ) from error

@@ -1,0 +1,278 @@
+"""``import-hf``: a checkpoint of parameters alone from a Hugging Face folder.
+
+What needs torch is imported late, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.hydraulis.checkpoint.byte_progress import ByteProgress, size_text
+from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
+from megatron.hydraulis.checkpoint.hugging_face.model import (
+    CONFIG_NAME,
+    FINAL_NORM,
+    HuggingFaceModel,
+    TensorRows,
+    layer_shapes,
+    model_flags,
+    model_from_config,
+    outer_shapes,
+    tensor_rows,
+)
+from megatron.hydraulis.checkpoint.manifest import Manifest, listed, model_of, records_of
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from megatron.hydraulis.json_object import read_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder
+    from megatron.hydraulis.checkpoint.torch_dist import Piece
+
+__all__ = ["Imported", "add_arguments", "import_folder", "run"]
+
+_LINE_WIDTH = 96
+_CHECKPOINT_VERSION = 3.0
+"""Version of Megatron's state dict."""
+_ROPE_BUFFER = ".rotary_emb.inv_freq"
+"""End of the names of buffers in old Llama folders, which follow from the rotary base."""
+_HEAD, _EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the command."""
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder with config.json and safetensors"
+    )
+    parser.add_argument(
+        "output",
+        type=Path,
+        metavar="OUT",
+        help="folder for --load, without checkpoints: gets one of parameters alone, 'release'",
+    )
+    parser.add_argument(
+        "--make-vocab-size-divisible-by",
+        dest="vocab_divisor",
+        type=int,
+        default=128,
+        metavar="N",
+        help="pad the vocabulary to a multiple of N (default: %(default)s, as in training)",
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Import as the flags say.
+
+    Raises:
+        CheckpointError, ConfigurationError: as `import_folder`.
+    """
+    if namespace.vocab_divisor < 1:
+        raise ConfigurationError(
+            f"--make-vocab-size-divisible-by is at least 1 but is {namespace.vocab_divisor}; "
+            "raise it"
+        )
+    done = import_folder(namespace.folder, namespace.output, vocab_divisor=namespace.vocab_divisor)
+    dtype = str(done.dtype).removeprefix("torch.")
+    print(
+        f"imported {namespace.folder} to {done.path}: {done.model.family}, "
+        f"{done.model.num_layers} layers, {done.model.vocab_size} tokens, "
+        f"{size_text(done.num_bytes)} of {dtype}"
+    )
+    print(
+        "PARAMETERS ONLY: a run that loads it begins with iteration 1, a new optimizer and the "
+        "first sequence"
+    )
+    flags = model_flags(done.model)
+    flags += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(dtype, [])
+    print("flags of such a run:")
+    lines = [""]
+    for flag in [f"--load {namespace.output}", *flags]:
+        if len(lines[-1]) + len(flag) > _LINE_WIDTH:
+            lines.append("")
+        lines[-1] += f" {flag}"
+    print(" \\\n".join(f" {line}" for line in lines))
+    return 0
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written."""
+
+    path: Path
+    """Folder of the checkpoint."""
+    model: HuggingFaceModel
+    dtype: torch.dtype
+    num_bytes: int
+    """Size of all tensors."""
+
+
+def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Imported:
+    """Write a Hugging Face folder's model as a checkpoint that ``--load`` starts from.
+
+    Args:
+        source: has config.json and safetensors.
+        output: folder for checkpoints that has none yet; gets ``release`` and the file that names
+            it the latest.
+        vocab_divisor: the vocabulary is padded, with rows of zeros, to a multiple of it.
+
+    Raises:
+        CheckpointError: the folder is damaged or incomplete, or the checkpoint cannot be written.
+        ConfigurationError: the model has no counterpart in Megatron.
+    """
+    from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder, new_folder
+    from megatron.hydraulis.checkpoint.names import sharding_metadata
+    from megatron.hydraulis.checkpoint.torch_dist import COMMON_STATE, write_file, write_metadata
+
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: there is no such folder; correct the path")
+    config = source / CONFIG_NAME
+    model = model_from_config(read_json(config, "config", CheckpointError), str(config))
+    files = SafetensorsFolder(source)
+    dtype = _check_tensors(source, files, model)
+    folder = CheckpointFolder(output)
+    if folder.latest() is not None or folder.paths:
+        raise CheckpointError(
+            f"{output}: a model is imported into a folder without checkpoints but there are "
+            "some; name another folder"
+        )
+    padded_size = -(-model.vocab_size // vocab_divisor) * vocab_divisor
+    arguments = Namespace(
+        **model.to_arguments(),
+        padded_vocab_size=padded_size,
+        bf16=str(dtype) == "torch.bfloat16",
+        fp16=str(dtype) == "torch.float16",
+        iteration=0,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+    )
+    common = {
+        "args": arguments,
+        "checkpoint_version": _CHECKPOINT_VERSION,
+        "iteration": 0,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": sharding_metadata(),
+    }
+    objects = dict.fromkeys(_extra_states(model)) | {COMMON_STATE: common}
+    num_elements = sum(map(math.prod, outer_shapes(model, padded_size).values()))
+    num_elements += model.num_layers * sum(map(math.prod, layer_shapes(model).values()))
+    num_bytes = num_elements * dtype.itemsize
+    path = folder.path_of(RELEASE)
+    with (
+        ByteProgress("import-hf", num_bytes) as progress,
+        new_folder(path, folder.path_while_saving(RELEASE), num_bytes) as new,
+    ):
+        pieces = _pieces(model, padded_size, files, dtype, progress)
+        written = write_file(new, 0, pieces, objects)
+        write_metadata(new, [written])
+        Manifest(
+            iteration=0,
+            num_ranks=1,
+            model=model_of(arguments) | {"vocab_size": model.vocab_size},
+            state={},
+            configuration={"imported_from": source.resolve().name, "family": model.family},
+            files=records_of(new, {written.name: written.record}),
+        ).write(new)
+    try:
+        folder.write_latest(RELEASE)
+    except OSError as error:
+        raise CheckpointError(
+            f"{output}: {LATEST_FILE_NAME} cannot be written: {error.strerror}; write "
+            f"'{RELEASE}' into it"
+        ) from error
+    return Imported(path, model, dtype, num_bytes)
+
+
+def _check_tensors(source: Path, files: SafetensorsFolder, model: HuggingFaceModel) -> torch.dtype:
+    """The dtype of all tensors."""
+    wanted = {row.name: row.shape for row in tensor_rows(model)}
+    missing = sorted(wanted.keys() - files.names)
+    if missing:
+        raise CheckpointError(
+            f"{source}: a {model.family} model of {CONFIG_NAME} has {len(wanted)} tensors but "
+            f"{listed(missing)} are missing; get the folder again"
+        )
+    extra = {name for name in files.names - wanted.keys() if not name.endswith(_ROPE_BUFFER)}
+    if model.tied_embeddings and _HEAD in extra:
+        if not files.read(_HEAD).equal(files.read(_EMBEDDING_NAME)):
+            raise ConfigurationError(
+                f"{source}: with tie_word_embeddings {_HEAD} must be {_EMBEDDING_NAME} but "
+                f"differs; set tie_word_embeddings to false in {CONFIG_NAME}, or leave {_HEAD} out"
+            )
+        extra.remove(_HEAD)
+    if extra:
+        raise ConfigurationError(
+            f"{source}: {listed(sorted(extra))} have no counterpart in Megatron's model, to which "
+            f"{len(wanted)} tensors of a {model.family} model belong; import another model"
+        )
+    for name, shape in wanted.items():
+        if files.shape(name) != shape:
+            raise CheckpointError(
+                f"{source}: {name} must be {shape} by {CONFIG_NAME} but is {files.shape(name)}; "
+                "get the folder again"
+            )
+    dtypes = {files.dtype(name): name for name in wanted}
+    if len(dtypes) > 1:
+        named = ", ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
+        raise ConfigurationError(
+            f"{source}: all tensors must be of one dtype but {named}; save the model in one dtype"
+        )
+    return next(iter(dtypes))
+
+
+def _pieces(
+    model: HuggingFaceModel,
+    padded_size: int,
+    files: SafetensorsFolder,
+    dtype: torch.dtype,
+    progress: ByteProgress,
+) -> Iterator[Piece]:
+    """Megatron's tensors, a layer at a time, in the order of Hugging Face's."""
+    from megatron.hydraulis.checkpoint.torch_dist import LAYERS, Piece
+
+    outer, layers = outer_shapes(model, padded_size), layer_shapes(model)
+    for (key, layer), rows in groupby(tensor_rows(model), key=lambda row: (row.key, row.layer)):
+        if layer is None:
+            shape = size = outer[key]
+        else:
+            key, size = f"{LAYERS}{key}", (1, *layers[key])
+            shape = (model.num_layers, *size[1:])
+        offset = (layer or 0, *(0 for _ in size[1:]))
+        yield Piece(key, shape, offset, _assembled(size, dtype, rows, files), dtype)
+        progress.advance(math.prod(size) * dtype.itemsize)
+
+
+def _assembled(
+    size: tuple[int, ...], dtype: torch.dtype, parts: Iterable[TensorRows], files: SafetensorsFolder
+) -> torch.Tensor:
+    """A piece of Megatron's tensor; rows that no part fills are 0."""
+    import torch
+
+    piece = torch.zeros(size, dtype=dtype)
+    for part in parts:
+        rows = files.read(part.name)
+        whole = piece if part.layer is None else piece[0]
+        at = 0
+        for first, end in part.runs:
+            whole[first:end] = rows[at : at + end - first]
+            at += end - first
+    return piece
+
+
+def _extra_states(model: HuggingFaceModel) -> Iterator[str]:
+    """Keys of the objects that Megatron's modules, local or Transformer Engine's, ask for."""
+    from megatron.hydraulis.checkpoint.torch_dist import LAYERS, object_key
+
+    yield object_key(f"{FINAL_NORM}._extra_state")
+    for key in layer_shapes(model):
+        module, found, _ = key.partition(".weight")
+        if found:
+            for layer in range(model.num_layers):
+                yield f"{LAYERS}{module}._extra_state/shard_{layer}_{model.num_layers}"

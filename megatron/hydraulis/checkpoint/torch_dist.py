@@ -1,0 +1,494 @@
+"""The `torch_dist` format, read without running code from its files and written piece by piece.
+
+torch and Megatron unpickle metadata and objects as they are: whoever can write the files can run
+code. Here both are restricted to a list of types. Their writers hold a copy of all they write; this
+one holds one piece, and computes the checksum of the file on the way.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import math
+import os
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.safe_globals import SAFE_GLOBALS
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megatron.hydraulis.checkpoint.manifest import METADATA_NAME, FileRecord
+from megatron.hydraulis.errors import CheckpointError
+
+__all__ = [
+    "COMMON_STATE",
+    "EXP_AVG",
+    "EXP_AVG_SQ",
+    "LAYERS",
+    "MASTER",
+    "MODEL",
+    "Piece",
+    "StoredCheckpoint",
+    "StoredTensor",
+    "WrittenFile",
+    "object_key",
+    "write_file",
+    "write_metadata",
+]
+
+LAYERS = "decoder.layers."
+"""Start of the keys of tensors that have one more axis, for the layers."""
+MODEL = ""
+"""Prefix of a parameter's key."""
+MASTER, EXP_AVG, EXP_AVG_SQ = (
+    f"optimizer.state.{name}." for name in ("param", "exp_avg", "exp_avg_sq")
+)
+"""Prefixes of the keys of its fp32 master and moments, in Megatron's distributed optimizer."""
+MAX_METADATA_BYTES = 4 << 30
+"""About 10^7 pieces."""
+
+_ALLOWED_TYPES: Mapping[str, str] = {
+    "builtins": "dict list tuple set frozenset int float slice",
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath PurePosixPath Path",
+    "pathlib._local": "PosixPath PurePosixPath Path",
+    "torch": "Size device",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+        "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING"
+    ),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.distributed.checkpoint.planner": (
+        "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData"
+    ),
+}
+"""Types in the metadata of a checkpoint, by module; dtypes are allowed as well."""
+_NUMPY_DTYPES = [type(np.dtype(kind)) for kind in (np.uint32, np.uint64, np.int64)]
+"""Of arrays in saved states of numpy's generator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of a tensor in a checkpoint, and the memory that it is written from or read to.
+
+    All shapes and offsets count every axis of the stored tensor, that of layers included.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offset: tuple[int, ...]
+    data: Tensor
+    dtype: torch.dtype
+    """In the file."""
+    same_as: str | None = None
+    """Key of a tensor, written before, whose piece at this offset has the same bytes: they are
+    stored once."""
+
+
+def object_key(key: str, num_axes: int = 1) -> str:
+    """Megatron's name, in the checkpoint, of an object that is not cut along any axis."""
+    found: str = ShardedObject(key, None, (1,) * num_axes, (0,) * num_axes).unique_key
+    return found
+
+
+COMMON_STATE = object_key("common_state")
+"""Megatron's name of everything that is neither a tensor nor an object of its own."""
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_chunks: int
+
+
+class StoredCheckpoint:
+    """A checkpoint on disk, whichever ranks wrote it. Needs no process group.
+
+    The constructor and every method raise CheckpointError for damaged files and for files with
+    other types than expected.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metadata = _read_metadata(folder / METADATA_NAME)
+        self.tensors: dict[str, StoredTensor] = {}
+        """All tensors by key."""
+        with _reading(self.folder):
+            for key, entry in self._metadata.state_dict_metadata.items():
+                if isinstance(entry, TensorStorageMetadata):
+                    self.tensors[key] = self._stored_tensor(key, entry)
+
+    @property
+    def parameters(self) -> dict[str, StoredTensor]:
+        """Tensors that are not the optimizer's."""
+        return {k: t for k, t in self.tensors.items() if not k.startswith("optimizer.")}
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is optimizer state."""
+        return len(self.parameters) < len(self.tensors)
+
+    @property
+    def has_resumable_optimizer(self) -> bool:
+        """Whether any layout of ranks can read the optimizer state."""
+        return any(key.startswith(MASTER) for key in self.tensors)
+
+    @property
+    def has_separate_layers(self) -> bool:
+        """Whether every layer has its own tensors, instead of an axis in one tensor for all."""
+        return any(key.startswith(f"{LAYERS}0.") for key in self.tensors)
+
+    @property
+    def needed_bytes(self) -> dict[str, int]:
+        """Minimum number of bytes of each file."""
+        needed: dict[str, int] = {}
+        for info in self._metadata.storage_data.values():
+            end = info.offset + info.length
+            needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+        return needed
+
+    def layer_key(self, key: str, layer: int | None) -> str:
+        """Key of the stored tensor that has a layer's tensor, given its key without a number."""
+        if layer is None:
+            return key
+        return f"{LAYERS}{layer}.{key}" if self.has_separate_layers else f"{LAYERS}{key}"
+
+    def read(self, key: str, layer: int | None = None) -> Tensor:
+        """A tensor, or that of one layer, whose key is given without a number."""
+        stored_key = self.layer_key(key, layer)
+        stored = self.tensors[stored_key]
+        has_axis = layer is not None and not self.has_separate_layers
+        size, offset = stored.shape, (0,) * len(stored.shape)
+        if has_axis:
+            size, offset = (1, *size[1:]), (cast(int, layer), *offset[1:])
+        data = torch.empty(size, dtype=stored.dtype)
+        self.fill([Piece(stored_key, stored.shape, offset, data, stored.dtype)])
+        return data[0] if has_axis else data
+
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Read into the memory of the pieces, in the order of the files.
+
+        One stored chunk at a time is in memory.
+        """
+        pieces_of: dict[str, list[Piece]] = defaultdict(list)
+        for piece in pieces:
+            pieces_of[piece.key].append(piece)
+        reads: list[tuple[_StorageInfo, Any, Tensor]] = []
+        with _reading(self.folder):
+            for key, wanted in pieces_of.items():
+                entry = self._metadata.state_dict_metadata[key]
+                chunks = [
+                    ChunkStorageMetadata(torch.Size(piece.offset), piece.data.shape)
+                    for piece in wanted
+                ]
+                items = create_read_items_for_chunk_list(
+                    key, cast(TensorStorageMetadata, entry), chunks
+                )
+                num_found = sum(item.lengths.numel() for item in items)
+                num_wanted = sum(piece.data.numel() for piece in wanted)
+                if num_found != num_wanted:
+                    raise CheckpointError(
+                        f"{self.folder}: {num_wanted} elements of {key} are needed but its chunks "
+                        f"have {num_found}; load another checkpoint"
+                    )
+                for item in items:
+                    info = self._metadata.storage_data[item.storage_index]
+                    reads.append((info, item, wanted[cast(int, item.dest_index.index)].data))
+            reads.sort(key=lambda read: (read[0].relative_path, read[0].offset))
+            for name, of_file in groupby(reads, key=lambda read: read[0].relative_path):
+                with (self.folder / name).open("rb") as file:
+                    for _, of_chunk in groupby(of_file, key=lambda read: read[0].offset):
+                        self._read_chunk(file, list(of_chunk))
+
+    def read_object(self, key: str, num_axes: int = 1) -> Any:
+        """An object that is not cut along any axis; None if there is none."""
+        with _reading(self.folder):
+            info = self._metadata.storage_data.get(MetadataIndex(object_key(key, num_axes)))
+            if info is None:
+                return None
+            with (self.folder / info.relative_path).open("rb") as file:
+                return _load(_create_file_view(cast(Any, file), info.offset, info.length))[0]
+
+    def common_state(self) -> Mapping[str, Any]:
+        """Megatron's entries besides tensors, also as its earlier versions stored them."""
+        earlier = self.folder / COMMON_STATE_FNAME
+        if earlier.is_file():
+            with _reading(earlier), earlier.open("rb") as file:
+                common = _load(file)
+        else:
+            common = self.read_object("common_state")
+        if not isinstance(common, dict):
+            raise CheckpointError(
+                f"{self.folder}: the state besides the tensors must be a dict but is "
+                f"{type(common).__name__}; load another checkpoint"
+            )
+        return common
+
+    def _stored_tensor(self, key: str, entry: TensorStorageMetadata) -> StoredTensor:
+        num_elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        if num_elements != math.prod(entry.size):
+            raise CheckpointError(
+                f"{self.folder}: tensor {key} has {math.prod(entry.size)} elements but its chunks "
+                f"have {num_elements}; load another checkpoint"
+            )
+        return StoredTensor(tuple(entry.size), entry.properties.dtype, len(entry.chunks))
+
+    def _read_chunk(self, file: IO[bytes], reads: list[tuple[_StorageInfo, Any, Tensor]]) -> None:
+        """Copy parts of one stored chunk to where they belong."""
+        info, item, _ = reads[0]
+        chunk = _load(_create_file_view(cast(Any, file), info.offset, info.length))
+        key, number = item.storage_index.fqn, item.storage_index.index
+        entry = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key])
+        size = entry.chunks[number].sizes
+        if not isinstance(chunk, Tensor) or chunk.shape != size:
+            raise CheckpointError(
+                f"{self.folder}: {key} must be a tensor with a chunk of {tuple(size)} at byte "
+                f"{info.offset} of {info.relative_path} but is not; load another checkpoint"
+            )
+        for _, item, data in reads:
+            _part(data, item.dest_offsets, item.lengths).copy_(
+                _part(chunk, item.storage_offsets, item.lengths)
+            )
+
+
+def _part(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+
+
+def _load(file: Any) -> Any:
+    """A pickled tensor, or plain data and the few types that Megatron stores."""
+    with torch.serialization.safe_globals([*SAFE_GLOBALS, *_NUMPY_DTYPES]):
+        return torch.load(file, weights_only=True, map_location="cpu")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn whatever damaged files raise, from KeyError to AssertionError, into CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise CheckpointError(
+            f"{path}: cannot be read: {reason}; load another checkpoint"
+        ) from error
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _ALLOWED_TYPES.get(module, "").split():
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
+        return super().find_class(module, name)
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > MAX_METADATA_BYTES:
+            raise CheckpointError(
+                f"{path}: metadata have at most {MAX_METADATA_BYTES} bytes but these have "
+                f"{num_bytes}; load another checkpoint"
+            )
+        with path.open("rb") as file:
+            metadata: Metadata = _MetadataUnpickler(file).load()
+        is_valid = _is_valid(metadata)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(
+            f"{path}: must be the metadata of a torch_dist checkpoint but: "
+            f"{' '.join(str(error).split()) or type(error).__name__}; load another checkpoint"
+        ) from error
+    if not is_valid:
+        raise CheckpointError(
+            f"{path}: must say which tensors are in which files of the folder but says something "
+            "else; load another checkpoint"
+        )
+    return metadata
+
+
+def _is_valid(metadata: Any) -> bool:
+    """Whether the types are right, and no file outside the checkpoint is named."""
+    return (
+        isinstance(metadata, Metadata)
+        and all(
+            isinstance(key, str) and isinstance(value, TensorStorageMetadata | BytesStorageMetadata)
+            for key, value in metadata.state_dict_metadata.items()
+        )
+        and all(
+            isinstance(index, MetadataIndex)
+            and isinstance(info, _StorageInfo)
+            and isinstance(info.offset, int)
+            and isinstance(info.length, int)
+            and isinstance(info.relative_path, str)
+            and Path(info.relative_path).name == info.relative_path
+            for index, info in metadata.storage_data.items()
+        )
+    )
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+_Place = tuple[int, int]
+"""First byte in a file, and number of bytes."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What one rank has written. Plain tuples, since all ranks send them to rank 0."""
+
+    name: str
+    record: FileRecord
+    tensors: tuple[
+        tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...], _Place], ...
+    ]
+    """(key, dtype, shape of the whole tensor, offset, size, place) of every piece."""
+    objects: tuple[tuple[str, _Place], ...]
+
+
+def write_file(
+    folder: Path,
+    rank: int,
+    pieces: Iterable[Piece],
+    objects: Mapping[str, Any],
+    goes_on: Callable[[], bool] = lambda: True,
+) -> WrittenFile:
+    """Write a rank's file.
+
+    Args:
+        folder: folder of the checkpoint.
+        rank: number of the file.
+        pieces: taken one at a time, so they may be made when they are asked for.
+        objects: by their `object_key`.
+        goes_on: asked before every piece.
+
+    Raises OSError, also once ``goes_on`` returns False.
+    """
+    name = f"__{rank}_0.distcp"
+    tensors = []
+    places: dict[tuple[str | None, tuple[int, ...]], _Place] = {}
+    with (folder / name).open("wb") as file:
+        stream = _HashingStream(file)
+        object_places = tuple(
+            (key, _appended([data], stream)) for key, data in sorted(objects.items())
+        )
+        for piece in pieces:
+            if not goes_on():
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            place = places.get((piece.same_as, piece.offset))
+            if place is None:
+                place = _appended(_own_storage(piece), stream)
+            places[piece.key, piece.offset] = place
+            size = tuple(piece.data.shape)
+            tensors.append((piece.key, piece.dtype, piece.shape, piece.offset, size, place))
+            del piece  # before the next one is made
+        file.flush()
+        os.fsync(file.fileno())
+    record = FileRecord(stream.tell(), stream.sha256)
+    return WrittenFile(name, record, tuple(tensors), object_places)
+
+
+def write_metadata(folder: Path, files: Sequence[WrittenFile]) -> None:
+    """Write torch's and Megatron's descriptions of the files of all ranks. Raises OSError."""
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for file in files:
+        for key, (first, num_bytes) in file.objects:
+            entries[key] = BytesStorageMetadata()
+            storage[MetadataIndex(key)] = _StorageInfo(file.name, first, num_bytes)
+        for key, dtype, shape, offset, size, (first, num_bytes) in file.tensors:
+            if key not in entries:
+                properties = TensorProperties(dtype=dtype)
+                entries[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
+            chunks = entries[key].chunks
+            index = MetadataIndex(key, torch.Size(offset), len(chunks))
+            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
+            storage[index] = _StorageInfo(file.name, first, num_bytes)
+    metadata = Metadata(entries, None, storage, StorageMeta(), CURRENT_DCP_VERSION)
+    with (folder / METADATA_NAME).open("wb") as stream:
+        pickle.dump(metadata, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    save_config(CheckpointingConfig("torch_dist"), str(folder))
+
+
+class _HashingStream(io.RawIOBase):
+    """Passes on what is written, and knows its length and SHA-256."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self._file.write(view)
+        self._digest.update(view)
+        self._num_bytes += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self._num_bytes
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of what was written so far."""
+        return self._digest.hexdigest()
+
+
+def _own_storage(piece: Piece) -> Tensor:
+    """The piece on the host, in the dtype of the file: torch.save writes the storage of a view."""
+    tensor = piece.data.detach().to("cpu", piece.dtype)
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize:
+        tensor = tensor.clone()
+    return tensor
+
+
+def _appended(content: Any, stream: _HashingStream) -> _Place:
+    """Where torch.save has put the content."""
+    first = stream.tell()
+    try:
+        torch.save(content, cast(IO[bytes], stream))
+    except RuntimeError as error:
+        # After a failed write torch ends its archive all the same, and complains of its length.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    return first, stream.tell() - first
