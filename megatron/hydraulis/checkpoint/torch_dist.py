@@ -365,19 +365,19 @@ def _is_valid(metadata: Any) -> bool:
 
 _Place = tuple[int, int]
 """First byte in a file, and number of bytes."""
+_PieceRecord = tuple[tuple[int, ...], tuple[int, ...], _Place]
+"""Offset and size in the tensor, and place in the file."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What one rank has written. Plain tuples, since all ranks send them to rank 0."""
+    """What one rank has written. In plain tuples, since all ranks send it to rank 0."""
 
     name: str
     record: FileRecord
-    tensors: tuple[
-        tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...], _Place], ...
-    ]
-    """(key, dtype, shape of the whole tensor, offset, size, place) of every piece."""
-    objects: tuple[tuple[str, _Place], ...]
+    objects: Mapping[str, _Place]
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], list[_PieceRecord]]]
+    """By key: dtype and shape of the whole tensor, and its pieces."""
 
 
 def write_file(
@@ -399,13 +399,11 @@ def write_file(
     Raises OSError, also once ``goes_on`` returns False.
     """
     name = f"__{rank}_0.distcp"
-    tensors = []
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], list[_PieceRecord]]] = {}
     places: dict[tuple[str | None, tuple[int, ...]], _Place] = {}
     with (folder / name).open("wb") as file:
         stream = _HashingStream(file)
-        object_places = tuple(
-            (key, _appended([data], stream)) for key, data in sorted(objects.items())
-        )
+        object_places = {key: _appended([data], stream) for key, data in objects.items()}
         for piece in pieces:
             if not goes_on():
                 raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
@@ -413,13 +411,12 @@ def write_file(
             if place is None:
                 place = _appended(_own_storage(piece), stream)
             places[piece.key, piece.offset] = place
-            size = tuple(piece.data.shape)
-            tensors.append((piece.key, piece.dtype, piece.shape, piece.offset, size, place))
+            _, _, records = tensors.setdefault(piece.key, (piece.dtype, piece.shape, []))
+            records.append((piece.offset, tuple(piece.data.shape), place))
             del piece  # before the next one is made
         file.flush()
         os.fsync(file.fileno())
-    record = FileRecord(stream.tell(), stream.sha256)
-    return WrittenFile(name, record, tuple(tensors), object_places)
+    return WrittenFile(name, FileRecord(stream.tell(), stream.sha256), object_places, tensors)
 
 
 def write_metadata(folder: Path, files: Sequence[WrittenFile]) -> None:
@@ -427,17 +424,17 @@ def write_metadata(folder: Path, files: Sequence[WrittenFile]) -> None:
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for file in files:
-        for key, (first, num_bytes) in file.objects:
+        for key, (first, num_bytes) in file.objects.items():
             entries[key] = BytesStorageMetadata()
             storage[MetadataIndex(key)] = _StorageInfo(file.name, first, num_bytes)
-        for key, dtype, shape, offset, size, (first, num_bytes) in file.tensors:
-            if key not in entries:
-                properties = TensorProperties(dtype=dtype)
-                entries[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
-            chunks = entries[key].chunks
-            index = MetadataIndex(key, torch.Size(offset), len(chunks))
-            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
-            storage[index] = _StorageInfo(file.name, first, num_bytes)
+        for key, (dtype, shape, records) in file.tensors.items():
+            new = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), [])
+            chunks = entries.setdefault(key, new).chunks
+            for offset, size, (first, num_bytes) in records:
+                chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+                index = MetadataIndex(key, chunk.offsets, len(chunks))
+                chunks.append(chunk)
+                storage[index] = _StorageInfo(file.name, first, num_bytes)
     metadata = Metadata(entries, None, storage, StorageMeta(), CURRENT_DCP_VERSION)
     with (folder / METADATA_NAME).open("wb") as stream:
         pickle.dump(metadata, stream)
