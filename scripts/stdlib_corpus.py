@@ -19,16 +19,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.data.preprocess_command import (
-    import_megatron_quietly,
-    report_run,
-)
+from megatron.hydraulis.data.preprocess_command import report_run
 from megatron.hydraulis.data.tokenizer import (
     DocumentEncoder,
     TokenizerSettings,
     build_tokenizer,
 )
 from megatron.hydraulis.errors import DataError, HydraulisError
+from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
 VOCABULARY_SIZE = 2048
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -147,7 +145,7 @@ def build(
         raise DataError(
             f"cannot write {folder}: {error.strerror or error}; choose another --output-dir"
         ) from error
-    import_megatron_quietly()
+    silence_warnings_of_imports()
     tokenizer = build_tokenizer(
         TokenizerSettings(
             tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer")

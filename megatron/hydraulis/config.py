@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.hydraulis.data.long_sequences import LongSequences
+from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.observability.trace import TraceWindow
 

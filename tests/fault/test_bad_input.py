@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from megatron.hydraulis.data import corpus as corpus_module
-from megatron.hydraulis.data.blend import Blend
 from megatron.hydraulis.data.sampler import LengthSampler
-from megatron.hydraulis.data.sources import load_corpora
+from megatron.hydraulis.data.sources import Blend, load_corpora
 from megatron.hydraulis.loop import entry
 from megatron.hydraulis.observability.records import MetricsWriter, read_metrics
 from megatron.hydraulis.planner.plan import IterationPlan
@@ -172,7 +171,7 @@ def _without_documents(content: bytearray) -> bytes:
 _DATA = [
     pytest.param(
         lambda path: _damaged(write_corpus(path), _cut_short),
-        ["bytes", "cut short", "copy it anew"],
+        ["bytes", "cut short", "copy it again"],
         id="an .idx cut short",
     ),
     pytest.param(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import megatron.hydraulis.planner as planner_package
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
-from megatron.hydraulis.plan_check.schedule import simulated_time_ms
+from megatron.hydraulis.plan_check.rules import simulated_time_ms
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.greedy import dispatch, longest_first
 from megatron.hydraulis.planner.improve import (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.plan_check.schedule import simulated_time_ms
+from megatron.hydraulis.plan_check.rules import simulated_time_ms
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.greedy import dispatch
 from megatron.hydraulis.planner.improve import Assignment, dispatch_by_program

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from megatron.hydraulis.cost_model import pipeline_time_ms
-from megatron.hydraulis.plan_check.bounds import proved_packing_bound_ms, proved_strategy_bound_ms
-from megatron.hydraulis.plan_check.files import SchemeFigures
-from megatron.hydraulis.plan_check.schedule import simulated_time_ms
-from megatron.hydraulis.plan_check.strategy_text import read_strategy
+from megatron.hydraulis.plan_check.files import SchemeFigures, read_strategy
+from megatron.hydraulis.plan_check.rules import (
+    proved_packing_bound_ms,
+    proved_strategy_bound_ms,
+    simulated_time_ms,
+)
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 TIMES = st.lists(st.floats(0.0, 50.0), max_size=9)

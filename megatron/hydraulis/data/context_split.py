@@ -1,12 +1,12 @@
-"""How a context-parallel group shares a packed row: two chunks a rank of every sequence.
+"""How a context-parallel group shares a packed row: each rank has two chunks of every sequence.
 
 Every sequence is padded to a multiple of 2·c tokens, c being the size of the group, and cut into
 2·c chunks of equal length. Context rank r holds chunks r and 2·c−1−r ("zigzag"): a query chunk
-attends to what lies before it, so that an early and a late one together are the same causal work on
-every rank. It is the form that Transformer Engine and Megatron take for packed (THD) rows. Where
+attends to what lies before it, so an early and a late chunk together are the same causal work on
+every rank. It is the form that Transformer Engine and Megatron expect of packed (THD) rows. With
 c = 1 nothing is cut and no sequence is padded.
 
-Ints and numpy arrays only: what a row looks like is the same wherever its tokens live.
+Ints and numpy arrays only: the layout of a row does not depend on where its tokens are.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Places = npt.NDArray[np.int64]
 
 
 def chunk_multiple(context_size: int) -> int:
-    """What a padded sequence's length is a multiple of: 2·c tokens, 1 where c is 1.
+    """Padded sequences have a multiple of this many tokens: 2·c, or 1 if c is 1.
 
     Raises:
         ValueError: a size below 1.
@@ -39,7 +39,7 @@ def chunk_multiple(context_size: int) -> int:
 
 
 def padded_length(length: int, context_size: int) -> int:
-    """Tokens that a sequence takes in the row of a group of that size."""
+    """Number of tokens of a sequence in the row of a group of that size."""
     multiple = chunk_multiple(context_size)
     return -(-length // multiple) * multiple
 
@@ -47,7 +47,7 @@ def padded_length(length: int, context_size: int) -> int:
 def row_segments(
     lengths: Sequence[int], *, pad_multiple: int = 1, context_size: int = 1
 ) -> tuple[list[int], list[int]]:
-    """The segments of a row: the sequences in their order, then padding if the row needs any.
+    """The segments of a row: the sequences in their order, then padding if needed.
 
     Args:
         lengths: of the sequences, in tokens; none for a row of padding alone.
@@ -89,7 +89,7 @@ def zigzag_chunks(context_size: int, context_rank: int) -> tuple[int, int]:
 def local_stretches(
     padded_length: int, context_size: int, context_rank: int
 ) -> list[tuple[int, int]]:
-    """What a context rank holds of one segment: places ``[start, stop)`` in it, in their order.
+    """A context rank's part of one segment: ranges ``[start, stop)`` in it, in order.
 
     Args:
         padded_length: of the segment, a multiple of `chunk_multiple`.
@@ -104,7 +104,7 @@ def local_stretches(
 
 
 def local_places(padded_lengths: Sequence[int], context_size: int, context_rank: int) -> Places:
-    """Where the tokens of a context rank's part stand in the whole row.
+    """Positions, in the whole row, of the tokens of a context rank's part.
 
     Args:
         padded_lengths: of all segments, each a multiple of `chunk_multiple`.
@@ -112,7 +112,7 @@ def local_places(padded_lengths: Sequence[int], context_size: int, context_rank:
         context_rank: this rank's place in it.
 
     Returns:
-        (row / c,) places in the row, in the order in which the rank holds its tokens: segment by
+        (row / c,) positions in the row, in the order in which the rank holds its tokens: segment by
         segment, the earlier chunk before the later one.
     """
     chunks = zigzag_chunks(context_size, context_rank)
@@ -126,7 +126,7 @@ def local_places(padded_lengths: Sequence[int], context_size: int, context_rank:
 
 
 def gathered_places(padded_lengths: Sequence[int], context_size: int) -> Places:
-    """Where the tokens of all parts, laid one behind the other by rank, stand in the whole row.
+    """Positions, in the whole row, of the tokens of all parts, concatenated by rank.
 
     Returns:
         (row,) a permutation. ``row[gathered_places(...)]`` are the parts in rank order; its
@@ -138,7 +138,7 @@ def gathered_places(padded_lengths: Sequence[int], context_size: int) -> Places:
 
 
 def _ranges(begins: Places, lengths: Places) -> Places:
-    """``[begin, begin + length)`` of every pair, one behind the other."""
+    """``[begin, begin + length)`` of every pair, concatenated."""
     ends = np.cumsum(lengths)
     within = np.arange(ends[-1] if len(ends) else 0, dtype=np.int64)
     return within + np.repeat(begins - (ends - lengths), lengths)

@@ -1,35 +1,32 @@
 """A corpus: sequences of bounded length cut from the documents of one or several datasets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.hydraulis.data.blend import SequenceGroup
-from megatron.hydraulis.data.index import DatasetIndex
-from megatron.hydraulis.data.long_sequences import LONG_SEQUENCES, LongSequences
-from megatron.hydraulis.data.token_stretches import extreme_tokens, spread_stretches
+from megatron.hydraulis.data.index import LONG_SEQUENCES, DatasetIndex, LongSequences, bin_path
+from megatron.hydraulis.data.sampler import SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
-__all__ = ["Corpus", "CorpusReport", "DocumentRange"]
+__all__ = ["Corpus", "CorpusReport", "DocumentRange", "spread_stretches"]
 
 VOCABULARY_CHECK_TOKENS = 1 << 24
-"""Most tokens of a dataset that ``check_vocabulary`` reads, over all shares.
+"""Maximum number of tokens of a dataset that ``check_vocabulary`` reads, over all shares.
 
 16 Mi int32 tokens (64 MiB in the page cache) took 25 to 29 ms on one core of a 2-core x86 virtual
 machine, 2026-11-21.
 """
 
 VOCABULARY_STRETCH_TOKENS = 1 << 18
-"""Tokens read at once: long enough for a disk, short enough for a processor's cache."""
+"""Tokens read at once: enough for a disk, and few enough for a processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentRange:
-    """The documents of one dataset that belong to a corpus: ``first_document`` up to, without,
-    ``end_document``."""
+    """The documents ``[first_document, end_document)`` of one dataset."""
 
     index: DatasetIndex
     first_document: int
@@ -48,8 +45,7 @@ class DocumentRange:
 
     @property
     def token_range(self) -> tuple[int, int]:
-        """Position in the ``.bin`` of the documents' first token, and of the one after their
-        last."""
+        """Positions in the ``.bin``: of the first token, and one after the last."""
         lengths = self.index.document_lengths
         first = int(lengths[: self.first_document].sum(dtype=np.int64))
         return first, first + int(
@@ -59,7 +55,7 @@ class DocumentRange:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusReport:
-    """What was made of the documents; for logs."""
+    """How the documents were cut into sequences; for logs."""
 
     num_documents: int
     num_sequences: int
@@ -123,10 +119,10 @@ class Corpus:
 
     Args:
         ranges: the documents taken of each dataset.
-        seq_length: most tokens a sequence trains (``--seq-length``).
-        long_sequences: what becomes of longer documents.
-        weights: share of the draws each dataset gets; None: in proportion to its sequences.
-        name: what messages call this corpus, e.g. ``train``.
+        seq_length: maximum number of tokens that a sequence trains (``--seq-length``).
+        long_sequences: what to do with longer documents.
+        weights: share of the draws of each dataset; in proportion to its sequences if None.
+        name: name in messages, e.g. ``train``.
 
     Raises:
         ConfigurationError: a ``seq_length`` below 1, an unknown policy, a wrong number of weights.
@@ -158,8 +154,8 @@ class Corpus:
         self.name = name
         self.prefixes = tuple(documents.index.prefix for documents in ranges)
         self.lengths: npt.NDArray[np.integer[Any]] = _joined([cut.lengths for cut in cuts])
-        """(num_sequences,) trained tokens of each sequence, dataset after dataset; int32 but for
-        sequences that are longer."""
+        """(num_sequences,) trained tokens of each sequence, dataset after dataset; int64 only if
+        int32 is too small."""
         self.lengths.setflags(write=False)
         self._documents = _joined([cut.documents for cut in cuts])
         self._ends = np.cumsum([len(cut.lengths) for cut in cuts], dtype=np.int64)
@@ -236,17 +232,16 @@ class Corpus:
         return tokens
 
     def check_vocabulary(self, vocab_size: int, *, share: int = 0, num_shares: int = 1) -> None:
-        """Refuse token ids of ``vocab_size`` and above, now in a sample and later in ``tokens``.
+        """Refuse token ids from ``vocab_size`` on, now in a sample and later in ``tokens``.
 
-        Reads up to ``VOCABULARY_CHECK_TOKENS`` of each dataset: all of a small one, and of a larger
-        one stretches spread evenly over it. Ids that no sequence trains are let pass.
+        Reads up to ``VOCABULARY_CHECK_TOKENS`` of each dataset: all of a small one, and stretches
+        spread evenly over a larger one. Ids that no sequence trains are ignored.
 
         Args:
             vocab_size: token ids must be below it.
-            share: which stretches to read, for ranks that share the work: every
-                ``num_shares``-th, starting with this one. All later calls of ``tokens`` check,
-                whatever the share.
-            num_shares: over how many callers the stretches are dealt.
+            share: which stretches to read: every ``num_shares``-th, starting with this one. All
+                later calls of ``tokens`` check, whatever the share.
+            num_shares: number of callers that share the work.
 
         Raises:
             DataError: names dataset, document, token id and vocabulary size.
@@ -261,7 +256,7 @@ class Corpus:
                 budget_tokens=VOCABULARY_CHECK_TOKENS,
             )
             mine = stretches[share::num_shares]
-            for stretch, lowest, highest in extreme_tokens(documents.index, mine):
+            for stretch, lowest, highest in _extreme_tokens(documents.index, mine):
                 if not self._fits(lowest, highest):
                     self._check_sequences(dataset, stretch)
 
@@ -319,7 +314,7 @@ class Corpus:
         # Stored sequences of a document are contiguous (the index was checked for it), so reading
         # on past the end of the first one gives the next.
         tokens = reader.get(first_sequence, offset=offset, length=num_tokens)
-        # A copy: Megatron's reader unmaps the file when it goes, whoever still looks into it.
+        # A copy: Megatron's reader unmaps the file when it is deleted.
         return np.array(tokens, dtype=np.int64)
 
 
@@ -376,3 +371,45 @@ def _cut(documents: DocumentRange, seq_length: int, policy: LongSequences) -> _C
         num_dropped_short=num_short,
     )
     return _Cut(ids, lengths, report)
+
+
+def spread_stretches(
+    first_token: int, end_token: int, *, stretch_tokens: int, budget_tokens: int
+) -> tuple[range, ...]:
+    """Stretches of the positions ``[first_token, end_token)``, in order.
+
+    All of them if the budget allows, else as many as it allows, at least one, spread evenly.
+    """
+    num_stretches = -(-(end_token - first_token) // stretch_tokens)
+    num_read = min(num_stretches, max(1, budget_tokens // stretch_tokens))
+    starts = [first_token + k * num_stretches // num_read * stretch_tokens for k in range(num_read)]
+    return tuple(range(start, min(start + stretch_tokens, end_token)) for start in starts)
+
+
+def _extreme_tokens(
+    index: DatasetIndex, stretches: tuple[range, ...]
+) -> Iterator[tuple[range, int, int]]:
+    """Each non-empty stretch with its lowest and highest token id.
+
+    Reads rather than maps the file: a page fault per 4 KiB is slow on a network file system.
+
+    Raises:
+        DataError: the ``.bin`` cannot be read, or no longer reaches to the end of a stretch.
+    """
+    path = bin_path(index.prefix)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            for stretch in stretches:
+                file.seek(stretch.start * index.token_type.itemsize)
+                tokens = np.fromfile(file, index.token_type, len(stretch))
+                if len(tokens) < len(stretch):
+                    raise DataError(
+                        f"dataset '{index.prefix}': the .bin held {index.num_tokens} tokens when "
+                        f"its size was checked but ends after {stretch.start + len(tokens)} now; "
+                        f"leave the files of a running job alone"
+                    )
+                yield stretch, int(tokens.min()), int(tokens.max())
+    except OSError as error:
+        raise DataError(
+            f"dataset '{index.prefix}': cannot read {path}: {error.strerror}"
+        ) from error

@@ -23,16 +23,16 @@ _PARQUET_BATCH_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RawDocument:
-    """A document as it lies in its file. Decoding is left to ``text``, which workers call."""
+    """A document as it is in its file. ``text`` decodes it, in the workers."""
 
     path: str
     line: int | None
     """Line of a JSON lines file or row of a Parquet file, from 1; None: the whole file."""
     content: bytes
     json_key: str | None
-    """Where the text is, if ``content`` is a JSON object."""
+    """Key of the text, if ``content`` is a JSON object."""
     read_bytes: int
-    """Bytes of the file that this document has taken, for progress."""
+    """Number of bytes of the file that this document took, for progress."""
 
     @property
     def origin(self) -> str:
@@ -50,7 +50,7 @@ class RawDocument:
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{self.origin}: text is UTF-8 but byte {error.start} is "
-                f"0x{self.content[error.start]:02x}; convert the file or leave it out "
+                f"0x{self.content[error.start]:02x}; convert the file or exclude it "
                 f"(--pattern chooses files of a folder)"
             ) from None
         return text if self.json_key is None else self._json_text(text, self.json_key)
@@ -84,7 +84,7 @@ def find_files(inputs: Sequence[str | Path], *, pattern: str = "*") -> list[Path
     Args:
         inputs: files and folders.
         pattern: which files of a folder to take, by name (as a shell's ``*.py``). Hidden files and
-            folders are left out.
+            folders are skipped.
 
     Raises:
         DataError: a path that does not exist, or no file at all.
@@ -135,7 +135,7 @@ def read_documents(path: Path, *, json_key: str) -> Iterator[RawDocument]:
             yield RawDocument(str(path), None, content, None, len(content))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{path}: not a whole gzip file ({error}); copy or compress it anew"
+            f"{path}: not a whole gzip file ({error}); copy or compress it again"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
@@ -181,4 +181,4 @@ def _read_parquet(path: Path, column: str) -> Iterator[RawDocument]:
                     yield RawDocument(str(path), row, content, None, row_bytes)
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"{path}: not a whole Parquet file ({reason}); write it anew") from None
+        raise DataError(f"{path}: not a whole Parquet file ({reason}); write it again") from None

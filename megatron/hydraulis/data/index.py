@@ -11,21 +11,37 @@ Layout of the file (Megatron's ``IndexedDatasetBuilder`` writes it, little-endia
     8·S bytes      byte offset of each stored sequence in the .bin, int64
     8·B bytes      first stored sequence of each document, then S, int64
 
-A document may consist of several stored sequences (sentence splitting); they lie next to each
-other in the ``.bin``, so that the document is one run of tokens.
+A document may consist of several stored sequences (sentence splitting); they are contiguous in the
+``.bin``, so the document is one run of tokens.
 """
 
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.hydraulis.errors import DataError
 
-__all__ = ["DatasetIndex", "bin_path", "idx_path", "read_index"]
+__all__ = [
+    "LONG_SEQUENCES",
+    "DatasetIndex",
+    "LongSequences",
+    "bin_path",
+    "idx_path",
+    "read_index",
+]
+
+LongSequences = Literal["split", "truncate", "drop", "error"]
+"""What to do with a document that has more tokens than ``--seq-length`` can train.
+
+``split`` cuts it into pieces of ``seq_length``, of which neighbours share a token, so that no
+transition is lost; ``truncate`` keeps the first ``seq_length``; ``drop`` skips the document;
+``error`` refuses it."""
+
+LONG_SEQUENCES: tuple[LongSequences, ...] = get_args(LongSequences)
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -58,18 +74,18 @@ def bin_path(prefix: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class DatasetIndex:
-    """What the ``.idx`` says about the documents of one dataset."""
+    """The documents of one dataset, from its ``.idx``."""
 
     prefix: str
     token_type: np.dtype[Any]
-    """Of a token in the ``.bin``, little-endian."""
+    """Type of a token in the ``.bin``, little-endian."""
     document_lengths: npt.NDArray[np.integer[Any]]
-    """(num_documents,) tokens per document."""
+    """(num_documents,) number of tokens of each document."""
     first_sequences: npt.NDArray[np.int64]
     """(num_documents,) stored sequence in which each document begins.
 
-    This array, and the other where every document is one stored sequence, are the mapped file
-    itself: the ranks of a node share one copy of it."""
+    This array is the mapped file itself, as is the other one if every document is one stored
+    sequence: the ranks of a node share one copy."""
 
     @property
     def num_documents(self) -> int:
@@ -81,10 +97,10 @@ class DatasetIndex:
 
 
 def read_index(prefix: str, *, checks_bin: bool = True) -> DatasetIndex:
-    """Read the document lengths of the dataset ``prefix``, and no token.
+    """Read the document lengths of the dataset ``prefix`` without reading a token.
 
     Args:
-        checks_bin: whether the ``.bin`` must be there, in the size that the index demands.
+        checks_bin: whether the ``.bin`` must exist and have the size that the index requires.
 
     Raises:
         DataError: a file is missing, the ``.idx`` is damaged, cut short or of another version, the
@@ -108,7 +124,7 @@ def read_index(prefix: str, *, checks_bin: bool = True) -> DatasetIndex:
             raise DataError(
                 f"dataset '{prefix}': {num_sequences} sequences and {num_boundaries} document "
                 f"boundaries take an .idx of {num_expected} bytes but it has {num_idx_bytes} "
-                f"({_cause(num_idx_bytes - num_expected, num_sequences)}); copy it anew or "
+                f"({_cause(num_idx_bytes - num_expected, num_sequences)}); copy it again or "
                 f"{_REBUILD}"
             )
         content = np.memmap(idx, mode="r")
@@ -135,7 +151,7 @@ def read_index(prefix: str, *, checks_bin: bool = True) -> DatasetIndex:
             f"dataset '{prefix}': {num_tokens} tokens of {token_bytes} bytes take a .bin of "
             f"{num_tokens * token_bytes} bytes but it has {num_bin_bytes} "
             f"({'cut short' if num_bin_bytes < num_tokens * token_bytes else 'of another .idx'}); "
-            f"copy both files anew or {_REBUILD}"
+            f"copy both files again or {_REBUILD}"
         )
     return DatasetIndex(
         prefix=prefix,
@@ -155,7 +171,7 @@ def _parse_header(prefix: str, header: bytes) -> tuple[int, int, np.dtype[Any]]:
     if len(header) < _HEADER.size:
         raise DataError(
             f"dataset '{prefix}': the header of an .idx has {_HEADER.size} bytes but the file ends "
-            f"after {len(header)} (cut short); copy it anew or {_REBUILD}"
+            f"after {len(header)} (cut short); copy it again or {_REBUILD}"
         )
     _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
     if version != _VERSION:
@@ -203,14 +219,14 @@ def _checked_sequences(
             )
         ends = num_tokens + np.cumsum(lengths)
         places = (ends - lengths) * token_bytes
-        told = offsets_bytes[first : first + _BLOCK]
-        misplaced = told != places
+        stored = offsets_bytes[first : first + _BLOCK]
+        misplaced = stored != places
         if misplaced.any():
             wrong = int(np.argmax(misplaced))
             raise DataError(
                 f"dataset '{prefix}': sequence {first + wrong} must begin at byte "
                 f"{int(places[wrong])} of the .bin, after its predecessors, but the .idx says "
-                f"{int(told[wrong])}: it is damaged; {_REBUILD}"
+                f"{int(stored[wrong])}: it is damaged; {_REBUILD}"
             )
         num_tokens = int(ends[-1])
     return num_tokens

@@ -1,14 +1,13 @@
 """``python -m megatron.hydraulis preprocess``: flags in, a dataset and a summary out."""
 
 import argparse
-import importlib
-import logging
 import os
-import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from rich.table import Table
 
 from megatron.hydraulis.data.documents import find_files
 from megatron.hydraulis.data.tokenizer import (
@@ -18,10 +17,12 @@ from megatron.hydraulis.data.tokenizer import (
     build_tokenizer,
 )
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
-__all__ = ["add_arguments", "import_megatron_quietly", "report_run", "run"]
+__all__ = ["add_arguments", "report_run", "run"]
 
 _MODEL_SUFFIXES = (".bin", ".idx")
+_BAR_WIDTH = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pattern",
         default="*",
         metavar="GLOB",
-        help="files of folders to take, by name, e.g. '*.py' (default: all that are not hidden)",
+        help="files of folders to use, by name, e.g. '*.py' (default: all that are not hidden)",
     )
     group.add_argument(
         "--workers",
@@ -118,12 +119,12 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.output_prefix.endswith(_MODEL_SUFFIXES):
         raise ConfigurationError(
             f"--output-prefix is a path without .bin or .idx but is '{namespace.output_prefix}'; "
-            f"leave the suffix out"
+            f"remove the suffix"
         )
     # What costs nothing to check comes before the seconds that importing Megatron takes.
     settings = tokenizer_settings(namespace)
     files = find_files(namespace.input, pattern=namespace.pattern)
-    import_megatron_quietly()
+    silence_warnings_of_imports()
     encoder = DocumentEncoder(build_tokenizer(settings), append_eod=namespace.append_eod)
     report_run(
         files,
@@ -133,14 +134,6 @@ def run(namespace: argparse.Namespace) -> int:
         num_workers=namespace.workers,
     )
     return 0
-
-
-def import_megatron_quietly() -> None:
-    """Megatron and torch warn of missing GPU libraries, of which tokenizing needs none."""
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("megatron.core")
 
 
 def report_run(
@@ -165,7 +158,6 @@ def report_run(
         TimeRemainingColumn,
     )
 
-    from megatron.hydraulis.data.length_histogram import length_table
     from megatron.hydraulis.data.preprocess import preprocess
 
     progress = Progress(
@@ -200,7 +192,7 @@ def report_run(
     console.print(length_table(report.document_lengths))
     console.print(
         f"{report.num_files:,} files, {report.num_documents:,} documents "
-        f"({report.num_empty:,} empty ones left out), {report.num_tokens:,} tokens; "
+        f"({report.num_empty:,} empty ones skipped), {report.num_tokens:,} tokens; "
         f"{_length_summary(report.document_lengths)}",
         highlight=False,
     )
@@ -212,3 +204,59 @@ def _length_summary(lengths: npt.NDArray[np.int64]) -> str:
         f"length min {lengths.min():,}, median {np.median(lengths):,.0f}, mean "
         f"{lengths.mean():,.0f}, max {lengths.max():,}"
     )
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """Documents with ``first`` to ``last`` tokens, both included."""
+
+    first: int
+    last: int
+    num_documents: int
+    num_tokens: int
+
+
+def length_bins(lengths: npt.NDArray[np.int64]) -> tuple[LengthBin, ...]:
+    """Bins 1, 2–3, 4–7, 8–15, … from the shortest document to the longest.
+
+    Args:
+        lengths: (num_documents,) tokens of each document, at least 1.
+    """
+    if len(lengths) == 0:
+        return ()
+    # frexp, not log2: exact for every length below 2**53.
+    exponents = np.frexp(lengths.astype(np.float64))[1] - 1
+    lowest, highest = int(exponents.min()), int(exponents.max())
+    num_documents = np.bincount(exponents - lowest)
+    num_tokens = np.bincount(exponents - lowest, weights=lengths)
+    return tuple(
+        LengthBin(
+            first=1 << exponent,
+            last=(2 << exponent) - 1,
+            num_documents=int(num_documents[exponent - lowest]),
+            num_tokens=int(num_tokens[exponent - lowest]),
+        )
+        for exponent in range(lowest, highest + 1)
+    )
+
+
+def length_table(lengths: npt.NDArray[np.int64]) -> Table:
+    """The bins as a table: documents with a bar, and the share of all tokens."""
+    bins = length_bins(lengths)
+    most = max((row.num_documents for row in bins), default=1)
+    all_tokens = max(1, sum(row.num_tokens for row in bins))
+    table = Table(title="document lengths", title_justify="left")
+    table.add_column("tokens", justify="right")
+    table.add_column("documents", justify="right")
+    table.add_column("", min_width=_BAR_WIDTH)
+    table.add_column("tokens in all", justify="right")
+    for row in bins:
+        # A bin that is not empty shows at least one block: the long tail is what matters here.
+        width = -(-row.num_documents * _BAR_WIDTH // most)
+        table.add_row(
+            f"{row.first:,} – {row.last:,}" if row.last > row.first else f"{row.first:,}",
+            f"{row.num_documents:,}",
+            "█" * width,
+            f"{row.num_tokens / all_tokens:.1%}",
+        )
+    return table

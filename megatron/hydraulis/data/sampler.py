@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.hydraulis.data.blend import SequenceGroup
-from megatron.hydraulis.data.order import SequenceOrder
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, DataError
 
 __all__ = [
     "EVALUATION_SEED",
@@ -21,18 +19,23 @@ __all__ = [
     "EvaluationSampler",
     "GlobalBatch",
     "LengthSampler",
+    "SequenceGroup",
+    "SequenceOrder",
+    "epoch_permutation",
+    "largest_deficit",
 ]
 
 MAX_WAITING_SEQUENCES = 16
-"""Sequences that may wait for the next batch under a token budget before the batch is closed.
+"""Number of sequences that may wait for the next batch, under a token budget.
 
-More of them fill batches better but move long sequences further from their place in the order."""
+When they are reached the batch is closed. More of them fill batches better but move long sequences
+further from their place in the order."""
 
 EVALUATION_SEED = 0
 """Seed of the order of evaluation, whatever ``--seed`` is.
 
-Shuffled, for neighbours in a dataset are often pieces of the same few files, and a short evaluation
-would see little else; always alike, so that losses compare between runs of different seeds."""
+Shuffled, because neighbours in a dataset are often pieces of the same few files; always in the same
+way, so that runs with different seeds can be compared."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,50 @@ class GlobalBatch:
         return sum(self.lengths)
 
 
-class _BatchSampler:
-    """Cuts a stream of sequences into global batches; see the two public subclasses."""
+@dataclass(frozen=True)
+class SequenceGroup:
+    """A run of sequence ids that are shuffled among themselves: one dataset of a corpus."""
+
+    first_sequence: int
+    num_sequences: int
+    weight: float
+    """Share of the draws, in any unit, the same for all groups. Whole numbers are counted exactly,
+    fractions to float64's precision."""
+
+    def __post_init__(self) -> None:
+        if self.num_sequences < 1 or not self.weight > 0:
+            raise ConfigurationError(
+                f"a group needs sequences and a positive weight but has {self.num_sequences} "
+                f"sequences and weight {self.weight}; remove it"
+            )
+
+
+class LengthSampler:
+    """Global batches for training, shuffled in a new order every epoch.
+
+    Args:
+        lengths: (num_sequences,) trained tokens of each sequence.
+        groups: the corpus's datasets and weights, which partition the sequences.
+        seed: seed of the order, at least 0.
+        global_batch_size: number of sequences of a batch; or
+        global_batch_tokens: maximum number of tokens of a batch. A sequence that does not fit waits
+            for the next one, in order; when ``MAX_WAITING_SEQUENCES`` wait, the batch is closed.
+
+    Raises:
+        ConfigurationError: both or neither batch size, or a sequence longer than the budget.
+        DataError: no sequences.
+    """
 
     def __init__(
         self,
         lengths: npt.NDArray[np.integer[Any]],
-        order: SequenceOrder,
+        groups: Sequence[SequenceGroup],
         *,
-        global_batch_size: int | None,
-        global_batch_tokens: int | None,
+        seed: int,
+        global_batch_size: int | None = None,
+        global_batch_tokens: int | None = None,
     ) -> None:
+        self._order = SequenceOrder(groups, seed=seed)
         if (global_batch_size is None) == (global_batch_tokens is None):
             raise ConfigurationError(
                 f"a global batch is measured in sequences or in tokens but --global-batch-size is "
@@ -88,7 +124,6 @@ class _BatchSampler:
             )
         self._lengths = lengths
         self._shortest = int(lengths.min())
-        self._order = order
         self._size = global_batch_size
         self._num_budget_tokens = global_batch_tokens
         self._waiting: list[int] = []
@@ -96,12 +131,12 @@ class _BatchSampler:
 
     @property
     def num_batches(self) -> int:
-        """Batches handed out so far."""
+        """Number of batches so far."""
         return self._num_batches
 
     @property
     def num_consumed_sequences(self) -> int:
-        """Sequences handed out so far; those that wait are not among them."""
+        """Number of sequences in the batches so far, without those that wait."""
         return self._order.num_drawn - len(self._waiting)
 
     @property
@@ -128,8 +163,8 @@ class _BatchSampler:
     def _fill(self, num_budget_tokens: int) -> list[int]:
         """Fill a batch first fit: those that waited, oldest first, then new ones.
 
-        The oldest waiting sequence always finds the batch empty, so none waits for ever and the
-        queue never begins full.
+        The oldest waiting sequence always finds the batch empty, so none waits forever and the
+        queue is never full at the start.
         """
         ids: list[int] = []
         waiting: list[int] = []
@@ -149,7 +184,7 @@ class _BatchSampler:
         return ids
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, as plain numbers.
+        """The state of the sampler, as plain numbers.
 
         Planning runs ahead of training: take the state after each ``next_batch`` and save the one
         taken after the batch that was trained last.
@@ -161,7 +196,7 @@ class _BatchSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where ``state_dict`` was taken; the batch size may have changed.
+        """Continue where ``state_dict`` was taken; the batch size may have changed.
 
         Raises:
             ConfigurationError: the state was written under another seed.
@@ -172,40 +207,7 @@ class _BatchSampler:
         self._num_batches = int(state["num_batches"])
 
 
-class LengthSampler(_BatchSampler):
-    """Global batches for training, shuffled anew every epoch.
-
-    Args:
-        lengths: (num_sequences,) trained tokens of each sequence.
-        groups: the corpus's datasets and weights, which partition the sequences.
-        seed: seed of the order, at least 0.
-        global_batch_size: sequences a batch; or
-        global_batch_tokens: most tokens a batch. A sequence that does not fit waits for the next
-            batch, in order; when ``MAX_WAITING_SEQUENCES`` wait, the batch is closed.
-
-    Raises:
-        ConfigurationError: both or neither batch size, or a sequence longer than the budget.
-        DataError: no sequences.
-    """
-
-    def __init__(
-        self,
-        lengths: npt.NDArray[np.integer[Any]],
-        groups: Sequence[SequenceGroup],
-        *,
-        seed: int,
-        global_batch_size: int | None = None,
-        global_batch_tokens: int | None = None,
-    ) -> None:
-        super().__init__(
-            lengths,
-            SequenceOrder(groups, seed=seed),
-            global_batch_size=global_batch_size,
-            global_batch_tokens=global_batch_tokens,
-        )
-
-
-class EvaluationSampler(_BatchSampler):
+class EvaluationSampler(LengthSampler):
     """Global batches for evaluation, shuffled like those for training but by ``EVALUATION_SEED``.
 
     Arguments as for ``LengthSampler``, without a seed.
@@ -221,12 +223,137 @@ class EvaluationSampler(_BatchSampler):
     ) -> None:
         super().__init__(
             lengths,
-            SequenceOrder(groups, seed=EVALUATION_SEED),
+            groups,
+            seed=EVALUATION_SEED,
             global_batch_size=global_batch_size,
             global_batch_tokens=global_batch_tokens,
         )
         self._start = copy.deepcopy(self.state_dict())
 
     def reset(self) -> None:
-        """Begin again at the first batch, so that every evaluation sees the same data."""
+        """Return to the first batch, so that every evaluation sees the same data."""
         self.load_state_dict(self._start)
+
+
+class SequenceOrder:
+    """An endless stream of sequence ids, blended over groups, each group epoch after epoch.
+
+    Args:
+        groups: the datasets of the corpus with their weights.
+        seed: seed of the shuffling, at least 0.
+
+    Raises:
+        ConfigurationError: a negative seed.
+        DataError: no groups.
+    """
+
+    def __init__(self, groups: Sequence[SequenceGroup], *, seed: int) -> None:
+        if not groups:
+            raise DataError(
+                "a sampler needs at least one sequence but the corpus holds 0; check the "
+                "documents, --split and --long-sequences"
+            )
+        if seed < 0:
+            raise ConfigurationError(f"a seed is at least 0 but is {seed}; set --seed")
+        self._groups = tuple(groups)
+        self._weights = tuple(group.weight for group in groups)
+        self._seed = seed
+        self._num_drawn = [0] * len(groups)
+        self._permutations: dict[int, tuple[int, npt.NDArray[np.integer[Any]]]] = {}
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of sequences drawn so far, over all groups."""
+        return sum(self._num_drawn)
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """Epoch that each group's next sequence belongs to, from 0."""
+        return tuple(
+            drawn // group.num_sequences
+            for drawn, group in zip(self._num_drawn, self._groups, strict=True)
+        )
+
+    def draw(self) -> int:
+        """The id of the next sequence."""
+        chosen = largest_deficit(self._weights, self._num_drawn) if len(self._groups) > 1 else 0
+        group = self._groups[chosen]
+        epoch, position = divmod(self._num_drawn[chosen], group.num_sequences)
+        self._num_drawn[chosen] += 1
+        return group.first_sequence + self._shuffled(chosen, epoch, position)
+
+    def _shuffled(self, group: int, epoch: int, position: int) -> int:
+        cached = self._permutations.get(group)
+        if cached is None or cached[0] != epoch:
+            size = self._groups[group].num_sequences
+            cached = (epoch, epoch_permutation(self._seed, group, epoch, size))
+            self._permutations[group] = cached
+        return int(cached[1][position])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the stream, as plain numbers."""
+        return {
+            "seed": self._seed,
+            "groups": [
+                {
+                    "num_sequences": group.num_sequences,
+                    "epoch": drawn // group.num_sequences,
+                    "position": drawn % group.num_sequences,
+                }
+                for group, drawn in zip(self._groups, self._num_drawn, strict=True)
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken.
+
+        Raises:
+            ConfigurationError: the state was written under another seed.
+            DataError: the state belongs to another corpus.
+        """
+        if state["seed"] != self._seed:
+            raise ConfigurationError(
+                f"the order of the data depends on the seed: the checkpoint was written with seed "
+                f"{state['seed']} but this run has {self._seed}; resume with --seed {state['seed']}"
+            )
+        saved = [int(group["num_sequences"]) for group in state["groups"]]
+        here = [group.num_sequences for group in self._groups]
+        if saved != here:
+            raise DataError(
+                f"the checkpoint was written for datasets of {saved} sequences but this run has "
+                f"{here}; resume with the same data, --seq-length, --split and --long-sequences"
+            )
+        self._num_drawn = [
+            int(group["epoch"]) * size + int(group["position"])
+            for group, size in zip(state["groups"], here, strict=True)
+        ]
+
+
+def epoch_permutation(
+    seed: int, group: int, epoch: int, num_sequences: int
+) -> npt.NDArray[np.integer[Any]]:
+    """(num_sequences,) order of one group in one epoch; uint32 if that is enough.
+
+    Sorts raw Philox output: NumPy keeps bit generators and ``SeedSequence`` stable over versions,
+    but not ``Generator.permutation``, and a run must resume after an upgrade.
+    """
+    source = np.random.Philox(np.random.SeedSequence([seed, group, epoch]))
+    order = np.argsort(source.random_raw(num_sequences), kind="stable")
+    return order.astype(np.uint32) if num_sequences <= 1 << 32 else order
+
+
+def largest_deficit(weights: Sequence[float], num_drawn: Sequence[int]) -> int:
+    """The group that is furthest behind its share; of equals, the first.
+
+    After every draw each group has been drawn more than ``share·total − 1`` times, so that the
+    mix holds over any stretch, not just on average. Same rule as Megatron's ``BlendedDataset``
+    (``build_blending_indices`` in megatron/core/datasets/helpers.cpp), multiplied by the sum of the
+    weights, which keeps whole-number weights exact.
+    """
+    total_weight = sum(weights)
+    total_drawn = max(1, sum(num_drawn))
+    deficits = [
+        weight * total_drawn - drawn * total_weight
+        for weight, drawn in zip(weights, num_drawn, strict=True)
+    ]
+    return deficits.index(max(deficits))

@@ -1,22 +1,59 @@
-"""The corpora of a run from ``--data-path``, ``--split`` and their kin."""
+"""The corpora of a run from ``--data-path``, ``--split`` and related flags."""
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.hydraulis.data.blend import Blend
 from megatron.hydraulis.data.corpus import Corpus, DocumentRange
-from megatron.hydraulis.data.index import DatasetIndex, read_index
-from megatron.hydraulis.data.long_sequences import LongSequences
+from megatron.hydraulis.data.index import DatasetIndex, LongSequences, read_index
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
-__all__ = ["DEFAULT_SPLIT", "Corpora", "load_corpora", "load_corpora_from_arguments", "parse_blend"]
+__all__ = [
+    "DEFAULT_SPLIT",
+    "Blend",
+    "Corpora",
+    "load_corpora",
+    "load_corpora_from_arguments",
+    "parse_blend",
+]
 
 DEFAULT_SPLIT = "969,30,1"
 """Megatron's default of ``--split``: training, validation and test documents."""
 
 _PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Datasets and how often each is drawn from.
+
+    Raises:
+        ConfigurationError: no dataset, or weights that are not one positive number a dataset.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+    """Share of the *sequences* that each dataset gives, in any unit; None: in proportion to the
+    datasets' numbers of sequences, so that an epoch visits every sequence once."""
+
+    def __post_init__(self) -> None:
+        if not self.prefixes:
+            raise ConfigurationError("a blend needs at least one dataset but has 0; give a prefix")
+        if self.weights is None:
+            return
+        if len(self.weights) != len(self.prefixes):
+            raise ConfigurationError(
+                f"a blend needs one weight a dataset but has {len(self.weights)} weights for "
+                f"{len(self.prefixes)} datasets; write --data-path W1 PREFIX1 W2 PREFIX2"
+            )
+        for prefix, weight in zip(self.prefixes, self.weights, strict=True):
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigurationError(
+                    f"blend: weights are positive but that of '{prefix}' is {weight}; remove the "
+                    f"dataset or give it a positive weight"
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +99,10 @@ def load_corpora(
     """Read the indices of all datasets and divide their documents into parts.
 
     Args:
-        seq_length: most tokens a sequence trains.
-        long_sequences: what becomes of longer documents.
+        seq_length: maximum number of tokens that a sequence trains.
+        long_sequences: what to do with longer documents.
         blend: datasets whose documents ``split`` divides, in order, each dataset by itself.
-        split: shares of training, validation and test, as ``969,30,1``; None: that.
+        split: shares of training, validation and test; ``969,30,1`` if None.
         blend_per_part: instead of ``blend``, the datasets of training, validation and test.
 
     Raises:
@@ -86,7 +123,7 @@ def load_corpora(
         assert blend_per_part is not None
         if split is not None:
             raise ConfigurationError(
-                f"--split divides the datasets of --data-path but --train-data-path and its kin "
+                f"--split divides the datasets of --data-path but --train-data-path and the like "
                 f"name each part's own and --split is '{split}'; remove --split"
             )
         blends = blend_per_part
@@ -140,7 +177,7 @@ def _blend(pair: tuple[Sequence[str], Sequence[float] | None] | None) -> Blend |
 
 
 def _document_shares(split: str) -> list[tuple[float, float] | None]:
-    """From where to where, in [0, 1], each part takes the documents of a dataset."""
+    """The range, in [0, 1], of the documents of each part."""
     words = [word.strip() for word in split.split(",")]
     if not 1 <= len(words) <= len(_PARTS) or not all(
         re.fullmatch(r"\d+(\.\d*)?|\.\d+", word) for word in words

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.hydraulis.data.index import read_index
-from megatron.hydraulis.data.long_sequences import LongSequences
+from megatron.hydraulis.data.index import LongSequences, read_index
 from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.json_object import parse_json, read_text
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 from rich.table import Table
 
-from megatron.hydraulis.data.long_sequences import LONG_SEQUENCES
+from megatron.hydraulis.data.index import LONG_SEQUENCES
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from megatron.hydraulis.lengths.statistics import CutEffect, LengthStatistics

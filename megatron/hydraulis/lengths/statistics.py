@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.hydraulis.data.long_sequences import LongSequences
+from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.lengths.counts import LengthCounts
 
 __all__ = ["CutEffect", "LengthRange", "LengthStatistics", "percentile"]

@@ -1,4 +1,4 @@
-"""The rules that a plan must keep, and what is raised when it breaks one."""
+"""The rules for plans, and the exception for a plan that breaks one."""
 
 from enum import Enum
 
@@ -6,7 +6,7 @@ __all__ = ["BrokenRule", "Rule"]
 
 
 class Rule(Enum):
-    """The rules by name, in the order in which they are checked; a plan keeps them when …"""
+    """The rules by name, in the order in which they are checked; a plan keeps them if …"""
 
     PLAN_FORMAT = "plan-format"
     """… every key is there, with numbers where numbers belong."""
@@ -38,7 +38,7 @@ class Rule(Enum):
     """… a replica's predicted time is that of 1F1B over its micro-batches, in their order; of one
     in groups that of the slowest group."""
     ITERATION_TIME = "iteration-time"
-    """… the predicted time is the makespan and what the strategy takes beside it."""
+    """… the predicted time is the makespan plus the strategy's overhead."""
     STAGE_OBJECTIVE = "stage-objective"
     """… the objective of dispatch and of packing is the makespan."""
     STAGE_BOUND = "stage-bound"

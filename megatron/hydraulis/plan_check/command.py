@@ -17,7 +17,7 @@ _EXIT_INVALID = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the subcommand."""
     parser.description = (
-        "Check a plan anew, times and bounds included, by code that shares nothing with the "
+        "Check a plan, times and bounds included, by code that shares nothing with the "
         "planner. Exit status: 0 and one line for a valid plan, 1 and the broken rule for an "
         "invalid one, 2 for files that cannot be read."
     )

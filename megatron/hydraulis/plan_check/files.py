@@ -1,11 +1,18 @@
-"""The four files as the checker reads them: plain records, no type of the planner.
+"""The four files that the checker reads, as plain records: no type of the planner is used.
 
 Errors of profile, pool and lengths are DataError, those of the plan's content BrokenRule with
 the rule ``plan-format``.
+
+The text of a strategy: terms joined by ``+``; a term is ``[N*]`` and a scheme or ``idle``; a scheme
+is degrees ``tpN cpN[~] ppN`` in any order, then ``:`` and layers, then ``@`` and ranks. Without
+``@`` replicas are placed in descending order of tp, then of cp, then in the order of the text: each
+stage on the first node with room for it, else each of its TP groups on the first node with room for
+that, else on the nodes with most room.
 """
 
 import json
 import math
+import re
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +21,6 @@ from typing import Any, NamedTuple
 
 from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.plan_check.broken_rule import BrokenRule, Rule
-from megatron.hydraulis.plan_check.strategy_text import Shape, read_shape, read_strategy
 
 __all__ = [
     "Job",
@@ -22,21 +28,58 @@ __all__ = [
     "PlannedMicroBatch",
     "PlannedReplica",
     "SchemeFigures",
+    "Shape",
     "StageClaim",
     "StrategyFigures",
     "read_job",
     "read_lengths",
     "read_plan",
+    "read_shape",
+    "read_strategy",
 ]
 
 _VERSION = 1
 # Larger whole numbers are typing errors, which numpy cannot hold.
 _MOST = 10**18
 _MOST_BYTES = 256 << 20
-# Of objects and lists in one another; a plan has 8.
+# Nesting of objects and lists; a plan has 8 levels.
 _MOST_LEVELS = 32
 _IDX_HEADER = struct.Struct("<9sQBQQ")
 _IDX_MAGIC = b"MMIDIDX\0\0"
+_TERM = re.compile(
+    r"(?:(?P<copies>\d+)\*)?"
+    r"(?:(?P<idle>idle)|(?P<degrees>(?:(?:tp|cp|pp)\d+~?)+))"
+    r"(?::(?P<layers>\d+(?:,\d+)*))?"
+    r"(?:@(?P<ranks>\d+(?:,\d+)*))?"
+)
+# More ranks are a typing error, and would not fit in memory.
+_MOST_RANKS = 10**7
+_DEGREE = re.compile(r"(tp|cp|pp)(\d+)(~?)")
+
+
+class Shape(NamedTuple):
+    """Degrees of a replica, layers if the text lists them, and whether its cp splits."""
+
+    tp: int
+    cp: int
+    pp: int
+    layers: tuple[int, ...] | None = None
+    splits_cp: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of a replica."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def at_full_width(self) -> "Shape":
+        """The shape under which a cost profile lists it."""
+        return self._replace(splits_cp=False)
+
+    def __str__(self) -> str:
+        split = "~" if self.splits_cp else ""
+        layers = "" if self.layers is None else ":" + ",".join(map(str, self.layers))
+        return f"tp{self.tp}cp{self.cp}{split}pp{self.pp}{layers}"
 
 
 @dataclass(frozen=True)
@@ -51,18 +94,18 @@ class SchemeFigures:
     tp: int = 1
     cp: int = 1
     groups: "tuple[SchemeFigures, ...]" = ()
-    """Where the cp ranks split, the figures of the groups of each size that the profile has."""
+    """If the cp ranks split: figures of the groups of each size that the profile has."""
     longest_tokens: int | None = None
-    """The longest sequence that fits, where that is not max_tokens."""
+    """The longest sequence that fits, if that is not max_tokens."""
 
     @property
     def longest(self) -> int:
-        """No longer sequence fits."""
+        """Length of the longest sequence that fits."""
         return self.max_tokens if self.longest_tokens is None else self.longest_tokens
 
     def held_tokens(self, lengths: list[int]) -> int:
-        """What counts against the limit: with cp > 1 each sequence fills 2·cp equal chunks, and
-        the row is shared by tp ranks."""
+        """Number of tokens that count against the limit: with cp > 1 each sequence fills 2·cp equal
+        chunks, and the row is shared by tp ranks."""
         if self.cp == 1:
             return sum(lengths)
         chunks = 2 * self.cp
@@ -71,7 +114,7 @@ class SchemeFigures:
 
     @property
     def at_best(self) -> "SchemeFigures":
-        """What bounds may take for the scheme: no micro-batch is faster or holds more.
+        """Figures for bounds: no micro-batch of the scheme is faster or holds more.
 
         A wave takes at least the mean over its cp ranks, so a sequence in a group of c of W ranks
         adds at least ``(a_c·s² + b_c·s)·c/W``, and a group without sequences takes its c.
@@ -132,7 +175,7 @@ class PlannedReplica:
 
 @dataclass(frozen=True)
 class StageClaim:
-    """What a plan says of dispatch or packing."""
+    """A plan's claim about dispatch or packing."""
 
     objective_s: float
     bound_s: float
@@ -141,13 +184,13 @@ class StageClaim:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan as it is written, believed in nothing but its types."""
+    """A plan as it is in the file; only types have been checked."""
 
     strategy: str
     replicas: list[PlannedReplica]
     predicted_time_s: float
     claims: dict[str, StageClaim]
-    """By the name of the stage, those that the plan reports on."""
+    """By the name of the stage, if the plan has them."""
 
 
 def read_lengths(path: str) -> list[int]:
@@ -390,3 +433,103 @@ def _text(path: str) -> str:
     if len(raw) > _MOST_BYTES:
         raise DataError(f"{path}: has more than {_MOST_BYTES} bytes; give another file")
     return text
+
+
+# --- strategies as text ------------------------------------------------------------------------
+
+
+def read_shape(text: str) -> Shape:
+    """A scheme alone; ValueError for anything else."""
+    match = _TERM.fullmatch("".join(text.split()))
+    if match is None or match["idle"] or match["copies"] or match["ranks"]:
+        raise ValueError(f"{text!r} is no scheme")
+    return _shape_of(match)
+
+
+def read_strategy(text: str, num_ranks: int, ranks_per_node: int) -> list[tuple[Shape, list[int]]]:
+    """Shape and ranks of every replica, in the order of the text; ValueError if impossible."""
+    if num_ranks > _MOST_RANKS:
+        raise ValueError(f"a job has at most {_MOST_RANKS} ranks but num_ranks is {num_ranks}")
+    shapes: list[Shape] = []
+    named: list[list[int] | None] = []
+    num_idle = 0
+    for term in "".join(text.split()).split("+"):
+        match = _TERM.fullmatch(term)
+        if match is None:
+            raise ValueError(f"{term!r} in {text!r} is no term of a strategy")
+        copies = int(match["copies"] or 1)
+        if match["idle"]:
+            num_idle += copies
+            continue
+        shape = _shape_of(match)
+        if copies * shape.num_ranks > num_ranks:
+            raise ValueError(f"{term!r} needs more ranks than the {num_ranks} of the job")
+        if shape.num_ranks < 1:
+            raise ValueError(f"{term!r} has a degree of 0")
+        ranks = None if match["ranks"] is None else _numbers(match["ranks"])
+        size = shape.num_ranks
+        if ranks is not None and len(ranks) != copies * size:
+            raise ValueError(f"{term!r} names {len(ranks)} ranks but needs {copies * size}")
+        for copy in range(copies):
+            shapes.append(shape)
+            named.append(None if ranks is None else ranks[copy * size : (copy + 1) * size])
+    num_used = sum(shape.num_ranks for shape in shapes)
+    if num_used + num_idle != num_ranks:
+        raise ValueError(f"{text!r} is for {num_used + num_idle} ranks but the job has {num_ranks}")
+    taken = [rank for ranks in named if ranks is not None for rank in ranks]
+    if len(set(taken)) != len(taken) or max(taken, default=0) >= num_ranks:
+        raise ValueError(f"{text!r} names a rank twice or one that the job does not have")
+    free = set(range(num_ranks)) - set(taken)
+    placed = dict(enumerate(named))
+    for index in sorted(placed, key=lambda i: (-shapes[i].tp, -shapes[i].cp)):
+        if named[index] is None:
+            placed[index] = _place(shapes[index], free, ranks_per_node)
+    return [(shape, placed[index] or []) for index, shape in enumerate(shapes)]
+
+
+def _shape_of(match: re.Match[str]) -> Shape:
+    degrees = {"tp": 1, "cp": 1, "pp": 1}
+    for axis, degree, _ in _DEGREE.findall(match["degrees"]):
+        degrees[axis] = int(degree)
+    layers = None if match["layers"] is None else tuple(_numbers(match["layers"]))
+    return Shape(degrees["tp"], degrees["cp"], degrees["pp"], layers, "~" in match["degrees"])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _place(shape: Shape, free: set[int], ranks_per_node: int) -> list[int]:
+    """Ranks for all stages of a replica, taken out of the free ones."""
+    ranks: list[int] = []
+    for _ in range(shape.pp):
+        stage = _in_one_node(shape.tp * shape.cp, free, ranks_per_node)
+        if stage is None:
+            stage = []
+            for _ in range(shape.cp):
+                group = _in_one_node(shape.tp, free, ranks_per_node)
+                stage += _across(shape.tp, free, ranks_per_node) if group is None else group
+        ranks += stage
+    return ranks
+
+
+def _by_node(free: set[int], ranks_per_node: int) -> list[list[int]]:
+    nodes: dict[int, list[int]] = {}
+    for rank in sorted(free):
+        nodes.setdefault(rank // max(ranks_per_node, 1), []).append(rank)
+    return list(nodes.values())
+
+
+def _in_one_node(size: int, free: set[int], ranks_per_node: int) -> list[int] | None:
+    for node in _by_node(free, ranks_per_node):
+        if len(node) >= size:
+            free.difference_update(node[:size])
+            return node[:size]
+    return None
+
+
+def _across(size: int, free: set[int], ranks_per_node: int) -> list[int]:
+    roomiest = sorted(_by_node(free, ranks_per_node), key=lambda node: -len(node))
+    group = sorted([rank for node in roomiest for rank in node][:size])
+    free.difference_update(group)
+    return group

@@ -1,13 +1,31 @@
-"""A plan checked against its batch and its strategy, rule after rule."""
+"""A plan checked against its batch and its strategy, rule after rule.
 
+Bounds are proved without a solver: any weights on the replicas prove one, so none is trusted.
+
+For a replica r with work W_r, tokens S_r, limit l_r and shortest micro-batch t_r, in any order of
+its micro-batches, ``T_r ≥ W_r + c_r·max(1, S_r/l_r) + (pp_r-1)·t_r`` when it has sequences. With
+weights λ_r ≥ 0 that add up to 1 the makespan is at least ``Σ λ_r·T_r``, hence at least
+
+    Σ_i min_r λ_r·e_r(s_i) + Σ_r λ_r·f_r,    e_r(s) = a·s² + b·s + c·s/l,   f_r = (pp-1)·t_min
+
+over the replicas that can hold s_i. The same holds with ``e_r(s) = a·s² + b·s`` and
+``f_r = c + (pp-1)·t_min``. Replicas without sequences have no f: either no replica is empty, or one
+of some scheme is, and then the others do the work. The minimum over these cases is the bound.
+
+A sequence that would take longer than the plan on some replica is not there: see
+proved_strategy_bound_ms.
+"""
+
+import heapq
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.hydraulis.plan_check.bounds import (
-    proved_packing_bound_ms,
-    proved_strategy_bound_ms,
-)
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron.hydraulis.plan_check.broken_rule import BrokenRule, Rule
 from megatron.hydraulis.plan_check.files import (
     Job,
@@ -15,12 +33,17 @@ from megatron.hydraulis.plan_check.files import (
     PlannedMicroBatch,
     PlannedReplica,
     SchemeFigures,
+    Shape,
     StrategyFigures,
 )
-from megatron.hydraulis.plan_check.schedule import simulated_time_ms
-from megatron.hydraulis.plan_check.strategy_text import Shape
 
-__all__ = ["Findings", "check_plan"]
+__all__ = [
+    "Findings",
+    "check_plan",
+    "proved_packing_bound_ms",
+    "proved_strategy_bound_ms",
+    "simulated_time_ms",
+]
 
 _MS_PER_S = 1e3
 # Sums of floats in another order differ in the last digits only.
@@ -29,7 +52,7 @@ _RELATIVE_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Findings:
-    """What was computed anew for a plan that keeps all rules."""
+    """What was computed here for a plan that keeps all rules."""
 
     predicted_time_s: float
     makespan_s: float
@@ -183,8 +206,8 @@ def _groups(
     shape: Shape,
     figures: SchemeFigures,
 ) -> list[tuple[str, list[int], SchemeFigures]]:
-    """What runs at a time: place, lengths and figures of each group, of all cp ranks if none is
-    listed."""
+    """What runs at the same time: place, lengths and figures of each group, or of all cp ranks if
+    no group is listed."""
     if not micro_batch.groups:
         return [("", micro_batch.lengths, figures)]
     of_size = {group.cp: group for group in figures.groups}
@@ -245,3 +268,267 @@ def _check_claims(plan: Plan, makespan_s: float) -> None:
 def _check_equal(rule: Rule, what: str, claimed_s: float, found_s: float, why: str) -> None:
     if not math.isclose(claimed_s, found_s, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-12):
         raise BrokenRule(rule, f"{what} is {claimed_s:.6f} s but must be {found_s:.6f} s: {why}")
+
+
+# --- the time of a replica -----------------------------------------------------------------------
+
+# The forward of a matrix product is one product, its backward two.
+_FORWARD_SHARE = 1 / 3
+
+_Operation = tuple[str, int]
+"""Kind, F or B, and micro-batch."""
+
+
+def simulated_time_ms(times_ms: Sequence[float], num_stages: int) -> float:
+    """When the last operation of 1F1B ends, simulated event by event.
+
+    times_ms: forward + backward of each micro-batch on one stage, in the order in which they run.
+    A stage begins its next operation once the stage is free and the operation's input has been
+    computed: the same forward on the stage before, the same backward on the stage after, and for
+    the last stage's backward its own forward.
+    """
+    orders = [_order(len(times_ms), num_stages - 1 - stage) for stage in range(num_stages)]
+    next_operation = [0] * num_stages
+    is_busy = [False] * num_stages
+    done: set[tuple[int, _Operation]] = set()
+    running: list[tuple[float, int]] = []
+    now_ms = 0.0
+
+    def start(stage: int) -> None:
+        if is_busy[stage] or next_operation[stage] == len(orders[stage]):
+            return
+        kind, micro_batch = orders[stage][next_operation[stage]]
+        if not _has_input(stage, kind, micro_batch, num_stages, done):
+            return
+        share = _FORWARD_SHARE if kind == "F" else 1 - _FORWARD_SHARE
+        is_busy[stage] = True
+        heapq.heappush(running, (now_ms + share * times_ms[micro_batch], stage))
+
+    start(0)
+    while running:
+        now_ms, stage = heapq.heappop(running)
+        done.add((stage, orders[stage][next_operation[stage]]))
+        is_busy[stage] = False
+        next_operation[stage] += 1
+        for neighbour in (stage, stage - 1, stage + 1):
+            if 0 <= neighbour < num_stages:
+                start(neighbour)
+    return now_ms
+
+
+def _order(num_micro_batches: int, num_ahead: int) -> list[_Operation]:
+    """The operations of a stage: ``num_ahead`` forwards, one of each in turn, the backwards."""
+    forwards = [("F", k) for k in range(num_micro_batches)]
+    backwards = [("B", k) for k in range(num_micro_batches)]
+    operations = forwards[:num_ahead]
+    rest = forwards[num_ahead:]
+    for forward, backward in zip(rest, backwards, strict=False):
+        operations += [forward, backward]
+    return operations + backwards[len(rest) :]
+
+
+def _has_input(
+    stage: int, kind: str, micro_batch: int, num_stages: int, done: set[tuple[int, _Operation]]
+) -> bool:
+    if kind == "F":
+        return stage == 0 or (stage - 1, ("F", micro_batch)) in done
+    if stage == num_stages - 1:
+        return (stage, ("F", micro_batch)) in done
+    return (stage + 1, ("B", micro_batch)) in done
+
+
+# --- bounds --------------------------------------------------------------------------------------
+
+FloatArray = NDArray[np.float64]
+
+_NUM_STEPS = 150
+"""Steps of the search for good weights; more of them prove little more."""
+_FIRST_STEP = 0.5
+_NUM_REFINEMENTS = 40
+"""Cuts of the interval in which two weights are traded, each to two thirds of its length."""
+
+
+def proved_strategy_bound_ms(lengths: Sequence[int], replicas: Sequence[SchemeFigures]) -> float:
+    """Lower bound for plans on these replicas, in ms; infinity if a sequence fits none.
+
+    A plan of time T has every sequence on a replica whose stages it passes within T. So no plan is
+    shorter than the least T that is not below the bound for such plans.
+    """
+    counts = Counter(replicas)
+    passes_ms = sorted(
+        {
+            _pass_ms(figures, length)
+            for figures in counts
+            for length in set(lengths)
+            if length <= figures.longest
+        }
+    )
+    bounds_ms: dict[int, float] = {}
+
+    def is_reached(place: int) -> bool:
+        bounds_ms[place] = _bound_within_ms(lengths, counts, passes_ms[place])
+        return bounds_ms[place] <= passes_ms[place]
+
+    # Where more is allowed the bound is lower: the first pass that reaches it can be bisected.
+    place = bisect_left(range(len(passes_ms)), True, key=is_reached)
+    before_ms = bounds_ms[place - 1] if place > 0 else math.inf
+    return min(before_ms, passes_ms[place] if place < len(passes_ms) else math.inf)
+
+
+def _pass_ms(figures: SchemeFigures, length: int) -> float:
+    """Time of a sequence through all stages."""
+    return figures.num_stages * figures.time_ms([length])
+
+
+def _bound_within_ms(
+    lengths: Sequence[int], counts: Counter[SchemeFigures], time_ms: float
+) -> float:
+    """The bound for plans in which no sequence takes longer than a time through all stages."""
+    longest = {
+        figures: max(
+            (
+                length
+                for length in set(lengths)
+                if length <= figures.longest and _pass_ms(figures, length) <= time_ms
+            ),
+            default=0,
+        )
+        for figures in counts
+    }
+    cases = [
+        _shared_bound_ms(lengths, without_one, longest, all_work=False)
+        for without_one in (counts - Counter([figures]) for figures in counts)
+        if max((longest[figures] for figures in without_one), default=0) >= max(lengths)
+    ]
+    if max(longest.values()) >= max(lengths) and len(lengths) >= counts.total():
+        cases.append(_shared_bound_ms(lengths, counts, longest, all_work=True))
+    return min(cases, default=math.inf)
+
+
+def _shared_bound_ms(
+    lengths: Sequence[int],
+    counts: Counter[SchemeFigures],
+    longest: Mapping[SchemeFigures, int],
+    *,
+    all_work: bool,
+) -> float:
+    """The bound by weights; with all_work no replica is empty.
+
+    longest: the longest sequence that may go to replicas of a scheme, 0 for none.
+    """
+    schemes = list(counts)
+    distinct = Counter(lengths)
+    sizes = np.array(list(distinct), dtype=np.float64)
+    copies = np.array(list(distinct.values()), dtype=np.float64)
+    num_replicas = np.array([counts[figures] for figures in schemes], dtype=np.float64)
+    work_ms = np.array(
+        [
+            np.where(
+                sizes <= longest[figures],
+                figures.a_ms_per_token2 * sizes**2 + figures.b_ms_per_token * sizes,
+                np.inf,
+            )
+            for figures in schemes
+        ]
+    )
+    share_ms = np.array([figures.c_ms * sizes / max(figures.max_tokens, 1) for figures in schemes])
+    if not all_work:
+        return _best_ms(work_ms + share_ms, copies, num_replicas, np.zeros(len(schemes)))
+    fill_ms = np.array(
+        [(figures.num_stages - 1) * figures.time_ms([min(lengths)]) for figures in schemes]
+    )
+    constant_ms = np.array([figures.c_ms for figures in schemes])
+    return max(
+        _best_ms(work_ms + share_ms, copies, num_replicas, fill_ms),
+        _best_ms(work_ms, copies, num_replicas, fill_ms + constant_ms),
+    )
+
+
+def _best_ms(
+    work_ms: FloatArray, copies: FloatArray, num_replicas: FloatArray, fixed_ms: FloatArray
+) -> float:
+    """The bound for the best weights that a short search finds.
+
+    work_ms: shape (num_schemes, num_lengths), infinite where a length does not fit; copies: shape
+    (num_lengths,); num_replicas, fixed_ms: shape (num_schemes,). The bound is concave in the
+    weights, so following its slope, and then trading weights in pairs, leads upwards.
+    """
+    fits = np.isfinite(work_ms)
+    finite_ms = np.where(fits, work_ms, 0.0)
+    columns = np.arange(len(copies))
+
+    def loads_ms(shares: FloatArray) -> FloatArray:
+        """Load of a replica of each scheme if every length goes where it weighs least.
+
+        shares: weight of all replicas of each scheme together, which add up to 1.
+        """
+        weighted = np.where(fits, (shares / num_replicas)[:, None] * finite_ms, np.inf)
+        chosen = weighted.argmin(axis=0)
+        taken_ms = copies * finite_ms[chosen, columns]
+        return fixed_ms + np.bincount(chosen, taken_ms, len(num_replicas)) / num_replicas
+
+    def bound_ms(shares: FloatArray) -> float:
+        return float(shares @ loads_ms(shares))
+
+    best = shares = num_replicas / num_replicas.sum()
+    # Trading alone finds the best weights of two schemes.
+    for step in range(_NUM_STEPS if len(shares) > 2 else 0):
+        loads = loads_ms(shares)
+        slope = loads / max(float(loads.max()), np.finfo(np.float64).tiny)
+        shares = shares * np.exp(_FIRST_STEP / math.sqrt(1 + step) * slope)
+        shares /= shares.sum()
+        best = max(best, shares, key=bound_ms)
+    for first in range(len(best)):
+        for second in range(first):
+            best = _traded(bound_ms, best, first, second)
+    return bound_ms(best)
+
+
+def _traded(
+    bound_ms: Callable[[FloatArray], float], shares: FloatArray, first: int, second: int
+) -> FloatArray:
+    """The best division of the weight of two schemes between them."""
+    low, high = 0.0, float(shares[first] + shares[second])
+
+    def with_first(share: float) -> FloatArray:
+        traded = shares.copy()
+        traded[first], traded[second] = share, shares[first] + shares[second] - share
+        return traded
+
+    for _ in range(_NUM_REFINEMENTS):
+        third = (high - low) / 3.0
+        if bound_ms(with_first(low + third)) < bound_ms(with_first(high - third)):
+            low += third
+        else:
+            high -= third
+    return max(shares, with_first((low + high) / 2.0), key=bound_ms)
+
+
+def proved_packing_bound_ms(lengths: Sequence[int], figures: SchemeFigures) -> float:
+    """Lower bound for a replica with these sequences, however they are packed, in ms."""
+    if not lengths:
+        return 0.0
+    num_fewest = _fewest_micro_batches(lengths, figures.max_tokens)
+    work_ms = math.fsum(figures.time_ms([length]) - figures.c_ms for length in lengths)
+    fill_ms = (figures.num_stages - 1) * figures.time_ms([min(lengths)])
+    return max(
+        work_ms + num_fewest * figures.c_ms + fill_ms,
+        figures.num_stages * figures.time_ms([max(lengths)]),
+    )
+
+
+def _fewest_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
+    """Micro-batches that any packing needs: bound L2 of Martello and Toth (1990).
+
+    For a threshold: sequences that leave less room than it have a micro-batch each, those above
+    half the limit too, and those from the threshold to half the limit fill up what room is left.
+    """
+    fewest = -(-sum(lengths) // max(max_tokens, 1))
+    half = max_tokens / 2
+    for threshold in {length for length in lengths if length <= half} | {0}:
+        alone = sum(length > max_tokens - threshold for length in lengths)
+        large = [length for length in lengths if half < length <= max_tokens - threshold]
+        small = sum(length for length in lengths if threshold <= length <= half)
+        excess = small - (len(large) * max_tokens - sum(large))
+        fewest = max(fewest, alone + len(large) + max(0, -(-excess // max(max_tokens, 1))))
+    return fewest

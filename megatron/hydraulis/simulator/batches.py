@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.data.blend import SequenceGroup
-from megatron.hydraulis.data.sampler import LengthSampler
+from megatron.hydraulis.data.sampler import LengthSampler, SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.plan import IterationPlan, Planner

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from megatron.hydraulis.data.blend import Blend
 from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.data.sources import load_corpora
+from megatron.hydraulis.data.sources import Blend, load_corpora
 from megatron.hydraulis.loop import entry
 from tests.support.forked_job import Kill, run_job
 from tests.support.tiny_corpus import (

@@ -5,8 +5,7 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.hydraulis.data.blend import SequenceGroup
-from megatron.hydraulis.data.sampler import MAX_WAITING_SEQUENCES, LengthSampler
+from megatron.hydraulis.data.sampler import MAX_WAITING_SEQUENCES, LengthSampler, SequenceGroup
 
 length_lists = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 seeds = st.integers(0, 2**32)

@@ -83,7 +83,7 @@ def test_objects_in_the_place_of_tensors(
     name = "__0_0.distcp"
     torch.save(Trap(sprung) if is_trap else [1.0, 1.0], tmp_path / name)
     record = FileRecord.of(tmp_path / name)
-    pieces = [((0,), (2,), (0, record.num_bytes))]
+    pieces: Any = [((0,), (2,), (0, record.num_bytes))]
     written = WrittenFile(name, record, {}, {"weight": (torch.float32, (2,), pieces)})
     write_metadata(tmp_path, [written])
     with pytest.raises(CheckpointError, match=message):

@@ -8,11 +8,9 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.hydraulis.data import corpus as corpus_module
-from megatron.hydraulis.data.blend import SequenceGroup
-from megatron.hydraulis.data.corpus import Corpus, DocumentRange
-from megatron.hydraulis.data.index import read_index
-from megatron.hydraulis.data.long_sequences import LONG_SEQUENCES, LongSequences
-from megatron.hydraulis.data.token_stretches import spread_stretches
+from megatron.hydraulis.data.corpus import Corpus, DocumentRange, spread_stretches
+from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences, read_index
+from megatron.hydraulis.data.sampler import SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from tests.unit.data.datasets import numbered_documents, write_dataset
 

@@ -8,9 +8,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.tokenizers import MegatronTokenizer
 
-from megatron.hydraulis.data.blend import Blend
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sources import (
+    Blend,
     Corpora,
     load_corpora,
     load_corpora_from_arguments,
@@ -174,3 +174,23 @@ def test_from_megatrons_flags(tmp_path: Path) -> None:
         loaded()
     with pytest.raises(ConfigurationError, match="cannot read the file that lists"):
         loaded(data_args_path=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ((1.0,), "1 weights for 2 datasets"),
+        ((1.0, 0.0), "that of 'b' is 0.0"),
+        ((-1.0, 1.0), "that of 'a' is -1.0"),
+        ((float("nan"), 1.0), "that of 'a' is nan"),
+        ((float("inf"), 1.0), "that of 'a' is inf"),
+    ],
+)
+def test_refused_weights(weights: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Blend(("a", "b"), weights)
+
+
+def test_a_blend_has_datasets() -> None:
+    with pytest.raises(ConfigurationError, match="at least one dataset"):
+        Blend(())

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel, pipeline_time_ms
-from megatron.hydraulis.plan_check.bounds import proved_packing_bound_ms, proved_strategy_bound_ms
 from megatron.hydraulis.plan_check.files import SchemeFigures
+from megatron.hydraulis.plan_check.rules import proved_packing_bound_ms, proved_strategy_bound_ms
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 

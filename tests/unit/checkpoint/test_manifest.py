@@ -1,4 +1,4 @@
-"""What must be alike in a run and the checkpoint that it loads, by upstream's own arguments."""
+"""The manifest: content, damage, and which models are the same, by Megatron's own arguments."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import pytest
 from megatron.hydraulis.checkpoint.manifest import (
     MODEL_ARGUMENTS,
     NEVER_ON_HERE,
+    Manifest,
     model_differences,
     model_of,
+    records_of,
+    share_of_files,
 )
+from megatron.hydraulis.errors import CheckpointError
 from tests.unit.argument_command import parse
 
 
@@ -71,3 +75,44 @@ def test_an_earlier_name_counts_as_todays() -> None:
 def test_one_group_a_head_is_no_grouping() -> None:
     plain = Namespace(group_query_attention=False, num_query_groups=1, num_attention_heads=4)
     assert model_of(plain)["num_query_groups"] == 4
+
+
+def manifest_of(path: Path) -> Manifest:
+    return Manifest(
+        iteration=3,
+        num_ranks=2,
+        model={"num_layers": 2, "norm_epsilon": 1e-5},
+        state={"sampler": {"epoch": 1, "position": 7, "seed": 3}},
+        configuration={"lr": 0.1},
+        files=records_of(path),
+    )
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    manifest = manifest_of(tmp_path)
+    manifest.write(tmp_path)
+    assert Manifest.read(tmp_path) == manifest
+    assert manifest.problems(tmp_path) == []
+    assert manifest.num_bytes == 3
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    manifest_of(tmp_path).write(tmp_path)
+    path = tmp_path / "hydraulis.json"
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        try:
+            found = Manifest.read(tmp_path)
+        except CheckpointError:
+            continue
+        assert found.to_json() == manifest_of(tmp_path).to_json()  # a blank between two values
+
+
+def test_every_reader_takes_a_share_and_no_file_is_left_out() -> None:
+    sizes = {"a": 10, "b": 9, "c": 5, "d": 4, "e": 0}
+    shares = [share_of_files(sizes, share, 3) for share in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    assert max(sum(sizes[name] for name in share) for share in shares) <= 11

@@ -3,7 +3,7 @@ import io
 import numpy as np
 from rich.console import Console
 
-from megatron.hydraulis.data.length_histogram import LengthBin, length_bins, length_table
+from megatron.hydraulis.data.preprocess_command import LengthBin, length_bins, length_table
 
 
 def test_bins_are_powers_of_two_without_gaps() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.hydraulis.plan_check.strategy_text import Shape, read_shape, read_strategy
+from megatron.hydraulis.plan_check.files import Shape, read_shape, read_strategy
 from megatron.hydraulis.strategy import Strategy
 
 

@@ -7,11 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
-from megatron.hydraulis.checkpoint.manifest import (
-    Manifest,
-    records_of,
-    share_of_files,
-)
 from megatron.hydraulis.errors import CheckpointError
 
 
@@ -90,44 +85,3 @@ def test_a_latest_that_is_no_number_is_an_error(folder: CheckpointFolder, text: 
     (folder.root / LATEST_FILE_NAME).write_text(text)
     with pytest.raises(CheckpointError, match="must hold the number of an iteration"):
         folder.latest()
-
-
-def manifest_of(path: Path) -> Manifest:
-    return Manifest(
-        iteration=3,
-        num_ranks=2,
-        model={"num_layers": 2, "norm_epsilon": 1e-5},
-        state={"sampler": {"epoch": 1, "position": 7, "seed": 3}},
-        configuration={"lr": 0.1},
-        files=records_of(path),
-    )
-
-
-def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    manifest = manifest_of(tmp_path)
-    manifest.write(tmp_path)
-    assert Manifest.read(tmp_path) == manifest
-    assert manifest.problems(tmp_path) == []
-    assert manifest.num_bytes == 3
-
-
-def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    manifest_of(tmp_path).write(tmp_path)
-    path = tmp_path / "hydraulis.json"
-    content = path.read_bytes()
-    for at in range(len(content)):
-        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        try:
-            found = Manifest.read(tmp_path)
-        except CheckpointError:
-            continue
-        assert found.to_json() == manifest_of(tmp_path).to_json()  # a blank between two values
-
-
-def test_every_reader_takes_a_share_and_no_file_is_left_out() -> None:
-    sizes = {"a": 10, "b": 9, "c": 5, "d": 4, "e": 0}
-    shares = [share_of_files(sizes, share, 3) for share in range(3)]
-    assert sorted(name for share in shares for name in share) == sorted(sizes)
-    assert max(sum(sizes[name] for name in share) for share in shares) <= 11
