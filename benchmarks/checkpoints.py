@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(table)
     stall = ratios(rounds)[STALL]
     console.print(
-        f"A run's first asynchronous save, for which ranks plan together, stalls it for "
+        "A run's first asynchronous save stalls it for "
         f"{first.async_stall_s:.3f} s of {first.async_save_s:.3f} s.\n"
         f"Goal: training stands still for at most {GOAL_STALL:.0%} of an asynchronous save's "
         f"duration; it is {stall.median:.1%}."

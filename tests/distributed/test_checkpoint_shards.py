@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron.hydraulis.checkpoint.inspect import inspect_folder
 from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.checkpoint.names import stored_objects, stored_parameters
 from tests.support.checkpoints import (
@@ -38,6 +40,17 @@ MODELS = {
     ),
 }
 
+EARLIER = SmallModel(
+    num_layers=1,
+    hidden_size=8,
+    ffn_hidden_size=8,
+    num_heads=2,
+    num_groups=2,
+    vocab_size=13,
+    padded_vocab_size=16,
+    dtype=torch.float32,
+)
+
 
 @pytest.mark.parametrize("name", MODELS)
 def test_other_pools_and_other_numbers_of_ranks_hold_the_same_state(
@@ -63,6 +76,28 @@ def test_other_pools_and_other_numbers_of_ranks_hold_the_same_state(
 
 def load_with(model: SmallModel, source: str, root: str, options: dict[str, object]) -> int:
     return load_and_save(model, ("tp1+pp3", "tp2+2*tp1"), source, root, **options)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Written in fp32 by two ranks with torch 2.13 and this project as of commit ddf4a78."""
+    with tarfile.open(Path(__file__).with_name("earlier_checkpoint.tar.xz")) as archive:
+        archive.extractall(tmp_path / "earlier", filter="data")
+    (inspected,) = inspect_folder(tmp_path / "earlier").checkpoints
+    assert (inspected.problems, inspected.num_ranks) == ((), 2)
+    source = tmp_path / "earlier" / LAST
+    steps = pool_of(3).run(load_and_save, EARLIER, ("tp2+tp1",), str(source), str(tmp_path / "now"))
+    assert steps == [NUM_STEPS] * 3
+    assert differing_keys(whole_tensors(source), whole_tensors(tmp_path / "now" / LAST)) == {}
+
+
+def test_what_an_earlier_attempt_left_is_no_part_of_a_save(tmp_path: Path) -> None:
+    left = tmp_path / ".saving-iter_0000003" / "__7_0.distcp"
+    left.parent.mkdir()
+    left.write_bytes(b"of a rank that there is no more")
+    pool_of(2).run(save_new, EARLIER, ("tp2",), str(tmp_path))
+    names = {path.name for path in (tmp_path / LAST).iterdir()}
+    assert names == set(Manifest.read(tmp_path / LAST).files) | {"hydraulis.json"}
+    assert left.name not in names
 
 
 def test_keys_shapes_and_dtypes_are_megatrons(tmp_path: Path) -> None:
@@ -107,7 +142,7 @@ def save_then_change(model: SmallModel, root: str) -> None:
     engine = make_engine(model.definition(), ("tp2",))
     saver = save_engine(engine, Path(root), iteration=2, asynchronous=True)
     fill_moments(engine)
-    saver.save(saved_state(engine, 3))  # waits for the first, and is planned by the fork
+    saver.save(saved_state(engine, 3))  # waits for the first
     for flat in (engine.shards.parameters, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq):
         flat.fill_(-1.0)
     while saver.is_saving:

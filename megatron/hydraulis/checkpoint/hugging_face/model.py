@@ -136,11 +136,6 @@ class HuggingFaceModel:
 
     def __post_init__(self) -> None:
         """Check sizes and family."""
-        if self.has_linear_biases and not self.has_qkv_biases:
-            raise ConfigurationError(
-                "model: with biases in every linear layer query, key and value have them too but "
-                "has_qkv_biases is False; set it"
-            )
         ModelShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -231,55 +226,32 @@ def model_from_arguments(
                 f"{what}: was trained with {name} = {arguments[name]}, for which {_NO_COUNTERPART}"
             )
 
-    def given(name: str) -> Any:
-        if arguments.get(name) is None:
-            raise ConfigurationError(
-                f"{what}: its arguments must say {name} but do not; save the checkpoint again by a "
-                "program that stores its arguments"
-            )
-        return arguments[name]
-
-    def integer(name: str) -> int:
-        value = given(name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigurationError(
-                f"{what}: {name} must be a whole number but is {value!r}; save the checkpoint again"
-            )
-        return value
-
-    def number(name: str) -> float:
-        value = given(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigurationError(
-                f"{what}: {name} must be a number but is {value!r}; save the checkpoint again"
-            )
-        return float(value)
-
+    given = _without_nulls(arguments, f"{what}, arguments of the run")
     is_grouped = arguments.get("group_query_attention", True)
-    sizes = {n: integer(n) for n in _SIZES if n != "num_query_groups" or is_grouped}
-    sizes.setdefault("num_query_groups", integer("num_attention_heads"))
-    interpolation, scaling = arguments.get("rotary_seq_len_interpolation_factor"), None
-    if arguments.get("use_rope_scaling", False):
-        if interpolation is not None:
+    sizes = {n: given.integer(n) for n in _SIZES if n != "num_query_groups" or is_grouped}
+    sizes.setdefault("num_query_groups", sizes["num_attention_heads"])
+    scaling, interpolation = None, "rotary_seq_len_interpolation_factor"
+    if arguments.get("use_rope_scaling"):
+        if given.has(interpolation):
             raise ConfigurationError(
                 f"{what}: --use-rope-scaling and --rotary-seq-len-interpolation-factor "
-                f"{interpolation} were both given, for which {_NO_COUNTERPART}"
+                f"{arguments[interpolation]} were both given, for which {_NO_COUNTERPART}"
             )
-        scaling = RopeScaling("llama3", number("rope_scaling_factor"))
-    elif interpolation is not None:
-        scaling = RopeScaling("linear", number("rotary_seq_len_interpolation_factor"))
-    has_linear_biases = bool(given("add_bias_linear"))
+        scaling = RopeScaling("llama3", given.number("rope_scaling_factor"))
+    elif given.has(interpolation):
+        scaling = RopeScaling("linear", given.number(interpolation))
+    has_linear_biases = bool(given.value("add_bias_linear"))
     # Earlier versions of Megatron name it as their flag does.
     epsilon_name = "norm_epsilon" if "norm_epsilon" in arguments else "layernorm_epsilon"
     return HuggingFaceModel(
         **sizes,
         vocab_size=vocab_size,
-        norm_epsilon=number(epsilon_name),
+        norm_epsilon=given.number(epsilon_name),
         rope_scaling=scaling,
-        tied_embeddings=not given("untie_embeddings_and_output_weights"),
+        tied_embeddings=not given.value("untie_embeddings_and_output_weights"),
         has_linear_biases=has_linear_biases,
-        has_qkv_biases=has_linear_biases or bool(arguments.get("add_qkv_bias", False)),
-        has_qk_norms=bool(arguments.get("qk_layernorm", False)),
+        has_qkv_biases=has_linear_biases or bool(arguments.get("add_qkv_bias")),
+        has_qk_norms=bool(arguments.get("qk_layernorm")),
     )
 
 
