@@ -30,7 +30,6 @@ __all__ = [
     "model_differences",
     "model_of",
     "records_of",
-    "share_of_files",
 ]
 
 MANIFEST_NAME = "hydraulis.json"
@@ -233,13 +232,13 @@ class Manifest:
             checks_content: compare checksums as well as sizes.
             advance: called with the size of each file that was checked.
         """
-        sizes = {name: record.num_bytes for name, record in self.files.items()}
+        largest_first = sorted(self.files, key=lambda name: (-self.files[name].num_bytes, name))
         problems = []
-        for name in share_of_files(sizes, share, num_shares):
+        for name in largest_first[share::num_shares]:
             problem = self.files[name].problem(folder / name, checks_content=checks_content)
             if problem is not None:
                 problems.append(problem)
-            advance(sizes[name])
+            advance(self.files[name].num_bytes)
         return problems
 
 
@@ -262,18 +261,6 @@ def records_of(
         if path.is_file() and path.name != MANIFEST_NAME and path.name not in records:
             records[path.name] = FileRecord.of(path)
     return records
-
-
-def share_of_files(sizes: Mapping[str, int], share: int, num_shares: int) -> list[str]:
-    """The files of one of several readers. The largest go first, each to the least loaded."""
-    loads = [0] * num_shares
-    mine = []
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        to = loads.index(min(loads))
-        loads[to] += sizes[name] + 1
-        if to == share:
-            mine.append(name)
-    return mine
 
 
 def model_of(args: Any) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class CheckpointSaver:
         if background is None:
             self._complete()
         else:
-            self._begin_vote(self._current)
+            self._vote(self._current)
             self._current.stall_s = time.perf_counter() - start_s
 
     @property
@@ -182,7 +182,7 @@ class CheckpointSaver:
         elif outcome != _BUSY:
             self._advance(current)
         if self._current is not None:
-            self._begin_vote(current)
+            self._vote(current)
             current.stall_s += time.perf_counter() - start_s
 
     def finish(self) -> None:
@@ -229,7 +229,7 @@ class CheckpointSaver:
                 objects[value.unique_key] = common.pop(key).data
         return objects | {COMMON_STATE: common}
 
-    def _begin_vote(self, current: _Save) -> None:
+    def _vote(self, current: _Save) -> None:
         vote = torch.tensor([current.own_vote], device=self._engine.device)
         current.vote = (vote, dist.all_reduce(vote, op=dist.ReduceOp.MIN, async_op=True))
 

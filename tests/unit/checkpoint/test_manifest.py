@@ -14,7 +14,6 @@ from megatron.hydraulis.checkpoint.manifest import (
     model_differences,
     model_of,
     records_of,
-    share_of_files,
 )
 from megatron.hydraulis.errors import CheckpointError
 from tests.unit.argument_command import parse
@@ -111,8 +110,12 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
         assert found.to_json() == manifest_of(tmp_path).to_json()  # a blank between two values
 
 
-def test_every_reader_takes_a_share_and_no_file_is_left_out() -> None:
-    sizes = {"a": 10, "b": 9, "c": 5, "d": 4, "e": 0}
-    shares = [share_of_files(sizes, share, 3) for share in range(3)]
-    assert sorted(name for share in shares for name in share) == sorted(sizes)
-    assert max(sum(sizes[name] for name in share) for share in shares) <= 11
+def test_every_reader_takes_a_share_and_no_file_is_left_out(tmp_path: Path) -> None:
+    for size in range(7):
+        (tmp_path / f"{size}").write_bytes(bytes(size))
+    manifest = manifest_of(tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"changed")
+    shares = [manifest.problems(tmp_path, share=share, num_shares=3) for share in range(3)]
+    assert [len(share) for share in shares] == [3, 2, 2]
+    assert sorted(problem[0] for share in shares for problem in share) == list("0123456")
