@@ -146,10 +146,6 @@ CANNOT_RACE = {
     "loop/planned_batches.py: packed = packed.pinned().to(self._device, non_blocking=True)": (
         "as above"
     ),
-    "checkpoint/reader.py: super().read_data(LoadPlan([item]), planner).wait()": "reads a file",
-    "checkpoint/reader.py: reader.read_data(LoadPlan([item]), planner).wait()": "reads a file",
-    "checkpoint/hugging_face/stored.py: self._reader.read_data(LoadPlan(items), "
-    "_IntoTensor(destination)).wait()": "reads a file",
     "planner/ahead.py: self._process.wait()": "a process",
 }
 """Other places that wait, or that copy without waiting, and why none is needed or can be missed."""
