@@ -5,14 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.cuda_stand_in.lone_ranks import log_of
+from tests.cuda_stand_in.order import check_order, read_log
+from tests.cuda_stand_in.pool import run_logged
 from tests.support.bf16_error import MOST_OF_ONE_PROCESS, gradients_of, worst_ratio
-from tests.support.law import MAIN_MODEL, SPLITS, changing, check_law, law_job, waves
-from tests.support.models import Job, SmallModel
+from tests.support.gloo_pool import pool_of
+from tests.support.law import MAIN_MODEL, SPLITS, assert_law, changing, law_job, waves
+from tests.support.models import Job, RankRun, SmallModel, run_job
 
 pytestmark = pytest.mark.distributed
 
@@ -53,8 +58,15 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_fp32(name: str) -> None:
-    check_law(JOBS[name](FP32_MODEL), 4, "cuda")
+def test_in_fp32(name: str, tmp_path: Path) -> None:
+    """And one order holds all NCCL calls, by the backend that torch takes for NCCL by itself."""
+    job = JOBS[name](FP32_MODEL)
+    runs: list[RankRun] = pool_of(4, "cuda").run(run_logged, tmp_path, run_job, job)
+    assert_law(job, runs)
+    report = check_order([read_log(log_of(tmp_path, rank)) for rank in range(4)])
+    assert not report.mismatches, str(report)
+    assert not report.cycle, str(report)
+    assert min(report.num_operations) > 0
 
 
 @pytest.mark.parametrize("name", NAMES)

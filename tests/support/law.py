@@ -11,7 +11,7 @@ import torch
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.strategy import Strategy
 from tests.support.comparison import assert_close, assert_same, wrong_tensors
-from tests.support.gloo_pool import Device, pool_of
+from tests.support.gloo_pool import pool_of
 from tests.support.models import (
     Assignment,
     Job,
@@ -168,8 +168,8 @@ def wrong_gradients(job: Job, runs: list[RankRun]) -> dict[str, float]:
     return wrong_tensors(found, law_reference(job.model).gradients[0], FP64_TOLERANCE)
 
 
-def check_law(job: Job, num_ranks: int, device: Device = "cpu") -> list[RankRun]:
+def check_law(job: Job, num_ranks: int) -> list[RankRun]:
     """Run the job on as many ranks and compare."""
-    runs: list[RankRun] = pool_of(num_ranks, device).run(run_job, job)
+    runs: list[RankRun] = pool_of(num_ranks).run(run_job, job)
     assert_law(job, runs)
     return runs
