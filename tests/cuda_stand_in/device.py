@@ -55,8 +55,8 @@ def reset_peak(device: int) -> None:
 
 @contextmanager
 def events_never_ready() -> Iterator[None]:
-    """Within, who asks whether an event has come is told no: torch's allocator then gives memory
-    that another stream uses to nobody else, and only what is waited for is ordered."""
+    """Within, every query of an event answers "not ready": torch's allocator then gives memory that
+    another stream uses to nobody else, and only explicit waits order anything."""
     driver().stand_in_never_ready(1)
     try:
         yield

@@ -150,7 +150,7 @@ def test_text_names_every_stage_with_ranks_and_parameters(tmp_path: Path) -> Non
     assert rows[1] == ["1", "2-3", "3", f"{of_rank['2']:,}"]
     assert rows[2][:5] == ["1", "tp1", "0", "4", "4"]
     assert rows[2][6] == f"{single['max_tokens_per_micro_batch']:,}"
-    # The job's, regrouping's, tp and pp; what they are assumed to take is told with them.
+    # The job's, regrouping's, tp and pp; the line also says what they are assumed to take.
     assert description["most_communicators_of_a_rank"] == 4
     (groups,) = (line for line in lines if line.startswith("groups "))
     assert "up to 4 communicators; NCCL's are assumed to take 0.3 GB each and 3.3 GB" in groups

@@ -27,7 +27,7 @@ class HostStamp:
 
 
 class Waits:
-    """Time that compute stood still, added up.
+    """Total time for which compute waited.
 
     Args:
         span: what a wait is called.
