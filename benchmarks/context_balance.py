@@ -47,8 +47,7 @@ from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.wave_bounds import simple_bound_ms
 from megatron.hydraulis.planner.wave_packing import pack_waves
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 HIDDEN_SIZE = 4096
 LINEAR_COST = 12 * HIDDEN_SIZE

@@ -39,9 +39,8 @@ from megatron.hydraulis.profiler.grid import GridPoint, grid
 from megatron.hydraulis.profiler.measurements import MeasuredPoint, MeasuredStrategy
 from megatron.hydraulis.profiler.results import fit_points, profile_of
 from megatron.hydraulis.profiler.settings import filling_strategy
-from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 if TYPE_CHECKING:
     from benchmarks.iteration_block import BlockReport

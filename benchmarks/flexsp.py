@@ -29,7 +29,6 @@ from benchmarks.planner_batches import DATA
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
-from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.simulation import ReplicaTasks
@@ -40,7 +39,7 @@ from megatron.hydraulis.simulator.ways import (
     Ways,
     context_group_pools,
 )
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 NUM_RANKS = 64
 RANKS_PER_NODE = 8

@@ -62,16 +62,9 @@ TOPICS = (
         "that counts is the one in `config.json` of the run folder or, under Slurm, the line "
         "`step` at the top of the job's log.",
         (
-            "argument_checks",
-            "arguments",
-            "config",
-            "context_arguments",
-            "context_ways",
-            "flag_parser",
+            "cost_model/context_ways",
+            "flags",
             "loop/planning",
-            "pool_arguments",
-            "recompute_arguments",
-            "vocabulary",
         ),
     ),
     Topic(
@@ -79,13 +72,8 @@ TOPICS = (
         "A strategy that cannot be read, does not use the ranks of the job, or does not fit the "
         "model. `--dry-run --num-ranks N` shows how a strategy is read, on any machine.",
         (
-            "balanced_pool",
             "cluster",
             "model_shape",
-            "notation",
-            "placed_terms",
-            "placement",
-            "scheme",
             "strategy",
         ),
     ),
@@ -350,7 +338,7 @@ def _cell(text: str) -> str:
 def _refused_options() -> list[str]:
     """The table of upstream's options that are refused, by family."""
     sys.path.insert(0, str(ROOT))
-    from megatron.hydraulis.refused_options import families
+    from megatron.hydraulis.flags.options import families
 
     lines = [
         "## Refused options of Megatron",
@@ -359,7 +347,7 @@ def _refused_options() -> list[str]:
         "ignoring it would",
         "train another model than the one asked for: `--num-experts is not honoured: …`. What is "
         "honoured, and where",
-        "it takes effect, is in [honoured_options.py](../megatron/hydraulis/honoured_options.py).",
+        "it takes effect, is in [flags/options.py](../megatron/hydraulis/flags/options.py).",
         "",
         "| options about | why they are refused | do this |",
         "|---|---|---|",

@@ -17,14 +17,14 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from benchmarks.gpu.packs import MODEL_FLAGS, NUM_TOKENS, SEQ_LENGTH, VOCAB_SIZE
-from megatron.hydraulis.arguments import parse_arguments
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.loop.devices import constants_of_this_rank
 from megatron.hydraulis.loop.planning import Planning
 from megatron.hydraulis.observability.records import read_metrics
 from megatron.hydraulis.profiler.measurements import measurements_path
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 
 STRATEGY = "tp1"
 NUM_ITERATIONS = 50

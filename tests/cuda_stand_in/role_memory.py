@@ -21,8 +21,7 @@ from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from megatron.hydraulis.runtime.memory_trial import CudaGauge, TrialResult, run_memory_trial
 from megatron.hydraulis.runtime.model_building import ModelDefinition
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.cuda_stand_in import device
 
 NUM_ITERATIONS = 3

@@ -24,8 +24,7 @@ from megatron.hydraulis.runtime.emulation import (
 )
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.gloo_pool import pool_of, worker_groups
 from tests.support.models import SmallModel
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.arguments import gpt_model_config
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
 from megatron.hydraulis.checkpoint.hugging_face.import_hf import import_folder
@@ -25,6 +24,7 @@ from megatron.hydraulis.checkpoint.names import stored_objects, stored_parameter
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.checkpoint.torch_dist import LAYERS, StoredCheckpoint
 from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.flags.arguments import gpt_model_config
 from megatron.hydraulis.loop.checkpointing import _optimizer_entry, _plain_arguments
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
 from megatron.hydraulis.runtime.forward_step import make_forward_step

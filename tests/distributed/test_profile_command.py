@@ -11,7 +11,7 @@ import pytest
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.profiler.measurements import measurements_path
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 from tests.support.forked_job import JobOutcome, run_job
 from tests.support.tiny_corpus import SEQ_LENGTH, tiny_command
 

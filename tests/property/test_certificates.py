@@ -19,8 +19,7 @@ from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.relaxation import Relaxation
 from megatron.hydraulis.planner.search import TARGET_GAP, StrategySearch
 from megatron.hydraulis.planner.solver import Deadline, Solver
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.brute_force import (
     ReplicaFigures,
     best_makespan_ms,

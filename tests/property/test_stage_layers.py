@@ -13,7 +13,7 @@ from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, Recompu
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.stage_layers import split_layers
 from megatron.hydraulis.errors import StrategyError
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B
 
 

@@ -16,8 +16,7 @@ from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.planner.solver import Deadline, Solver
 from megatron.hydraulis.planner.wave_bounds import simple_bound_ms, wave_bound_ms
 from megatron.hydraulis.planner.wave_packing import pack_waves
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.planning import TableCostModel
 
 COLUMN_TOKENS = 64

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.hydraulis.arguments import Resolved
+from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.loop import entry
 
 Program = Callable[[Sequence[str]], None]

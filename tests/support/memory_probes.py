@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.hydraulis.errors import OutOfMemoryError
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from megatron.hydraulis.runtime.memory_trial import run_memory_trial
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 from tests.support.models import Job, build_engine, packs_of_rank, use_fp64_loss
 
 BYTES_PER_TOKEN = 1000

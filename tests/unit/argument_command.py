@@ -3,8 +3,8 @@
 import functools
 from pathlib import Path
 
-from megatron.hydraulis.arguments import Resolved, parse_arguments
-from megatron.hydraulis.flag_parser import FlagParser
+from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
+from megatron.hydraulis.flags.parser import FlagParser
 
 
 @functools.cache

@@ -172,7 +172,7 @@ def test_what_upstream_raises_becomes_one_line(
     def refuse(args: object) -> None:
         raise error
 
-    monkeypatch.setattr("megatron.hydraulis.arguments.validate_args", refuse)
+    monkeypatch.setattr("megatron.hydraulis.flags.arguments.validate_args", refuse)
     with pytest.raises(ConfigurationError) as caught:
         parse(tmp_path)
     assert str(caught.value) == f"Megatron refuses these flags: {reason}; change the flags it names"
@@ -183,7 +183,7 @@ def test_an_assertion_of_upstreams_without_a_message_shows_its_condition(
 ) -> None:
     # A function of upstream's that asserts without a message.
     monkeypatch.setattr(
-        "megatron.hydraulis.arguments.validate_args",
+        "megatron.hydraulis.flags.arguments.validate_args",
         lambda args: get_blend_from_list(["one", "x", "2", "y"]),
     )
     with pytest.raises(ConfigurationError, match=r"refuses these flags: all\(is_none\); change"):
@@ -196,7 +196,7 @@ def test_what_upstreams_model_configuration_refuses_is_reported(
     def refuse(args: object) -> None:
         raise ValueError("rotary_interleaved does not go with fused rotation")
 
-    monkeypatch.setattr("megatron.hydraulis.arguments.gpt_model_config", refuse)
+    monkeypatch.setattr("megatron.hydraulis.flags.arguments.gpt_model_config", refuse)
     with pytest.raises(ConfigurationError, match="Megatron refuses these flags: rotary_interleav"):
         parse(tmp_path, "--position-embedding-type", "rope", "--rotary-interleaved")
 
@@ -205,7 +205,7 @@ def test_wandb_is_asked_for_before_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "megatron.hydraulis.argument_checks.importlib.util.find_spec", lambda name: None
+        "megatron.hydraulis.flags.checks.importlib.util.find_spec", lambda name: None
     )
     with pytest.raises(ConfigurationError, match=r"--wandb-project p needs .* pip install wandb"):
         parse(tmp_path, "--wandb-project", "p")

@@ -8,9 +8,9 @@ import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import global_vars
 
-from megatron.hydraulis.arguments import Resolved, install_globals
-from megatron.hydraulis.config import HydraulisConfig, default_run_dir, option_of
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.arguments import Resolved, install_globals
+from megatron.hydraulis.flags.config import HydraulisConfig, default_run_dir, option_of
 from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron.hydraulis.arguments import Resolved, gpt_model_config
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.honoured_options import HONOURED
+from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
+from megatron.hydraulis.flags.options import HONOURED
 from tests.unit.argument_command import parse, write_corpus
 
 # A layer spec of a user, for --spec.
@@ -300,11 +300,11 @@ def test_honoured(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: row.cuda)
     # Which packages are installed is not the question here.
     monkeypatch.setattr(
-        "megatron.hydraulis.argument_checks.importlib.util.find_spec", lambda name: object()
+        "megatron.hydraulis.flags.checks.importlib.util.find_spec", lambda name: object()
     )
     if row.where.startswith("args."):
         monkeypatch.setattr(
-            "megatron.hydraulis.vocabulary.build_tokenizer", lambda args: _Tokenizer()
+            "megatron.hydraulis.flags.defaults.build_tokenizer", lambda args: _Tokenizer()
         )
     write_corpus(tmp_path, "other")
     for name in ("file", "file2"):

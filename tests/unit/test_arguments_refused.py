@@ -5,8 +5,7 @@ import argparse
 import pytest
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.honoured_options import HONOURED
-from megatron.hydraulis.refused_options import _FAMILIES, family_of, refusal
+from megatron.hydraulis.flags.options import _FAMILIES, HONOURED, family_of, refusal
 from tests.unit.argument_command import flag_parser
 
 

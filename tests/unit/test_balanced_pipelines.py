@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.hydraulis.arguments import Resolved
-from megatron.hydraulis.balanced_pool import balance_pool
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.description import describe, format_description
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.arguments import Resolved
+from megatron.hydraulis.flags.describe import describe, format_description
 from megatron.hydraulis.loop.planning import Planning, read_cost_profile
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.pool import balance_pool
 from tests.unit.argument_command import parse
 
 # Four layers of a narrow model; an output layer of a whole layer and more.

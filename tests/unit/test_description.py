@@ -12,11 +12,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.gpt import GPTModelBuilder
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.hydraulis import description as description_module
-from megatron.hydraulis.arguments import Resolved, gpt_model_config
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.description import format_description, num_parameters_of_rank
-from megatron.hydraulis.honoured_options import HONOURED
+from megatron.hydraulis.flags import describe as description_module
+from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
+from megatron.hydraulis.flags.describe import format_description, num_parameters_of_rank
+from megatron.hydraulis.flags.options import HONOURED
 from megatron.hydraulis.loop.planning import Planning
 from tests.unit.argument_command import parse
 

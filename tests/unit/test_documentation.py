@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.__main__ import COMMANDS
-from megatron.hydraulis.arguments import parse_arguments
-from megatron.hydraulis.config import HydraulisConfig, option_of
-from megatron.hydraulis.elastic_pool import num_ranks_of
-from megatron.hydraulis.honoured_options import HONOURED
+from megatron.hydraulis.flags.arguments import parse_arguments
+from megatron.hydraulis.flags.config import HydraulisConfig, option_of
+from megatron.hydraulis.flags.options import HONOURED
 from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy.pool import num_ranks_of
 from tests.support.documented_commands import (
     DocumentedCommand,
     documented_commands,
@@ -203,7 +203,7 @@ def as_text(default: object) -> str:
 
 
 def test_defaults_in_the_help_are_those_that_hold() -> None:
-    source = (ROOT / "megatron" / "hydraulis" / "config.py").read_text()
+    source = (ROOT / "megatron" / "hydraulis" / "flags" / "config.py").read_text()
     for field in dataclasses.fields(HydraulisConfig):
         if isinstance(field.default, bool) or not isinstance(field.default, int | float | str):
             continue

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hydraulis.elastic_pool import fit_pool, num_ranks_of
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
 from tests.unit.argument_command import parse
 
 

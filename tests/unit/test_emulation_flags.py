@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.loop.emulated_run import Emulation
 
 PROFILE = Path(__file__).parents[2] / "examples" / "cost_profile_llama32b_a800.json"

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu.__main__ import main, markdown
 from benchmarks.gpu.packs import NUM_TOKENS, PACKS
 from benchmarks.gpu.programs import profile_flags, training_flags, write_corpus
-from megatron.hydraulis.arguments import parse_arguments
+from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.profiler.command import add_arguments
 from megatron.hydraulis.profiler.settings import training_defaults
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.hydraulis.errors import StrategyError
-from megatron.hydraulis.scheme import Position, Replica, Scheme
+from megatron.hydraulis.strategy import Position, Replica, Scheme
 
 
 def test_layers_split_evenly_with_the_longer_stages_first() -> None:

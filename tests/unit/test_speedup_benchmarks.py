@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks import flexsp, simulate_time, speedup_ladder
 from benchmarks.long_tail import LongTail
 from benchmarks.planner_batches import DATA
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 
 REFERENCE = json.loads((DATA / "flexsp_reference.json").read_text("utf-8"))
 

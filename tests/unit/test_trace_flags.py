@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.observability.trace import TraceWindow
 
 

@@ -8,7 +8,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.vocabulary import Vocabulary, padded_vocabulary_size
+from megatron.hydraulis.flags.defaults import Vocabulary, padded_vocabulary_size
 from tests.unit.argument_command import parse
 
 _NUM_WORDS = 50

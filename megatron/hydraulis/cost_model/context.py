@@ -27,8 +27,7 @@ from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 __all__ = ["NUM_RING_ROUNDS", "NUM_RING_ROUNDS_FORWARD", "ContextCosts", "ring_bytes_per_token"]
 

@@ -8,8 +8,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from megatron.hydraulis.context_ways import CP_COMM_TYPES
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.context_ways import CP_COMM_TYPES
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint, communicators_text
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
@@ -17,9 +17,8 @@ from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
-from megatron.hydraulis.notation import Term, parse_terms
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.notation import Term, parse_terms
 
 __all__ = ["add_arguments", "run"]
 

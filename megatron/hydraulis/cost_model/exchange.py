@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.hydraulis.context_ways import all_to_all_elements, choose_way
 from megatron.hydraulis.cost_model.context import (
     NUM_RING_ROUNDS,
     NUM_RING_ROUNDS_FORWARD,
     ring_bytes_per_token,
 )
+from megatron.hydraulis.cost_model.context_ways import all_to_all_elements, choose_way
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 
 __all__ = ["Exchange", "exchange_of"]
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 __all__ = ["MOST_MS", "Coefficients", "CostModel", "given_limit"]
 

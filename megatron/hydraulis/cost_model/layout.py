@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 
 __all__ = ["FixedLengthJob", "Layout"]
 

@@ -46,12 +46,12 @@ All of it was compared with what torch's allocator counts for roles of 1 to 70 b
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.hydraulis.context_ways import choose_way
+from megatron.hydraulis.cost_model.context_ways import choose_way
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 
 __all__ = ["MemoryModel", "Moment"]
 

@@ -10,8 +10,7 @@ from megatron.hydraulis.cost_model.device import (
     NCCL_COMMUNICATOR_BYTES,
     NUM_COMMUNICATORS_IN_RESERVE,
 )
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 __all__ = ["PoolFootprint", "communicators_text", "groups_of"]
 

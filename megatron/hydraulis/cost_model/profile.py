@@ -25,8 +25,7 @@ from typing import Any
 from megatron.hydraulis.cost_model.interface import MOST_MS, Coefficients, given_limit
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 __all__ = ["ProfileCostModel", "ProfiledScheme", "ProfiledStrategy"]
 

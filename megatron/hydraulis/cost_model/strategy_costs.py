@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel, given_limit
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 __all__ = ["StrategyCosts"]
 

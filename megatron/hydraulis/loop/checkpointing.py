@@ -22,7 +22,6 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.training.global_vars import get_args
 
-from megatron.hydraulis.arguments import Resolved
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import (
     LoadedCheckpoint,
@@ -33,8 +32,9 @@ from megatron.hydraulis.checkpoint.loading import (
 from megatron.hydraulis.checkpoint.manifest import model_of
 from megatron.hydraulis.checkpoint.names import sharding_metadata, stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
-from megatron.hydraulis.description import describe
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from megatron.hydraulis.flags.arguments import Resolved
+from megatron.hydraulis.flags.describe import describe
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planned_batches import PlannedBatches
 from megatron.hydraulis.loop.planning import Planning

@@ -6,10 +6,10 @@ import sys
 
 import torch.distributed as dist
 
-from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.runtime.emulation import (
     EmulatedBatch,
     EmulatedDevice,
@@ -17,7 +17,7 @@ from megatron.hydraulis.runtime.emulation import (
     EmulationCount,
 )
 from megatron.hydraulis.runtime.forward_step import ForwardStep
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 
 
 class Emulation:

@@ -16,20 +16,20 @@ import torch.distributed as dist
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from hydraulis_patches.training_loop import apply_training_loop
-from megatron.hydraulis.argument_defaults import has_fused_weight_gradients
-from megatron.hydraulis.arguments import (
+from megatron.hydraulis.cost_model.context_ways import te_all_to_all_refusal
+from megatron.hydraulis.data.corpus import Corpus
+from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
+from megatron.hydraulis.data.sources import load_corpora_from_arguments
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.flags.arguments import (
     Resolved,
     gpt_model_config,
     install_globals,
     parse_arguments,
 )
-from megatron.hydraulis.context_arguments import check_all_to_all
-from megatron.hydraulis.context_ways import te_all_to_all_refusal
-from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
-from megatron.hydraulis.data.sources import load_corpora_from_arguments
-from megatron.hydraulis.description import describe, format_description
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.flags.checks import check_all_to_all
+from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
+from megatron.hydraulis.flags.describe import describe, format_description
 from megatron.hydraulis.loop import error_report, run_folder
 from megatron.hydraulis.loop.checkpointing import RunCheckpoints
 from megatron.hydraulis.loop.devices import (

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.measured_limits import (
@@ -29,6 +28,7 @@ from megatron.hydraulis.cost_model.measured_limits import (
 )
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import OutOfMemoryError, StrategyError
+from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.loop.planned_batches import PlannedBatches
 from megatron.hydraulis.loop.planning import Planning, planners
 from megatron.hydraulis.profiler.memory_meter import CpuMemory, free_share_bytes
@@ -37,8 +37,7 @@ from megatron.hydraulis.runtime.forward_step import ForwardStep
 from megatron.hydraulis.runtime.memory_trial import MemoryGauge, run_memory_trial
 from megatron.hydraulis.runtime.out_of_memory import LoneOutOfMemoryError, OutOfMemory
 from megatron.hydraulis.runtime.outcome import StepOutcome
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 __all__ = ["CpuGauge", "MemorySafety", "peak_memory_bytes", "use_expandable_segments"]
 

@@ -23,8 +23,7 @@ from megatron.hydraulis.loop.plan_exchange import PlanExchange
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.planner.planners import write_plan
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.strategy import Pool, Scheme
 
 NUM_PLANS_KEPT = 2
 """A plan is forgotten this many iterations later: by then every rank has fetched it, because it has

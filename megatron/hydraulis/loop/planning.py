@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron.hydraulis.arguments import Resolved
-from megatron.hydraulis.balanced_pool import balance_pool
-from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import CostModel, given_limit
@@ -16,6 +13,9 @@ from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.flags.arguments import Resolved
+from megatron.hydraulis.flags.checks import check_schedule, recompute_of
+from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import Planner
 from megatron.hydraulis.planner.planners import (
@@ -24,10 +24,8 @@ from megatron.hydraulis.planner.planners import (
     RecordedPlans,
     ScheduledPlanner,
 )
-from megatron.hydraulis.pool_arguments import check_schedule
-from megatron.hydraulis.recompute_arguments import recompute_of
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.pool import balance_pool
 
 __all__ = ["Planning", "look_ahead_planner", "planners", "read_cost_profile"]
 

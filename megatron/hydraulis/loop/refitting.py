@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
 from megatron.hydraulis.loop.planning import Planning, planners

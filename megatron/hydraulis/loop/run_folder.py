@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.hydraulis.arguments import Resolved
 from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.description import describe
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.arguments import Resolved
+from megatron.hydraulis.flags.describe import describe
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.planning import Planning
 from megatron.hydraulis.observability.console import closing_table

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers
 
-from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.loop.checkpointing import RunCheckpoints
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.log_interval import LogInterval

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel, given_limit
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import PlanError, StrategyError
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 __all__ = ["GroupCost", "PoolCosts", "ReplicaClass", "SchemeCost", "WaveCosts", "checked_batch"]
 

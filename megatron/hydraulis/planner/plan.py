@@ -32,8 +32,7 @@ from megatron.hydraulis.planner.replica_plan import (
     ReplicaPlan,
     check_time,
 )
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 __all__ = [
     "MS_PER_S",

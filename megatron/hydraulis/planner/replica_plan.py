@@ -9,7 +9,7 @@ from typing import Any
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.json_object import JsonObject
-from megatron.hydraulis.scheme import Replica, Scheme
+from megatron.hydraulis.strategy import Replica, Scheme
 
 __all__ = ["ContextGroup", "GroupShare", "MicroBatch", "ReplicaPlan", "check_time"]
 

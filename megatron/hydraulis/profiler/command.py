@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
-from megatron.hydraulis.arguments import Resolved, gpt_model_config, parse_arguments
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config, parse_arguments
+from megatron.hydraulis.flags.checks import check_vocabulary_parts
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.loop import error_report
@@ -31,7 +32,6 @@ from megatron.hydraulis.loop.devices import check_devices
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
 from megatron.hydraulis.loop.quiet import quieten_upstream
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.pool_arguments import check_vocabulary_parts
 from megatron.hydraulis.profiler.grid import MIXTURE, GridPoint, grid
 from megatron.hydraulis.profiler.measurements import (
     MeasuredPoint,
@@ -57,8 +57,7 @@ from megatron.hydraulis.profiler.survey import Survey
 from megatron.hydraulis.runtime.core_attention import choose, surroundings_here
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.spans import SpanRecorder
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 __all__ = ["add_arguments", "run"]
 

@@ -24,8 +24,7 @@ from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ContextGroup, ReplicaPlan
 from megatron.hydraulis.profiler.fit import Sample, fit_near
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 __all__ = ["IterationTimes", "OnlineRefit", "RefitSettings", "RefittedCostModel"]
 

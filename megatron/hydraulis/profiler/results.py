@@ -13,7 +13,7 @@ from megatron.hydraulis.cost_model.profile import (
 )
 from megatron.hydraulis.profiler.fit import Fit, Sample, fit_coefficients
 from megatron.hydraulis.profiler.measurements import MeasuredPoint, MeasuredStrategy
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 
 __all__ = ["fit_points", "profile_of"]
 

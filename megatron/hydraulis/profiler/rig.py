@@ -38,8 +38,7 @@ from megatron.hydraulis.runtime.spans import (
     RecordedSpan,
     SpanRecorder,
 )
-from megatron.hydraulis.scheme import Replica, Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 
 __all__ = ["EngineRig", "Repeats"]
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
-from megatron.hydraulis.notation import parse_terms
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.notation import parse_terms
 
 __all__ = [
     "device_name",

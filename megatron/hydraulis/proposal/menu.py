@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 __all__ = ["Menu", "Mix"]
 

@@ -18,13 +18,13 @@ from megatron.hydraulis.lengths.lengths_command import (
     check_seed,
     check_seq_length,
 )
-from megatron.hydraulis.notation import parse_terms
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
 from megatron.hydraulis.proposal.menu import Menu
 from megatron.hydraulis.proposal.propose import OnProgress, propose
 from megatron.hydraulis.proposal.result import Proposal
 from megatron.hydraulis.proposal.tables import proposal_tables
+from megatron.hydraulis.strategy.notation import parse_terms
 
 __all__ = ["add_arguments", "run"]
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from megatron.hydraulis.context_ways import choose_way
+from megatron.hydraulis.cost_model.context_ways import choose_way
 from megatron.hydraulis.data.context_split import gathered_places, local_stretches
 from megatron.hydraulis.runtime.packed_attention import (
     SegmentAttention,

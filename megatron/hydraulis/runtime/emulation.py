@@ -28,7 +28,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.forward_step import ForwardStep
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 
 __all__ = [
     "Clock",

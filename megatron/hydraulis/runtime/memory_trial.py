@@ -31,8 +31,7 @@ from megatron.hydraulis.errors import OutOfMemoryError
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import ForwardStep
 from megatron.hydraulis.runtime.out_of_memory import SharedOutOfMemoryError, free_what_is_left
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 __all__ = ["MemoryGauge", "TrialResult", "run_memory_trial", "trial_lengths"]
 

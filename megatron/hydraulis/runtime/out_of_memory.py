@@ -20,8 +20,7 @@ import torch
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import OutOfMemoryError
 from megatron.hydraulis.runtime.forward_step import ForwardStep
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 __all__ = [
     "CountedForwardStep",

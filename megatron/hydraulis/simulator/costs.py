@@ -11,8 +11,7 @@ from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Replica, Strategy
+from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.transfer.alike import alike_buckets
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit
 from megatron.hydraulis.transfer.collective import (

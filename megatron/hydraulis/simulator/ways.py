@@ -37,11 +37,10 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.planner.greedy import best_fit, dispatch
 from megatron.hydraulis.planner.planners import GreedyPlanner
-from megatron.hydraulis.scheme import Scheme
 from megatron.hydraulis.simulator.batches import BatchPlanning
 from megatron.hydraulis.simulator.fixed_length import deal_padded, fixed_length_shares
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 __all__ = ["WAYS", "Ways", "context_group_pools"]
 

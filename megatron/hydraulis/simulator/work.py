@@ -9,8 +9,7 @@ from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import MicroBatch
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 __all__ = ["IterationWork", "MicroBatchWork"]
 

@@ -8,8 +8,7 @@ from megatron.hydraulis.cost_model.context import ring_bytes_per_token
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
 from megatron.hydraulis.errors import StrategyError
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 from tests.support.simulation import SMALL_SHAPE
 
 CLUSTER = Cluster(

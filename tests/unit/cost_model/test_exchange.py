@@ -7,7 +7,7 @@ import pytest
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, device_constants
 from megatron.hydraulis.cost_model.exchange import exchange_of
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B
 
 SHAPE = ModelShape(

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 COLUMNS = (

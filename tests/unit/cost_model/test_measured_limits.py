@@ -13,8 +13,7 @@ from megatron.hydraulis.cost_model.measured_limits import (
     with_lower_limits,
 )
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 TP2 = Scheme(tp=2)
 WAVES = Scheme(tp=2, cp=8, splits_cp=True)

@@ -7,8 +7,7 @@ import pytest
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import MemoryModel, ModelShape, Recompute, device_constants
 from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.planning import LLAMA_7B, LLAMA_32B
 
 EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)

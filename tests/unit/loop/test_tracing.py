@@ -10,8 +10,7 @@ from megatron.hydraulis.observability.trace_analysis import Spans
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 LENGTHS = (900, 40, 40, 30, 300, 20, 700, 10, 5, 250)
 NUM_RANKS = 6

@@ -8,8 +8,7 @@ from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 WAVE = MicroBatch(
     (3, 1, 0, 2),

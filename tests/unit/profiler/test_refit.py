@@ -16,8 +16,7 @@ from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.profiler.refit import IterationTimes, OnlineRefit, RefitSettings
 from megatron.hydraulis.runtime.spans import RecordedSpan
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 TIMES = Coefficients(a_ms_per_token2=1e-5, b_ms_per_token=0.02, c_ms=3.0)
 SCHEMES = (Scheme(), Scheme(tp=2), Scheme(pp=2))

@@ -9,8 +9,7 @@ from megatron.hydraulis.cost_model.profile import ProfiledScheme
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
 from megatron.hydraulis.profiler.refit import IterationTimes, OnlineRefit
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 SCHEME = Scheme(cp=2, pp=2, splits_cp=True)
 PROFILED = Coefficients(a_ms_per_token2=1e-5, b_ms_per_token=0.02, c_ms=3.0)

@@ -20,7 +20,7 @@ from megatron.hydraulis.profiler.measurements import (
 )
 from megatron.hydraulis.profiler.results import profile_of
 from megatron.hydraulis.profiler.survey import PointOutcome, Survey, expected_peak_bytes
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy import Scheme
 
 TRUTH = Coefficients(a_ms_per_token2=1e-5, b_ms_per_token=0.01, c_ms=2.0)
 POINTS = grid(1024, longest=1024, short=64, num_sizes=4)

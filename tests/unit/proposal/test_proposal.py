@@ -23,8 +23,7 @@ from megatron.hydraulis.proposal.propose import propose
 from megatron.hydraulis.proposal.result import Proposal
 from megatron.hydraulis.proposal.selection import pool_times, select
 from megatron.hydraulis.proposal.starts import range_mixes, single_scheme_mixes
-from megatron.hydraulis.scheme import Scheme
-from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.strategy import Pool, Scheme
 
 _SCHEMES = (
     # tp, pp, a in ms/token², b in ms/token, c in ms, most tokens

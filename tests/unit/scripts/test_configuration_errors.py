@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.hydraulis.refused_options import families
+from megatron.hydraulis.flags.options import families
 
 
 @pytest.fixture(scope="module")

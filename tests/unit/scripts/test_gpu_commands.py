@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import main as benchmark
-from megatron.hydraulis.arguments import parse_arguments
+from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.profiler.command import add_arguments
 from megatron.hydraulis.profiler.settings import training_defaults
 

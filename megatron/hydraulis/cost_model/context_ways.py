@@ -20,6 +20,7 @@ __all__ = [
     "te_all_to_all_refusal",
 ]
 
+
 Way = Literal["all_gather", "a2a"]
 """``all_gather``: every rank gathers the keys and values of the row. ``a2a``: an all-to-all turns a
 part of the tokens with all heads into all tokens with a part of the heads, and back (Ulysses)."""

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.arguments import Resolved
 from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint, communicators_text
 from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
+from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme
 
 __all__ = ["describe", "format_description", "num_parameters_of_rank"]
+
 
 # Always 1, and said by the strategy.
 _SAID_BY_STRATEGY = (

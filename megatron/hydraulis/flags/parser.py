@@ -9,10 +9,9 @@ from typing import Any, NoReturn
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron.hydraulis.config import HydraulisConfig
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.honoured_options import HONOURED, Honoured, Need
-from megatron.hydraulis.refused_options import refusal
+from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.options import HONOURED, Honoured, Need, refusal
 
 __all__ = ["FlagParser", "ParsedFlags"]
 

@@ -9,7 +9,7 @@ nodes. Ranks that the text names behind ``@`` are taken out first.
 
 from collections.abc import Sequence
 
-from megatron.hydraulis.scheme import Scheme
+from megatron.hydraulis.strategy.scheme import Scheme
 
 __all__ = ["place"]
 

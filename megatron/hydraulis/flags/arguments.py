@@ -23,19 +23,28 @@ from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
 from megatron.training.models import GPTModelConfig
 
-from megatron.hydraulis import argument_checks
-from megatron.hydraulis.argument_defaults import set_defaults
-from megatron.hydraulis.config import HydraulisConfig
-from megatron.hydraulis.context_arguments import check_context
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flag_parser import FlagParser, ParsedFlags
+from megatron.hydraulis.flags import checks
+from megatron.hydraulis.flags.checks import (
+    check_context,
+    check_recompute,
+    check_vocabulary_parts,
+    resolve_pool,
+)
+from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.defaults import Vocabulary, resolve_vocabulary, set_defaults
+from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.pool_arguments import check_vocabulary_parts, resolve_pool
-from megatron.hydraulis.recompute_arguments import check_recompute
 from megatron.hydraulis.strategy import Pool
-from megatron.hydraulis.vocabulary import Vocabulary, resolve_vocabulary
 
-__all__ = ["Resolved", "gpt_model_config", "install_globals", "parse_arguments"]
+__all__ = [
+    "FlagParser",
+    "ParsedFlags",
+    "Resolved",
+    "gpt_model_config",
+    "install_globals",
+    "parse_arguments",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ def parse_arguments(
     num_ranks = _num_ranks(hydraulis, num_ranks)
     has_cuda = torch.cuda.is_available()
 
-    argument_checks.check_required(args)
+    checks.check_required(args)
     fitted = resolve_pool(
         args,
         hydraulis,
@@ -92,23 +101,21 @@ def parse_arguments(
         or flags.was_given("pipeline_model_parallel_size"),
     )
     pool = fitted.pool
-    argument_checks.check_batch(
-        args, hydraulis, batch_size_given=flags.was_given("global_batch_size")
-    )
+    checks.check_batch(args, hydraulis, batch_size_given=flags.was_given("global_batch_size"))
     set_defaults(flags, hydraulis.run_dir, has_cuda=has_cuda)
     if hydraulis.global_batch_tokens is not None:
         # Nominal: the number of sequences varies, and the step corrects the consumed samples.
         args.global_batch_size = 1
-    argument_checks.check_model(args)
+    checks.check_model(args)
     check_recompute(args)
-    argument_checks.check_spec(args.spec)
-    argument_checks.check_learning_rate(args)
-    argument_checks.check_device(args, has_cuda=has_cuda)
-    argument_checks.check_layers(args, has_cuda=has_cuda)
-    argument_checks.check_wandb(args)
-    argument_checks.check_checkpoints(args, hydraulis)
+    checks.check_spec(args.spec)
+    checks.check_learning_rate(args)
+    checks.check_device(args, has_cuda=has_cuda)
+    checks.check_layers(args, has_cuda=has_cuda)
+    checks.check_wandb(args)
+    checks.check_checkpoints(args, hydraulis)
     if needs_data:
-        argument_checks.check_data(args)
+        checks.check_data(args)
 
     _validate_as_one_group(args, rank)
     vocabulary = resolve_vocabulary(args)

@@ -1,26 +1,19 @@
-"""Strategies, the pools they come from, and how they are read from and written as text.
+"""A strategy: which replicas the ranks of a job form in one iteration.
 
-Scheme, Position and Replica are handed on from ``scheme``, the notation itself is described in
-``notation`` and the placement without ``@`` in ``placement`` and ``placed_terms``.
+The notation is described in ``notation``, the placement of replicas without ``@`` in ``placement``.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.errors import StrategyError
-from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.notation import Term, format_terms, parse_terms
-from megatron.hydraulis.placed_terms import place_terms
-from megatron.hydraulis.placement import place
-from megatron.hydraulis.scheme import Position, Replica, Scheme
+from megatron.hydraulis.strategy.notation import format_terms, parse_terms, place_terms
+from megatron.hydraulis.strategy.placement import place
+from megatron.hydraulis.strategy.scheme import Replica, Scheme
 
-__all__ = ["Pool", "Position", "Replica", "Scheme", "Strategy"]
-
-_FORMAT_VERSION = 1
+__all__ = ["MAX_RANKS", "Strategy", "whole_nodes"]
 
 MAX_RANKS = 1 << 20
 """Of a job: more are a typing error or a damaged file, and would take memory for each."""
@@ -46,7 +39,7 @@ class Strategy:
     cost model: how much memory the states leave depends on the whole strategy."""
 
     def __post_init__(self) -> None:
-        nodes = _ranks_per_node(self.num_ranks, self.ranks_per_node, f"strategy {self.name!r}")
+        nodes = whole_nodes(self.num_ranks, self.ranks_per_node, f"strategy {self.name!r}")
         object.__setattr__(self, "ranks_per_node", nodes)
         if not self.replicas:
             raise self._error("a strategy needs at least 1 replica but has 0; add a scheme")
@@ -109,7 +102,7 @@ class Strategy:
         Raises StrategyError with the rule, the numbers and the fix.
         """
         label = text.strip() if name is None else name
-        ranks_per_node = _ranks_per_node(num_ranks, ranks_per_node or 0, f"strategy {label!r}")
+        ranks_per_node = whole_nodes(num_ranks, ranks_per_node or 0, f"strategy {label!r}")
         terms = parse_terms(text, label=label)
         replicas = place_terms(terms, num_ranks, ranks_per_node, label=label)
         strategy = cls(label, replicas, num_ranks, ranks_per_node)
@@ -211,7 +204,7 @@ class Strategy:
                 raise self._error(str(error)) from None
 
 
-def _ranks_per_node(num_ranks: int, ranks_per_node: int, what: str) -> int:
+def whole_nodes(num_ranks: int, ranks_per_node: int, what: str) -> int:
     """Ranks of a node with the default resolved; StrategyError when nodes are not whole."""
     if num_ranks < 1:
         raise StrategyError(
@@ -236,129 +229,3 @@ def _ranks_per_node(num_ranks: int, ranks_per_node: int, what: str) -> int:
             f"whole nodes; start {num_whole} ranks or correct ranks_per_node"
         )
     return ranks_per_node
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """The strategies a run may use, all for the same job.
-
-    Raises StrategyError when there is none, when two have one name and when one is for a job of
-    another size.
-    """
-
-    num_ranks: int
-    ranks_per_node: int
-    strategies: tuple[Strategy, ...]
-
-    def __post_init__(self) -> None:
-        nodes = _ranks_per_node(self.num_ranks, self.ranks_per_node, "pool")
-        object.__setattr__(self, "ranks_per_node", nodes)
-        if not self.strategies:
-            raise StrategyError("pool: a pool needs at least 1 strategy but has 0; add one")
-        names = [strategy.name for strategy in self.strategies]
-        for strategy in self.strategies:
-            if names.count(strategy.name) > 1:
-                raise StrategyError(
-                    f"pool: names must differ but {names.count(strategy.name)} strategies are "
-                    f"called {strategy.name!r}; rename all but one of them"
-                )
-            job = (strategy.num_ranks, strategy.ranks_per_node)
-            if job != (self.num_ranks, self.ranks_per_node):
-                raise StrategyError(
-                    f"strategy {strategy.name!r}: is for {job[0]} ranks, {job[1]} a node, but "
-                    f"its pool for {self.num_ranks} ranks, {self.ranks_per_node} a node; "
-                    f"write it for the pool's ranks"
-                )
-
-    @classmethod
-    def of(cls, *strategies: Strategy) -> "Pool":
-        """A pool of these strategies for the job of the first; StrategyError if it is none."""
-        if not strategies:
-            raise StrategyError("pool: a pool needs at least 1 strategy but has 0; add one")
-        return cls(strategies[0].num_ranks, strategies[0].ranks_per_node, strategies)
-
-    @property
-    def tp_lcm(self) -> int:
-        """The least common multiple of all tp degrees: T, the atoms of a parameter."""
-        return math.lcm(*(scheme.tp for strategy in self.strategies for scheme in strategy.schemes))
-
-    def strategy(self, name: str) -> Strategy:
-        """The strategy of this name; StrategyError when there is none."""
-        for strategy in self.strategies:
-            if strategy.name == name:
-                return strategy
-        known = ", ".join(repr(strategy.name) for strategy in self.strategies)
-        raise StrategyError(
-            f"strategy {name!r}: not among the pool's {len(self.strategies)} strategies; "
-            f"use one of {known}"
-        )
-
-    def check_model(self, shape: ModelShape) -> None:
-        """Raise StrategyError unless every strategy can cut a model of this shape evenly."""
-        for strategy in self.strategies:
-            strategy.check_model(shape)
-
-    def to_json(self) -> dict[str, Any]:
-        """The content of a pool file; from_json is its inverse."""
-        return {
-            "num_ranks": self.num_ranks,
-            "ranks_per_node": self.ranks_per_node,
-            "strategies": [strategy.to_json() for strategy in self.strategies],
-        }
-
-    @classmethod
-    def read(cls, path: str | Path) -> "Pool":
-        """Read a pool file; StrategyError names the file and what is wrong."""
-        content = read_json(path, "pool file", StrategyError)
-        try:
-            return cls.from_json(content)
-        except StrategyError as error:
-            raise StrategyError(f"pool file {path}: {error}") from None
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Pool":
-        """Read the content of a pool file; StrategyError names a missing or unknown key.
-
-        ``{"num_ranks": 64, "ranks_per_node": 8, "strategies": [{"name": "S1",
-        "replicas": "tp16+2*tp8pp3", "max_tokens": {"tp16": 43520}}]}``; max_tokens, see
-        Strategy.token_limits, may be absent, as may ``"version": 1``.
-        """
-        pool = JsonObject(content, "pool", StrategyError)
-        pool.check_version(_FORMAT_VERSION)
-        num_ranks, ranks_per_node = pool.integer("num_ranks"), pool.integer("ranks_per_node")
-        entries = [
-            pool.nested(entry, f"strategy {index} of the pool")
-            for index, entry in enumerate(pool.array("strategies"))
-        ]
-        pool.check_all_read()
-        strategies = tuple(_strategy_of(entry, num_ranks, ranks_per_node) for entry in entries)
-        return cls(num_ranks, ranks_per_node, strategies)
-
-
-def _strategy_of(entry: JsonObject, num_ranks: int, ranks_per_node: int) -> Strategy:
-    """A strategy of a pool file, with its limits."""
-    name, text = entry.text("name"), entry.text("replicas")
-    strategy = Strategy.parse(text, num_ranks, name=name, ranks_per_node=ranks_per_node)
-    if entry.has("max_tokens"):
-        limits = entry.nested(entry.value("max_tokens"), f"max_tokens of strategy {name!r}")
-        strategy = replace(
-            strategy,
-            token_limits=tuple(
-                (_scheme_of(key, f"{name}, max_tokens of {key}"), limits.integer(key))
-                for key in limits.keys
-            ),
-        )
-    entry.check_all_read()
-    return strategy
-
-
-def _scheme_of(text: str, label: str) -> Scheme:
-    """A scheme alone, in the notation; StrategyError for any other term."""
-    terms = parse_terms(text, label=label)
-    scheme = terms[0].scheme
-    if scheme is None or terms != (Term(1, scheme),):
-        raise StrategyError(
-            f"strategy {label!r}: a limit is for one scheme, without copies and ranks, but is for "
-            f"{text!r}; write for example 'tp16'"
-        )
-    return scheme

@@ -17,6 +17,7 @@ from megatron.hydraulis.observability.trace import TraceWindow
 
 __all__ = ["HydraulisConfig", "default_run_dir", "option_of"]
 
+
 # Named by the launcher, so every rank of a job reads the same value. torchrun without --rdzv-id
 # sets its own to "none".
 _RUN_NAME_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")

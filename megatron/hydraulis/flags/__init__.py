@@ -1,0 +1,1 @@
+"""Megatron's flags and ours: parsed, checked, filled with defaults, described."""

@@ -1,0 +1,584 @@
+"""Checks of a command line that need no other rank, so that none waits for one that stops."""
+
+import argparse
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron.core.datasets.utils import get_blend_from_list
+
+from megatron.hydraulis.cost_model.context_ways import CP_COMM_TYPES, all_to_all_refusal
+from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.pool import FittedPool, fit_pool, num_ranks_of
+
+__all__ = [
+    "check_all_to_all",
+    "check_batch",
+    "check_checkpoints",
+    "check_context",
+    "check_data",
+    "check_device",
+    "check_layers",
+    "check_learning_rate",
+    "check_model",
+    "check_recompute",
+    "check_required",
+    "check_schedule",
+    "check_spec",
+    "check_vocabulary_parts",
+    "check_wandb",
+    "recompute_of",
+    "resolve_pool",
+]
+
+
+_REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "train_iters",
+    "lr",
+    "tokenizer_type",
+)
+_POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "seq_length",
+    "max_position_embeddings",
+    "train_iters",
+    "seed",
+    "global_batch_size",
+    "make_vocab_size_divisible_by",
+    "vocab_size",
+    "padded_vocab_size",
+    "log_interval",
+    "save_interval",
+    "ckpt_step",
+    "eval_interval",
+    "tensorboard_log_interval",
+    "distributed_timeout_minutes",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+)
+_MAX_SEED = 2**32 - 1
+"""NumPy's generator, which upstream seeds as well, takes no larger one."""
+_TOKENIZED_ELSEWHERE = "--tokenizer-type NullTokenizer --vocab-size N"
+
+
+def _option(dest: str) -> str:
+    return "--" + dest.replace("_", "-")
+
+
+def check_required(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for flags without which there is no run, and for sizes below 1."""
+    missing = [dest for dest in _REQUIRED if getattr(args, dest) is None]
+    if missing:
+        flags = ", ".join(_option(dest) for dest in missing)
+        hint = ""
+        if "tokenizer_type" in missing:
+            hint = f" (data tokenized elsewhere goes with {_TOKENIZED_ELSEWHERE})"
+        raise ConfigurationError(
+            f"{len(missing)} flags without a default are missing; give {flags}{hint}"
+            if len(missing) > 1
+            else f"a flag without a default is missing; give {flags}{hint}"
+        )
+    for dest in _POSITIVE:
+        value = getattr(args, dest)
+        if value is not None and value < 1:
+            raise ConfigurationError(
+                f"{_option(dest)} must be at least 1 but is {value}; give a positive number"
+            )
+    if args.seed > _MAX_SEED:
+        raise ConfigurationError(
+            f"--seed must be at most {_MAX_SEED} but is {args.seed}; give a smaller one"
+        )
+
+
+def check_batch(
+    args: argparse.Namespace, hydraulis: HydraulisConfig, *, batch_size_given: bool
+) -> None:
+    """Raise ConfigurationError unless one global batch, and any sequence in it, is possible."""
+    budget = hydraulis.global_batch_tokens
+    if budget is None and not batch_size_given:
+        raise ConfigurationError(
+            "the global batch has no size; give --global-batch-size in sequences or "
+            "--global-batch-tokens in tokens"
+        )
+    if budget is not None and batch_size_given:
+        raise ConfigurationError(
+            f"--global-batch-size {args.global_batch_size} and --global-batch-tokens {budget} "
+            f"both size the global batch; give one of them"
+        )
+    limits = (
+        ("a global batch", "--global-batch-tokens", budget),
+        (
+            "a micro-batch",
+            "--max-tokens-per-micro-batch",
+            hydraulis.max_tokens_per_micro_batch,
+        ),
+    )
+    for what, option, limit in limits:
+        if limit is not None and args.seq_length > limit:
+            raise ConfigurationError(
+                f"{what} must hold the longest sequence but --seq-length is {args.seq_length} "
+                f"tokens and {option} is {limit}; "
+                f"give {option} {args.seq_length} or more, or --seq-length {limit} or less"
+            )
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError when heads cannot share the hidden size."""
+    if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
+        raise ConfigurationError(
+            f"without --kv-channels the heads share the hidden size evenly but --hidden-size "
+            f"{args.hidden_size} is not a multiple of --num-attention-heads "
+            f"{args.num_attention_heads}; change one of them or give --kv-channels"
+        )
+    if args.max_position_embeddings < args.seq_length:
+        raise ConfigurationError(
+            f"every position of a sequence needs an embedding but --max-position-embeddings is "
+            f"{args.max_position_embeddings} and --seq-length {args.seq_length}; "
+            f"give --max-position-embeddings {args.seq_length} or leave it out"
+        )
+
+
+def check_spec(spec: list[str] | None) -> None:
+    """Raise ConfigurationError unless a layer spec can be imported."""
+    if spec is None:
+        return
+    if len(spec) != 2:
+        raise ConfigurationError(
+            f"--spec takes a module and a name in it but has {len(spec)} values: "
+            f"{' '.join(spec)}; write --spec package.module name"
+        )
+    module_name, name = spec
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--spec {module_name} {name}: the module cannot be imported ({error}); correct its "
+            f"name or put its folder on PYTHONPATH"
+        ) from error
+    if not hasattr(module, name):
+        raise ConfigurationError(
+            f"--spec {module_name} {name}: the module has no {name}; name a layer spec in it"
+        )
+
+
+def check_learning_rate(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for a schedule of learning rate or decay that upstream refuses."""
+    if not 0.0 <= args.min_lr <= args.lr:
+        raise ConfigurationError(
+            f"the learning rate falls from --lr {args.lr} to --min-lr {args.min_lr}, which must "
+            f"lie between 0 and --lr; change one of them"
+        )
+    if args.lr_warmup_init > args.lr:
+        raise ConfigurationError(
+            f"the warm-up rises to --lr {args.lr} but --lr-warmup-init is {args.lr_warmup_init}; "
+            f"give at most {args.lr}"
+        )
+    decay_iters = args.lr_decay_iters if args.lr_decay_iters is not None else args.train_iters
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        raise ConfigurationError(
+            f"--lr-warmup-fraction {args.lr_warmup_fraction} and --lr-warmup-iters "
+            f"{args.lr_warmup_iters} both set the warm-up; give one of them"
+        )
+    fraction = args.lr_warmup_fraction or 0.0
+    if max(args.lr_warmup_iters, fraction * decay_iters) >= decay_iters:
+        raise ConfigurationError(
+            f"the warm-up must end before the decay does, after {decay_iters} iterations, but "
+            f"--lr-warmup-iters is {args.lr_warmup_iters} and --lr-warmup-fraction {fraction}; "
+            f"shorten the warm-up"
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        raise ConfigurationError(
+            "--lr-decay-style WSD anneals over a number of iterations that is missing; "
+            "give --lr-wsd-decay-iters"
+        )
+    if args.weight_decay_incr_style != "constant":
+        ends = (args.start_weight_decay, args.end_weight_decay)
+        if None in ends or not 0.0 <= ends[0] <= ends[1]:
+            raise ConfigurationError(
+                f"--weight-decay-incr-style {args.weight_decay_incr_style} rises from "
+                f"--start-weight-decay {ends[0]} to --end-weight-decay {ends[1]}; "
+                f"give both, the first at least 0 and at most the second"
+            )
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError unless there is one training corpus whose files exist."""
+    train = "--train-data-path"
+    if args.data_path and args.train_data_path:
+        raise ConfigurationError(
+            f"--data-path and {train} both name the training corpus; give one of them"
+        )
+    for dest in ("valid_data_path", "test_data_path"):
+        if getattr(args, dest) and args.data_path:
+            raise ConfigurationError(
+                f"{_option(dest)} goes with {train}, whereas --data-path is cut by --split; "
+                f"give {train} instead of --data-path"
+            )
+    if not args.data_path and not args.train_data_path:
+        raise ConfigurationError(f"there is no training corpus; give --data-path or {train}")
+    for dest in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        blend = getattr(args, dest)
+        if blend:
+            _check_files(_option(dest), blend)
+
+
+def _check_files(option: str, blend: list[str]) -> None:
+    try:
+        prefixes, _ = get_blend_from_list(blend)
+    except AssertionError:
+        raise ConfigurationError(
+            f"{option} {' '.join(blend)}: a blend gives a weight to every prefix or to none; "
+            f"write 'weight prefix' pairs or prefixes alone"
+        ) from None
+    for prefix in prefixes:
+        for suffix in (".idx", ".bin"):
+            if not Path(prefix + suffix).is_file():
+                raise ConfigurationError(
+                    f"{option} {prefix}: a corpus is a pair of files but there is no "
+                    f"{prefix}{suffix}; correct the prefix or write the corpus by "
+                    f"'python -m megatron.hydraulis preprocess'"
+                )
+
+
+def check_layers(args: argparse.Namespace, *, has_cuda: bool) -> None:
+    """Raise ConfigurationError for layers that this machine, or a spec of the user's, rules out."""
+    if args.transformer_impl != "transformer_engine":
+        return
+    option = "--transformer-impl transformer_engine"
+    if args.spec is not None:
+        raise ConfigurationError(
+            f"{option} builds layers of its own but --spec {' '.join(args.spec)} names others; "
+            f"remove one of the two"
+        )
+    if not has_cuda:
+        raise ConfigurationError(
+            f"{option} needs CUDA, which this machine does not have; use --transformer-impl local"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigurationError(
+            f"{option} needs Transformer Engine, which is not installed; run "
+            f"pip install transformer-engine[pytorch] or use --transformer-impl local"
+        )
+
+
+def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
+    """Raise ConfigurationError for a backend that does not go with this machine's devices."""
+    if args.distributed_backend == "nccl" and not has_cuda:
+        raise ConfigurationError(
+            "--distributed-backend nccl needs CUDA, which this machine does not have; "
+            "use --distributed-backend gloo or leave it out"
+        )
+    if args.distributed_backend == "gloo" and has_cuda:
+        raise ConfigurationError(
+            "--distributed-backend gloo sends tensors of the CPU but this machine has CUDA, on "
+            "which the model would be; set CUDA_VISIBLE_DEVICES= to train on the CPU, or leave "
+            "the flag out to train on the GPU"
+        )
+
+
+def check_checkpoints(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
+    """Raise ConfigurationError for flags of checkpoints that say nothing without another one."""
+    if args.save is not None and args.save_interval is None:
+        raise ConfigurationError(
+            f"--save {args.save} says where but not when; give --save-interval in iterations"
+        )
+    for option, is_set, needed, value in (
+        ("--keep-last", hydraulis.keep_last is not None, "--save", args.save),
+        ("--load-fallback", hydraulis.load_fallback, "--load", args.load),
+    ):
+        if is_set and value is None:
+            raise ConfigurationError(
+                f"{option} is about {needed}, which is missing; give {needed} DIR or remove it"
+            )
+
+
+def check_wandb(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError when Weights & Biases is wanted but not installed."""
+    if args.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigurationError(
+            f"--wandb-project {args.wandb_project} needs the package wandb, which is not "
+            f"installed; run pip install wandb or remove the flag"
+        )
+
+
+def check_context(args: argparse.Namespace, pool: Pool, shape: ModelShape) -> None:
+    """Raise ConfigurationError for a --cp-comm-type that is unknown, or that the heads rule out.
+
+    Args:
+        args: as parsed, our default in place.
+        pool: the strategies of the run; each is checked in every size of group that it may run in.
+        shape: of the model.
+    """
+    types = args.cp_comm_type
+    if len(types) != 1 or types[0] not in CP_COMM_TYPES:
+        raise ConfigurationError(
+            f"--cp-comm-type takes 1 of {', '.join(CP_COMM_TYPES)} for all layers but was given "
+            f"{len(types)}: {' '.join(types)}; give one of them"
+        )
+    check_all_to_all(args, pool, shape, all_to_all_refusal)
+
+
+def check_all_to_all(
+    args: argparse.Namespace,
+    pool: Pool,
+    shape: ModelShape,
+    refusal_of: Callable[[int, int, int], str | None],
+) -> None:
+    """Raise ConfigurationError where --cp-comm-type a2a cannot share the heads out.
+
+    Args:
+        args: as parsed, our default in place.
+        pool: the strategies of the run; each is checked in every size of group that it may run in.
+        shape: of the model.
+        refusal_of: from heads and query groups on a tp rank, and ranks of a group, to why not.
+    """
+    if args.cp_comm_type[0] != "a2a":
+        return
+    schemes = {scheme for strategy in pool.strategies for scheme in strategy.schemes}
+    for scheme in sorted(schemes, key=str):
+        for size in _group_sizes(scheme):
+            refusal = refusal_of(
+                shape.num_attention_heads // scheme.tp, shape.num_query_groups // scheme.tp, size
+            )
+            if refusal is not None:
+                raise ConfigurationError(
+                    f"--cp-comm-type a2a: scheme {scheme}: {refusal}; use --cp-comm-type auto, or "
+                    f"a scheme of less cp or tp"
+                )
+
+
+def _group_sizes(scheme: Scheme) -> list[int]:
+    """Ranks of the context-parallel groups that a replica may run in, those of one rank apart."""
+    if not scheme.splits_cp:
+        return [scheme.cp] if scheme.cp > 1 else []
+    return [1 << power for power in range(1, scheme.cp.bit_length())]
+
+
+_WHY_NOT = {
+    "layernorm": "upstream recomputes norms by code that needs Transformer Engine",
+    "moe_act": "the model has no experts",
+    "moe": "the model has no experts",
+    "shared_experts": "the model has no experts",
+    "mla_up_proj": "the model has no latent projections",
+    "gdn_norm_out": "the model has no other attention",
+}
+
+
+def check_recompute(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for flags of recompute that contradict each other or lack one.
+
+    args: as parsed, before upstream's own checks, which turn --recompute-activations into
+    --recompute-granularity selective without a word about another granularity.
+    """
+    granularity = args.recompute_granularity
+    if args.recompute_activations and granularity == "full":
+        raise ConfigurationError(
+            "--recompute-activations stands for --recompute-granularity selective but "
+            "--recompute-granularity is full; give one of them"
+        )
+    if args.recompute_activations:
+        granularity = "selective"
+    if granularity == "full":
+        _check_full(args)
+    if args.recompute_modules is not None:
+        _check_modules(args, granularity)
+
+
+def _check_full(args: argparse.Namespace) -> None:
+    if args.recompute_method is None:
+        raise ConfigurationError(
+            "--recompute-granularity full needs to know which layers are recomputed; give "
+            "--recompute-method uniform, or block for the first layers of a stage alone"
+        )
+    num_layers = args.recompute_num_layers
+    if num_layers is None or num_layers < 1:
+        raise ConfigurationError(
+            f"--recompute-method {args.recompute_method} takes a number of layers of at least 1 "
+            f"but --recompute-num-layers is {num_layers}; give for example 1"
+        )
+
+
+def _check_modules(args: argparse.Namespace, granularity: str | None) -> None:
+    named = " ".join(args.recompute_modules)
+    if granularity != "selective":
+        raise ConfigurationError(
+            f"--recompute-modules {named} has an effect only with --recompute-granularity "
+            f"selective; add it or remove --recompute-modules"
+        )
+    for module in args.recompute_modules:
+        if module not in SELECTIVE_MODULES:
+            why = _WHY_NOT.get(module, "upstream knows no such module")
+            raise ConfigurationError(
+                f"--recompute-modules {module} is not honoured: {why}; use "
+                f"{' or '.join(SELECTIVE_MODULES)}"
+            )
+    if "mlp" in args.recompute_modules and args.add_bias_linear:
+        raise ConfigurationError(
+            "--recompute-modules mlp: upstream recomputes an MLP without biases only, with them "
+            "the bias behind it would get no gradient; add --disable-bias-linear or use "
+            "--recompute-granularity full"
+        )
+
+
+def recompute_of(args: argparse.Namespace) -> Recompute:
+    """What is recomputed.
+
+    args: checked by check_recompute and completed by upstream's own checks.
+    """
+    if args.recompute_granularity is None:
+        return Recompute()
+    if args.recompute_granularity == "selective":
+        # Upstream's own default.
+        modules = args.recompute_modules or ("core_attn",)
+        return Recompute(granularity="selective", modules=tuple(modules))
+    return Recompute(
+        granularity="full", method=args.recompute_method, num_layers=args.recompute_num_layers
+    )
+
+
+def resolve_pool(
+    args: argparse.Namespace,
+    hydraulis: HydraulisConfig,
+    *,
+    num_ranks: int,
+    ranks_per_node: int | None,
+    degrees_given: bool,
+) -> FittedPool:
+    """The strategies that the flags describe, placed on the job's ranks.
+
+    With --elastic those for another number of ranks are fitted to it.
+
+    ranks_per_node: None where neither flags nor launcher tell it: then the pool file does, and a
+    single strategy takes the job for one node.
+
+    Raises ConfigurationError when strategies are described twice and when the pool is for another
+    job; StrategyError when one cannot be read or placed.
+    """
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    source = None
+    if hydraulis.strategy is not None:
+        source = f"--strategy {hydraulis.strategy!r}"
+    elif hydraulis.strategy_pool is not None:
+        source = f"--strategy-pool {hydraulis.strategy_pool}"
+    if source is None:
+        num_used = num_ranks // (tp * pp) * tp * pp if hydraulis.elastic else num_ranks
+        strategy = Strategy.homogeneous(
+            num_used or num_ranks,
+            tp=tp,
+            pp=pp,
+            ranks_per_node=ranks_per_node if num_used == num_ranks else None,
+        )
+        return _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)
+    if degrees_given:
+        raise ConfigurationError(
+            f"{source} and --tensor-model-parallel-size {tp}, --pipeline-model-parallel-size {pp} "
+            f"both lay out the replicas; give {source.split()[0]} or the sizes"
+        )
+    if hydraulis.strategy is not None:
+        if hydraulis.elastic and num_ranks_of(hydraulis.strategy) != num_ranks:
+            strategy = Strategy.parse(hydraulis.strategy, num_ranks_of(hydraulis.strategy))
+        else:
+            strategy = Strategy.parse(hydraulis.strategy, num_ranks, ranks_per_node=ranks_per_node)
+        return _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)
+    pool = Pool.read(str(hydraulis.strategy_pool))
+    fitted = FittedPool(pool, ())
+    if hydraulis.elastic:
+        fitted = _fitted(pool, args, num_ranks, ranks_per_node or pool.ranks_per_node)
+    pool = fitted.pool
+    _check_job(pool, hydraulis, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    check_schedule(hydraulis, pool)
+    if hydraulis.regroup_owners_for is not None:
+        _check_name("--regroup-owners-for names a strategy", hydraulis.regroup_owners_for, pool)
+    _check_limits_given_once(pool, hydraulis)
+    return fitted
+
+
+def _fitted(
+    pool: Pool, args: argparse.Namespace, num_ranks: int, ranks_per_node: int | None
+) -> FittedPool:
+    ranks_per_node = ranks_per_node or num_ranks
+    if num_ranks > ranks_per_node and num_ranks % ranks_per_node:
+        ranks_per_node = num_ranks  # nodes of different sizes: no placement is better than another
+    return fit_pool(pool, num_ranks, ranks_per_node, num_layers=args.num_layers)
+
+
+def _check_job(
+    pool: Pool, hydraulis: HydraulisConfig, *, num_ranks: int, ranks_per_node: int | None
+) -> None:
+    what = f"--strategy-pool {hydraulis.strategy_pool}"
+    if pool.num_ranks != num_ranks:
+        start = f"--num-ranks {pool.num_ranks}" if hydraulis.dry_run else f"{pool.num_ranks} ranks"
+        raise ConfigurationError(
+            f"{what}: a pool is for the ranks of its job but this one is for {pool.num_ranks} "
+            f"ranks and the job has {num_ranks}; {'give' if hydraulis.dry_run else 'start'} "
+            f"{start}, write a pool for {num_ranks}, or let it be fitted by --elastic"
+        )
+    if ranks_per_node is not None and pool.ranks_per_node != min(ranks_per_node, num_ranks):
+        raise ConfigurationError(
+            f"{what}: a pool is for the nodes of its job but this one has {pool.ranks_per_node} "
+            f"ranks a node and the job {ranks_per_node}; correct ranks_per_node in the file or "
+            f"give --ranks-per-node {pool.ranks_per_node}"
+        )
+
+
+def check_schedule(hydraulis: HydraulisConfig, pool: Pool, left_out: Sequence[str] = ()) -> None:
+    """Raise ConfigurationError when --strategy-schedule names a strategy that is not in the pool.
+
+    left_out: the lines about strategies of the file that the run goes without.
+    """
+    for name in hydraulis.scheduled_strategies:
+        _check_name("--strategy-schedule names strategies", name, pool, left_out)
+
+
+def _check_name(what: str, name: str, pool: Pool, left_out: Sequence[str] = ()) -> None:
+    """Raise ConfigurationError for a flag's name that no strategy of the pool has."""
+    names = [strategy.name for strategy in pool.strategies]
+    if name not in names:
+        why = "".join(f" ({line})" for line in left_out if f"strategy {name!r} " in line)
+        raise ConfigurationError(
+            f"{what} of the pool but {name!r} is none of its {len(names)}{why}; use "
+            f"{', '.join(map(repr, names))}"
+        )
+
+
+def _check_limits_given_once(pool: Pool, hydraulis: HydraulisConfig) -> None:
+    limit = hydraulis.max_tokens_per_micro_batch
+    for strategy in pool.strategies:
+        if limit is not None and strategy.token_limits:
+            raise ConfigurationError(
+                f"--max-tokens-per-micro-batch {limit} is for all strategies but "
+                f"{strategy.name!r} of --strategy-pool {hydraulis.strategy_pool} has a max_tokens "
+                f"of its own; remove one of them"
+            )
+
+
+def check_vocabulary_parts(pool: Pool, padded_size: int) -> None:
+    """Raise StrategyError unless the vocabulary is cut evenly by every tp of the pool at once.
+
+    The padded vocabulary belongs to the model, so it does not follow the pool.
+    """
+    num_parts = pool.tp_lcm
+    if padded_size % num_parts:
+        degrees = sorted({s.tp for strategy in pool.strategies for s in strategy.schemes})
+        wanted = math.ceil(padded_size / num_parts) * num_parts
+        raise StrategyError(
+            f"every tp must divide the padded vocabulary size but of tp "
+            f"{', '.join(map(str, degrees))} not all do: it is {padded_size}, not a multiple of "
+            f"{num_parts}; give --make-vocab-size-divisible-by a multiple of {num_parts}, or "
+            f"--padded-vocab-size {wanted}"
+        )
