@@ -1,14 +1,18 @@
 """docs/configuration-errors.md holds every error of a configuration that the code raises."""
 
 import importlib.util
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.options import families
+from megatron.hydraulis.strategy import Pool, Strategy
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +40,40 @@ def test_the_page_is_that_of_the_code(script: ModuleType) -> None:
 
 
 def test_the_page_has_known_errors_and_every_family_of_refused_options(script: ModuleType) -> None:
-    written = script.PAGE.read_text(encoding="utf-8")
+    written = " ".join(script.PAGE.read_text(encoding="utf-8").split())
     assert len(script.all_messages()) > 200
     for words in (
-        "every rank needs a GPU of its own but this node starts",
-        "strategy ⟨name⟩: a strategy needs at least 1 replica but has 0 | add a scheme |",
-        "--seed must be at most ⟨MAX SEED⟩ but is ⟨seed⟩ | give a smaller one |",
+        "|every rank needs a GPU of its own but this node starts",
+        "|strategy ⟨name⟩: a strategy needs at least 1 replica but has 0|`strategy/",
+        "|--seed must be at most ⟨MAX_SEED⟩ but is ⟨seed⟩|`flags/",
         "ranks meet within",
     ):
         assert words in written
-    assert all(f"| {family.name} |" in written for family in families())
+    assert all(f" {family.name}" in written for family in families())
 
 
-def test_values_become_marks_and_choices_become_rows(script: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "raising",
+    [
+        lambda: Strategy.parse("tp4+", 4),
+        lambda: Strategy.parse("2*tp2", 8),
+        lambda: Strategy.parse("tp2pp2:5", 4),
+        lambda: Pool(4, 4, ()),
+        lambda: HydraulisConfig(plan_ahead=-1),
+        lambda: HydraulisConfig(trace_iterations="2..1"),
+    ],
+)
+def test_messages_that_users_see_are_on_the_page(
+    script: ModuleType, raising: Callable[[], object]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        raising()
+    rows = re.findall(r"^\|([^|]+)\|`", script.PAGE.read_text("utf-8"), re.MULTILINE)
+    patterns = [re.sub(r"⟨[^⟩]*⟩|…", ".*", re.escape(row)) for row in rows if len(row.split()) > 3]
+    assert any(re.search(pattern, str(caught.value)) for pattern in patterns)
+
+
+def test_values_become_marks_and_choices_stand_together(script: ModuleType) -> None:
     source = """
 def check(args):
     why = "too few" if args.few else "too many"
@@ -57,12 +82,25 @@ def check(args):
         f"have {'a' if args.one else 'many'} GPUs; start fewer"
     )
 """
-    found = script.messages_of(source, "config.py")
-    assert {message.halves for message in found} == {
-        (f"{why}: ⟨num ranks⟩ ranks of … nodes have {count} GPUs", "start fewer")
-        for why in ("too few", "too many")
-        for count in ("a", "many")
-    }
+    (found,) = script.messages_of(source, "config.py")
+    assert found.shown == "⟨too few / too many⟩: ⟨num_ranks⟩ ranks of … nodes have ⟨a / many⟩ GPUs"
+
+
+def test_texts_that_are_chosen_before_the_error_are_messages_of_their_own(
+    script: ModuleType,
+) -> None:
+    source = """
+def check(args):
+    message = "there are no ranks" if args.few else "there are no nodes"
+    raise ConfigurationError(message)
+"""
+    assert texts(script, source) == ["there are no ranks", "there are no nodes"]
+
+
+def test_a_rule_without_words_is_shown_with_what_to_do(script: ModuleType) -> None:
+    short = script.Message("config.py", 1, "⟨refusal⟩; use --cp-comm-type auto")
+    assert short.shown == short.text
+    assert not script.Message("config.py", 1, "⟨where⟩: ⟨error⟩").shown
 
 
 def test_options_that_are_made_from_names_are_marked(script: ModuleType) -> None:
@@ -72,7 +110,7 @@ def check(args, dest, place):
     where = f"at {place + 1}" + ending(place)
     raise ConfigurationError(f"{option_of(dest)} and {option} differ {where}; give {option}")
 """
-    assert texts(script, source) == ["--⟨dest⟩ and --⟨dest⟩ differ at ⟨place⟩; give --⟨dest⟩"]
+    assert texts(script, source) == ["--⟨dest⟩ and --⟨dest⟩ differ at ……; give --⟨dest⟩"]
 
 
 def test_functions_that_make_errors_are_followed_to_their_words(script: ModuleType) -> None:
@@ -92,9 +130,3 @@ class Pool:
 def test_an_error_whose_words_are_not_in_the_source_is_found(script: ModuleType) -> None:
     with pytest.raises(script.UnreadableError, match="line 2"):
         texts(script, "def check():\n    raise ConfigurationError(words[0])\n")
-
-
-def test_an_error_of_a_module_that_no_topic_names_is_found(script: ModuleType) -> None:
-    message = script.Message("new_part.py", 1, "a rule but numbers; a fix")
-    with pytest.raises(script.UnreadableError, match=r"new_part.py raises errors but no topic"):
-        script.page([message])
