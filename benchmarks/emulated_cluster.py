@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = wide_console()
     try:
         import_on_cpu(console)
-        from megatron.hydraulis.runtime.emulation import EmulatedDevice
+        from benchmarks.emulated_device import EmulatedDevice
 
         pool = Pool.read(options.pool or DATA / f"pool_{options.ranks}_ranks.json")
         if options.emulate_scale is None:
@@ -136,8 +136,8 @@ def run_sides(
     console: Console,
 ) -> list[SideRun]:
     """All iterations of all sides, in turn, on one set of ranks."""
+    from benchmarks.emulated_device import EmulatedDevice
     from benchmarks.emulated_rank import EmulatedRank, Step
-    from megatron.hydraulis.runtime.emulation import EmulatedDevice
 
     device = EmulatedDevice.read(options.emulate_device, options.emulate_scale)
 

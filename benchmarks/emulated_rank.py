@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.workload import DATA_SEED, WEIGHT_SEED, Workload
-from megatron.hydraulis.data.packed_batch import pack
-from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.runtime.emulation import (
+from benchmarks.emulated_device import (
     EmulatedBatch,
     EmulatedDevice,
     EmulatedForwardStep,
     EmulationCount,
 )
+from benchmarks.workload import DATA_SEED, WEIGHT_SEED, Workload
+from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from megatron.hydraulis.strategy import Pool

@@ -23,6 +23,7 @@ from megatron.hydraulis.data.sources import Blend, load_corpora
 from megatron.hydraulis.loop import entry
 from megatron.hydraulis.observability.records import MetricsWriter, read_metrics
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import loss_func
 from tests.support.forked_job import JobOutcome, Kill, run_job
 from tests.support.tiny_corpus import SEQ_LENGTH, VOCAB_SIZE, tiny_command, write_corpus
@@ -337,7 +338,7 @@ def _with_bad_second_iteration(
     def program(argv: Sequence[str]) -> None:
         iterations: list[int] = []
 
-        class CountingEngine(entry.Engine):
+        class CountingEngine(Engine):
             def train_step(self, *args: Any, **kwargs: Any) -> Any:
                 iterations.append(0)
                 return super().train_step(*args, **kwargs)
@@ -348,8 +349,7 @@ def _with_bad_second_iteration(
                 output = poison(output)
             return loss_func(mask, output)
 
-        entry.Engine = CountingEngine  # type: ignore[misc]
-        entry.main(argv, entry.UserHooks(loss_func=loss))
+        entry.main(argv, entry.UserHooks(loss_func=loss, engine=CountingEngine))
 
     return program
 

@@ -15,6 +15,7 @@ import torch
 
 from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.loop import entry
+from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import loss_func
 from tests.support.forked_job import run_job
 from tests.support.tiny_corpus import tiny_command, write_corpus
@@ -32,7 +33,7 @@ def _program(argv: Sequence[str]) -> None:
     what it owns before each iteration."""
     iterations: list[int] = []
 
-    class ToldEngine(entry.Engine):
+    class ToldEngine(Engine):
         def train_step(self, *args: Any, **kwargs: Any) -> Any:
             iterations.append(0)
             state = hashlib.sha256()
@@ -52,8 +53,7 @@ def _program(argv: Sequence[str]) -> None:
             output = output + torch.sqrt(output - output)  # 0 with an infinite slope
         return loss_func(mask, output)
 
-    entry.Engine = ToldEngine  # type: ignore[misc]
-    entry.main(argv, entry.UserHooks(loss_func=loss))
+    entry.main(argv, entry.UserHooks(loss_func=loss, engine=ToldEngine))
 
 
 def test_updates_are_left_out_and_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:

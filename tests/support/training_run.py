@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -86,8 +87,7 @@ def probing(argv: Sequence[str], hooks: entry.UserHooks | None = None) -> None:
             used.append(self.optimizer.param_groups[0]["lr"])
             return super().train_step(*args, **kwargs)
 
-    entry.Engine = ProbedEngine  # type: ignore[misc]
-    entry.main(argv, hooks)
+    entry.main(argv, dataclasses.replace(hooks or entry.UserHooks(), engine=ProbedEngine))
     (engine,) = engines
     (strategy,) = engine.pool.strategies
     held = engine.num_parameters_held(strategy.name)

@@ -122,15 +122,6 @@ class HydraulisConfig:
     marked and counted. Such a plan need not be the same in another run. Default: none; the search
     ends by itself."""
 
-    emulate_device: Path | None = field(default=None, metadata=_flag("COST_PROFILE"))
-    """Emulate the device of this cost profile on ranks without one: forward and backward of every
-    micro-batch take its modelled time (the rank sleeps), while only a few tokens of it are run, so
-    that losses and weights mean nothing. Plans are made with the same times. Default: off."""
-
-    emulate_scale: float = field(default=1.0, metadata=_flag("X"))
-    """Seconds that the emulation takes for each second of the emulated device (ratio): 0.1 runs ten
-    times as fast. Default: 1."""
-
     keep_last: int | None = field(default=None, metadata=_flag("K"))
     """Newest checkpoints kept in --save (checkpoints); older ones are deleted. Default: all
     are kept."""
@@ -208,7 +199,6 @@ class HydraulisConfig:
         self._check_refit_flags()
         self._check_elastic_flags()
         self._check_pool_flags()
-        self._check_emulation_flags()
         if self.trace_iterations is not None and self.trace is None:
             raise ConfigurationError(
                 f"--trace-iterations {self.trace_iterations} says what --trace records but there "
@@ -240,28 +230,6 @@ class HydraulisConfig:
                     f"--elastic may drop strategies that the ranks left cannot hold but "
                     f"{option_of(name)} {getattr(self, name)} counts on them; give one of them"
                 )
-
-    def _check_emulation_flags(self) -> None:
-        if not 0.0 < self.emulate_scale < math.inf:
-            raise ConfigurationError(
-                f"--emulate-scale must be positive and finite but is {self.emulate_scale}; give 1 "
-                f"for the device's own times or 0.1 for a tenth of them"
-            )
-        if self.emulate_device is None and self.emulate_scale != 1.0:
-            raise ConfigurationError(
-                f"--emulate-scale {self.emulate_scale} scales the times of an emulated device but "
-                f"there is no --emulate-device; give one, or remove --emulate-scale"
-            )
-        if self.emulate_device is not None and self.memory_trial == "on":
-            raise ConfigurationError(
-                f"--memory-trial on measures what micro-batches take but --emulate-device "
-                f"{self.emulate_device} runs a few tokens of each; remove one of the two"
-            )
-        if self.emulate_device is not None and self.cost_profile is not None:
-            raise ConfigurationError(
-                f"--emulate-device {self.emulate_device} and --cost-profile {self.cost_profile} "
-                f"both say how long micro-batches take; give one of them"
-            )
 
     def _check_pool_flags(self) -> None:
         if self.strategy is not None and self.strategy_pool is not None:

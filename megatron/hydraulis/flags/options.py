@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["HONOURED", "Family", "Honoured", "Need", "families", "family_of", "refusal"]
+__all__ = ["FORMER", "HONOURED", "Family", "Honoured", "Need", "families", "family_of", "refusal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +357,17 @@ class Family:
 _REMOVE = "remove it"
 _DENSE_ONLY = "the model here is a dense decoder of attention and MLP layers"
 
+FORMER = ("--emulate-device", "--emulate-scale")
+"""Options of our own that earlier versions had."""
+
 # The first family that covers an option words its refusal: narrow ones stand before wide ones.
 _FAMILIES = (
+    Family(
+        "emulation",
+        "emulated devices are part of the benchmarks",
+        "give the same flags to torchrun -m benchmarks.emulated_training",
+        r"emulate-",
+    ),
     Family(
         "checks for NaN",
         "an update that is not finite is always left out, so that the run could only go on without "

@@ -37,7 +37,6 @@ from megatron.hydraulis.loop.devices import (
     common_constants,
     constants_of_this_rank,
 )
-from megatron.hydraulis.loop.emulated_run import Emulation
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.job_store import meet
 from megatron.hydraulis.loop.memory_safety import (
@@ -100,6 +99,8 @@ class UserHooks:
     """``loss_func(loss_mask, output_tensor) -> (sum of losses, tokens, report)``."""
     model_provider: Callable[..., torch.nn.Module] | None = None
     """``model_provider(pre_process, post_process, config=, pg_collection=)``: one stage."""
+    engine: Callable[..., Engine] = Engine
+    """What builds the engine: a subclass can watch, or replace, what it is given to run."""
 
 
 def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> None:
@@ -199,7 +200,6 @@ class _Job:
         self._engine: Engine | None = None
         self._core_attention = CoreAttention("sdpa", "not chosen")
         self._profile = read_cost_profile(resolved)
-        self._emulation = Emulation.of(resolved.hydraulis, self._profile, has_cuda=has_cuda)
         rank = int(os.environ.get("RANK", "0"))
         self._device = constants_of_this_rank(
             has_cuda=has_cuda, speaks=rank == 0 and self._profile is None
@@ -294,8 +294,6 @@ class _Job:
             if hydraulis.trace is not None:
                 set_aside_earlier_trace(hydraulis.trace)
             run_folder.write_configuration(resolved, self._planning, corpora)
-            if self._emulation is not None:
-                print(f"warning: {self._emulation.notice}", file=sys.stderr, flush=True)
             print(
                 f"core attention: {self._core_attention.name} ({self._core_attention.why})",
                 flush=True,
@@ -325,8 +323,6 @@ class _Job:
         checkpoints = RunCheckpoints(resolved, self._planning)
         checkpoints.check_save_folder()
         forward_step = make_forward_step(self._hooks.loss_func)
-        if self._emulation is not None:
-            forward_step = self._emulation.around(forward_step)
 
         def make_iterators() -> Iterators:
             self._try_memory_out(memory, forward_step, corpora)
@@ -379,8 +375,6 @@ class _Job:
                 checkpoints.abandon()
             if self._engine is not None and ends_properly:
                 self._engine.close()
-            if self._emulation is not None and ends_properly:
-                self._emulation.report_overruns()
             if metrics is not None:
                 metrics.close()
                 if ends_properly:
@@ -406,7 +400,7 @@ class _Job:
 
     def _make_engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> Engine:
         args = self._resolved.args
-        self._engine = Engine(
+        self._engine = self._hooks.engine(
             definition,
             self._planning.pool,
             AdamWSettings(
@@ -488,7 +482,6 @@ class _Job:
                     device=device_of_job(),
                     num_ahead=hydraulis.plan_ahead if is_training else 0,
                     plan_dir=hydraulis.plan_dir if is_training else None,
-                    run_as=None if self._emulation is None else self._emulation.shorten,
                     first_iteration=checkpoints.first_iteration if is_training else 0,
                 )
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from megatron.hydraulis.loop.plan_exchange import PlanExchange
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.planner.planners import write_plan
-from megatron.hydraulis.strategy import Pool, Scheme
+from megatron.hydraulis.strategy import Pool
 
 NUM_PLANS_KEPT = 2
 """A plan is forgotten this many iterations later: by then every rank has fetched it, because it has
@@ -74,8 +73,6 @@ class PlannedBatches:
         device: of the job.
         num_ahead: iterations that rank 0 samples further than it has trained.
         plan_dir: where rank 0 writes each plan, if anywhere.
-        run_as: what a replica of a scheme runs for a micro-batch; the micro-batch itself where
-            None.
         first_iteration: of the first batch, counted from 0; the sampler already stands there.
     """
 
@@ -91,7 +88,6 @@ class PlannedBatches:
         device: torch.device,
         num_ahead: int = 0,
         plan_dir: Path | None = None,
-        run_as: Callable[[PackedBatch, Scheme], PackedBatch] | None = None,
         first_iteration: int = 0,
     ) -> None:
         self.corpus = corpus
@@ -103,7 +99,6 @@ class PlannedBatches:
         self._device = device
         self._num_ahead = num_ahead if planner is not None else 0
         self._plan_dir = plan_dir
-        self._run_as = run_as
         self._sampled: deque[tuple[GlobalBatch, dict[str, Any]]] = deque()
         """With the sampler's state after each."""
         self._last: tuple[GlobalBatch, dict[str, Any]] | None = None
@@ -155,7 +150,7 @@ class PlannedBatches:
                 if self._device.type == "cuda":
                     # The copy goes on beside compute; the host's memory stays until it is done.
                     packed = packed.pinned().to(self._device, non_blocking=True)
-                packs.append(packed if self._run_as is None else self._run_as(packed, mine.scheme))
+                packs.append(packed)
                 ids.append(members)
         return PlannedBatch(
             batch,

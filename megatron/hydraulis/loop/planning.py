@@ -33,17 +33,12 @@ __all__ = ["Planning", "look_ahead_planner", "planners", "read_cost_profile"]
 def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
     """The cost profile that the flags name, with every scheme of the pool in it; None without.
 
-    That of an emulated device comes with its times scaled as they are emulated.
-
     Raises ConfigurationError for a file that cannot be read, and naming the schemes that it lacks.
     """
-    hydraulis = resolved.hydraulis
-    option, path = "--cost-profile", hydraulis.cost_profile
-    if hydraulis.emulate_device is not None:
-        option, path = "--emulate-device", hydraulis.emulate_device
+    path = resolved.hydraulis.cost_profile
     if path is None:
         return None
-    profile = ProfileCostModel.read(path).scaled(hydraulis.emulate_scale)
+    profile = ProfileCostModel.read(path)
     missing: dict[Scheme, list[str]] = {}
     for strategy in _pool_with_layers(resolved, profile).strategies:
         for scheme in strategy.schemes:
@@ -55,7 +50,7 @@ def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
         named = "; ".join(f"{scheme} of {', '.join(names)}" for scheme, names in missing.items())
         known = ", ".join(str(row.scheme) for row in profile.schemes)
         raise ConfigurationError(
-            f"{option} {path}: every scheme that a strategy uses is measured but it lacks "
+            f"--cost-profile {path}: every scheme that a strategy uses is measured but it lacks "
             f"{named} and has {known}; measure what is missing, or leave these strategies out"
         )
     limit = resolved.hydraulis.max_tokens_per_micro_batch
@@ -86,7 +81,7 @@ class Planning:
         cost_model: CostModel
         if profile is not None:
             cost_model = profile
-            source = _source(resolved.hydraulis, profile)
+            source = f"cost profile {resolved.hydraulis.cost_profile}, {profile.device}"
         else:
             cost_model = _analytic(resolved, device)
             source = f"analytic, device '{device.name}'"
@@ -229,15 +224,6 @@ def _with_given_limit(pool: Pool, limit: int | None) -> Pool:
         return replace(strategy, token_limits=tuple(entry for entry in own if entry[1] >= 1))
 
     return Pool.of(*map(limited, pool.strategies))
-
-
-def _source(hydraulis: HydraulisConfig, profile: ProfileCostModel) -> str:
-    if hydraulis.emulate_device is None:
-        return f"cost profile {hydraulis.cost_profile}, {profile.device}"
-    return (
-        f"cost profile {hydraulis.emulate_device}, {profile.device}, emulated with times "
-        f"{hydraulis.emulate_scale:g} times as long"
-    )
 
 
 def _most_tokens(costs: StrategyCosts) -> int:

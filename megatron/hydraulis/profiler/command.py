@@ -235,11 +235,6 @@ class _Job:
             rank=rank,
             needs_data=False,
         )
-        if resolved.hydraulis.emulate_device is not None:
-            raise ConfigurationError(
-                f"--emulate-device {resolved.hydraulis.emulate_device}: a profile is of a real "
-                f"device; remove it"
-            )
         pool: Pool | None = resolved.pool
         if namespace.pool is not None:
             pool = Pool.read(namespace.pool)

@@ -1,14 +1,14 @@
 """An emulated device: every forward and backward takes the time that a cost profile gives it.
 
 Planning, data, process groups, regrouping, Megatron's schedules and the messages between ranks are
-the real ones. Only the tensors are tiny: a micro-batch runs as the beginning of its row, and the
-rank sleeps until the modelled time of the whole micro-batch is over. Many ranks can so share a few
-cores, and what a strategy gains in wall-clock time shows without the devices.
+real. Only the tensors are tiny: a micro-batch runs as the beginning of its row, and the rank sleeps
+until the modelled time of the full micro-batch is over. Many ranks can thus share a few cores, and
+the wall-clock gain of a strategy can be measured without devices.
 
-What is not like a device: losses and gradients are those of the few tokens that are left.
+Differences from a real device: losses and gradients are those of the few tokens that are run.
 Regrouping and update take the time of tiny shards, whatever the cost profile says. A wait for
-parameters inside a forward is part of its modelled time, and gradients are there when a modelled
-backward has hardly begun, so more of regrouping overlaps with them.
+parameters inside a forward is part of its modelled time, and gradients are ready soon after a
+modelled backward begins, so more of regrouping overlaps with compute.
 """
 
 from __future__ import annotations
@@ -43,26 +43,24 @@ MS_PER_S = 1000.0
 
 
 class Clock(Protocol):
-    """What an emulated device takes its time from."""
+    """The clock of an emulated device."""
 
     def now_s(self) -> float:
         """Seconds since some fixed moment."""
         ...
 
     def sleep(self, duration_s: float) -> None:
-        """Come back when so many seconds, at least 0, have passed."""
+        """Return after this many seconds, at least 0."""
         ...
 
 
 class WallClock:
-    """The machine's own time; a sleeping rank leaves its core to others."""
+    """The machine's time; a sleeping rank leaves its core to others."""
 
     def now_s(self) -> float:
-        """Seconds since some fixed moment."""
         return time.perf_counter()
 
     def sleep(self, duration_s: float) -> None:
-        """Come back when so many seconds have passed."""
         time.sleep(duration_s)
 
 
@@ -96,7 +94,7 @@ class EmulatedDevice:
 
     @property
     def notice(self) -> str:
-        """What whoever reads the log of a run has to know."""
+        """The warning for the log of a run."""
         return (
             f"emulated device: forward and backward take the times modelled for "
             f"{self.cost_model.device} ({self.cost_model.source}, {self.cost_model.date}) times "
@@ -172,12 +170,19 @@ class EmulatedForwardStep:
     Args:
         forward_step: what really runs.
         clock: tells the time and sleeps.
+        count: to go on counting in.
     """
 
-    def __init__(self, forward_step: ForwardStep, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        forward_step: ForwardStep,
+        *,
+        clock: Clock | None = None,
+        count: EmulationCount | None = None,
+    ) -> None:
         self._forward_step = forward_step
         self._clock = WallClock() if clock is None else clock
-        self.count = EmulationCount()
+        self.count = EmulationCount() if count is None else count
 
     def __call__(
         self, data_iterator: Iterator[PackedBatch], model: torch.nn.Module

@@ -1,4 +1,4 @@
-"""--emulate-device: the whole program on modelled times."""
+"""benchmarks.emulated_training: the whole program on modelled times."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks import emulated_training
 from tests.support.training_run import TRAIN_ITERS, Launch
 
 pytestmark = pytest.mark.distributed
 
 SCALE = 0.25
 C_MS = 400.0
+A800 = Path(__file__).parents[3] / "examples" / "cost_profile_llama32b_a800.json"
 
 
 def _row(tp: int, pp: int) -> dict[str, Any]:
@@ -29,6 +31,7 @@ def test_iterations_take_at_least_their_modelled_time_and_keep_their_tokens(
     profile.write_text(json.dumps(head | {"schemes": [_row(1, 1), _row(1, 2)]}))
     run = launch(
         *("tp1+pp2", 3, "--emulate-device", str(profile), "--emulate-scale", str(SCALE)),
+        program=emulated_training.main,
         without=["--max-tokens-per-micro-batch"],
     )
     assert len(run.records) == TRAIN_ITERS
@@ -46,3 +49,28 @@ def test_iterations_take_at_least_their_modelled_time_and_keep_their_tokens(
     assert len(notices) == 1
     assert "modelled for imagined (made up, 2026-01-01) times 0.25" in notices[0]
     assert "losses" in notices[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--emulate-scale", "nan"], "scaled by a positive number but the factor is nan"),
+        (["--cost-profile=other.json"], "no --cost-profile"),
+    ],
+)
+def test_flags_that_contradict_an_emulated_device_are_refused(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        emulated_training.main(["--emulate-device", str(A800), *flags])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_rank_with_a_device_does_not_emulate_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(SystemExit):
+        emulated_training.main(["--emulate-device", str(A800)])
+    assert "set CUDA_VISIBLE_DEVICES=''" in capsys.readouterr().err

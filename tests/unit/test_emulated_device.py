@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.hydraulis.cost_model import FORWARD_SHARE
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.data.packed_batch import PackedBatch, pack
-from megatron.hydraulis.errors import ConfigurationError, StrategyError
-from megatron.hydraulis.runtime.emulation import (
+from benchmarks.emulated_device import (
     EmulatedBatch,
     EmulatedDevice,
     EmulatedForwardStep,
 )
+from megatron.hydraulis.cost_model import FORWARD_SHARE
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.runtime.forward_step import loss_func
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-A800 = Path(__file__).parents[3] / "examples" / "cost_profile_llama32b_a800.json"
+A800 = Path(__file__).parents[2] / "examples" / "cost_profile_llama32b_a800.json"
 TP4 = Scheme(tp=4)
 LENGTHS = (1000, 30, 5)
 

@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from benchmarks.emulated_device import (
+    EmulatedBatch,
+    EmulatedDevice,
+    EmulatedForwardStep,
+)
 from megatron.hydraulis.cost_model import FORWARD_SHARE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import pack
@@ -17,11 +22,6 @@ from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
-from megatron.hydraulis.runtime.emulation import (
-    EmulatedBatch,
-    EmulatedDevice,
-    EmulatedForwardStep,
-)
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
