@@ -32,7 +32,7 @@ WORKDIR /workspace/hydraulis
 # base's torch is held, as one from PyPI would not fit its Transformer Engine; NVIDIA's images name
 # constraints of their own in PIP_CONSTRAINT, which stay in force. The version is that of the
 # installed package: PyTorch's own word for it may have a suffix that pip knows nothing of.
-COPY setup.py pyproject.toml ./
+COPY setup.py pyproject.toml LICENSE ./
 RUN python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
         > held.txt \
     && echo "megatron-core==${MEGATRON_CORE_VERSION}" >> held.txt \

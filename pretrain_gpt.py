@@ -1,4 +1,4 @@
-"""Train a GPT with Hydraulis: `torchrun --nproc-per-node 4 pretrain_gpt.py FLAGS`."""
+"""`torchrun --nproc-per-node 4 pretrain_gpt.py FLAGS` is `hydraulis train` from a checkout."""
 
 from megatron.hydraulis.loop.entry import main
 

@@ -18,6 +18,12 @@ PACKAGES = find_namespace_packages(
     ]
 )
 
+DESCRIPTION = """\
+Trains GPT models on sequences of very different lengths. A job runs replicas of different parallel
+layouts side by side, may change them from iteration to iteration, and plans for every batch which
+replica takes which sequences. Megatron's flags, data files and checkpoints stay as they are.
+"""
+
 MEGATRON = [
     # hydraulis_patches is written for this very version and refuses any other.
     "megatron-core==0.19.2",
@@ -74,8 +80,34 @@ setup(
     name="hydraulis-megatron",
     version="0.1.0",
     description="Balanced training of Transformers over variable-length sequences, on Megatron",
+    long_description=DESCRIPTION,
+    long_description_content_type="text/plain",
+    keywords=[
+        "Megatron",
+        "large language models",
+        "distributed training",
+        "variable-length sequences",
+        "load balancing",
+        "pipeline parallelism",
+        "context parallelism",
+    ],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=PACKAGES,
+    entry_points={"console_scripts": ["hydraulis = megatron.hydraulis.__main__:main"]},
     install_requires=MEGATRON + PLANNING + DATA_AND_OUTPUT,
     extras_require=EXTRAS,
     zip_safe=False,

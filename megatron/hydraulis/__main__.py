@@ -1,14 +1,16 @@
-"""The command line: ``python -m megatron.hydraulis COMMAND …``."""
+"""The program: ``hydraulis COMMAND …``, or ``python -m megatron.hydraulis COMMAND …``."""
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.hydraulis.errors import HydraulisError
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "TRAIN", "main"]
 
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
@@ -25,104 +27,126 @@ class Command:
     module: str
 
 
-COMMANDS = (
-    Command(
-        "preprocess",
-        "text files, JSON lines and Parquet to a Megatron dataset (.bin and .idx)",
-        "megatron.hydraulis.data.preprocess_command",
-    ),
-    Command(
-        "lengths",
-        "tell and draw how long the sequences of a corpus are",
-        "megatron.hydraulis.lengths.lengths_command",
-    ),
-    Command(
-        "preflight",
-        "check that the ranks of a job can meet and talk, before they train",
-        "megatron.hydraulis.loop.preflight_command",
-    ),
-    Command(
-        "profile",
-        "measure times and memory of schemes on this machine's ranks, and fit a cost profile",
-        "megatron.hydraulis.profiler.command",
-    ),
-    Command(
-        "propose",
-        "propose a pool of strategies for a corpus, a cost profile and a cluster",
-        "megatron.hydraulis.proposal.propose_command",
-    ),
-    Command(
-        "plan",
-        "find the best plan for a batch of lengths, a pool and a cost profile",
-        "megatron.hydraulis.planner.command",
-    ),
-    Command(
-        "estimate",
-        "estimate a cost profile from the model's shape, the device and the cluster",
-        "megatron.hydraulis.cost_model.estimate_command",
-    ),
-    Command(
-        "recommend-layout",
-        "rank the layouts of fixed-length training, and say why",
-        "megatron.hydraulis.cost_model.recommend_layout_command",
-    ),
-    Command(
-        "predict-layouts",
-        "predict step time, MFU and memory of fixed-length layouts in a file",
-        "megatron.hydraulis.cost_model.predict_layouts_command",
-    ),
-    Command(
-        "check-plan",
-        "check a plan by code that shares nothing with the planner",
-        "megatron.hydraulis.plan_check.command",
-    ),
-    Command(
-        "simulate",
-        "run iterations without a device: the pool against simpler ways to train",
-        "megatron.hydraulis.simulator.simulate_command",
-    ),
-    Command(
-        "trace",
-        "merge a trace, tell how much each rank worked and waited, and draw an iteration",
-        "megatron.hydraulis.observability.trace_picture",
-    ),
-    Command(
-        "inspect-checkpoint",
-        "tell what is in a checkpoint, whether it is complete, and compare its checksums",
-        "megatron.hydraulis.checkpoint.inspect",
-    ),
-    Command(
-        "report",
-        "make a page about a run: what it did, what was predicted, what to do about it",
-        "megatron.hydraulis.observability.report_page",
-    ),
-    Command(
-        "export-hf",
-        "write a checkpoint's parameters as a Hugging Face folder: Llama, Qwen2, Qwen3",
-        "megatron.hydraulis.checkpoint.hugging_face.export_hf",
-    ),
-    Command(
-        "import-hf",
-        "make a checkpoint to start from out of a Hugging Face folder: Llama, Qwen2, Qwen3",
-        "megatron.hydraulis.checkpoint.hugging_face.import_hf",
-    ),
+TRAIN = Command(
+    "train",
+    "train a GPT on the ranks that torchrun starts; flags are Megatron's",
+    "megatron.hydraulis.loop.entry",
 )
+"""Its module has ``main(argv)`` instead: the flags are read by Megatron's parser."""
+
+_COMMANDS_BY_TOPIC = {
+    "data": (
+        Command(
+            "preprocess",
+            "convert text, JSON lines and Parquet to a Megatron dataset (.bin and .idx)",
+            "megatron.hydraulis.data.preprocess_command",
+        ),
+        Command(
+            "lengths",
+            "show the lengths of a corpus' sequences as tables and a picture",
+            "megatron.hydraulis.lengths.lengths_command",
+        ),
+    ),
+    "training": (
+        TRAIN,
+        Command(
+            "preflight",
+            "check under torchrun that the ranks of a job can communicate",
+            "megatron.hydraulis.loop.preflight_command",
+        ),
+    ),
+    "costs and strategies": (
+        Command(
+            "profile",
+            "measure time and memory of schemes under torchrun and fit a cost profile",
+            "megatron.hydraulis.profiler.command",
+        ),
+        Command(
+            "estimate",
+            "estimate a cost profile from the model's shape, device and cluster",
+            "megatron.hydraulis.cost_model.estimate_command",
+        ),
+        Command(
+            "propose",
+            "propose a pool of strategies for a corpus, a cost profile and a cluster",
+            "megatron.hydraulis.proposal.propose_command",
+        ),
+        Command(
+            "simulate",
+            "simulate iterations without a GPU: the pool against simpler ways to train",
+            "megatron.hydraulis.simulator.simulate_command",
+        ),
+        Command(
+            "recommend-layout",
+            "rank the layouts of fixed-length training and explain the ranking",
+            "megatron.hydraulis.cost_model.recommend_layout_command",
+        ),
+        Command(
+            "predict-layouts",
+            "predict step time, MFU and memory of fixed-length layouts in a file",
+            "megatron.hydraulis.cost_model.predict_layouts_command",
+        ),
+    ),
+    "plans": (
+        Command(
+            "plan",
+            "find the best plan for a batch of lengths, a pool and a cost profile",
+            "megatron.hydraulis.planner.command",
+        ),
+        Command(
+            "check-plan",
+            "check a plan with code that shares nothing with the planner",
+            "megatron.hydraulis.plan_check.command",
+        ),
+    ),
+    "runs": (
+        Command(
+            "report",
+            "write a page about a run: measurements, predictions and advice",
+            "megatron.hydraulis.observability.report_page",
+        ),
+        Command(
+            "trace",
+            "show how long each rank worked and waited, and draw an iteration",
+            "megatron.hydraulis.observability.trace_picture",
+        ),
+    ),
+    "checkpoints": (
+        Command(
+            "inspect-checkpoint",
+            "show what a checkpoint contains and verify its checksums",
+            "megatron.hydraulis.checkpoint.inspect",
+        ),
+        Command(
+            "export-hf",
+            "write a checkpoint as a Hugging Face folder (Llama, Qwen2, Qwen3)",
+            "megatron.hydraulis.checkpoint.hugging_face.export_hf",
+        ),
+        Command(
+            "import-hf",
+            "make a checkpoint from a Hugging Face folder (Llama, Qwen2, Qwen3)",
+            "megatron.hydraulis.checkpoint.hugging_face.import_hf",
+        ),
+    ),
+}
+COMMANDS = tuple(command for commands in _COMMANDS_BY_TOPIC.values() for command in commands)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, 2 for bad input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m megatron.hydraulis")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        if arguments[:1] == [command.name]:
-            module = importlib.import_module(command.module)
-            module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
-    namespace = parser.parse_args(arguments)
+    is_script = Path(sys.argv[0]).stem == "hydraulis"
+    program = "hydraulis" if is_script else "python -m megatron.hydraulis"
+    command = _read_command(program, arguments[:1])
+    module = importlib.import_module(command.module)
+    if command is TRAIN:
+        module.main(arguments[1:])
+        return 0
+    parser = argparse.ArgumentParser(prog=f"{program} {command.name}", description=command.help)
+    module.add_arguments(parser)
+    namespace = parser.parse_args(arguments[1:])
     try:
-        status: int = namespace.run(namespace)
+        status: int = module.run(namespace)
     except HydraulisError as error:
         print(f"error: {error}", file=sys.stderr)
         return _EXIT_BAD_INPUT
@@ -130,6 +154,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _EXIT_INTERRUPTED
     return status
+
+
+def _read_command(program: str, first: Sequence[str]) -> Command:
+    """The command named by the first argument, or exit with help, the version or an error."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s COMMAND [ARGUMENTS]",
+        description="Balanced training of GPT models over variable-length sequences, on Megatron.",
+        epilog=_command_table(program),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="show versions and exit")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    namespace = parser.parse_args(first)
+    if namespace.version:
+        print(_version())
+        sys.exit()
+    if namespace.command is None:
+        parser.print_help(sys.stderr)
+        sys.exit(_EXIT_BAD_INPUT)
+    by_name = {command.name: command for command in COMMANDS}
+    if namespace.command not in by_name:
+        close = difflib.get_close_matches(namespace.command, by_name, n=1, cutoff=0.7)
+        hint = f"did you mean {close[0]}? " if close else ""
+        parser.error(
+            f"there is no command '{namespace.command}'; {hint}commands are {', '.join(by_name)}"
+        )
+    return by_name[namespace.command]
+
+
+def _command_table(program: str) -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    lines = []
+    for topic, commands in _COMMANDS_BY_TOPIC.items():
+        lines += [f"{topic}:", *(f"  {each.name:<{width}}  {each.help}" for each in commands), ""]
+    return "\n".join([*lines, f"{program} COMMAND --help describes the arguments of a command."])
+
+
+def _version() -> str:
+    from importlib.metadata import version  # slow to import
+
+    ours, megatron, torch = map(version, ("hydraulis-megatron", "megatron-core", "torch"))
+    return f"hydraulis {ours} (megatron-core {megatron}, torch {torch})"
 
 
 if __name__ == "__main__":

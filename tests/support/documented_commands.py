@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-_PROGRAMS = r"(?:python|\.venv/bin/python|bash|torchrun|sbatch|make|docker|pip)"
+_PROGRAMS = (
+    r"(?:python|\.venv/bin/python|(?:\.venv/bin/)?hydraulis|bash|torchrun|sbatch|make|docker|pip)"
+)
 _COMMAND = re.compile(rf"(?:\w+=\S* +)*{_PROGRAMS} +\S")
 _FENCE = re.compile(r"```(?P<language>\w*)")
 _SPAN = re.compile(r"`([^`]+)`")
@@ -29,6 +31,15 @@ class DocumentedCommand:
     def words(self) -> tuple[str, ...]:
         """As a shell takes it apart; what may be left out is there."""
         return tuple(shlex.split(_OPTIONAL.sub(r"\1", self.text), comments=True))
+
+    @property
+    def program_arguments(self) -> tuple[str, ...] | None:
+        """What follows ``hydraulis`` or ``-m megatron.hydraulis``; None for other commands."""
+        for index, word in enumerate(self.words):
+            is_program = "=" not in word and (index == 0 or self.words[index - 1] == "--no-python")
+            if word == "megatron.hydraulis" or (is_program and word.endswith("hydraulis")):
+                return self.words[index + 1 :]
+        return None
 
     @property
     def is_whole(self) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hydraulis.__main__ import COMMANDS
+from megatron.hydraulis.__main__ import COMMANDS, TRAIN
 from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import HONOURED
@@ -64,7 +64,8 @@ def training_options() -> frozenset[str]:
 def parser_of(command: str) -> argparse.ArgumentParser:
     module = {each.name: each.module for each in COMMANDS}[command]
     parser = argparse.ArgumentParser(prog=command, exit_on_error=False)
-    importlib.import_module(module).add_arguments(parser)
+    if command != TRAIN.name:
+        importlib.import_module(module).add_arguments(parser)
     return parser
 
 
@@ -94,10 +95,14 @@ def wrong_in(command: DocumentedCommand) -> set[str]:
         if re.fullmatch(r"(scripts|examples|tests|benchmarks)/[\w./-]+", word)
         and not (ROOT / word).exists()
     }
-    if "megatron.hydraulis" in words:
-        name, *rest = after(words, "megatron.hydraulis")
-        if name not in {each.name for each in COMMANDS}:
+    if command.program_arguments:
+        name, *rest = command.program_arguments
+        if name == TRAIN.name:
+            return missing | (options_in(tuple(rest)) - training_options())
+        if name not in {"COMMAND", "--help", "--version", *(each.name for each in COMMANDS)}:
             return {name}
+        if name.startswith("-") or name == "COMMAND":
+            return missing
         own, _, of_training = " ".join(rest).partition(" -- ")
         known = set(parser_of(name)._option_string_actions)
         missing |= options_in(tuple(own.split())) - known
@@ -131,9 +136,11 @@ def test_commands_that_are_shown_whole_are_complete() -> None:
     num_seen = 0
     for path in PAGES:
         for command in commands_of(path):
-            if "megatron.hydraulis" not in command.words or not command.is_whole:
+            if not command.program_arguments or not command.is_whole:
                 continue
-            name, *rest = after(command.words, "megatron.hydraulis")
+            name, *rest = command.program_arguments
+            if name == TRAIN.name or name.startswith("-"):
+                continue
             if not command.in_block and not rest:
                 continue  # the name of the command
             try:
@@ -162,6 +169,7 @@ def test_variables_before_a_command_are_read_by_something() -> None:
 def test_every_option_that_a_page_names_is_one_of_some_program() -> None:
     known = {*training_options(), *flag_parser().upstream_options, *OF_OTHERS}
     known |= {option for each in COMMANDS for option in parser_of(each.name)._option_string_actions}
+    known |= {"--version"}
     known |= {
         option
         for path in (ROOT / "benchmarks").glob("*.py")

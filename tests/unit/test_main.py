@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,71 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])
     assert exit_.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    for command in COMMANDS:
+        assert any(line.split() == [command.name, *command.help.split()] for line in lines)
+
+
+def test_version_names_what_matters_in_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code in (0, None)
+    assert re.fullmatch(
+        r"hydraulis \S+ \(megatron-core \S+, torch \S+\)\n", capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("script", ["hydraulis", "__main__.py"])
+def test_help_of_a_command_shows_how_it_was_called(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/{script}", "plan", "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 0
+    program = "hydraulis" if script == "hydraulis" else "python -m megatron.hydraulis"
+    assert capsys.readouterr().out.startswith(f"usage: {program} plan ")
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 2
+    assert "inspect-checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("propse", "did you mean propose? commands are"), ("dance", "'dance'; commands are")],
+)
+def test_an_unknown_command_is_told_which_exist(
+    name: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([name])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert hint in error
+    assert all(command.name in error for command in COMMANDS)
+
+
+def test_train_is_the_training_script(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr("megatron.hydraulis.loop.entry.main", called.append)
+    assert main(["train", "--lr", "1", "--help"]) == 0
+    assert called == [["--lr", "1", "--help"]]
+
+
+def test_help_of_train_says_how_it_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--help"])
+    assert exit_.value.code == 0
     text = capsys.readouterr().out
-    assert all(command.name in text for command in COMMANDS)
+    assert "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]" in text
+    assert "torchrun [TORCHRUN OPTIONS] -m megatron.hydraulis train [FLAGS]" in text
+    assert "--strategy-pool" in text
 
 
 def test_help_imports_neither_torch_nor_megatron_core() -> None:

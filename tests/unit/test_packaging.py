@@ -1,9 +1,13 @@
 """What an installation must hold to: the namespace, the pins, the boundaries between layers."""
 
 import ast
+import email
+import hashlib
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -11,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from tests.support.distributions import build_distributions
 
 ROOT = Path(__file__).resolve().parents[2]
 UPSTREAM = ("megatron.core", "megatron.training", "torch")
@@ -207,3 +213,43 @@ def test_import_contracts_reject_a_violation(tmp_path: Path, file: str, line: st
     )
     assert result.returncode == 1
     assert "BROKEN" in result.stdout
+
+
+LICENCE_SHA256 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+"""Of https://www.apache.org/licenses/LICENSE-2.0.txt."""
+
+
+def test_the_licence_is_apache_2_verbatim_below_the_copyright_line() -> None:
+    first, blank, text = (ROOT / "LICENSE").read_bytes().split(b"\n", maxsplit=2)
+    assert first == b"Copyright 2026 the Hydraulis on Megatron authors"
+    assert not blank
+    assert hashlib.sha256(text).hexdigest() == LICENCE_SHA256
+
+
+def test_wheel_and_sdist_hold_licence_program_and_every_file_of_the_packages(
+    tmp_path: Path,
+) -> None:
+    wheel, sdist = build_distributions(tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = set(archive.namelist())
+        info = next(name for name in in_wheel if name.endswith(".dist-info/METADATA"))
+        described = email.message_from_bytes(archive.read(info))
+        licence = archive.read(info.replace("METADATA", "licenses/LICENSE"))
+        scripts = archive.read(info.replace("METADATA", "entry_points.txt")).decode()
+    assert described["License-Expression"] == "Apache-2.0"
+    assert described.get_all("License-File") == ["LICENSE"]
+    assert described["Author"] is None
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert "hydraulis = megatron.hydraulis.__main__:main" in scripts
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "setup.py", "pyproject.toml"} <= in_sdist
+    files = {
+        str(file.relative_to(ROOT))
+        for package in ("megatron/hydraulis", "hydraulis_patches")
+        for file in (ROOT / package).rglob("*")
+        if file.is_file() and file.suffix not in (".pyc", ".md")
+    }
+    assert not files - in_wheel
+    assert not files - in_sdist
+    assert not {name for name in in_wheel if name.startswith(("tests/", "megatron/__init__"))}

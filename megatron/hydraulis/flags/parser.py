@@ -16,7 +16,9 @@ from megatron.hydraulis.flags.options import FORMER, HONOURED, Honoured, Need, r
 __all__ = ["FlagParser", "ParsedFlags"]
 
 _GROUP_TITLE = "hydraulis"
-_USAGE = "torchrun [LAUNCHER FLAGS] %(prog)s [FLAGS]"
+_USAGE = """torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]
+       torchrun [TORCHRUN OPTIONS] -m megatron.hydraulis train [FLAGS]
+       torchrun [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,11 @@ class FlagParser:
 
     def __init__(self) -> None:
         self._parser = argparse.ArgumentParser(
+            prog="hydraulis train",
             usage=_USAGE,
-            description="Balanced training of a GPT over variable-length sequences. Flags not "
-            "listed here are Megatron's own that this program refuses.",
+            description="Balanced training of a GPT over variable-length sequences. The three "
+            "commands are the same program; without torchrun only --help and --dry-run work. "
+            "Megatron's flags that are not listed here are refused.",
             allow_abbrev=False,
         )
         add_megatron_arguments(self._parser)
@@ -167,7 +171,9 @@ class FlagParser:
                 action.metavar = "NAME"
 
     def _build_recorder(self) -> argparse.ArgumentParser:
-        recorder = argparse.ArgumentParser(usage=_USAGE, allow_abbrev=False, add_help=False)
+        recorder = argparse.ArgumentParser(
+            prog="hydraulis train", usage=_USAGE, allow_abbrev=False, add_help=False
+        )
         for action in self._parser._actions:
             recorder.add_argument(
                 *action.option_strings,

@@ -170,7 +170,7 @@ def _check_launcher(num_ranks: int) -> None:
         raise ConfigurationError(
             f"ranks are started by torchrun, which sets {len(LAUNCHER_VARIABLES)} variables, but "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; run torchrun "
-            f"--nproc-per-node {num_ranks} pretrain_gpt.py FLAGS, or add --dry-run"
+            f"--nproc-per-node {num_ranks} -m megatron.hydraulis train FLAGS, or add --dry-run"
         )
 
 
