@@ -23,11 +23,15 @@ from rich.table import Table
 from scipy.optimize import least_squares, minimize
 
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
-from megatron.hydraulis.cost_model.layout import FixedLengthJob, Layout
 from megatron.hydraulis.cost_model.layout_constants import LAYOUT_CONSTANTS, LayoutConstants
-from megatron.hydraulis.cost_model.layout_memory import rank_memory, usable_bytes
-from megatron.hydraulis.cost_model.layout_table import read_layouts
-from megatron.hydraulis.cost_model.layout_time import step_time
+from megatron.hydraulis.cost_model.layouts import (
+    FixedLengthJob,
+    Layout,
+    rank_memory,
+    step_time,
+    usable_bytes,
+)
+from megatron.hydraulis.cost_model.predict_layouts_command import read_layouts
 from megatron.hydraulis.errors import HydraulisError
 
 MEASURED_SPREAD = 0.03

@@ -18,7 +18,6 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
-from megatron.hydraulis.cost_model.model_file import read_model_shape
 from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -258,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=options.width)
     try:
-        pool, shape = Pool.read(options.pool), read_model_shape(options.model)
+        pool, shape = Pool.read(options.pool), ModelShape.read(options.model)
         pool.check_model(shape)
         commonest = options.commonest or pool.strategies[0].name
         pool.strategy(commonest)

@@ -26,8 +26,8 @@ from benchmarks.emulated_figures import ratio_of_totals
 from benchmarks.long_tail import MEDIAN_TOKENS, TAIL_EXPONENT, LongTail
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.model_file import read_model_shape
 from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
 from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
 from megatron.hydraulis.simulator.output import result_table, strategy_use_table
@@ -83,7 +83,7 @@ def simulate(
 ) -> tuple[Ways, list[WayResult]]:
     """All ways on batches of a corpus."""
     pool, profile = batches_of.pool(), batches_of.cost_model()
-    shape = read_model_shape(batches_of.ROOT / "examples" / "model_llama32b.json")
+    shape = ModelShape.read(batches_of.ROOT / "examples" / "model_llama32b.json")
     device = device_constants(options.device)
     cluster = device.cluster(pool.num_ranks, pool.ranks_per_node)
     regroup = RegroupCosts(

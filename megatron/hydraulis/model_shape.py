@@ -1,20 +1,23 @@
 """The sizes of a model, as far as planning needs them: no weights, no torch."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.json_object import JsonObject, read_json
 
 __all__ = ["ModelShape"]
+
+_FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A decoder-only Transformer by its sizes.
+    """The sizes of a decoder-only Transformer.
 
-    Raises ConfigurationError when a size is not positive or the attention heads cannot be
-    shared out over the query groups.
+    Raises ConfigurationError for a size that is not positive and for attention heads that are not
+    a multiple of the query groups.
     """
 
     num_layers: int
@@ -32,11 +35,12 @@ class ModelShape:
     tied_embeddings: bool
 
     def __post_init__(self) -> None:
-        for name, value in self._sizes():
-            if value < 1:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("gated_mlp", "tied_embeddings") and value < 1:
                 raise ConfigurationError(
-                    f"model: every size must be at least 1 but {name} is {value}; "
-                    f"give a positive {name}"
+                    f"model: every size must be at least 1 but {field.name} is {value}; "
+                    f"give a positive {field.name}"
                 )
         if self.num_attention_heads % self.num_query_groups:
             raise ConfigurationError(
@@ -46,18 +50,40 @@ class ModelShape:
                 f"use {math.gcd(self.num_attention_heads, self.num_query_groups)} query groups"
             )
 
-    def _sizes(self) -> Iterator[tuple[str, int]]:
-        yield "num_layers", self.num_layers
-        yield "hidden_size", self.hidden_size
-        yield "ffn_hidden_size", self.ffn_hidden_size
-        yield "num_attention_heads", self.num_attention_heads
-        yield "num_query_groups", self.num_query_groups
-        yield "kv_channels", self.kv_channels
-        yield "vocab_size", self.vocab_size
+    @classmethod
+    def read(cls, path: str | Path) -> "ModelShape":
+        """Read ``{"num_layers": 60, "hidden_size": 6656, …}``, the fields by name.
+
+        ``num_query_groups`` defaults to the number of heads, ``kv_channels`` to hidden size over
+        heads. Raises ConfigurationError for an unreadable file and for invalid sizes.
+        """
+        content = read_json(path, "model file", ConfigurationError)
+        model = JsonObject(content, f"model file {path}", ConfigurationError)
+        model.check_version(_FORMAT_VERSION)
+        num_heads, hidden_size = model.integer("num_attention_heads"), model.integer("hidden_size")
+        shape = cls(
+            num_layers=model.integer("num_layers"),
+            hidden_size=hidden_size,
+            ffn_hidden_size=model.integer("ffn_hidden_size"),
+            num_attention_heads=num_heads,
+            num_query_groups=(
+                model.integer("num_query_groups") if model.has("num_query_groups") else num_heads
+            ),
+            kv_channels=(
+                model.integer("kv_channels")
+                if model.has("kv_channels")
+                else hidden_size // max(num_heads, 1)
+            ),
+            vocab_size=model.integer("vocab_size"),
+            gated_mlp=model.flag("gated_mlp"),
+            tied_embeddings=model.flag("tied_embeddings"),
+        )
+        model.check_all_read()
+        return shape
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads side by side."""
+        """Width of all query heads together."""
         return self.num_attention_heads * self.kv_channels
 
     @property
@@ -80,7 +106,7 @@ class ModelShape:
 
     @property
     def num_embedding_parameters(self) -> int:
-        """Entries of the embedding, which are also those of an output layer of its own."""
+        """Entries of the embedding; an untied output layer has as many."""
         return self.vocab_size * self.hidden_size
 
     @property

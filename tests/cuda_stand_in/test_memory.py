@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.memory import MemoryModel
-from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
+from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.recompute import Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW

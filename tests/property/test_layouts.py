@@ -5,9 +5,8 @@ from dataclasses import fields, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.hydraulis.cost_model.layout import FixedLengthJob, Layout
 from megatron.hydraulis.cost_model.layout_constants import LAYOUT_CONSTANTS
-from megatron.hydraulis.cost_model.layout_time import StepTime
+from megatron.hydraulis.cost_model.layouts import FixedLengthJob, Layout, StepTime
 from megatron.hydraulis.model_shape import ModelShape
 from tests.support.fixed_length import predict
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, Recompute
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.stage_layers import split_layers
+from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B

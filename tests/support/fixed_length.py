@@ -1,9 +1,13 @@
 """Llamas and layouts for tests of the layout model."""
 
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.layout import FixedLengthJob, Layout
 from megatron.hydraulis.cost_model.layout_constants import DEFAULT_KERNEL
-from megatron.hydraulis.cost_model.layout_prediction import LayoutPrediction, predict_layout
+from megatron.hydraulis.cost_model.layouts import (
+    FixedLengthJob,
+    Layout,
+    LayoutPrediction,
+    predict_layout,
+)
 from megatron.hydraulis.model_shape import ModelShape
 
 A100 = device_constants("a100-80g")

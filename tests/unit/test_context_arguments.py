@@ -2,7 +2,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron.hydraulis.cost_model.context_ways import all_to_all_refusal, te_all_to_all_refusal
+from megatron.hydraulis.cost_model.context import all_to_all_refusal, te_all_to_all_refusal
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.checks import check_all_to_all, check_context
 from megatron.hydraulis.model_shape import ModelShape

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.hydraulis.cost_model.context_ways import (
+from megatron.hydraulis.cost_model.context import (
     CP_COMM_TYPES,
     all_to_all_elements,
     all_to_all_refusal,

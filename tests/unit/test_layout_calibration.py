@@ -24,8 +24,7 @@ from benchmarks.layout_calibration import (
     with_values,
 )
 from megatron.hydraulis.cost_model.layout_constants import LAYOUT_CONSTANTS
-from megatron.hydraulis.cost_model.layout_memory import rank_memory, usable_bytes
-from megatron.hydraulis.cost_model.layout_time import step_time
+from megatron.hydraulis.cost_model.layouts import rank_memory, step_time, usable_bytes
 from tests.support.fixed_length import A100, job, layout
 
 MEASURED = Path(__file__).parents[3] / "shared" / "data" / "layouts_measured_a100.csv"

@@ -4,6 +4,7 @@ from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.cost_model.limits import StrategyCosts
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import (
     FORWARD_SHARE,
@@ -13,7 +14,6 @@ from megatron.hydraulis.cost_model.pipeline import (
 )
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.recompute import Recompute
-from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.model_shape import ModelShape
 
 __all__ = [

@@ -31,13 +31,12 @@ runs at the pace of its slowest stage.
 from dataclasses import dataclass, replace
 
 from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.exchange import Exchange, exchange_of
 from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
-from megatron.hydraulis.cost_model.memory import MemoryModel
-from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
+from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
+from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
-from megatron.hydraulis.cost_model.stage_layers import split_layers
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
@@ -76,7 +75,7 @@ class AnalyticCostModel:
     max_tokens_per_micro_batch: int | None = None
     """Takes the place of what the memory model says, for every scheme."""
     cp_comm_type: str = "p2p"
-    """How cp ranks exchange keys and values, one of `context_ways.CP_COMM_TYPES`."""
+    """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
     """Whether queries and keys pass through norms, for the memory model."""
     pool: PoolFootprint | None = None

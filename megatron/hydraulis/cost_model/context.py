@@ -1,9 +1,11 @@
-"""What a group of context-parallel ranks costs where its width was not measured.
+"""Context parallelism: how ranks of a group exchange keys and values, and what widths cost.
 
-A cost profile has rows for some widths of a scheme ⟨tp, pp, layers⟩. Any other width cp follows
-from the nearest measured one, m, of coefficients a_m, b_m, c_m and limit M_m. It is **assumed**
-that ranks share work and memory evenly, as zigzag chunks let them (arXiv 2412.01523 assumes the
-same), and that keys and values go round a ring, which nothing hides:
+Nothing here needs torch, so flags and strategies can be checked before a model is built.
+
+A cost profile has rows for some widths of a scheme ⟨tp, pp, layers⟩. The costs of any other width
+cp follow from the nearest measured one, m, with coefficients a_m, b_m, c_m and limit M_m. It is
+**assumed** that ranks share work and memory evenly, as zigzag chunks allow (arXiv 2412.01523
+assumes the same), and that keys and values go round a ring without overlapping with compute:
 
     a = a_m · m/cp
     b = (b_m - x(m)) · m/cp + x(cp)
@@ -12,30 +14,213 @@ same), and that keys and values go round a ring, which nothing hides:
 
     x(cp) = 3 · L · (cp-1)/cp · 2·kv · bytes / tp / bandwidth
 
-x is the exchange per token: keys and values, kv entries each, once in the forward, they and their
-gradients in the backward, in all L layers over the link between neighbours of the group; without
-model and cluster it is 0. With m = 1: a/cp, b/cp + x, c and M·cp.
+x is the exchange per token: keys and values, kv entries each, once in the forward, and they and
+their gradients in the backward, in all L layers over the link between neighbours of the group;
+without model and cluster it is 0. With m = 1: a/cp, b/cp + x, c and M·cp.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.hydraulis.cluster import Cluster
-from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
+from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
-from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = ["NUM_RING_ROUNDS", "NUM_RING_ROUNDS_FORWARD", "ContextCosts", "ring_bytes_per_token"]
+__all__ = [
+    "CP_COMM_TYPES",
+    "ContextCosts",
+    "Exchange",
+    "Way",
+    "all_to_all_elements",
+    "all_to_all_refusal",
+    "choose_way",
+    "exchange_of",
+    "gather_elements",
+    "ring_bytes_per_token",
+    "takes_all_to_all",
+    "te_all_to_all_refusal",
+]
+
+Way = Literal["all_gather", "a2a"]
+"""``all_gather``: every rank gathers the keys and values of the row. ``a2a``: an all-to-all turns a
+part of the tokens with all heads into all tokens with a part of the heads, and back (Ulysses)."""
+
+CP_COMM_TYPES = ("auto", "p2p", "all_gather", "a2a")
+"""Values of --cp-comm-type: ``auto`` is the cheaper way that the heads allow. ``p2p``, a ring of
+keys and values, moves as much as ``all_gather`` does, in steps; without Transformer Engine it runs
+as ``all_gather``."""
 
 _MS_PER_S = 1e3
-NUM_RING_ROUNDS_FORWARD = 1
-"""Keys and values go round once in the forward."""
-NUM_RING_ROUNDS = 3
-"""They and their gradients in the backward, too."""
+_NUM_RING_ROUNDS_FORWARD = 1
+# Keys and values in the forward; they and their gradients in the backward.
+_NUM_RING_ROUNDS = 3
+# Tokens for heads, and back.
+_NUM_ALL_TO_ALLS_FORWARD = 2
+# The backward exchanges a gradient for every tensor that the forward exchanges.
+_NUM_PASSES = 2
+
+
+def gather_elements(num_groups: int, context_size: int) -> float:
+    """What a rank receives to gather keys and values of its group, forward and backward.
+
+    3 · 2 · groups · (c − 1): keys and values of all others in the forward, the same again in the
+    backward, which also returns the gradients of both.
+
+    Args:
+        num_groups: key and value heads on this rank.
+        context_size: ranks of the group, c.
+
+    Returns:
+        Head vectors per local token; times tokens, head size and bytes of an element for bytes.
+    """
+    return 3.0 * 2 * num_groups * (context_size - 1)
+
+
+def all_to_all_elements(num_heads: int, num_groups: int, context_size: int) -> float:
+    """What a rank receives to exchange tokens for heads and back, forward and backward.
+
+    2 · (2 · heads + 2 · groups) · (c − 1) / c: queries, keys and values there and the output back,
+    of which each rank keeps a c-th; their gradients the other way. Fewer groups than ranks are
+    repeated up to c.
+
+    Args:
+        num_heads: query heads on this rank.
+        num_groups: key and value heads on this rank.
+        context_size: ranks of the group, c.
+
+    Returns:
+        Head vectors per local token, as `gather_elements`.
+    """
+    num_sent = 2 * num_heads + 2 * max(num_groups, context_size)
+    return 2.0 * num_sent * (context_size - 1) / context_size
+
+
+def all_to_all_refusal(num_heads: int, num_groups: int, context_size: int) -> str | None:
+    """Why a group cannot divide the heads, with rule and numbers; None if it can.
+
+    Query heads must be a multiple of c, since each rank gets as many; key and value heads a
+    multiple or a divisor, since each rank gets those of its query heads. Arguments are those of
+    `all_to_all_elements`.
+    """
+    if num_heads % context_size:
+        return (
+            f"a2a over {context_size} context-parallel ranks needs a multiple of {context_size} "
+            f"query heads on a tensor-parallel rank but there are {num_heads}"
+        )
+    if num_groups % context_size and context_size % num_groups:
+        return (
+            f"a2a over {context_size} context-parallel ranks needs query groups on a "
+            f"tensor-parallel rank that are a multiple or a divisor of {context_size} but there "
+            f"are {num_groups}"
+        )
+    return None
+
+
+def te_all_to_all_refusal(num_heads: int, num_groups: int, context_size: int) -> str | None:
+    """`all_to_all_refusal` for Transformer Engine, which does not repeat key and value heads."""
+    if num_heads % context_size == 0 and num_groups % context_size == 0:
+        return None
+    return (
+        f"Transformer Engine's a2a over {context_size} context-parallel ranks needs multiples of "
+        f"{context_size} heads and query groups on a tensor-parallel rank but there are "
+        f"{num_heads} and {num_groups}"
+    )
+
+
+def choose_way(cp_comm_type: str, num_heads: int, num_groups: int, context_size: int) -> Way:
+    """The way of a group; equal on all its ranks.
+
+    Args:
+        cp_comm_type: one of `CP_COMM_TYPES`.
+        num_heads: query heads on this rank, after tensor parallelism.
+        num_groups: key and value heads on this rank.
+        context_size: ranks of the group, c.
+
+    Raises:
+        ConfigurationError: an unknown type, or ``a2a`` although the heads do not allow it.
+    """
+    refusal = all_to_all_refusal(num_heads, num_groups, context_size)
+    takes = takes_all_to_all(cp_comm_type, num_heads, num_groups, context_size, refusal)
+    return "a2a" if takes else "all_gather"
+
+
+def takes_all_to_all(
+    cp_comm_type: str, num_heads: int, num_groups: int, context_size: int, refusal: str | None
+) -> bool:
+    """Whether a group exchanges tokens for heads: if the flag says so, or if it moves less.
+
+    Arguments and errors are those of `choose_way`; refusal says why the available software cannot,
+    None if it can.
+    """
+    if cp_comm_type not in CP_COMM_TYPES:
+        raise ConfigurationError(
+            f"--cp-comm-type {cp_comm_type} is none of the {len(CP_COMM_TYPES)} that are known; "
+            f"choose one of {', '.join(CP_COMM_TYPES)}"
+        )
+    if cp_comm_type == "a2a" and refusal is not None:
+        raise ConfigurationError(
+            f"{refusal}; use --cp-comm-type auto, or a strategy of a cp that fits"
+        )
+    if cp_comm_type != "auto":
+        return cp_comm_type == "a2a"
+    exchange = all_to_all_elements(num_heads, num_groups, context_size)
+    return refusal is None and exchange < gather_elements(num_groups, context_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """What the ranks of a context-parallel group exchange in one layer, on one rank."""
+
+    forward_bytes: float
+    """Received in the forward, for every token of the group."""
+    total_bytes: float
+    """Received in forward and backward."""
+    forward_messages: int
+    """One after the other."""
+    total_messages: int
+
+
+def exchange_of(
+    shape: ModelShape, scheme: Scheme, parameter_bytes: int, cp_comm_type: str
+) -> Exchange:
+    """The exchange by the way that --cp-comm-type chooses; a ring and an all-gather move the same.
+
+    Args:
+        shape: of the model.
+        scheme: a splitting one counts at its full width.
+        parameter_bytes: of an element.
+        cp_comm_type: one of `CP_COMM_TYPES`.
+
+    Raises:
+        ConfigurationError: an unknown type, or ``a2a`` although the heads do not allow it.
+    """
+    cp = scheme.cp
+    if cp == 1:
+        return Exchange(forward_bytes=0.0, total_bytes=0.0, forward_messages=0, total_messages=0)
+    num_heads = shape.num_attention_heads // scheme.tp
+    num_groups = shape.num_query_groups // scheme.tp
+    if choose_way(cp_comm_type, num_heads, num_groups, cp) == "a2a":
+        bytes_per_head = shape.kv_channels * parameter_bytes
+        moved = all_to_all_elements(num_heads, num_groups, cp) * bytes_per_head / cp
+        return Exchange(
+            forward_bytes=moved / _NUM_PASSES,
+            total_bytes=moved,
+            forward_messages=_NUM_ALL_TO_ALLS_FORWARD,
+            total_messages=_NUM_PASSES * _NUM_ALL_TO_ALLS_FORWARD,
+        )
+    round_bytes = ring_bytes_per_token(shape, scheme, parameter_bytes)
+    return Exchange(
+        forward_bytes=_NUM_RING_ROUNDS_FORWARD * round_bytes,
+        total_bytes=_NUM_RING_ROUNDS * round_bytes,
+        forward_messages=_NUM_RING_ROUNDS_FORWARD * (cp - 1),
+        total_messages=_NUM_RING_ROUNDS * (cp - 1),
+    )
 
 
 def ring_bytes_per_token(shape: ModelShape, scheme: Scheme, parameter_bytes: int) -> float:
@@ -47,7 +232,7 @@ def ring_bytes_per_token(shape: ModelShape, scheme: Scheme, parameter_bytes: int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextCosts:
-    """CostModel: a cost profile, with what is assumed of the cp widths that it lacks.
+    """CostModel: a cost profile, extended to cp widths that were not measured.
 
     The formulas are those of the module. A splitting scheme, cp8~, counts at its full width.
     """
@@ -59,22 +244,21 @@ class ContextCosts:
     link_fraction: float = 1.0
     """Share of a link's bandwidth that is reached."""
     parameter_bytes: int = 2
-    """Of a key's or value's element."""
-    max_tokens_per_micro_batch: int | None = None
-    """Takes the place of all limits of the profile, measured or not; see given_limit."""
+    """Of an element of a key or value."""
 
     @property
     def knows_exchange(self) -> bool:
-        """Whether what cp costs beside the work is known: measured, or from model and links."""
+        """Whether the overhead of cp is known: measured, or from model and links."""
         has_rows = any(row.scheme.cp > 1 for row in self.profile.schemes)
         return has_rows or (self.shape is not None and self.cluster is not None)
 
     def is_measured(self, scheme: Scheme) -> bool:
         """Whether the profile has the scheme itself."""
-        return any(row.scheme == _at_full_width(scheme) for row in self.profile.schemes)
+        full_width = scheme.of_context_group(scheme.cp)
+        return any(row.scheme == full_width for row in self.profile.schemes)
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
-        """Of the profile, or as assumed; StrategyError where it has the scheme at no width."""
+        """Measured or assumed; StrategyError if the profile has no width of the scheme."""
         row = self._nearest(scheme)
         times = row.coefficients
         if row.scheme.cp == scheme.cp:
@@ -88,23 +272,21 @@ class ContextCosts:
         )
 
     def max_tokens(self, scheme: Scheme) -> int:
-        """Of the profile, or as assumed; StrategyError where it has the scheme at no width."""
-        if self.max_tokens_per_micro_batch is not None:
-            return given_limit(self.max_tokens_per_micro_batch, scheme)
+        """Measured or assumed; StrategyError if the profile has no width of the scheme."""
         row = self._nearest(scheme)
         return row.max_tokens * scheme.cp // row.scheme.cp
 
     def overhead_ms(self, strategy: Strategy) -> float:
-        """As the profile says."""
+        """The profile's."""
         return self.profile.overhead_ms(strategy)
 
     def _nearest(self, scheme: Scheme) -> ProfiledScheme:
-        """The measured width fewest doublings away; of two equally near, the narrower."""
-        alike = (scheme.tp, scheme.pp, scheme.layers)
+        """The measured width fewest doublings away; the narrower of two equally near ones."""
+        same_shape = (scheme.tp, scheme.pp, scheme.layers)
         rows = [
             row
             for row in self.profile.schemes
-            if (row.scheme.tp, row.scheme.pp, row.scheme.layers) == alike
+            if (row.scheme.tp, row.scheme.pp, row.scheme.layers) == same_shape
         ]
         if not rows:
             known = ", ".join(str(row.scheme) for row in self.profile.schemes)
@@ -125,9 +307,5 @@ class ContextCosts:
             return 0.0
         link = self.cluster.point_to_point(scheme.tp * scheme.cp)
         num_bytes = ring_bytes_per_token(self.shape, scheme, self.parameter_bytes)
-        rounds = NUM_RING_ROUNDS * self.shape.num_layers
+        rounds = _NUM_RING_ROUNDS * self.shape.num_layers
         return _MS_PER_S * rounds * num_bytes / (link.bytes_per_s * self.link_fraction)
-
-
-def _at_full_width(scheme: Scheme) -> Scheme:
-    return Scheme(scheme.tp, scheme.cp, scheme.pp, scheme.layers)

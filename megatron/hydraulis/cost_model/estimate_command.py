@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.context_ways import CP_COMM_TYPES
+from megatron.hydraulis.cost_model.context import CP_COMM_TYPES
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
-from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint, communicators_text
+from megatron.hydraulis.cost_model.memory import PoolFootprint, communicators_text
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of

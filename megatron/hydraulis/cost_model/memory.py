@@ -1,59 +1,65 @@
-"""Memory of a rank, and from it the most tokens a micro-batch may hold.
+"""Memory of a rank, and the most tokens of a micro-batch that fits in it.
 
-What a rank holds between iterations, its *state* (`state_bytes`), all per tensor-parallel rank:
+Between iterations a tensor-parallel rank holds its *state* (`state_bytes`):
 
 - its parameters in the training precision and their gradients in fp32;
 - its canonical shard: fp32 master weights, two moments and the gradient over all ranks of the job;
-- staging: two slots, each with a buffer of what is sent and one of what is received of the largest
-  bucket, which is a layer. An owner sends parameters and receives fp32 gradients, as many copies of
-  its share as there are holders; a role receives and sends in the arena itself or, where the order
-  of travel is another, the layer over tp. Where transfers are relayed inside a node, a third
-  buffer holds what passes through (`pool_footprint`);
+- staging: two slots, each with a send and a receive buffer for the largest bucket, which is a
+  layer. An owner sends parameters and receives fp32 gradients, one copy of its share for each
+  holder; a role receives and sends in the arena itself or, if the order of travel differs, the
+  layer over tp. If transfers are relayed inside a node, a third buffer holds what passes through
+  (`PoolFootprint`);
 - workspaces of cuBLAS.
 
-While micro-batches run, memory peaks at one of a few *moments* (`moments`), each a line over the
+While micro-batches run, memory peaks at one of a few *moments* (`moments`), each linear in the
 tokens of a micro-batch: the state, what min(v, pp - i) micro-batches in flight keep on stage i
-(1F1B; v is taken as large), what micro-batches leave behind (`_left_per_token`), and what is there
-at that moment alone, always in the backward of the last layer or behind it:
+(1F1B; v is assumed large), what micro-batches leave behind (`_left_per_token`), and what exists
+only at that moment, which is in or after the backward of the last layer:
 
-- *loss* (last stage): logits, and the fp32 copy in which the cross entropy works; in fp32 it works
-  in the logits themselves;
-- *output layer* (last stage): the logits' gradient, that of the hidden state, whole and in parts,
-  and of the matrix;
+- *loss* (last stage): logits, and the fp32 copy on which the cross entropy works; in fp32 it works
+  on the logits themselves;
+- *output layer* (last stage): the gradients of the logits, of the hidden state, gathered and in
+  parts, and of the matrix;
 - *second matrix of the MLP*: gradients of the layer's output, in parts and gathered, of the
   matrix's input, and of the matrix;
-- *activation of the MLP*: with its kernels not compiled into one, a gated activation's backward has
-  four tensors as wide as the MLP beside what it frees, GeLU's six;
+- *activation of the MLP*: with unfused kernels, the backward of a gated activation has four tensors
+  as wide as the MLP besides what it frees, that of GeLU six;
 - *attention*: what the kernel and the exchange with cp ranks need, less the MLP's activations,
-  which are gone by then.
+  which are freed by then.
 
-Kept by a layer, per token, in elements (h hidden, q queries, k keys or values, f width of the MLP):
-4h, inputs and outputs of both norms; q + 2k, queries and keys turned and a copy of the values, so
-that the fused output of the linear layer can be freed, which norms of queries and keys keep; q,
-attention's output, and an fp32 number a head; 2f and f, the output of fc1 and the input of fc2 (f
-and f without a gate). An all-to-all over cp ranks keeps q more, the output before it goes back, and
-keys and values as often as heads are copied. Beside its layers a stage keeps its output, the last
-one that of the final norm, and cosines and sines, which no tp divides.
+A layer keeps per token, in elements (h hidden, q queries, k keys or values, f width of the MLP):
+4h, inputs and outputs of both norms; q + 2k, rotated queries and keys and a copy of the values,
+which frees the fused output of the linear layer unless norms of queries and keys keep it; q,
+attention's output, and an fp32 number per head; 2f and f, the output of fc1 and the input of fc2 (f
+and f without a gate). An all-to-all over cp ranks keeps q more, the output before it is sent back,
+and keys and values once per copy of the heads. Besides its layers a stage keeps its output, the
+last one that of the final norm, and cosines and sines, which tp does not divide.
 
-Full recompute keeps the inputs of the recomputed chunks, and one chunk is there whole. Selective
-recompute of the MLP keeps what is inside it of one layer only; that of core attention keeps what
-the linear layer gave, with grouped queries a copy of the queries too, so that it saves nothing.
+Full recompute keeps the inputs of the recomputed chunks and all of one chunk. Selective recompute
+of the MLP keeps its inside for one layer only; that of core attention keeps the linear layer's
+output and, with grouped queries, a copy of the queries, so it saves nothing.
 
-All of it was compared with what torch's allocator counts for roles of 1 to 70 billion parameters
+The model was compared with what torch's allocator counts for roles of 1 to 70 billion parameters
 (docs/planning.md, section Memory).
 """
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.hydraulis.cost_model.context_ways import choose_way
-from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
+from megatron.hydraulis.cost_model.context import choose_way
+from megatron.hydraulis.cost_model.device import (
+    ALL_TO_ALL_BYTES,
+    NCCL_COMMUNICATOR_BYTES,
+    NUM_COMMUNICATORS_IN_RESERVE,
+    DeviceConstants,
+)
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = ["MemoryModel", "Moment"]
+__all__ = ["MemoryModel", "Moment", "PoolFootprint", "communicators_text", "groups_of"]
+
 
 _FP32_BYTES = 4
 # Master weight, first moment, second moment, summed gradient: all fp32.
@@ -70,31 +76,169 @@ _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * _FP32_BYTES
 # As wide as the MLP, in the backward of its activation, less the input of fc2, which is freed.
 _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
+NUM_GROUPS_OF_ALL = 2
+"""Groups of all ranks: the job's and that of regrouping."""
+
+
+def groups_of(strategy: Strategy) -> list[tuple[int, ...]]:
+    """Rank tuples of the tp, cp and pp groups that ``strategy`` needs, in a fixed order.
+
+    For a scheme that splits its cp ranks, like ``cp8~``, every group that a wave may need. Groups
+    of one rank are left out.
+    """
+    needed: dict[tuple[int, ...], None] = {}
+    for replica in strategy.replicas:
+        scheme = replica.scheme
+        for stage in range(scheme.pp):
+            for cp in range(scheme.cp):
+                needed[replica.tp_ranks(stage, cp)] = None
+            for tp in range(scheme.tp):
+                columns = replica.cp_ranks(stage, tp)
+                for size in (group.cp for group in scheme.group_schemes):
+                    for offset in range(0, scheme.cp, size):
+                        needed[columns[offset : offset + size]] = None
+        for cp in range(scheme.cp):
+            for tp in range(scheme.tp):
+                needed[replica.pp_ranks(cp, tp)] = None
+    return [ranks for ranks in needed if len(ranks) > 1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolFootprint:
+    """Staging buffers and communicators that a job's pool needs, on the rank that needs most.
+
+    Shares are of the largest bucket, which is a layer.
+    """
+
+    share_as_owner: float
+    """What an owner or relay sends and receives: its part, once for each rank that holds it."""
+    share_as_role: float
+    """What a role sends and receives through staging: its part of the layer, or nothing if it
+    travels in the order in which it lies in memory, as with the largest tp."""
+    share_relayed: float
+    """What a rank relays for the others of its node, in a separate buffer."""
+    num_communicators: int
+    """NCCL communicators once every strategy has been used."""
+
+    @classmethod
+    def of(cls, pool: Pool) -> "PoolFootprint":
+        """The largest needs of all strategies of a pool."""
+        shares = [_shares_of_strategy(strategy, pool.tp_lcm) for strategy in pool.strategies]
+        as_owner, as_role, relayed = (max(column) for column in zip(*shares, strict=True))
+        return cls(
+            share_as_owner=as_owner,
+            share_as_role=as_role,
+            share_relayed=relayed,
+            num_communicators=_num_communicators(pool.strategies, pool.num_ranks),
+        )
+
+    @classmethod
+    def of_scheme(cls, scheme: Scheme, num_ranks: int, ranks_per_node: int) -> "PoolFootprint":
+        """The needs of a job that replicas of one scheme fill."""
+        of_stage = scheme.tp * scheme.cp
+        in_node = min(ranks_per_node, of_stage) * max(1, ranks_per_node // scheme.num_ranks)
+        as_owner, as_role, relayed = _shares(
+            num_copies=max(1, num_ranks // scheme.num_ranks) * scheme.cp,
+            copies_in_node=in_node / scheme.tp,
+            num_ranks=num_ranks,
+            ranks_per_node=ranks_per_node,
+            least_tp=scheme.tp,
+            is_in_order=True,
+            holds_everything=scheme.tp * scheme.pp == 1 and num_ranks % scheme.cp == 0,
+        )
+        has_groups = (scheme.tp > 1, scheme.pp > 1, *(g.cp > 1 for g in scheme.group_schemes))
+        return cls(
+            share_as_owner=as_owner,
+            share_as_role=as_role,
+            share_relayed=relayed,
+            num_communicators=NUM_GROUPS_OF_ALL + sum(has_groups) if num_ranks > 1 else 0,
+        )
+
+
+def communicators_text(num_communicators: int) -> str:
+    """How many communicators a rank creates, and their assumed memory."""
+    return (
+        f"a rank makes up to {num_communicators} communicators; NCCL's are assumed to take "
+        f"{NCCL_COMMUNICATOR_BYTES / 1e9:g} GB each and {ALL_TO_ALL_BYTES / 1e9:g} GB for "
+        f"connections within a node, {NUM_COMMUNICATORS_IN_RESERVE} of them in the reserve"
+    )
+
+
+def _shares_of_strategy(strategy: Strategy, num_atoms: int) -> tuple[float, float, float]:
+    replicas, nodes = strategy.replicas, strategy.ranks_per_node
+    copies_in_node: dict[int, float] = defaultdict(float)
+    for replica in replicas:
+        scheme = replica.scheme
+        most: Counter[int] = Counter()
+        for stage in range(scheme.pp):
+            in_nodes = Counter(
+                rank // nodes for cp in range(scheme.cp) for rank in replica.tp_ranks(stage, cp)
+            )
+            most |= in_nodes
+        for node, num_ranks in most.items():
+            copies_in_node[node] += num_ranks / scheme.tp
+    degrees = [replica.scheme.tp for replica in replicas]
+    return _shares(
+        num_copies=sum(replica.scheme.cp for replica in replicas),
+        copies_in_node=max(copies_in_node.values()),
+        num_ranks=strategy.num_ranks,
+        ranks_per_node=nodes,
+        least_tp=min(degrees),
+        is_in_order=min(degrees) == num_atoms,
+        holds_everything=sum(r.scheme.cp for r in replicas) == strategy.num_ranks,
+    )
+
+
+def _shares(
+    *,
+    num_copies: int,
+    copies_in_node: float,
+    num_ranks: int,
+    ranks_per_node: int,
+    least_tp: int,
+    is_in_order: bool,
+    holds_everything: bool,
+) -> tuple[float, float, float]:
+    """(as owner, as role, relayed), by the kind of transfer (`transfer.collective`)."""
+    if holds_everything:  # an all-gather of shares, into staging and out of it
+        return 1.0, 0.0, 0.0
+    if num_ranks > ranks_per_node and copies_in_node > 1:  # two steps
+        return copies_in_node / ranks_per_node, 1 / least_tp, 1 / ranks_per_node
+    return num_copies / num_ranks, 0.0 if is_in_order else 1 / least_tp, 0.0
+
+
+def _num_communicators(strategies: Sequence[Strategy], num_ranks: int) -> int:
+    """Communicators of a rank after every group has been used; each is created at first use."""
+    if num_ranks == 1:
+        return 0
+    groups = dict.fromkeys(ranks for strategy in strategies for ranks in groups_of(strategy))
+    of_rank = Counter(rank for ranks in groups for rank in ranks)
+    return NUM_GROUPS_OF_ALL + max(of_rank.values(), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When memory may peak while micro-batches run."""
+    """A point at which memory may peak while micro-batches run."""
 
     name: str
     fixed_bytes: float
-    """Whatever the number of tokens."""
+    """Independent of the number of tokens."""
     bytes_per_token: float
-    """For every token of a micro-batch on a cp rank."""
+    """Per token of a micro-batch on a cp rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """Bytes of a token on a rank, by the tensors that it is part of."""
+    """Bytes of a token on a rank, by tensor."""
 
     hidden: float
     hidden_part: float
-    """Of a hidden state that sequence parallelism spreads over the tp ranks."""
+    """A rank's part of a hidden state that sequence parallelism spreads over the tp ranks."""
     query: float
     key: float
-    """As many are a value."""
+    """Of all keys; values take as much."""
     mlp: float
-    """As wide as the MLP, one half of fc1's output if that is gated."""
+    """A tensor as wide as the MLP: half of fc1's output if that is gated."""
     logits: float
 
 
@@ -112,36 +256,36 @@ class MemoryModel:
     recompute: Recompute = NO_RECOMPUTE
     """Which activations the backward computes again."""
     cp_comm_type: str = "p2p"
-    """How cp ranks exchange keys and values, one of `context_ways.CP_COMM_TYPES`."""
+    """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
-    """Whether queries and keys pass through norms of their own."""
+    """Whether queries and keys are normalised."""
     ranks_per_node: int | None = None
-    """None where all ranks are in one node."""
+    """None if all ranks are in one node."""
     pool: PoolFootprint | None = None
-    """Of the job; where None, every scheme is taken to fill the job by itself."""
+    """Of the job; None assumes that the scheme in question fills the job."""
 
     @property
     def reserve_bytes(self) -> float:
-        """What micro-batches may not take: the device's reserve, and communicators beyond those
-        that it covers."""
+        """Memory kept free of micro-batches: the device's reserve, and communicators that exceed
+        it."""
         num_communicators = 0 if self.pool is None else self.pool.num_communicators
         return self.device.reserve_with(num_communicators)
 
     @property
     def usable_bytes(self) -> float:
-        """What the peak of a run may be."""
+        """Limit of the peak."""
         return self.device.memory_bytes - self.reserve_bytes
 
     def max_tokens(self, scheme: Scheme) -> int:
-        """Most tokens of a micro-batch over all cp ranks, 0 where the model does not fit.
+        """Most tokens of a micro-batch over all cp ranks, 0 if the model does not fit.
 
-        A multiple of 2·tp·cp: the row is padded to one, and so stays within the limit.
+        A multiple of 2·tp·cp, to which rows are padded.
         """
         layers = scheme.layers_per_stage(self.shape.num_layers)
         return min(self.stage_tokens(scheme, stage, num) for stage, num in enumerate(layers))
 
     def stage_tokens(self, scheme: Scheme, stage: int, num_layers: int) -> int:
-        """max_tokens as far as one stage goes, if it had num_layers layers."""
+        """`max_tokens` of one stage with num_layers layers."""
         multiple = 2 * scheme.tp * scheme.cp
         usable = self.usable_bytes
         tokens_per_cp_rank = min(
@@ -151,23 +295,23 @@ class MemoryModel:
         return max(0, int(tokens_per_cp_rank * scheme.cp) // multiple * multiple)
 
     def state_bytes(self, scheme: Scheme, stage: int) -> float:
-        """What a rank of a stage holds before the first token."""
+        """What a rank of a stage holds between iterations."""
         return self._state_bytes(scheme, stage, self._num_layers(scheme, stage))
 
     def between_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
-        """Most while gathering, scattering and updating, after micro-batches of num_tokens."""
+        """Peak during gather, scatter and update, after micro-batches of num_tokens."""
         left = self._left_per_token(scheme, stage) * num_tokens / scheme.cp
         return self.state_bytes(scheme, stage) + left
 
     def peak_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
-        """Most while micro-batches of num_tokens, over all cp ranks, run."""
+        """Peak while micro-batches run that have num_tokens over all cp ranks."""
         return max(
             moment.fixed_bytes + moment.bytes_per_token * num_tokens / scheme.cp
             for moment in self.moments(scheme, stage)
         )
 
     def moments(self, scheme: Scheme, stage: int) -> tuple[Moment, ...]:
-        """When memory of a rank of a stage may peak."""
+        """The points at which memory of a rank of a stage may peak."""
         return tuple(self._moments(scheme, stage, self._num_layers(scheme, stage)))
 
     def _num_layers(self, scheme: Scheme, stage: int) -> int:
@@ -189,7 +333,7 @@ class MemoryModel:
         return role + canonical + self._staging_bytes(scheme) + _WORKSPACE_BYTES
 
     def _staging_bytes(self, scheme: Scheme) -> float:
-        """Slots serve every strategy of the pool, and so are as large as the largest needs."""
+        """All strategies of the pool share the slots, so the largest need counts."""
         ranks_per_node = self.ranks_per_node or self.num_ranks
         pool = self.pool or PoolFootprint.of_scheme(scheme, self.num_ranks, ranks_per_node)
         as_owner, as_role = pool.share_as_owner, pool.share_as_role
@@ -214,10 +358,10 @@ class MemoryModel:
                 kept + token.logits + token.hidden + token.hidden_part,
             )
         if is_last and stage == 0 and shape.tied_embeddings:
-            # What the output layer gave waits for the embedding's gradient.
+            # The output layer's gradient waits for that of the embedding.
             state += matrix * shape.vocab_size
         if is_last:
-            kept -= 2 * token.hidden_part  # the final norm's are freed by now
+            kept -= 2 * token.hidden_part  # the final norm's have been freed
         kept += self._again_per_token(scheme, num_layers) + token.hidden_part
         whole = token.hidden if self._spreads(scheme) else 0.0
         yield Moment(
@@ -247,8 +391,8 @@ class MemoryModel:
         return self.sequence_parallel and scheme.tp > 1
 
     def _left_per_token(self, scheme: Scheme, stage: int) -> float:
-        """What a micro-batch leaves behind: the buffer into which sequence parallelism gathers, and
-        behind the first stage what was received, with its gradient."""
+        """What a micro-batch leaves behind: the gather buffer of sequence parallelism and, after
+        the first stage, what was received, with its gradient."""
         token = self._token(scheme)
         buffer = token.hidden if self._spreads(scheme) else 0.0
         return buffer + (2 * token.hidden_part if stage > 0 else 0.0)
@@ -261,7 +405,7 @@ class MemoryModel:
         return logits + copy + _LOSS_BYTES_PER_TOKEN
 
     def _kept_per_token(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> float:
-        """Of one micro-batch."""
+        """What one micro-batch keeps on a stage."""
         recompute, token = self.recompute, self._token(scheme)
         num_again = recompute.num_layers_again(num_layers)
         layers = recompute.num_inputs_kept(num_layers) * token.hidden_part
@@ -271,7 +415,7 @@ class MemoryModel:
         return layers + outputs + rotation + _BATCH_BYTES_PER_TOKEN
 
     def _layer_per_token(self, scheme: Scheme) -> float:
-        """What a layer keeps that does not run again as a whole."""
+        """What a layer keeps that is not fully recomputed."""
         kept = self._whole_layer_per_token(scheme)
         if self.recompute.drops_mlp:
             kept -= self._mlp_per_token(scheme)
@@ -303,34 +447,34 @@ class MemoryModel:
         return kept + token.query if self._exchanges_heads(scheme) else kept
 
     def _attended_per_token(self, scheme: Scheme) -> float:
-        """Queries, keys and values as the kernel gets them."""
+        """Queries, keys and values as the kernel receives them."""
         token, num_copies = self._token(scheme), 1.0
         if self._exchanges_heads(scheme):
             num_copies = max(1.0, scheme.cp * scheme.tp / self.shape.num_query_groups)
         return token.query + 2 * token.key * num_copies
 
     def _given_to_attention_per_token(self, scheme: Scheme) -> float:
-        """The linear layer's output, and a copy of the queries where they lie apart in it."""
+        """The linear layer's output, and a copy of the queries if they are not contiguous in it."""
         token = self._token(scheme)
         is_grouped = token.key < token.query
         return token.query + 2 * token.key + (token.query if is_grouped else 0.0)
 
     def _again_per_token(self, scheme: Scheme, num_layers: int) -> float:
-        """What the backward of the last layer makes again beside what was kept."""
+        """What is recomputed for the backward of the last layer, besides what was kept."""
         recompute, token = self.recompute, self._token(scheme)
         if recompute.num_layers_again(num_layers) == num_layers:
-            # The input of the chunk was kept, its output is new.
+            # The chunk's input was kept, its output is recomputed.
             return recompute.num_layers_at_once(num_layers) * self._whole_layer_per_token(scheme)
         return self._mlp_per_token(scheme) + token.hidden_part if recompute.drops_mlp else 0.0
 
     def _attention_per_token(self, scheme: Scheme) -> float:
-        """In the backward of core attention, beside what the layer keeps of it.
+        """Needed in the backward of core attention, besides what the layer keeps of it.
 
-        The kernel: gradients of output, as it comes and contiguous, queries, keys and values, an
-        fp32 sum for queries, and with grouped queries those of keys and values a head. Over cp
-        ranks the keys are those of the whole row up to each rank's own second chunk, cp + ½ for
-        every token of its own; they are gathered again, and their gradients come apart and then
-        together.
+        The kernel: gradients of the output, as received and contiguous, of queries, keys and
+        values, an fp32 sum for queries and, with grouped queries, gradients of keys and values per
+        head. Over cp ranks the keys are those of the row up to the end of each rank's second chunk,
+        cp + ½ per local token; they are gathered again, and their gradients exist both apart and
+        concatenated.
         """
         token = self._token(scheme)
         if self._exchanges_heads(scheme):

@@ -1,14 +1,21 @@
-"""Exact time of a 1F1B pipeline over micro-batches of unequal work."""
+"""Pipelines: the exact time of 1F1B over unequal micro-batches, and how layers are split."""
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["FORWARD_SHARE", "Operation", "pipeline_schedule", "pipeline_time_ms"]
+from megatron.hydraulis.errors import StrategyError
+
+__all__ = ["FORWARD_SHARE", "Operation", "pipeline_schedule", "pipeline_time_ms", "split_layers"]
+
 
 FORWARD_SHARE = 1.0 / 3.0
 """Share of the forward in a micro-batch's time: the backward of a matrix product is two products
 of its size, for the gradients of input and weight (arXiv 2104.04473, appendix)."""
+
+OfStage = Callable[[int, int], float]
+"""Takes a stage, counted from 0, and its number of layers, at least 1."""
 
 
 def pipeline_time_ms(
@@ -17,19 +24,19 @@ def pipeline_time_ms(
     """Time from the first forward to the last backward of a replica.
 
     times_ms: shape (num_micro_batches,), forward + backward of each micro-batch on one stage, in
-    the order in which they run; every stage takes the same. Messages cost nothing here: they
-    belong to the times. 0.0 without micro-batches.
+    execution order; every stage takes the same. They include the messages between stages. 0.0
+    without micro-batches.
 
     Stage s of p runs ``w = p-1-s`` forwards ahead, then one forward and one backward in turn,
     then the remaining backwards (1F1B, arXiv 2006.09503 and 2104.04473). An operation starts when
-    its stage is free and its input is there, so for micro-batch k on stage s::
+    its stage is free and its input has arrived, so for micro-batch k on stage s::
 
-        F(s, k) = max(F(s-1, k), end of the operation before on s) + f_k
-        B(s, k) = max(B(s+1, k), end of the operation before on s) + b_k
+        F(s, k) = max(F(s-1, k), end of the previous operation on s) + f_k
+        B(s, k) = max(B(s+1, k), end of the previous operation on s) + b_k
 
-    The operation before F(s, k) is B(s, k-w-1), or F(s, k-1) while stage s is still filling; that
-    before B(s, k) is F(s, k+w), or B(s, k-1) once no forwards are left. Example: times 4, 1, 4 on
-    2 stages with a forward of a third take 16, although Σt + (p-1)·max t = 13.
+    F(s, k) follows B(s, k-w-1), or F(s, k-1) while stage s is still filling; B(s, k) follows
+    F(s, k+w), or B(s, k-1) when no forwards are left. Example: times 4, 1, 4 on 2 stages with a
+    forward share of a third take 16, although Σt + (p-1)·max t = 13.
 
     Raises ValueError for a negative or non-finite time, fewer than one stage, or a forward share
     outside [0, 1].
@@ -55,10 +62,9 @@ class Operation:
 def pipeline_schedule(
     times_ms: Sequence[float], num_stages: int, *, forward_share: float = FORWARD_SHARE
 ) -> list[Operation]:
-    """When each forward and backward of a replica runs, by the recurrence of `pipeline_time_ms`.
+    """When each forward and backward of a replica runs; the operations of a stage are in order.
 
-    Operations of a stage come in the order in which it runs them. Arguments and errors are those
-    of `pipeline_time_ms`.
+    Arguments, recurrence and errors are those of `pipeline_time_ms`.
     """
     _check(times_ms, num_stages, forward_share)
     operations: list[Operation] = []
@@ -70,10 +76,10 @@ def _check(times_ms: Sequence[float], num_stages: int, forward_share: float) -> 
     if num_stages < 1:
         raise ValueError(f"a pipeline has at least 1 stage, not {num_stages}")
     if not 0.0 <= forward_share <= 1.0:
-        raise ValueError(f"the forward's share is between 0 and 1, not {forward_share}")
+        raise ValueError(f"the forward share is between 0 and 1, not {forward_share}")
     for time_ms in times_ms:
         if not 0.0 <= time_ms < math.inf:
-            raise ValueError(f"a micro-batch takes a finite time from 0 on, not {time_ms} ms")
+            raise ValueError(f"a micro-batch takes a finite time of at least 0, not {time_ms} ms")
 
 
 def _last_backward_end_ms(
@@ -82,16 +88,16 @@ def _last_backward_end_ms(
     forward_share: float,
     operations: list[Operation] | None = None,
 ) -> float:
-    """The recurrence; ``operations``, if given, is appended to."""
+    """The recurrence; appends to ``operations`` if given."""
     num_micro_batches = len(times_ms)
     forward_ms = [time_ms * forward_share for time_ms in times_ms]
     backward_ms = [time_ms - forward for time_ms, forward in zip(times_ms, forward_ms, strict=True)]
     free_ms = [0.0] * num_stages
-    # End of the newest backward of each stage. One more entry: the loss follows the last stage's
-    # own forward, which free_ms holds already.
+    # End of the latest backward of each stage, and 0 behind the last one: its backward follows its
+    # own forward, whose end is in free_ms.
     backward_end_ms = [0.0] * (num_stages + 1)
     # In round r stage s runs backward r-1-w_s and then forward r. Stage s+1 has run that backward
-    # in round r-1, stage s-1 that forward in this round: every input is known when it is needed.
+    # in round r-1, and stage s-1 that forward in this round, so every input is known.
     for round_ in range(num_micro_batches + num_stages):
         forward_end_ms = 0.0
         for stage in range(num_stages):
@@ -111,3 +117,74 @@ def _last_backward_end_ms(
                     operations.append(Operation(True, stage, round_, start_ms, done_ms))
             free_ms[stage] = done_ms
     return backward_end_ms[0]
+
+
+def split_layers(
+    num_layers: int,
+    num_stages: int,
+    *,
+    time: OfStage,
+    tokens: OfStage,
+    min_tokens: float,
+) -> tuple[int, ...]:
+    """Layers of each stage, shape (num_stages,), that minimise the time of the slowest stage.
+
+    time: of a stage, in any unit; must not fall when layers are added. tokens: most tokens that a
+    stage holds; must not rise. The split holds min_tokens, or as many as any split can. Of the
+    splits with the least time it is the one that holds the most tokens.
+
+    The result is exact: both functions are monotone, so a bound on time or tokens limits the layers
+    of every stage. The tightest bounds that leave room for all layers are found by bisection, and
+    adding layers one by one to the stage that then holds most tokens maximises the tokens.
+
+    Raises StrategyError for more stages than layers.
+    """
+    if num_stages > num_layers:
+        raise StrategyError(
+            f"every stage needs at least 1 layer but {num_stages} stages share {num_layers}; use "
+            f"at most pp{num_layers}"
+        )
+    most_of_one = num_layers - num_stages + 1
+    unbounded = [most_of_one] * num_stages
+    roomiest = _fill(num_layers, unbounded, time, tokens)
+    held = min(tokens(stage, layers) for stage, layers in enumerate(roomiest))
+    needed = min(min_tokens, held)
+    by_memory = [
+        max(n for n in range(1, most_of_one + 1) if tokens(stage, n) >= needed)
+        for stage in range(num_stages)
+    ]
+    times = [[time(stage, n + 1) for n in range(most)] for stage, most in enumerate(by_memory)]
+    bounds = sorted({one for of_stage in times for one in of_stage})
+    low, high = 0, len(bounds) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _has_room(num_layers, _most_layers(times, bounds[middle])):
+            high = middle
+        else:
+            low = middle + 1
+    return _fill(num_layers, _most_layers(times, bounds[low]), time, tokens)
+
+
+def _most_layers(times: list[list[float]], bound: float) -> list[int]:
+    return [bisect_right(of_stage, bound) for of_stage in times]
+
+
+def _has_room(num_layers: int, most: list[int]) -> bool:
+    return min(most) >= 1 and sum(most) >= num_layers
+
+
+def _fill(num_layers: int, most: list[int], time: OfStage, tokens: OfStage) -> tuple[int, ...]:
+    """Adds layers one by one, at most ``most`` to a stage, where most tokens then fit."""
+    layers = [1] * len(most)
+    for _ in range(num_layers - len(most)):
+        open_stages = (stage for stage in range(len(most)) if layers[stage] < most[stage])
+        chosen = min(
+            open_stages,
+            key=lambda stage: (
+                -tokens(stage, layers[stage] + 1),
+                time(stage, layers[stage] + 1),
+                stage,
+            ),
+        )
+        layers[chosen] += 1
+    return tuple(layers)

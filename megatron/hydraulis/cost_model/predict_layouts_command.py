@@ -1,18 +1,71 @@
 """``python -m megatron.hydraulis predict-layouts``: time, MFU and memory of layouts in a file."""
 
 import argparse
+import csv
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.layout_constants import LAYOUT_CONSTANTS
-from megatron.hydraulis.cost_model.layout_prediction import predict_layout
-from megatron.hydraulis.cost_model.layout_table import read_layouts, write_predictions
+from megatron.hydraulis.cost_model.layouts import (
+    FixedLengthJob,
+    Layout,
+    LayoutPrediction,
+    predict_layout,
+)
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import ModelShape
 
-__all__ = ["add_arguments", "run"]
+__all__ = [
+    "PREDICTED_COLUMNS",
+    "LayoutRow",
+    "add_arguments",
+    "read_layouts",
+    "run",
+    "write_predictions",
+]
+
 
 _KERNELS = ", ".join(repr(kernel.name) for kernel in LAYOUT_CONSTANTS.kernels)
+PREDICTED_COLUMNS = (
+    "predicted_step_time_s",
+    "predicted_mfu",
+    "predicted_fits",
+    "predicted_memory_bytes",
+)
+_NUMBERS = (
+    "seq_len",
+    "world_size",
+    "micro_batch_size",
+    "tp",
+    "pp",
+    "layers",
+    "hidden",
+    "ffn",
+    "vocab",
+    "gbs",
+)
+_NEEDED = (*_NUMBERS, "kernel", "act_ckpt")
+_LARGEST = 10**9
+"""Limit of every number in a row."""
+_RECOMPUTES = {"disabled": False, "every_layer": True}
+_TRUTHS = {"": False, "false": False, "0": False, "true": True, "1": True}
+# Width of a head: models are Llamas without grouped queries.
+_HEAD_SIZE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRow:
+    """A row of the file."""
+
+    where: str
+    """File and line, for errors."""
+    cells: Mapping[str, str]
+    job: FixedLengthJob
+    layout: Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Predict all rows and write them; returns the exit status.
 
-    Raises ConfigurationError for files, kernels and devices that make no sense.
+    Raises ConfigurationError for invalid files and unknown kernels and devices.
     """
     device = device_constants(namespace.device)
     rows = read_layouts(namespace.layouts)
@@ -72,3 +125,132 @@ def run(namespace: argparse.Namespace) -> int:
             f"written to {namespace.out}"
         )
     return 0
+
+
+def read_layouts(path: str | Path) -> list[LayoutRow]:
+    """Read the rows of a file of layouts; other columns are kept.
+
+    Required are seq_len, world_size, micro_batch_size, tp, pp, layers, hidden, ffn, vocab, gbs
+    (sequences a step), kernel, and act_ckpt (disabled or every_layer); sequence_parallel (True or
+    False) may be blank or absent. Models are Llamas: heads of 128 without groups, gated MLP, two
+    embeddings.
+
+    Raises ConfigurationError for an unreadable file, a missing column and an invalid value, with
+    its line.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            rows = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(
+            f"layouts {path}: must be a CSV file that can be read but: {reason}; "
+            f"give the path of one"
+        ) from error
+    missing = [name for name in _NEEDED if name not in columns]
+    if missing:
+        raise ConfigurationError(
+            f"layouts {path}: needs the columns {', '.join(_NEEDED)} but has no "
+            f"{', '.join(missing)}; add them"
+        )
+    if not rows:
+        raise ConfigurationError(
+            f"layouts {path}: needs a row for every layout but has 0 rows below its header; "
+            f"add them"
+        )
+    return [_row(row, f"layouts {path}, line {line}") for line, row in rows]
+
+
+def _row(cells: Mapping[str, str], what: str) -> LayoutRow:
+    if None in cells or None in cells.values():
+        raise ConfigurationError(
+            f"{what}: a row has a value for every column but this one has more or fewer; correct it"
+        )
+    number = {name: _integer(cells, name, what) for name in _NUMBERS}
+    try:
+        num_heads = max(1, number["hidden"] // _HEAD_SIZE)
+        shape = ModelShape(
+            num_layers=number["layers"],
+            hidden_size=number["hidden"],
+            ffn_hidden_size=number["ffn"],
+            num_attention_heads=num_heads,
+            num_query_groups=num_heads,
+            kv_channels=max(1, number["hidden"] // num_heads),
+            vocab_size=number["vocab"],
+            gated_mlp=True,
+            tied_embeddings=False,
+        )
+        job = FixedLengthJob(
+            shape=shape,
+            num_ranks=number["world_size"],
+            sequence_tokens=number["seq_len"],
+            num_sequences=number["gbs"],
+        )
+        layout = Layout(
+            micro_batch_size=number["micro_batch_size"],
+            tp=number["tp"],
+            pp=number["pp"],
+            kernel=cells["kernel"].strip(),
+            sequence_parallel=_choice(
+                {"sequence_parallel": "", **cells}, "sequence_parallel", _TRUTHS, what
+            ),
+            recomputes_layers=_choice(cells, "act_ckpt", _RECOMPUTES, what),
+        )
+        layout.dp(job)
+    except ConfigurationError as error:
+        if str(error).startswith(what):
+            raise
+        raise ConfigurationError(f"{what}: {error}") from None
+    return LayoutRow(what, cells, job, layout)
+
+
+def _integer(cells: Mapping[str, str], name: str, what: str) -> int:
+    try:
+        value = float(cells[name])
+        if value == int(value) and abs(value) <= _LARGEST:
+            return int(value)
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigurationError(
+        f"{what}: {name} is a whole number of at most {_LARGEST:,} but it is {cells[name]!r}; "
+        f"correct it"
+    )
+
+
+def _choice(cells: Mapping[str, str], name: str, values: Mapping[str, bool], what: str) -> bool:
+    text = cells[name].strip().lower()
+    if text not in values:
+        known = ", ".join(repr(value) for value in values)
+        raise ConfigurationError(
+            f"{what}: {name} is one of {known} but it is {cells[name]!r}; correct it"
+        )
+    return values[text]
+
+
+def write_predictions(
+    path: str | Path, rows: Sequence[LayoutRow], predictions: Sequence[LayoutPrediction]
+) -> None:
+    """Write the rows as they were read, with PREDICTED_COLUMNS.
+
+    Raises ConfigurationError for a path that cannot be written.
+    """
+    columns = [name for name in rows[0].cells if name not in PREDICTED_COLUMNS]
+    try:
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow([*columns, *PREDICTED_COLUMNS])
+            for row, prediction in zip(rows, predictions, strict=True):
+                predicted = (
+                    f"{prediction.time.total_s:.6g}",
+                    f"{prediction.mfu:.6g}",
+                    str(prediction.fits),
+                    f"{prediction.memory.total_bytes:.0f}",
+                )
+                writer.writerow([*(row.cells[name] for name in columns), *predicted])
+    except OSError as error:
+        raise ConfigurationError(
+            f"--out {path}: must be a path that can be written but: {error.strerror}; "
+            f"give another path"
+        ) from error

@@ -3,7 +3,6 @@
 import argparse
 import math
 
-from megatron.hydraulis.cost_model.model_file import read_model_shape
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 
@@ -94,7 +93,7 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
                 f"--model {namespace.model} describes the whole model but {flags[0]} is given too; "
                 f"leave one of them out"
             )
-        return read_model_shape(namespace.model)
+        return ModelShape.read(namespace.model)
     missing = [flag for flag in _NEEDED if flag not in flags]
     if "--padded-vocab-size" not in flags and "--vocab-size" not in flags:
         missing.append("--padded-vocab-size")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron.hydraulis.cost_model.context_ways import CP_COMM_TYPES, all_to_all_refusal
+from megatron.hydraulis.cost_model.context import CP_COMM_TYPES, all_to_all_refusal
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint, communicators_text
-from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
+from megatron.hydraulis.cost_model.limits import StrategyCosts
+from megatron.hydraulis.cost_model.memory import PoolFootprint, communicators_text
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from hydraulis_patches.training_loop import apply_training_loop
-from megatron.hydraulis.cost_model.context_ways import te_all_to_all_refusal
+from megatron.hydraulis.cost_model.context import te_all_to_all_refusal
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments

@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.cost_model.measured_limits import (
+from megatron.hydraulis.cost_model.limits import (
     CappedCostModel,
     MemoryTrial,
+    StrategyCosts,
     after_failure,
     caps_of_schemes,
     lower,
     with_lower_limits,
 )
-from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import OutOfMemoryError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.loop.planned_batches import PlannedBatches

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
+from megatron.hydraulis.cost_model.limits import StrategyCosts
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.data.sampler import EvaluationSampler, GlobalBatch, LengthSampler

@@ -9,9 +9,9 @@ from functools import partial
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import CostModel, given_limit
-from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
+from megatron.hydraulis.cost_model.limits import StrategyCosts
+from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_schedule, recompute_of

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel, given_limit
-from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
+from megatron.hydraulis.cost_model.limits import StrategyCosts
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.cost_model.strategy_costs import StrategyCosts
+from megatron.hydraulis.cost_model.limits import StrategyCosts
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.json_object import read_json, write_json
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms, packing_bound_ms

@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from megatron.hydraulis.cost_model.context_ways import choose_way
+from megatron.hydraulis.cost_model.context import choose_way
 from megatron.hydraulis.data.context_split import gathered_places, local_stretches
 from megatron.hydraulis.runtime.packed_attention import (
     SegmentAttention,
@@ -39,7 +39,7 @@ class ContextAttention(SegmentAttention):
 
     The group is that of the micro-batch, ``packed_seq_params.cp_group``, not the model's. Without
     one, or in a group of one rank, this is `SegmentAttention` bit by bit. How the ranks exchange is
-    ``config.cp_comm_type``, see `context_ways`. Between forward and backward a rank keeps no more
+    ``config.cp_comm_type``, see `context`. Between forward and backward a rank keeps no more
     than its part either way: what was gathered is gathered again.
     """
 

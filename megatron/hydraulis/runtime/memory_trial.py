@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from megatron.hydraulis.cost_model.measured_limits import (
+from megatron.hydraulis.cost_model.limits import (
     MemoryTrial,
     after_failure,
     allowed_tokens,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.hydraulis.cost_model.pool_footprint import groups_of
+from megatron.hydraulis.cost_model.memory import groups_of
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.strategy import Strategy
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.hydraulis.cost_model.context_ways import takes_all_to_all, te_all_to_all_refusal
+from megatron.hydraulis.cost_model.context import takes_all_to_all, te_all_to_all_refusal
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.context_attention import context_size_of
 

@@ -105,12 +105,6 @@ def test_layers_of_the_stages_are_kept_apart() -> None:
         costs.coefficients(Scheme(cp=2, pp=2, layers=(1, 3)))
 
 
-def test_a_given_limit_holds_for_every_width() -> None:
-    costs = ContextCosts(profile=profile({Scheme(): (TIMES, 100)}), max_tokens_per_micro_batch=50)
-    # Padding to 2·cp comes out of it.
-    assert [costs.max_tokens(Scheme(cp=cp)) for cp in (1, 2, 8)] == [50, 48, 48]
-
-
 def test_time_beside_the_makespan_is_the_profile_s() -> None:
     costs = ContextCosts(profile=profile({Scheme(): (TIMES, 100)}))
     assert costs.overhead_ms(Strategy.parse("tp1", 1, name="long")) == 7.0

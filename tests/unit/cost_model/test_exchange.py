@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, device_constants
-from megatron.hydraulis.cost_model.exchange import exchange_of
+from megatron.hydraulis.cost_model.context import exchange_of
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B

@@ -6,15 +6,20 @@ from dataclasses import fields, replace
 import pytest
 
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.layout import FixedLengthJob, Layout
 from megatron.hydraulis.cost_model.layout_constants import (
     DEFAULT_KERNEL,
     LAYOUT_CONSTANTS,
     KernelConstants,
 )
-from megatron.hydraulis.cost_model.layout_memory import rank_memory
-from megatron.hydraulis.cost_model.layout_prediction import LayoutPrediction, predict_layout
-from megatron.hydraulis.cost_model.layout_time import StepTime, step_time
+from megatron.hydraulis.cost_model.layouts import (
+    FixedLengthJob,
+    Layout,
+    LayoutPrediction,
+    StepTime,
+    predict_layout,
+    rank_memory,
+    step_time,
+)
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from tests.support.fixed_length import A100, job, layout, llama, predict

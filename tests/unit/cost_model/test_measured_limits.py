@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from megatron.hydraulis.cost_model.interface import Coefficients
-from megatron.hydraulis.cost_model.measured_limits import (
+from megatron.hydraulis.cost_model.limits import (
     CappedCostModel,
     MemoryTrial,
     after_failure,

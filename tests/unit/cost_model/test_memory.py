@@ -6,7 +6,7 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import MemoryModel, ModelShape, Recompute, device_constants
-from megatron.hydraulis.cost_model.pool_footprint import PoolFootprint
+from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.planning import LLAMA_7B, LLAMA_32B
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.hydraulis.cost_model.pool_footprint import groups_of
+from megatron.hydraulis.cost_model.memory import groups_of
 from megatron.hydraulis.simulator.simulation import stage_program
 from megatron.hydraulis.strategy import Strategy
 
