@@ -15,6 +15,9 @@ BOOTSTRAP_SEED = 20
 """So that equal measurements give an equal interval."""
 
 
+_Floats = npt.NDArray[np.float64]
+
+
 @dataclass(frozen=True)
 class RatioEstimate:
     """Median of the ratios of pairs, with its bootstrap interval."""
@@ -29,29 +32,34 @@ class RatioEstimate:
 
 
 def paired_ratio(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
-    *,
-    confidence: float = CONFIDENCE,
-    num_resamples: int = NUM_RESAMPLES,
-    seed: int = BOOTSTRAP_SEED,
+    numerators: Sequence[float], denominators: Sequence[float], *, confidence: float = CONFIDENCE
 ) -> RatioEstimate:
     """Median over pairs of ``numerator / denominator``, with a percentile bootstrap interval.
 
-    Pairs are resampled as wholes, so what slowed both halves of a pair cancels out. The interval
-    is Efron's percentile interval (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
+    A pair is resampled as one, so that what slowed both of its halves cancels out. The interval is
+    Efron's percentile interval (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
     chapter 13).
 
-    Args:
-        numerators: measurements of one side, in the order of the pairs.
-        denominators: of the other side, positive.
-        confidence: of the two-sided interval.
-        num_resamples: of the bootstrap.
-        seed: of the resampling.
-
-    Raises:
-        ValueError: no pair, unequal numbers, or a denominator that is not positive.
+    Raises ValueError for no pair, unequal numbers, or a denominator that is not positive.
     """
+    above, below = _pairs(numerators, denominators)
+    ratios = above / below
+    medians = np.median(_resampled(ratios), axis=1)
+    return _estimate(float(np.median(ratios)), medians, len(ratios), confidence)
+
+
+def ratio_of_totals(numerators: Sequence[float], denominators: Sequence[float]) -> RatioEstimate:
+    """``Σ numerators / Σ denominators`` with the same interval; `median` is the ratio itself.
+
+    For the times of two runs over the same batches: the interval says how much the ratio depends
+    on which batches were drawn. Raises ValueError as `paired_ratio` does.
+    """
+    above, below = _pairs(numerators, denominators)
+    ratios = _resampled(above).sum(axis=1) / _resampled(below).sum(axis=1)
+    return _estimate(float(above.sum() / below.sum()), ratios, len(above))
+
+
+def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[_Floats, _Floats]:
     if len(numerators) != len(denominators) or not numerators:
         raise ValueError(
             f"pairs need equally many measurements of both sides, at least 1, but there are "
@@ -60,10 +68,20 @@ def paired_ratio(
     below = np.asarray(denominators, dtype=np.float64)
     if not (below > 0).all():
         raise ValueError(f"denominators must be positive but the least is {below.min()}")
-    ratios: npt.NDArray[np.float64] = np.asarray(numerators, dtype=np.float64) / below
-    rng = np.random.default_rng(seed)
-    drawn = rng.integers(0, len(ratios), size=(num_resamples, len(ratios)))
-    medians = np.median(ratios[drawn], axis=1)
+    return np.asarray(numerators, dtype=np.float64), below
+
+
+def _resampled(values: _Floats) -> _Floats:
+    """A row of drawn values for each resample; equal draws for values of equal number."""
+    drawn = np.random.default_rng(BOOTSTRAP_SEED).integers(
+        0, len(values), size=(NUM_RESAMPLES, len(values))
+    )
+    return values[drawn]
+
+
+def _estimate(
+    value: float, resampled: _Floats, num_pairs: int, confidence: float = CONFIDENCE
+) -> RatioEstimate:
     tail = (1.0 - confidence) / 2.0
-    low, high = np.quantile(medians, [tail, 1.0 - tail])
-    return RatioEstimate(float(np.median(ratios)), float(low), float(high), len(ratios))
+    low, high = np.quantile(resampled, [tail, 1.0 - tail])
+    return RatioEstimate(value, float(low), float(high), num_pairs)

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from benchmarks import planner_batches as batches_of
 from benchmarks.command import wide_console
-from benchmarks.emulated_figures import ratio_of_totals
 from benchmarks.long_tail import MEDIAN_TOKENS, TAIL_EXPONENT, LongTail
+from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.errors import PlanError

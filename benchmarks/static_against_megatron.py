@@ -24,10 +24,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.command import counted_progress, import_on_cpu, positive
-from benchmarks.comparison import LOSS_TOLERANCE, Comparison, SideSteps, loss_difference
+from benchmarks.comparison import (
+    LOSS_TOLERANCE,
+    Comparison,
+    SideSteps,
+    comparison_tables,
+    loss_difference,
+)
 from benchmarks.rank_set import RankSet, Worker
 from benchmarks.step_report import StepReport
-from benchmarks.tables import comparison_tables
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.strategy import Strategy
 

@@ -16,10 +16,12 @@ from benchmarks.emulated_cluster import (
     DYNAMIC,
     FIXED,
     LENGTHS_FILE,
+    Iteration,
+    SideRun,
     plan_sides,
     static_strategies,
 )
-from benchmarks.emulated_figures import Iteration, SideRun, ratio_of_totals
+from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches

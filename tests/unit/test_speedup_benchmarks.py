@@ -1,14 +1,12 @@
 """Laws, cost models and tables of the benchmarks that simulate, on data whose answer is known."""
 
-import io
 import itertools
 import json
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from benchmarks import flexsp, simulate_time, speedup_ladder
+from benchmarks import flexsp, speedup_ladder
 from benchmarks.long_tail import LongTail
 from benchmarks.planner_batches import DATA
 from megatron.hydraulis.strategy import Scheme
@@ -78,13 +76,3 @@ def test_a_ladder_has_all_steps_and_gains_in_all_but_rounding() -> None:
     for slower_s, faster_s in itertools.pairwise(times_s):
         assert faster_s <= 1.01 * slower_s
     assert speedup_ladder.ladder_table(corpus, results).row_count == 8
-
-
-def test_simulate_is_timed_as_a_user_starts_it() -> None:
-    timing = simulate_time.measure(1)
-    assert timing.num_ways >= 7
-    assert timing.cpu_s > 0.0
-    printed = io.StringIO()
-    Console(file=printed, width=100).print(simulate_time.table(1, [timing, timing]))
-    assert "1 iterations on 64 ranks" in printed.getvalue()
-    assert f"{timing.cpu_s:.1f}" in printed.getvalue()
