@@ -9,8 +9,9 @@ from benchmarks.workload import WEIGHT_SEED, Workload
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
 from megatron.hydraulis.strategy import Pool, Strategy
-from megatron.hydraulis.transfer.plan import gather_plan, regroup_elements, scatter_plan
-from megatron.hydraulis.transfer.role import role_of
+from megatron.hydraulis.transfer.plan import gather_plan, scatter_plan
+from megatron.hydraulis.transfer.role import roles_of
+from megatron.hydraulis.transfer.traffic import regroup_bytes
 
 
 class HydraulisSide:
@@ -54,21 +55,20 @@ class HydraulisSide:
     def _traffic(self) -> Traffic:
         engine = self._engine
         layout, rank = engine.layout, engine.rank
-        roles = [
-            role_of(
-                self._strategy,
-                other,
-                num_layers=self._workload.num_layers,
-                tied_embeddings=engine.definition.tied_embeddings,
-            )
-            for other in range(layout.num_ranks)
-        ]
-        gathers = [gather_plan(layout, bucket, roles, rank=rank) for bucket in layout.buckets]
-        scatters = [scatter_plan(layout, bucket, roles, rank=rank) for bucket in layout.buckets]
+        roles = roles_of(
+            self._strategy, self._workload.num_layers, engine.definition.tied_embeddings
+        )
+        exchanged = regroup_bytes(
+            [gather_plan(layout, bucket, roles, rank=rank) for bucket in layout.buckets],
+            [scatter_plan(layout, bucket, roles, rank=rank) for bucket in layout.buckets],
+            rank,
+            ranks_per_node=None,
+            parameter_bytes=engine.dtype.itemsize,
+            gradient_bytes=engine.shards.gradients.element_size(),
+        )
         return Traffic(
             parameters_bytes=engine.num_parameters_held(self._strategy.name)
             * engine.dtype.itemsize,
-            gather_bytes=regroup_elements(gathers, rank)[0] * engine.dtype.itemsize,
-            scatter_bytes=regroup_elements(scatters, rank)[0]
-            * engine.shards.gradients.element_size(),
+            gather_bytes=exchanged.gather_received_bytes,
+            scatter_bytes=exchanged.scatter_received_bytes,
         )

@@ -21,12 +21,11 @@ from rich.table import Table
 from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
-from megatron.hydraulis.transfer.alike import alike_buckets
-from megatron.hydraulis.transfer.canonical import CanonicalLayout
+from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
 from megatron.hydraulis.transfer.collective import Collective, bucket_gather, collective_of
-from megatron.hydraulis.transfer.model_parameters import model_parameters, roles_of
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
-from megatron.hydraulis.transfer.role import Role
+from megatron.hydraulis.transfer.ranges import buckets_with_equal_plans
+from megatron.hydraulis.transfer.role import Role, roles_of
 from megatron.hydraulis.transfer.traffic import (
     LinkElements,
     link_elements_by_rank,
@@ -103,7 +102,7 @@ class StrategyTraffic:
     def links(self, collective: Collective, ranks_per_node: int) -> list[LinkElements]:
         """By rank, what a gather of this kind exchanges."""
         totals = [LinkElements()] * self.layout.num_ranks
-        for buckets in alike_buckets(self.layout, self.roles):
+        for buckets in buckets_with_equal_plans(self.layout, self.roles):
             plan = bucket_gather(
                 collective, self.layout, buckets[0], self.roles, ranks_per_node=ranks_per_node
             )

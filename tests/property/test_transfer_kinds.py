@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 
 from megatron.hydraulis.transfer.collective import (
     Collective,
+    EqualShares,
     bucket_gather,
     bucket_scatter,
     collective_of,
     strategy_plans,
 )
-from megatron.hydraulis.transfer.equal_shares import EqualShares
 from megatron.hydraulis.transfer.plan import (
+    Segment,
     TransferPlan,
-    contributed_ranges,
+    arrival_segments,
+    departure_segments,
     gather_plan,
-    held_ranges,
 )
-from megatron.hydraulis.transfer.segments import Segment, arrival_segments, departure_segments
+from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.two_step import TwoStepPlan, elements_across
 from tests.support.layouts import Case, bucket_ids, cases, expected_counts
 from tests.support.transfer_simulation import Simulation, Values

@@ -11,12 +11,11 @@ from hypothesis import given
 
 from megatron.hydraulis.transfer.plan import (
     TransferPlan,
-    contributed_ranges,
     gather_plan,
-    held_ranges,
-    regroup_elements,
     scatter_plan,
 )
+from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges
+from megatron.hydraulis.transfer.traffic import link_elements
 from tests.support.layouts import (
     Case,
     block_positions,
@@ -38,7 +37,6 @@ def test_buckets_hold_every_element_once(case: Case) -> None:
 
 @given(cases())
 def test_shards_partition_every_bucket_at_row_borders(case: Case) -> None:
-    owned = [0] * case.layout.num_ranks
     for bucket in case.layout.buckets:
         rows = {0}
         for piece, offset in zip(bucket.pieces, bucket.piece_offsets, strict=False):
@@ -49,10 +47,8 @@ def test_shards_partition_every_bucket_at_row_borders(case: Case) -> None:
             assert start == at
             assert stop >= start
             assert {start, stop} <= rows
-            owned[rank] += stop - start
             at = stop
         assert at == bucket.num_elements
-    assert owned == [case.layout.num_owned(rank) for rank in range(case.layout.num_ranks)]
 
 
 @given(cases())
@@ -172,8 +168,8 @@ def test_inverse_turns_every_transfer_and_twice_is_the_identity(case: Case) -> N
                 (t.destination, t.source, t.ranges) for t in plan.transfers
             }
             for rank in range(case.layout.num_ranks):
-                received = plan.num_network_elements(rank, received=True)
-                assert turned.num_network_elements(rank, received=False) == received
+                received = link_elements(plan, rank, ranks_per_node=None).received
+                assert link_elements(turned, rank, ranks_per_node=None).sent == received
 
 
 @given(cases())
@@ -189,7 +185,8 @@ def test_a_rank_receives_what_it_holds_less_what_it_owns(case: Case) -> None:
         for index in [] if role is None else parameters_of(case, role):
             assert role is not None
             held |= set(local_ids(case, index, role.tp, role.tp_rank).reshape(-1).tolist())
-        received, sent = regroup_elements(plans, rank)
+        exchanged = [link_elements(plan, rank, ranks_per_node=None) for plan in plans]
+        received, sent = sum(e.received for e in exchanged), sum(e.sent for e in exchanged)
         assert received == len(held - owned)
         others = [other for r, other in enumerate(roles) if r != rank and other is not None]
         wanted = [

@@ -15,7 +15,7 @@ from megatron.hydraulis.transfer.collective import (
     bucket_scatter,
 )
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
-from megatron.hydraulis.transfer.plan import contributed_ranges, held_ranges
+from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.traffic import (
     LinkElements,

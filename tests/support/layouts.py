@@ -23,7 +23,7 @@ from megatron.hydraulis.transfer.canonical import (
     Unit,
 )
 from megatron.hydraulis.transfer.plan import TransferPlan
-from megatron.hydraulis.transfer.role import Role, role_of
+from megatron.hydraulis.transfer.role import Role, roles_of
 
 Ids = npt.NDArray[np.int64]
 
@@ -40,12 +40,7 @@ class Case:
     @property
     def roles(self) -> list[Role | None]:
         """Of every rank."""
-        return [
-            role_of(
-                self.strategy, r, num_layers=self.num_layers, tied_embeddings=self.tied_embeddings
-            )
-            for r in range(self.strategy.num_ranks)
-        ]
+        return roles_of(self.strategy, self.num_layers, self.tied_embeddings)
 
     def first_id(self, parameter: int) -> int:
         """Number of the parameter's element (0, 0)."""

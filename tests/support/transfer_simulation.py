@@ -18,13 +18,17 @@ from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.collective import (
     BucketPlan,
     Collective,
+    EqualShares,
     bucket_gather,
     bucket_scatter,
 )
-from megatron.hydraulis.transfer.equal_shares import EqualShares
-from megatron.hydraulis.transfer.plan import Transfer, TransferPlan
+from megatron.hydraulis.transfer.plan import (
+    Transfer,
+    TransferPlan,
+    arrival_segments,
+    departure_segments,
+)
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.segments import arrival_segments, departure_segments
 from megatron.hydraulis.transfer.two_step import TwoStepPlan
 
 Values = npt.NDArray[np.float64]

@@ -246,9 +246,9 @@ class EngineRig:
         traffic = engine.setting(strategy.name).regrouper.traffic
         num_warmup = self._repeats.num_warmup
         return RegroupSpeed(
-            gather_bytes=traffic.gather.received_bytes,
+            gather_bytes=traffic.gather_received_bytes,
             gather_ms=statistics.median(gathers_ms[num_warmup:]),
-            scatter_bytes=traffic.scatter.sent_bytes,
+            scatter_bytes=traffic.scatter_sent_bytes,
             scatter_ms=statistics.median(scatters_ms[num_warmup:]),
         )
 

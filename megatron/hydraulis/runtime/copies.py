@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron.hydraulis.runtime.arena import Arena
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
+from megatron.hydraulis.transfer.plan import Segment
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.segments import Segment
 
 
 @dataclass(frozen=True)

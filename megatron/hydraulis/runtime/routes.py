@@ -19,9 +19,13 @@ from megatron.hydraulis.runtime.shards import CanonicalShards
 from megatron.hydraulis.runtime.staging import StagingSlot
 from megatron.hydraulis.runtime.track import Step
 from megatron.hydraulis.transfer.canonical import Bucket
-from megatron.hydraulis.transfer.equal_shares import EqualShares
-from megatron.hydraulis.transfer.plan import Transfer, TransferPlan
-from megatron.hydraulis.transfer.segments import arrival_segments, departure_segments
+from megatron.hydraulis.transfer.collective import EqualShares
+from megatron.hydraulis.transfer.plan import (
+    Transfer,
+    TransferPlan,
+    arrival_segments,
+    departure_segments,
+)
 from megatron.hydraulis.transfer.two_step import TwoStepPlan
 
 Run = tuple[int, int]

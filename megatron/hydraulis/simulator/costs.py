@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,17 +12,16 @@ from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
-from megatron.hydraulis.transfer.alike import alike_buckets
-from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit
+from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit, model_parameters
 from megatron.hydraulis.transfer.collective import (
-    BucketPlan,
     Collective,
     bucket_gather,
     bucket_scatter,
     collective_of,
 )
-from megatron.hydraulis.transfer.model_parameters import model_parameters, roles_of
-from megatron.hydraulis.transfer.traffic import LinkBytes, link_elements_by_rank
+from megatron.hydraulis.transfer.ranges import buckets_with_equal_plans
+from megatron.hydraulis.transfer.role import roles_of
+from megatron.hydraulis.transfer.traffic import LinkElements, link_elements_by_rank
 
 __all__ = ["BucketTimes", "RegroupCosts", "RegroupTimes", "StageCosts"]
 
@@ -114,7 +113,7 @@ class RegroupCosts:
 
     Bytes come from the transfer plans that the runtime executes. A collective takes as long as its
     slowest rank, which sends and receives at the same time. Links inside nodes and across nodes are
-    used at the same time in one-step transfers, in sequence in two-step transfers. An update
+    used at the same time in one-step transfers, in sequence in two-step transfers. An update reads
     and writes its states at the bandwidth of the device's memory.
 
     Raises ConfigurationError for a bandwidth of memory or a share of a link that is not positive,
@@ -176,27 +175,24 @@ class RegroupCosts:
         kind = collective_of(self.layout, roles, ranks_per_node=per_node)
         times: list[BucketTimes] = []
         received_bytes = 0.0
-        for buckets in alike_buckets(self.layout, roles):
-
-            def links(
-                make: Callable[..., BucketPlan], itemsize: int, bucket: Bucket = buckets[0]
-            ) -> list[LinkBytes]:
-                plan = make(kind, self.layout, bucket, roles, ranks_per_node=per_node)
-                by_rank = link_elements_by_rank(
-                    plan, self.cluster.num_ranks, ranks_per_node=per_node
+        for buckets in buckets_with_equal_plans(self.layout, roles):
+            gather, scatter = (
+                link_elements_by_rank(
+                    make(kind, self.layout, buckets[0], roles, ranks_per_node=per_node),
+                    self.cluster.num_ranks,
+                    ranks_per_node=per_node,
                 )
-                return [elements.in_bytes(itemsize) for elements in by_rank]
-
-            gather = links(bucket_gather, self.parameter_bytes)
-            scatter = links(bucket_scatter, self.gradient_bytes)
-            num_received = sum(each.received_bytes for each in (*gather, *scatter))
+                for make in (bucket_gather, bucket_scatter)
+            )
+            num_received = self.parameter_bytes * sum(each.received for each in gather)
+            num_received += self.gradient_bytes * sum(each.received for each in scatter)
             received_bytes += len(buckets) * num_received / self.cluster.num_ranks
             times += [
                 BucketTimes(
                     index=bucket.index,
                     unit=bucket.unit,
-                    gather_ms=self._collective_ms(gather, kind),
-                    scatter_ms=self._collective_ms(scatter, kind),
+                    gather_ms=self._collective_ms(gather, self.parameter_bytes, kind),
+                    scatter_ms=self._collective_ms(scatter, self.gradient_bytes, kind),
                     update_ms=self._update_ms(bucket),
                 )
                 for bucket in buckets
@@ -204,21 +200,18 @@ class RegroupCosts:
         times.sort(key=lambda bucket: bucket.index)
         return RegroupTimes(tuple(times), received_bytes)
 
-    def _collective_ms(self, links: Sequence[LinkBytes], kind: Collective) -> float:
-        inside_s = self._slowest_s(
-            [max(each.received_inside_bytes, each.sent_inside_bytes) for each in links],
-            self.cluster.intra_node,
-        )
-        across_s = self._slowest_s(
-            [max(each.received_across_bytes, each.sent_across_bytes) for each in links],
-            self.cluster.inter_node,
-        )
-        in_turn = kind is Collective.TWO_STEP
-        return _MS_PER_S * (inside_s + across_s if in_turn else max(inside_s, across_s))
+    def _collective_ms(
+        self, by_rank: Sequence[LinkElements], itemsize: int, kind: Collective
+    ) -> float:
+        inside = max(max(each.received_inside, each.sent_inside) for each in by_rank)
+        across = max(max(each.received_across, each.sent_across) for each in by_rank)
+        inside_s = self._time_s(itemsize * inside, self.cluster.intra_node)
+        across_s = self._time_s(itemsize * across, self.cluster.inter_node)
+        is_sequential = kind is Collective.TWO_STEP
+        return _MS_PER_S * (inside_s + across_s if is_sequential else max(inside_s, across_s))
 
-    def _slowest_s(self, num_bytes: Sequence[int], link: Link) -> float:
-        most = max(num_bytes)
-        return link.time_s(most / self.link_fraction) if most else 0.0
+    def _time_s(self, num_bytes: int, link: Link) -> float:
+        return link.time_s(num_bytes / self.link_fraction) if num_bytes else 0.0
 
     def _update_ms(self, bucket: Bucket) -> float:
         borders = bucket.shard_borders

@@ -1,4 +1,1 @@
-"""Transfer plans: which rank owns which part of the model, and who sends what to whom.
-
-Pure data over ranges; neither torch nor megatron is imported here.
-"""
+"""Transfer plans: which rank owns which part of the model, and what ranks send to each other."""

@@ -1,14 +1,14 @@
 """The canonical order of a model's parameters, and its cut into shards.
 
-Optimizer state never moves: it is laid out in one *canonical* order that no strategy changes.
-A parameter with a tensor-parallel dim is cut into ``T`` **atoms** along it, ``T`` being the least
-common multiple of the tp degrees in the pool; any TP rank of any scheme then holds a run of
-atoms. Every **bucket** (a layer, or a part of the embedding or the output) is cut over all ranks
-at row borders of atoms; the cuts are the canonical shards. Which rank owns which share of the cut
-is free (`Bucket.owner_order`); unless told otherwise, rank r owns share r.
+Optimizer state never moves: its *canonical* order is the same for all strategies. A parameter with
+a tensor-parallel dim is cut into ``T`` **atoms** along it, where ``T`` is the least common multiple
+of the tp degrees in the pool, so that any TP rank of any scheme holds consecutive atoms. Every
+**bucket** (a layer, or a part of the embedding or the output) is cut at row borders of atoms into
+one share per rank, its canonical shard. By default rank r owns share r; `Bucket.owner_order` can
+assign the shares differently.
 
-Inside a bucket the parameters come in the order of their `Contribution`, so that what a rank has
-to send back is a prefix of what it holds.
+Inside a bucket the parameters are sorted by `Contribution`, so that what a rank has to send back is
+a prefix of what it holds.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.model_shape import ModelShape
 
 DEFAULT_BUCKET_CAP_ELEMENTS = 40_000_000
-"""Largest bucket cut out of the embedding or the output, in elements (160 MB in fp32)."""
+"""Maximum size of the buckets of embedding and output, in elements (160 MB in fp32)."""
 
 
 class Contribution(enum.IntEnum):
-    """Who adds to a parameter's gradient among the TP ranks of a replica; also the bucket order."""
+    """Which TP ranks of a replica send a parameter's gradient; also the order inside a bucket."""
 
     SHARDED = 0
-    """Cut over the TP ranks: every rank sends its own, disjoint part."""
+    """Cut over the TP ranks: every rank sends its part."""
     PARTIAL = 1
-    """Whole on every TP rank, each with a partial sum: all send (q/k norms, sequence parallel)."""
+    """Complete on every TP rank, gradients are partial sums: all send (e.g. q/k norms)."""
     REPLICATED = 2
-    """Whole and equal on every TP rank: TP rank 0 sends."""
+    """Complete on every TP rank, gradients are equal: TP rank 0 sends."""
 
 
 @dataclass(frozen=True, order=True)
 class Unit:
-    """What a pipeline stage holds or does not hold as a whole."""
+    """Parameters that a pipeline stage holds together."""
 
     order: int
     name: str
 
     @staticmethod
     def embedding() -> Unit:
-        """The word embedding: on the first stage, and where tied on the last one as well."""
+        """The word embedding: on the first stage, and if tied also on the last one."""
         return Unit(-1, "embedding")
 
     @staticmethod
     def first_stage() -> Unit:
-        """What else the first stage embeds, such as learned positions; never on the last one."""
+        """Other embeddings of the first stage, such as learned positions."""
         return Unit(-2, "first stage")
 
     @staticmethod
     def layer(index: int) -> Unit:
-        """Transformer layer ``index``, counted over the whole model from 0."""
+        """Transformer layer ``index`` of the model, counted from 0."""
         return Unit(index, f"layer {index}")
 
     @staticmethod
@@ -68,20 +69,20 @@ class Unit:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter of the whole model, before any parallelism cuts it."""
+    """One parameter of the model, before any parallelism cuts it."""
 
     name: str
-    """Global name: layers are counted over the whole model."""
+    """Global name, with the layer's index in the model."""
     shape: tuple[int, ...]
     """Global shape."""
     unit: Unit
     contribution: Contribution
     tp_dim: int | None = None
-    """The dim that tensor parallelism cuts; None where every TP rank holds the whole."""
+    """The dim that tensor parallelism cuts; None if every TP rank holds all of it."""
     stride: int = 1
-    """2 for a parameter made of two stacked halves that are cut apart (gate and up)."""
+    """2 for a parameter of two stacked halves that are cut separately (gate and up)."""
     decays: bool = True
-    """Whether weight decay applies; not to biases and norms."""
+    """Whether weight decay applies; False for biases and norms."""
 
     def __post_init__(self) -> None:
         if not self.shape or any(size < 1 for size in self.shape):
@@ -101,7 +102,7 @@ class ParameterSpec:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the uncut parameter."""
         return math.prod(self.shape)
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
@@ -120,11 +121,11 @@ class Piece:
     parameter: int
     """Index into `CanonicalLayout.parameters`."""
     half: int
-    """Which of the ``stride`` stacked parts."""
+    """Index of the stacked part, below ``stride``."""
     atom: int
     """0 for parameters without a tensor-parallel dim."""
     first_row: int
-    """Counted inside the atom."""
+    """Relative to the atom."""
     num_rows: int
     row_length: int
 
@@ -150,7 +151,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Consecutive pieces that travel together."""
+    """Consecutive pieces that are transferred together."""
 
     index: int
     unit: Unit
@@ -158,7 +159,7 @@ class Bucket:
     shard_borders: tuple[int, ...]
     """Share p is elements [shard_borders[p], shard_borders[p + 1]); num_ranks + 1 entries."""
     owner_order: tuple[int, ...] | None = None
-    """The rank that owns each share; None where rank r owns share r."""
+    """The rank that owns each share; None if rank r owns share r."""
 
     def __post_init__(self) -> None:
         order = self.owner_order
@@ -171,7 +172,7 @@ class Bucket:
 
     @cached_property
     def _share_of(self) -> dict[int, int]:
-        """Rank -> its share, where the order is not that of the ranks."""
+        """Rank -> its share; empty without an owner order."""
         return {rank: share for share, rank in enumerate(self.owner_order or ())}
 
     def owner_of(self, share: int) -> int:
@@ -180,12 +181,12 @@ class Bucket:
 
     @cached_property
     def piece_offsets(self) -> tuple[int, ...]:
-        """First element of every piece, and the bucket's size at the end."""
+        """First element of every piece, then the bucket's size."""
         return _running_sums(piece.num_elements for piece in self.pieces)
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole bucket."""
+        """Elements of the bucket."""
         return self.piece_offsets[-1]
 
     def shard_range(self, rank: int) -> tuple[int, int]:
@@ -212,17 +213,16 @@ class CanonicalLayout:
         num_ranks: int,
         bucket_cap_elements: int = DEFAULT_BUCKET_CAP_ELEMENTS,
     ) -> CanonicalLayout:
-        """Order, cut into buckets and shards.
+        """Orders the parameters and cuts them into buckets and shards.
 
         Args:
-            parameters: every parameter of the model once, in any order of units; the order inside
-                a unit is kept.
+            parameters: all of the model; those of a unit and contribution keep their order.
             num_atoms: T, the least common multiple of the tp degrees in the pool.
-            num_ranks: owners, that is ranks of the job.
+            num_ranks: of the job; all of them own shards.
             bucket_cap_elements: embedding and output are cut into buckets of about this size.
 
         Raises:
-            ConfigurationError: T does not divide a tensor-parallel dim, or a name comes twice.
+            ConfigurationError: T does not divide a tensor-parallel dim, or a name is repeated.
         """
         names = [parameter.name for parameter in parameters]
         if len(set(names)) != len(names):
@@ -240,17 +240,16 @@ class CanonicalLayout:
         return cls(ordered, num_atoms, num_ranks, tuple(buckets))
 
     def with_owner_orders(self, orders: Sequence[tuple[int, ...] | None]) -> CanonicalLayout:
-        """The same cut with other owners: an order for every bucket, see `Bucket.owner_order`.
+        """The same shares with other owners: an order per bucket, see `Bucket.owner_order`.
 
-        Every rank of the job has to use the same orders, from the start to the end of a run: with
-        another order an owner would have another rank's optimizer state.
+        All ranks must use the same orders for the entire run, since optimizer state does not move.
 
         Raises:
-            PlanError: not one order a bucket, or one that is no permutation of the ranks.
+            PlanError: the number of orders is wrong, or one is not a permutation of the ranks.
         """
         if len(orders) != len(self.buckets):
             raise PlanError(
-                f"{len(orders)} owner orders for {len(self.buckets)} buckets; give one a bucket"
+                f"{len(orders)} owner orders for {len(self.buckets)} buckets; give one per bucket"
             )
         buckets = tuple(
             dataclasses.replace(bucket, owner_order=order)
@@ -265,15 +264,16 @@ class CanonicalLayout:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole model; tied parameters count once."""
+        """Elements of the model; tied parameters count once."""
         return sum(bucket.num_elements for bucket in self.buckets)
 
-    def num_owned(self, rank: int) -> int:
-        """Elements of ``rank``'s canonical shards over all buckets."""
-        return sum(stop - start for start, stop in (b.shard_range(rank) for b in self.buckets))
+    def check_roles(self, roles: Sequence[object]) -> None:
+        """Raises PlanError unless there is one role per rank."""
+        if len(roles) != self.num_ranks:
+            raise PlanError(f"{len(roles)} roles for {self.num_ranks} ranks; give one per rank")
 
     def holds(self, piece: Piece, tp: int, tp_rank: int) -> bool:
-        """Whether TP rank ``tp_rank`` of ``tp`` holds the piece (given that it has the unit)."""
+        """Whether TP rank ``tp_rank`` of ``tp`` holds the piece if its stage has the unit."""
         if self.parameters[piece.parameter].tp_dim is None:
             return True
         per_rank = self.num_atoms // tp
@@ -283,28 +283,23 @@ class CanonicalLayout:
         """Where the piece lies in the local parameter of TP rank ``tp_rank`` of ``tp``."""
         parameter = self.parameters[piece.parameter]
         if parameter.tp_dim is None:
-            offset = piece.first_row * piece.row_length
-            return Block(
-                piece.parameter, offset, piece.num_rows, piece.row_length, piece.row_length
-            )
-        local_atom = piece.atom - tp_rank * (self.num_atoms // tp)
-        if parameter.tp_dim == 1:
-            row_stride = parameter.shape[1] // tp
-            offset = piece.first_row * row_stride + local_atom * piece.row_length
-            return Block(piece.parameter, offset, piece.num_rows, piece.row_length, row_stride)
-        rows_of_half = parameter.shape[0] // (parameter.stride * tp)
-        rows_of_atom = parameter.shape[0] // (parameter.stride * self.num_atoms)
-        row = piece.half * rows_of_half + local_atom * rows_of_atom + piece.first_row
-        return Block(
-            piece.parameter,
-            row * piece.row_length,
-            piece.num_rows,
-            piece.row_length,
-            piece.row_length,
-        )
+            row, column, row_stride = piece.first_row, 0, piece.row_length
+        else:
+            local_atom = piece.atom - tp_rank * (self.num_atoms // tp)
+            if parameter.tp_dim == 1:
+                row_stride = parameter.shape[1] // tp
+                row, column = piece.first_row, local_atom * piece.row_length
+            else:
+                row_stride = piece.row_length
+                rows_of_half = parameter.shape[0] // (parameter.stride * tp)
+                rows_of_atom = parameter.shape[0] // (parameter.stride * self.num_atoms)
+                row = piece.half * rows_of_half + local_atom * rows_of_atom + piece.first_row
+                column = 0
+        offset = row * row_stride + column
+        return Block(piece.parameter, offset, piece.num_rows, piece.row_length, row_stride)
 
     def global_rectangle(self, piece: Piece) -> tuple[int, int]:
-        """(first row, first column) of the piece in the whole parameter, seen as a matrix."""
+        """(first row, first column) of the piece in the uncut parameter, seen as a matrix."""
         parameter = self.parameters[piece.parameter]
         if parameter.tp_dim == 1:
             return piece.first_row, piece.atom * piece.row_length
@@ -329,14 +324,13 @@ def _check_divisible(parameter: ParameterSpec, num_atoms: int) -> None:
 
 def _pieces_of(index: int, parameter: ParameterSpec, num_atoms: int) -> list[Piece]:
     """All atoms of a parameter in canonical order: half by half, atom by atom."""
+    row_length = math.prod(parameter.shape[1:])
     if parameter.tp_dim is None:
-        row_length = math.prod(parameter.shape[1:])
         return [Piece(index, 0, 0, 0, parameter.shape[0], row_length)]
     if parameter.tp_dim == 1:
-        rows, columns = parameter.shape
-        return [Piece(index, 0, atom, 0, rows, columns // num_atoms) for atom in range(num_atoms)]
+        size = row_length // num_atoms
+        return [Piece(index, 0, i, 0, parameter.shape[0], size) for i in range(num_atoms)]
     rows = parameter.shape[0] // (parameter.stride * num_atoms)
-    row_length = math.prod(parameter.shape[1:])
     return [
         Piece(index, half, atom, 0, rows, row_length)
         for half in range(parameter.stride)
@@ -347,7 +341,7 @@ def _pieces_of(index: int, parameter: ParameterSpec, num_atoms: int) -> list[Pie
 def _unit_buckets(
     parameters: Sequence[ParameterSpec], members: Sequence[int], num_atoms: int, cap: int
 ) -> list[tuple[Piece, ...]]:
-    """The buckets of one unit: one, but embedding and output are cut by rows to the cap."""
+    """The buckets of one unit: embedding and output are cut by rows, others are one bucket."""
     atoms = [piece for i in members for piece in _pieces_of(i, parameters[i], num_atoms)]
     num_elements = sum(piece.num_elements for piece in atoms)
     is_cut_by_rows = parameters[members[0]].unit in (Unit.embedding(), Unit.output())
@@ -359,18 +353,14 @@ def _unit_buckets(
             first = atom.num_rows * part // num_parts
             stop = atom.num_rows * (part + 1) // num_parts
             if stop > first:
-                pieces.append(
-                    Piece(
-                        atom.parameter, atom.half, atom.atom, first, stop - first, atom.row_length
-                    )
-                )
+                pieces.append(dataclasses.replace(atom, first_row=first, num_rows=stop - first))
         if pieces:  # there may be fewer rows than parts
             buckets.append(tuple(pieces))
     return buckets
 
 
 def _shard_borders(pieces: Sequence[Piece], num_ranks: int) -> tuple[int, ...]:
-    """Cut at the row borders nearest to equal shares; never back over an earlier cut."""
+    """The row borders nearest to equal shares, in ascending order."""
     offsets = _running_sums(piece.num_elements for piece in pieces)
     total = offsets[-1]
     borders = [0]
@@ -389,3 +379,31 @@ def _running_sums(sizes: Iterable[int]) -> tuple[int, ...]:
     for size in sizes:
         sums.append(sums[-1] + size)
     return tuple(sums)
+
+
+def model_parameters(shape: ModelShape) -> list[ParameterSpec]:
+    """Every parameter of a Llama-like model with sequence parallelism and without biases.
+
+    Only for planning without a model: a run takes them from its model (runtime/catalogue.py).
+    """
+    hidden, sharded, partial = shape.hidden_size, Contribution.SHARDED, Contribution.PARTIAL
+    key_value_size = 2 * shape.num_query_groups * shape.kv_channels
+    num_halves = 2 if shape.gated_mlp else 1
+    ends = (shape.vocab_size, hidden)
+    parameters = [ParameterSpec("embedding", ends, Unit.embedding(), sharded, tp_dim=0)]
+    for layer in range(shape.num_layers):
+        unit, prefix = Unit.layer(layer), f"layers.{layer}."
+        qkv = (shape.query_size + key_value_size, hidden)
+        fc1 = (num_halves * shape.ffn_hidden_size, hidden)
+        parameters += [
+            ParameterSpec(prefix + "norm1", (hidden,), unit, partial, decays=False),
+            ParameterSpec(prefix + "qkv", qkv, unit, sharded, tp_dim=0),
+            ParameterSpec(prefix + "proj", (hidden, shape.query_size), unit, sharded, tp_dim=1),
+            ParameterSpec(prefix + "norm2", (hidden,), unit, partial, decays=False),
+            ParameterSpec(prefix + "fc1", fc1, unit, sharded, tp_dim=0, stride=num_halves),
+            ParameterSpec(prefix + "fc2", (hidden, shape.ffn_hidden_size), unit, sharded, tp_dim=1),
+        ]
+    parameters.append(ParameterSpec("norm", (hidden,), Unit.output(), partial, decays=False))
+    if not shape.tied_embeddings:
+        parameters.append(ParameterSpec("output", ends, Unit.output(), sharded, tp_dim=0))
+    return parameters

@@ -1,30 +1,38 @@
-"""Which of three kinds of transfer a strategy's regrouping uses, and its plans.
+"""The collectives that regroup a strategy: three kinds, the choice among them, and their plans.
 
-What a runtime does, for all three: every rank builds the plans of its own part once a strategy, by
-`strategy_plans`, and runs them bucket by bucket. All ranks of the job post the
-same collectives in the same order, idle ones too: one a bucket, two for a `TwoStepPlan`.
+The runtime does the same for all three: every rank builds the plans of its part once per strategy,
+by `strategy_plans`, and executes them bucket by bucket. All ranks of the job, including idle ones,
+post the same collectives in the same order: one per bucket, two for a `TwoStepPlan`.
 
-- ``ALL_TO_ALL``: an uneven all_to_all_single both ways; see below, `plan` and `segments`.
-- ``ALL_GATHER``: all_gather_into_tensor, reduce_scatter_tensor; see `equal_shares.EqualShares`.
-- ``TWO_STEP``: two uneven all_to_all_single both ways; see `two_step.TwoStepPlan`.
+- ``ALL_TO_ALL``: an uneven all_to_all_single in both directions; see below and `plan`.
+- ``ALL_GATHER``: all_gather_into_tensor, reduce_scatter_tensor; see `EqualShares`.
+- ``TWO_STEP``: two uneven all_to_all_single in both directions; see `two_step.TwoStepPlan`.
 
-``ALL_TO_ALL``, gather: send the runs of the own shard that ``plan.sent_by(rank)`` names, by rising
-destination; what arrives, by rising source, belongs where `segments.arrival_segments` says. Unless
-owners are permuted that is a single segment: what arrives is canonical order. Scatter: send what
-the rank contributes, ordered by `segments.departure_segments` (a single segment likewise); the
-owner adds up the transfers of ``plan.received_by(rank)``, by rising source, on its shard.
+``ALL_TO_ALL``, gather: send the ranges of ``plan.sent_by(rank)`` from the rank's shard, sorted by
+destination; what arrives, sorted by source, is put where `plan.arrival_segments` says. Unless
+owners are permuted that is a single segment: it arrives in canonical order. Scatter: send the
+rank's contributions in the order of `plan.departure_segments`; the owner adds the transfers of
+``plan.received_by(rank)``, sorted by source, to its shard.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.transfer.alike import alike_buckets
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
-from megatron.hydraulis.transfer.equal_shares import EqualShares, equal_shares, wants_everything
-from megatron.hydraulis.transfer.plan import TransferPlan, gather_plan, scatter_plan
+from megatron.hydraulis.transfer.plan import (
+    Segment,
+    TransferPlan,
+    gather_plan,
+    merged_copies,
+    scatter_plan,
+)
+from megatron.hydraulis.transfer.ranges import buckets_with_equal_plans
 from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.two_step import (
     TwoStepPlan,
@@ -34,23 +42,108 @@ from megatron.hydraulis.transfer.two_step import (
 )
 
 LEAST_SAVING_ACROSS = 0.1
-"""Share of the elements that cross nodes which two steps have to save. The second step repeats the
+"""Fraction of the elements that cross nodes which two steps must save. The second step repeats the
 volume inside the node, where a rank's link is about ten times as fast (`cost_model.device`: 300
 against 25 GB/s on A100, 450 against 50 on H100); norms alone, which all TP ranks hold, save too
-little to be worth it."""
+little."""
+
+
+class Collective(enum.Enum):
+    """The kind of a strategy's gather; its scatter is the inverse."""
+
+    ALL_TO_ALL = "all_to_all"
+    """`TransferPlan`: uneven all-to-all in both directions."""
+    ALL_GATHER = "all_gather"
+    """`EqualShares`: all-gather, and reduce-scatter back."""
+    TWO_STEP = "two_step"
+    """`TwoStepPlan`: across nodes, then inside; on the way back inside, then across."""
+
+
+@dataclass(frozen=True)
+class EqualShares:
+    """One bucket as equal shares, for `all_gather_into_tensor` and `reduce_scatter_tensor`.
+
+    Both need shares of one size in the order of the ranks, so shorter shards are padded. The *flat
+    buffer* has ``num_buffer_elements``; rank r's share starts at ``r * share_elements`` with its
+    shard.
+
+    **Gather** (``adds_up`` false): rank r sends its shard, padded to ``share_elements`` with any
+    value; the collective fills the flat buffer; `segments` say where its parts belong in the
+    bucket.
+    **Scatter** (``adds_up`` true): copy the bucket's gradients to the flat buffer as `segments`
+    say (the rest must be finite, for example zero); the collective gives rank r the sum of all
+    ranks' r-th shares, which starts with its shard's gradient.
+
+    If `is_in_place`, the flat buffer is the bucket itself: no padding, no copy.
+    """
+
+    bucket: int
+    num_ranks: int
+    share_elements: int
+    shards: tuple[tuple[int, int], ...]
+    """Elements [start, stop) of the bucket that each rank owns, by rank."""
+    adds_up: bool
+
+    @property
+    def num_buffer_elements(self) -> int:
+        """Elements of the flat buffer, including padding."""
+        return self.num_ranks * self.share_elements
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the bucket."""
+        return sum(stop - start for start, stop in self.shards)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """``transfer_start`` is in the flat buffer, ``canonical_start`` in the bucket; by ascending
+        ``canonical_start``."""
+        starts = sorted((*shard, rank) for rank, shard in enumerate(self.shards))
+        copies = (
+            (rank * self.share_elements, start, stop - start)
+            for start, stop, rank in starts
+            if start < stop
+        )
+        return tuple(Segment(*copy) for copy in merged_copies(copies))
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the flat buffer is the bucket in canonical order, without padding."""
+        return len(self.segments) == 1 and self.num_elements == self.num_buffer_elements
+
+    def for_bucket(self, index: int) -> EqualShares:
+        """The same plan for another bucket, see `buckets_with_equal_plans`."""
+        return dataclasses.replace(self, bucket=index)
+
+    def inverse(self) -> EqualShares:
+        """The reduce-scatter of an all-gather, and the opposite."""
+        return dataclasses.replace(self, adds_up=not self.adds_up)
+
 
 BucketPlan = TransferPlan | EqualShares | TwoStepPlan
 
 
-class Collective(enum.Enum):
-    """The kind of a strategy's gather; its scatter is the mirror image."""
+def equal_shares(bucket: Bucket, roles: Sequence[Role | None], *, adds_up: bool) -> EqualShares:
+    """The plan of one bucket; the same for every rank.
 
-    ALL_TO_ALL = "all_to_all"
-    """`TransferPlan`: uneven all-to-all, both ways."""
-    ALL_GATHER = "all_gather"
-    """`EqualShares`: all-gather, and reduce-scatter back."""
-    TWO_STEP = "two_step"
-    """`TwoStepPlan`: across nodes, then inside; inside, then across on the way back."""
+    Raises:
+        PlanError: some rank does not hold the entire model.
+    """
+    if not _all_hold_everything(roles):
+        raise PlanError(
+            "an all-gather gives every rank the entire bucket but some rank is idle or has tp or "
+            "pp above 1; plan an uneven all-to-all"
+        )
+    shards = tuple(bucket.shard_range(rank) for rank in range(len(roles)))
+    longest = max(stop - start for start, stop in shards)
+    return EqualShares(bucket.index, len(roles), longest, shards, adds_up)
+
+
+def _all_hold_everything(roles: Sequence[Role | None]) -> bool:
+    return all(
+        role is not None and role.tp == 1 and role.has_embedding and role.has_output
+        for role in roles
+    )
 
 
 def collective_of(
@@ -60,24 +153,23 @@ def collective_of(
     ranks_per_node: int | None,
     least_saving: float = LEAST_SAVING_ACROSS,
 ) -> Collective:
-    """The kind for a strategy: a function of its roles alone, so that all ranks choose alike.
+    """The kind for a strategy, the same on all ranks.
 
-    ``ALL_GATHER`` where every rank holds the whole model (tp 1, pp 1, none idle); ``TWO_STEP``
-    where there are several nodes and ranks of one node need so much in common that two steps save
-    at least ``least_saving`` of what would cross nodes in one; ``ALL_TO_ALL`` otherwise.
+    ``ALL_GATHER`` if every rank holds the entire model (tp 1, pp 1, none idle); ``TWO_STEP`` if
+    there are several nodes and two steps save at least ``least_saving`` of what would cross nodes
+    in one, because ranks of a node need the same elements; ``ALL_TO_ALL`` otherwise.
 
     Args:
         layout: the canonical layout.
-        roles: the role of every rank in the strategy, None where idle.
-        ranks_per_node: None where nothing is known of nodes: all ranks then count as one.
-        least_saving: a share of the elements that cross nodes in one step, in (0, 1].
+        roles: the role of every rank in the strategy, None for idle ranks.
+        ranks_per_node: None if nodes are unknown: all ranks then count as one node.
+        least_saving: a fraction of the elements that cross nodes in one step, in (0, 1].
 
     Raises:
-        PlanError: the ranks do not fill whole nodes, or roles are missing.
+        PlanError: the nodes are not full, or roles are missing.
     """
-    if len(roles) != layout.num_ranks:
-        raise PlanError(f"{len(roles)} roles for {layout.num_ranks} ranks; give one a rank")
-    if wants_everything(roles):
+    layout.check_roles(roles)
+    if _all_hold_everything(roles):
         return Collective.ALL_GATHER
     if ranks_per_node is None or ranks_per_node >= layout.num_ranks:
         return Collective.ALL_TO_ALL
@@ -95,24 +187,23 @@ def bucket_gather(
     ranks_per_node: int | None = None,
     rank: int | None = None,
 ) -> BucketPlan:
-    """The gather of one bucket by the given kind.
+    """The gather of one bucket.
 
     Args:
         collective: from `collective_of`; any kind that the roles allow works.
         layout: the canonical layout.
         bucket: one of its buckets.
-        roles: the role of every rank in the strategy, None where idle.
+        roles: the role of every rank in the strategy, None for idle ranks.
         ranks_per_node: for ``TWO_STEP``.
-        rank: only what this rank sends or receives; everything if None.
+        rank: if given, the plan has only what this rank sends or receives.
 
     Raises:
-        PlanError: ``ALL_GATHER`` where a rank does not hold everything, ``TWO_STEP`` without nodes.
+        PlanError: ``ALL_GATHER`` if a rank does not hold everything, ``TWO_STEP`` without nodes.
     """
     if collective is Collective.ALL_GATHER:
         return equal_shares(bucket, roles, adds_up=False)
     if collective is Collective.TWO_STEP:
-        nodes = _known(ranks_per_node)
-        return two_step_gather(layout, bucket, roles, ranks_per_node=nodes, rank=rank)
+        return two_step_gather(layout, bucket, roles, ranks_per_node=ranks_per_node, rank=rank)
     return gather_plan(layout, bucket, roles, rank=rank)
 
 
@@ -125,12 +216,11 @@ def bucket_scatter(
     ranks_per_node: int | None = None,
     rank: int | None = None,
 ) -> BucketPlan:
-    """The scatter of one bucket by the given kind (arguments and errors as `bucket_gather`)."""
+    """The scatter of one bucket (arguments and errors as `bucket_gather`)."""
     if collective is Collective.ALL_GATHER:
         return equal_shares(bucket, roles, adds_up=True)
     if collective is Collective.TWO_STEP:
-        nodes = _known(ranks_per_node)
-        return two_step_scatter(layout, bucket, roles, ranks_per_node=nodes, rank=rank)
+        return two_step_scatter(layout, bucket, roles, ranks_per_node=ranks_per_node, rank=rank)
     return scatter_plan(layout, bucket, roles, rank=rank)
 
 
@@ -142,26 +232,17 @@ def strategy_plans(
     ranks_per_node: int | None = None,
     rank: int | None = None,
 ) -> tuple[tuple[BucketPlan, BucketPlan], ...]:
-    """(gather, scatter) of every bucket: what `bucket_gather` and `bucket_scatter` give for each.
+    """(gather, scatter) of every bucket; arguments and errors as `bucket_gather`.
 
-    Buckets that travel alike are planned once: seconds less a strategy at 1,024 ranks. Arguments
-    and errors as `bucket_gather`.
+    Buckets with equal plans are planned once, which saves seconds per strategy at 1,024 ranks.
     """
     plans: dict[int, tuple[BucketPlan, BucketPlan]] = {}
-    for buckets in alike_buckets(layout, roles):
+    for buckets in buckets_with_equal_plans(layout, roles):
         gather, scatter = (
             make(collective, layout, buckets[0], roles, ranks_per_node=ranks_per_node, rank=rank)
             for make in (bucket_gather, bucket_scatter)
         )
         for bucket in buckets:
-            plans[bucket.index] = (
-                gather.for_bucket(bucket.index),
-                scatter.for_bucket(bucket.index),
-            )
+            index = bucket.index
+            plans[index] = (gather.for_bucket(index), scatter.for_bucket(index))
     return tuple(plans[bucket.index] for bucket in layout.buckets)
-
-
-def _known(ranks_per_node: int | None) -> int:
-    if ranks_per_node is None:
-        raise PlanError("a two-step transfer needs nodes but ranks_per_node is None; give it")
-    return ranks_per_node

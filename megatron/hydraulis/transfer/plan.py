@@ -1,33 +1,33 @@
-"""Transfer plans: for one bucket and one strategy, which ranges travel from whom to whom.
+"""One-step transfer plans of a bucket, and how their buffers map to canonical order.
 
 A **gather** carries parameters from their owners to every rank that holds them in the strategy; a
-**scatter** carries gradients from every rank that contributes to the owners. Reversing the
-direction of every transfer turns one kind into the other.
+**scatter** carries gradients from every rank that contributes to the owners. The inverse of one
+kind of plan is a plan of the other kind.
+
+`all_to_all_single` sorts its buffers by partner rank, whereas a rank holds its part of a bucket in
+canonical order. The two orders are equal if owners are sorted by share, and differ for permuted
+owners and for the second step of a `TwoStepPlan`: then `Segment`s say what to copy where.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
-from megatron.hydraulis.transfer.ranges import Range, clip
+from megatron.hydraulis.transfer.ranges import (
+    Range,
+    RangesOfRole,
+    clip,
+    contributed_ranges,
+    held_ranges,
+    num_elements,
+)
 from megatron.hydraulis.transfer.role import Role
-
-__all__ = [
-    "Range",
-    "Transfer",
-    "TransferPlan",
-    "contributed_ranges",
-    "gather_plan",
-    "held_ranges",
-    "regroup_elements",
-    "scatter_plan",
-]
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Transfer:
 
     @cached_property
     def num_elements(self) -> int:
-        """Elements that travel."""
-        return sum(r.num_elements for r in self.ranges)
+        """Elements of all ranges."""
+        return num_elements(self.ranges)
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All transfers of one bucket that touch the ranks asked for, sorted by (source, destination).
+    """Transfers of one bucket, of all ranks or of one, sorted by (source, destination).
 
-    A rank's transfer to itself is part of the plan: it costs no network, but the data moves.
+    A rank's transfer to itself is part of the plan: it needs no network, but the data moves.
     """
 
     bucket: int
@@ -56,13 +56,13 @@ class TransferPlan:
     transfers: tuple[Transfer, ...]
 
     def inverse(self) -> TransferPlan:
-        """The same ranges travelling the other way; twice is the identity."""
+        """The same ranges in the opposite direction."""
         turned = [Transfer(t.destination, t.source, t.ranges) for t in self.transfers]
         turned.sort(key=lambda t: (t.source, t.destination))
         return TransferPlan(self.bucket, self.num_ranks, tuple(turned))
 
     def for_bucket(self, index: int) -> TransferPlan:
-        """The same ranges of another bucket, see `alike.alike_buckets`."""
+        """The same plan for another bucket, see `buckets_with_equal_plans`."""
         return dataclasses.replace(self, bucket=index)
 
     def sent_by(self, rank: int) -> tuple[Transfer, ...]:
@@ -73,23 +73,6 @@ class TransferPlan:
         """Transfers into ``rank``, by source."""
         return tuple(t for t in self.transfers if t.destination == rank)
 
-    def num_network_elements(self, rank: int, *, received: bool = True) -> int:
-        """Elements that ``rank`` receives from (or sends to) *other* ranks."""
-        ends = self.received_by(rank) if received else self.sent_by(rank)
-        return sum(t.num_elements for t in ends if t.source != t.destination)
-
-
-def held_ranges(layout: CanonicalLayout, bucket: Bucket, role: Role | None) -> tuple[Range, ...]:
-    """What a rank in this role holds of the bucket, in canonical order, adjacent runs merged."""
-    return _ranges(layout, bucket, role, contributed=False)
-
-
-def contributed_ranges(
-    layout: CanonicalLayout, bucket: Bucket, role: Role | None
-) -> tuple[Range, ...]:
-    """What a rank in this role sends back of the bucket: a prefix of what it holds."""
-    return _ranges(layout, bucket, role, contributed=True)
-
 
 def gather_plan(
     layout: CanonicalLayout,
@@ -98,15 +81,15 @@ def gather_plan(
     *,
     rank: int | None = None,
 ) -> TransferPlan:
-    """Parameters: from their owners to all who hold them.
+    """Parameters: from their owners to all ranks that hold them.
 
     Args:
         layout: the canonical layout.
         bucket: one of its buckets.
-        roles: the role of every rank in the strategy, None where idle.
-        rank: only transfers that this rank sends or receives; all of them if None.
+        roles: the role of every rank in the strategy, None for idle ranks.
+        rank: if given, the plan has only what this rank sends or receives.
     """
-    return _plan(layout, bucket, roles, rank, contributed=False)
+    return _plan(layout, bucket, roles, rank, held_ranges)
 
 
 def scatter_plan(
@@ -116,27 +99,8 @@ def scatter_plan(
     *,
     rank: int | None = None,
 ) -> TransferPlan:
-    """Gradients: from all who contribute to their owners (arguments as `gather_plan`)."""
-    return _plan(layout, bucket, roles, rank, contributed=True).inverse()
-
-
-def _ranges(
-    layout: CanonicalLayout, bucket: Bucket, role: Role | None, *, contributed: bool
-) -> tuple[Range, ...]:
-    if role is None or bucket.unit not in role.units:
-        return ()
-    merged: list[Range] = []
-    for piece, start in zip(bucket.pieces, bucket.piece_offsets, strict=False):
-        if not layout.holds(piece, role.tp, role.tp_rank):
-            continue
-        if contributed and not role.contributes(layout.parameters[piece.parameter].contribution):
-            continue
-        stop = start + piece.num_elements
-        if merged and merged[-1].stop == start:
-            merged[-1] = Range(merged[-1].start, stop)
-        else:
-            merged.append(Range(start, stop))
-    return tuple(merged)
+    """Gradients: from all ranks that contribute to their owners (arguments as `gather_plan`)."""
+    return _plan(layout, bucket, roles, rank, contributed_ranges).inverse()
 
 
 def _plan(
@@ -144,20 +108,14 @@ def _plan(
     bucket: Bucket,
     roles: Sequence[Role | None],
     rank: int | None,
-    *,
-    contributed: bool,
+    find: RangesOfRole,
 ) -> TransferPlan:
-    if len(roles) != layout.num_ranks:
-        raise PlanError(f"{len(roles)} roles for {layout.num_ranks} ranks; give one a rank")
-    ranges_of: dict[Role | None, tuple[Range, ...]] = {}
-    for role in roles:
-        if role not in ranges_of:
-            ranges_of[role] = _ranges(layout, bucket, role, contributed=contributed)
-    # What an owner sends depends on the receiver's role alone, and roles are few: at 1,024 ranks
-    # this is what keeps a plan of one rank from clipping ranges two thousand times a bucket.
+    layout.check_roles(roles)
+    ranges_of = {role: find(layout, bucket, role) for role in dict.fromkeys(roles)}
     owners: Iterable[int] = range(layout.num_ranks) if rank is None else (rank,)
     transfers = []
     for owner in owners:
+        # By role, of which there are few: with 1,024 ranks this keeps the plan of one rank fast.
         parts_of = {
             role: clip(ranges, *bucket.shard_range(owner)) for role, ranges in ranges_of.items()
         }
@@ -165,13 +123,12 @@ def _plan(
             if parts_of[role]:
                 transfers.append(Transfer(owner, receiver, parts_of[role]))
     if rank is not None:
-        transfers += _received(bucket, ranges_of[roles[rank]], rank)
+        transfers += _received_from_others(bucket, ranges_of[roles[rank]], rank)
         transfers.sort(key=lambda transfer: (transfer.source, transfer.destination))
     return TransferPlan(bucket.index, layout.num_ranks, tuple(transfers))
 
 
-def _received(bucket: Bucket, ranges: Sequence[Range], rank: int) -> list[Transfer]:
-    """Transfers to ``rank`` from all other owners of the ranges."""
+def _received_from_others(bucket: Bucket, ranges: Sequence[Range], rank: int) -> Iterator[Transfer]:
     borders = bucket.shard_borders
     parts: dict[int, list[Range]] = {}
     for held in ranges:
@@ -181,16 +138,84 @@ def _received(bucket: Bucket, ranges: Sequence[Range], rank: int) -> list[Transf
             stop = min(held.stop, borders[share + 1])
             parts.setdefault(bucket.owner_of(share), []).append(Range(start, stop))
             start = stop
-    return [
-        Transfer(owner, rank, tuple(of_owner)) for owner, of_owner in parts.items() if owner != rank
-    ]
+    for owner, of_owner in parts.items():
+        if owner != rank:
+            yield Transfer(owner, rank, tuple(of_owner))
 
 
-def regroup_elements(
-    plans: Mapping[int, TransferPlan] | Sequence[TransferPlan], rank: int
-) -> tuple[int, int]:
-    """(received, sent) elements over the network by ``rank`` in the given plans."""
-    every = plans.values() if isinstance(plans, Mapping) else plans
-    received = sum(plan.num_network_elements(rank, received=True) for plan in every)
-    sent = sum(plan.num_network_elements(rank, received=False) for plan in every)
-    return received, sent
+@dataclass(frozen=True)
+class Segment:
+    """Elements that are contiguous both in the collective's buffer and in canonical order."""
+
+    transfer_start: int
+    """First element in the buffer that the collective fills or sends."""
+    canonical_start: int
+    """First element in the rank's part of the bucket, in canonical order and without gaps."""
+    num_elements: int
+
+
+def arrival_segments(plan: TransferPlan, rank: int) -> tuple[Segment, ...]:
+    """Where to put what ``rank`` receives in a *gather*, by ascending ``canonical_start``.
+
+    Copy ``num_elements`` from ``transfer_start`` of the received buffer, which is sorted by source,
+    to ``canonical_start`` of what the rank holds of the bucket. If there is a single segment, the
+    buffer is already in canonical order and can be received in place.
+
+    Raises:
+        PlanError: an element arrives twice, as in a scatter, whose arrivals are added instead.
+    """
+    return _segments(plan.received_by(rank), f"rank {rank} receives")
+
+
+def departure_segments(plan: TransferPlan, rank: int) -> tuple[Segment, ...]:
+    """Where to take what ``rank`` sends in a *scatter*, by ascending ``canonical_start``.
+
+    The opposite of `arrival_segments`: copy from ``canonical_start`` of what the rank contributes
+    to ``transfer_start`` of the buffer to send, which is sorted by destination. If there is a
+    single segment, the contributions can be sent in place.
+
+    Raises:
+        PlanError: an element leaves twice, as in a gather.
+    """
+    return _segments(plan.sent_by(rank), f"rank {rank} sends")
+
+
+def located_ranges(transfers: Iterable[Transfer]) -> list[tuple[Range, int]]:
+    """Every range of the transfers and its start in their buffer, in the buffer's order."""
+    located, at = [], 0
+    for transfer in transfers:
+        for r in transfer.ranges:
+            located.append((r, at))
+            at += r.num_elements
+    return located
+
+
+def merged_copies(copies: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Copies between two buffers, neighbours in both merged into one.
+
+    copies: (start in one buffer, start in the other, number of elements) of each.
+    """
+    before: tuple[int, int, int] | None = None
+    for first, second, size in copies:
+        if before is not None and (before[0] + before[2], before[1] + before[2]) == (first, second):
+            before = (before[0], before[1], before[2] + size)
+        else:
+            if before is not None:
+                yield before
+            before = (first, second, size)
+    if before is not None:
+        yield before
+
+
+def _segments(transfers: Iterable[Transfer], what: str) -> tuple[Segment, ...]:
+    copies, canonical_start, last_stop = [], 0, 0
+    for r, at in sorted(located_ranges(transfers)):
+        if r.start < last_stop:
+            raise PlanError(
+                f"{what} element {r.start} twice, which has no canonical order; ask for the "
+                "arrivals of a gather or the departures of a scatter"
+            )
+        last_stop = r.stop
+        copies.append((at, canonical_start, r.num_elements))
+        canonical_start += r.num_elements
+    return tuple(Segment(*copy) for copy in merged_copies(copies))

@@ -1,14 +1,21 @@
-"""Ranges of a bucket in canonical order, and their algebra.
+"""Ranges of a bucket in canonical order: their algebra, and which of them a role holds.
 
-A *run of ranges* is ascending and disjoint; what the functions return never touch each other.
+Functions take and return sequences of ascending, disjoint ranges; returned ranges never touch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
+from megatron.hydraulis.transfer.role import Role
+
+Amounts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, order=True)
@@ -33,10 +40,10 @@ def num_elements(ranges: Iterable[Range]) -> int:
     return sum(r.stop - r.start for r in ranges)
 
 
-def union(runs: Iterable[Iterable[Range]]) -> tuple[Range, ...]:
-    """Every element that is in some run, once."""
+def union(sequences: Iterable[Iterable[Range]]) -> tuple[Range, ...]:
+    """Every element that is in at least one of the sequences, once."""
     merged: list[Range] = []
-    for r in sorted(r for run in runs for r in run):
+    for r in sorted(r for ranges in sequences for r in ranges):
         if merged and r.start <= merged[-1].stop:
             if r.stop > merged[-1].stop:
                 merged[-1] = Range(merged[-1].start, r.stop)
@@ -46,7 +53,7 @@ def union(runs: Iterable[Iterable[Range]]) -> tuple[Range, ...]:
 
 
 def intersection(first: Sequence[Range], second: Sequence[Range]) -> tuple[Range, ...]:
-    """Every element that is in both runs; one pass over each."""
+    """Every element that is in both sequences."""
     found: list[Range] = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -65,5 +72,92 @@ def intersection(first: Sequence[Range], second: Sequence[Range]) -> tuple[Range
 
 
 def clip(ranges: Sequence[Range], start: int, stop: int) -> tuple[Range, ...]:
-    """The part of a run that lies in [start, stop), which may be empty."""
+    """The elements that lie in [start, stop), which may be empty."""
     return intersection(ranges, (Range(start, stop),)) if start < stop else ()
+
+
+def elements_in_shares(bucket: Bucket, ranges: Sequence[Range]) -> Amounts:
+    """Elements of the ranges in each share of the bucket: shape (num_ranks,)."""
+    borders = np.array(bucket.shard_borders, dtype=np.int64)
+    before = np.zeros(len(borders), dtype=np.int64)
+    for r in ranges:
+        before += np.clip(borders - r.start, 0, r.num_elements)
+    return np.diff(before)
+
+
+RangesOfRole = Callable[[CanonicalLayout, Bucket, Role | None], tuple[Range, ...]]
+"""`held_ranges` or `contributed_ranges`."""
+
+
+def held_ranges(layout: CanonicalLayout, bucket: Bucket, role: Role | None) -> tuple[Range, ...]:
+    """The parameters that a rank in this role holds of the bucket."""
+    return _ranges(layout, bucket, role, contributed=False)
+
+
+def contributed_ranges(
+    layout: CanonicalLayout, bucket: Bucket, role: Role | None
+) -> tuple[Range, ...]:
+    """The gradients that a rank in this role sends back: a prefix of what it holds."""
+    return _ranges(layout, bucket, role, contributed=True)
+
+
+def _ranges(
+    layout: CanonicalLayout, bucket: Bucket, role: Role | None, *, contributed: bool
+) -> tuple[Range, ...]:
+    if role is None or bucket.unit not in role.units:
+        return ()
+    merged: list[Range] = []
+    for piece, start in zip(bucket.pieces, bucket.piece_offsets, strict=False):
+        if not layout.holds(piece, role.tp, role.tp_rank):
+            continue
+        if contributed and not role.contributes(layout.parameters[piece.parameter].contribution):
+            continue
+        stop = start + piece.num_elements
+        if merged and merged[-1].stop == start:
+            merged[-1] = Range(merged[-1].start, stop)
+        else:
+            merged.append(Range(start, stop))
+    return tuple(merged)
+
+
+def buckets_with_equal_plans(
+    layout: CanonicalLayout, roles: Sequence[Role | None]
+) -> tuple[tuple[Bucket, ...], ...]:
+    """All buckets, grouped so that the plans of a group differ only in the bucket's index.
+
+    Layers of a stage are cut, owned and held in the same way. Planning one bucket per group saves
+    most of the work: a model with 60 layers has few stages.
+    """
+    distinct = tuple(dict.fromkeys(roles))
+    found: dict[object, tuple[tuple[Range, ...], tuple[Range, ...]]] = {}
+    cuts: dict[object, int] = {}
+    groups: dict[object, list[Bucket]] = {}
+    for bucket in layout.buckets:
+        cut = cuts.setdefault(_cut_of(layout, bucket), len(cuts))
+        held = []
+        for role in distinct:
+            # Buckets with the same cut: a TP rank holds the same ranges of all of them.
+            key = None
+            if role is not None and bucket.unit in role.units:
+                key = (cut, role.tp, role.tp_rank)
+            if key not in found:
+                ranges = held_ranges(layout, bucket, role), contributed_ranges(layout, bucket, role)
+                found[key] = ranges
+            held.append(found[key])
+        group = (bucket.shard_borders, bucket.owner_order, tuple(held))
+        groups.setdefault(group, []).append(bucket)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def _cut_of(layout: CanonicalLayout, bucket: Bucket) -> tuple[object, ...]:
+    """What the ranges that a TP rank holds of a bucket depend on, besides the TP rank."""
+    parameters = layout.parameters
+    return tuple(
+        (
+            piece.num_elements,
+            piece.atom,
+            parameters[piece.parameter].tp_dim is None,
+            parameters[piece.parameter].contribution,
+        )
+        for piece in bucket.pieces
+    )

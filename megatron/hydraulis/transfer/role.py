@@ -1,4 +1,4 @@
-"""A rank's role in a strategy: which units of the model it holds, and cut how."""
+"""A rank's role in a strategy: which units of the model it holds and how they are cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.hydraulis.transfer.canonical import Contribution, Unit
 
 @dataclass(frozen=True)
 class Role:
-    """What one rank does in one replica; ranks of equal `Role` hold equal parameters."""
+    """The part of the model that a rank holds; ranks with equal roles hold equal parameters."""
 
     tp: int
     tp_rank: int
@@ -32,7 +32,7 @@ class Role:
 
     @cached_property
     def units(self) -> frozenset[Unit]:
-        """The units held; the last stage of a tied model holds the embedding as well."""
+        """The units held; the last stage of a tied model also holds the embedding."""
         units = {Unit.layer(self.first_layer + i) for i in range(self.num_layers)}
         if self.has_embedding:
             units.add(Unit.first_stage())
@@ -43,19 +43,17 @@ class Role:
         return frozenset(units)
 
     def contributes(self, contribution: Contribution) -> bool:
-        """Whether this TP rank sends gradients of that kind back to their owners."""
+        """Whether this TP rank sends gradients of this kind to their owners."""
         return contribution is not Contribution.REPLICATED or self.tp_rank == 0
 
 
 def role_of(
     strategy: Strategy, rank: int, *, num_layers: int, tied_embeddings: bool
 ) -> Role | None:
-    """The role of ``rank`` in ``strategy``; None where the rank is idle."""
+    """The role of ``rank`` in ``strategy``; None if the rank is idle."""
     replica = strategy.replica_of(rank)
-    if replica is None:
-        return None
-    position = replica.position_of(rank)
-    if position is None:
+    position = None if replica is None else replica.position_of(rank)
+    if replica is None or position is None:
         return None
     layers = replica.scheme.layers_per_stage(num_layers)
     return Role(
@@ -66,3 +64,11 @@ def role_of(
         num_layers_of_model=num_layers,
         tied_embeddings=tied_embeddings,
     )
+
+
+def roles_of(strategy: Strategy, num_layers: int, tied_embeddings: bool) -> list[Role | None]:
+    """The role of every rank, None for idle ranks: shape (num_ranks,)."""
+    return [
+        role_of(strategy, rank, num_layers=num_layers, tied_embeddings=tied_embeddings)
+        for rank in range(strategy.num_ranks)
+    ]

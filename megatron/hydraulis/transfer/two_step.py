@@ -1,29 +1,37 @@
-"""Two steps between nodes: what several ranks of a node need crosses the network once.
+"""Two-step plans: what several ranks of a node need crosses the network once.
 
-Ranks are counted node by node; a rank's *index* is its place in its node. The **relay** of an owner
-in a node is the rank there with the owner's index: load spreads evenly, and across the network a
-rank only ever talks to ranks of its own index.
+Ranks are numbered node by node; a rank's *index* is its position in its node. The **relay** of an
+owner in a node is the rank there with the owner's index: load is spread evenly, and ranks exchange
+data across nodes only with ranks of the same index.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.transfer.alike import alike_buckets
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.plan import (
     Transfer,
     TransferPlan,
+    located_ranges,
+    merged_copies,
+)
+from megatron.hydraulis.transfer.ranges import (
+    Range,
+    RangesOfRole,
+    buckets_with_equal_plans,
+    clip,
     contributed_ranges,
     held_ranges,
+    intersection,
+    num_elements,
+    union,
 )
-from megatron.hydraulis.transfer.ranges import Range, clip, intersection, num_elements, union
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.segments import located_ranges
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,9 @@ class RelayCopy:
     """Elements that a relay moves between its two buffers."""
 
     across_start: int
-    """First element in the buffer of the step across: transfers in the order of their other end."""
+    """First element in the buffer of the step across nodes, which is sorted by the other rank."""
     inside_start: int
-    """First element in the buffer of the step inside, in the same order."""
+    """First element in the buffer of the step inside the node, sorted likewise."""
     num_elements: int
 
 
@@ -43,43 +51,32 @@ class TwoStepPlan:
 
     **Gather** (``across_first``):
 
-    1. across: every owner sends ``across.sent_by(rank)``, runs of its shard, by rising destination.
+    1. across: every owner sends ``across.sent_by(rank)`` from its shard, sorted by destination.
        What stays in the owner's node is a transfer to itself.
-    2. The relay builds the buffer of the next step: for each of `relay_copies`, copy from
+    2. The relay fills the buffer of the next step: for each of `relay_copies`, it copies from
        ``across_start`` of what arrived to ``inside_start`` of what it will send. An element that
        several ranks need is copied once for each.
-    3. inside: ``inside.sent_by(rank)``, by rising destination; what arrives, by rising source, is
-       everything that the rank holds of the bucket: `segments.arrival_segments` of ``inside`` say
-       in which order.
+    3. inside: ``inside.sent_by(rank)``, sorted by destination; what arrives, sorted by source, is
+       everything that the rank holds of the bucket: `plan.arrival_segments` of ``inside`` say in
+       which order.
 
-    **Scatter** (not ``across_first``), each step the mirror image:
+    **Scatter** (not ``across_first``), the same in reverse:
 
-    1. inside: every rank sends its contributions, ordered by `segments.departure_segments` of
+    1. inside: every rank sends its contributions, in the order of `plan.departure_segments` of
        ``inside``.
     2. The relay sets the buffer of the next step to zero and for each of `relay_copies` *adds* from
        ``inside_start`` of what arrived to ``across_start``, in the gradients' wide dtype.
-    3. across: relays send that buffer; the owner adds up what arrives in ``across.received_by``.
+    3. across: relays send that buffer; the owner adds what arrives in ``across.received_by``.
 
-    A relay's buffer of the step across has at most about one ``ranks_per_node``-th of the bucket,
-    that of the step inside at most about the bucket: so much where the whole node needs all of it.
-    A step in which a rank has nothing to send or receive is still a collective it takes part in.
+    A relay's buffer has about 1/``ranks_per_node`` of the bucket for the step across, and at most
+    about the bucket for the step inside, if the entire node needs all of it. A rank takes part in
+    the collective of a step even if it sends and receives nothing.
     """
 
     across: TransferPlan
     inside: TransferPlan
     ranks_per_node: int
     across_first: bool
-
-    def __post_init__(self) -> None:
-        if (self.across.bucket, self.across.num_ranks) != (
-            self.inside.bucket,
-            self.inside.num_ranks,
-        ):
-            raise PlanError(
-                f"two steps of one bucket of one job but they are of buckets {self.across.bucket} "
-                f"and {self.inside.bucket}, of {self.across.num_ranks} and "
-                f"{self.inside.num_ranks} ranks; build both from the same layout"
-            )
 
     @property
     def bucket(self) -> int:
@@ -92,20 +89,20 @@ class TwoStepPlan:
         return (self.across, self.inside) if self.across_first else (self.inside, self.across)
 
     def for_bucket(self, index: int) -> TwoStepPlan:
-        """The same ranges of another bucket, see `alike.alike_buckets`."""
+        """The same plan for another bucket, see `buckets_with_equal_plans`."""
         steps = (self.across.for_bucket(index), self.inside.for_bucket(index))
         return TwoStepPlan(*steps, self.ranks_per_node, self.across_first)
 
     def inverse(self) -> TwoStepPlan:
-        """The same ranges back over the same relays; twice is the identity."""
+        """The same ranges in the opposite direction over the same relays."""
         return TwoStepPlan(
             self.across.inverse(), self.inside.inverse(), self.ranks_per_node, not self.across_first
         )
 
     def relay_copies(self, rank: int) -> tuple[RelayCopy, ...]:
-        """What ``rank`` copies (gather) or adds (scatter) between the steps; see the class.
+        """What ``rank`` copies (gather) or adds (scatter) between the steps.
 
-        By rising ``inside_start``, which they cover without gaps.
+        By ascending ``inside_start``, without gaps.
         """
         if self.across_first:
             outer, inner = self.across.received_by(rank), self.inside.sent_by(rank)
@@ -113,19 +110,17 @@ class TwoStepPlan:
             outer, inner = self.across.sent_by(rank), self.inside.received_by(rank)
         relayed = sorted(located_ranges(outer))
         starts = [r.start for r, _ in relayed]
-        copies: list[RelayCopy] = []
+        copies = []
         for r, inside_start in located_ranges(inner):
             at = r.start
             while at < r.stop:
-                # Owners of one index may be neighbours: their shards then are one range inside.
+                # Shards of neighbouring owners with the same index are one range inside.
                 held, across_start = relayed[bisect_right(starts, at) - 1]
                 stop = min(r.stop, held.stop)
-                copy = RelayCopy(
-                    across_start + at - held.start, inside_start + at - r.start, stop - at
-                )
-                copies.append(copy)
+                starts_of_copy = across_start + at - held.start, inside_start + at - r.start
+                copies.append((*starts_of_copy, stop - at))
                 at = stop
-        return _merged(copies)
+        return tuple(RelayCopy(*copy) for copy in merged_copies(copies))
 
 
 def two_step_gather(
@@ -133,22 +128,22 @@ def two_step_gather(
     bucket: Bucket,
     roles: Sequence[Role | None],
     *,
-    ranks_per_node: int,
+    ranks_per_node: int | None,
     rank: int | None = None,
 ) -> TwoStepPlan:
-    """Parameters: from their owners over relays to all who hold them.
+    """Parameters: from their owners over relays to all ranks that hold them.
 
     Args:
         layout: the canonical layout.
         bucket: one of its buckets.
-        roles: the role of every rank in the strategy, None where idle.
-        ranks_per_node: nodes are equal, their ranks neighbours.
-        rank: only transfers that this rank sends or receives; all of them if None.
+        roles: the role of every rank in the strategy, None for idle ranks.
+        ranks_per_node: ranks of a node have consecutive numbers.
+        rank: if given, the plan has only what this rank sends or receives.
 
     Raises:
-        PlanError: the ranks do not fill whole nodes, or roles are missing.
+        PlanError: the nodes are unknown or not full, or roles are missing.
     """
-    return _plan(layout, bucket, roles, ranks_per_node, rank, contributed=False)
+    return _plan(layout, bucket, roles, ranks_per_node, rank, held_ranges)
 
 
 def two_step_scatter(
@@ -156,36 +151,37 @@ def two_step_scatter(
     bucket: Bucket,
     roles: Sequence[Role | None],
     *,
-    ranks_per_node: int,
+    ranks_per_node: int | None,
     rank: int | None = None,
 ) -> TwoStepPlan:
-    """Gradients: from all who contribute over relays, which add up, to their owners.
+    """Gradients: from all ranks that contribute over relays, which add them up, to their owners.
 
     Arguments and errors as `two_step_gather`.
     """
-    return _plan(layout, bucket, roles, ranks_per_node, rank, contributed=True).inverse()
+    return _plan(layout, bucket, roles, ranks_per_node, rank, contributed_ranges).inverse()
 
 
 def elements_across(
     layout: CanonicalLayout, roles: Sequence[Role | None], *, ranks_per_node: int
 ) -> tuple[int, int]:
-    """(in one step, in two): elements that all nodes together receive from others in a gather."""
+    """Elements that cross nodes in a gather, of all nodes: (in one step, in two steps)."""
     one_step = two_steps = 0
-    for buckets in alike_buckets(layout, roles):
-        needs = _Needs(layout, buckets[0], roles, ranks_per_node, contributed=False)
-        for node in range(needs.num_nodes):
-            own = union([needs.shard(rank) for rank in needs.ranks_of(node)])
-            outside: dict[Role | None, int] = {}
-            for role in needs.roles_of(node):
-                if role not in outside:
-                    outside[role] = _num_outside(needs.of_role(role), own)
-                one_step += outside[role] * len(buckets)
-            two_steps += _num_outside(needs.of_node(node), own) * len(buckets)
+    for buckets in buckets_with_equal_plans(layout, roles):
+        needs = _Needs(layout, buckets[0], roles, ranks_per_node, held_ranges)
+        for first in range(0, layout.num_ranks, ranks_per_node):
+            ranks = needs.node_of(first)
+            own = union([needs.shard(rank) for rank in ranks])
+            outside = {
+                role: _num_outside(needs.of_role[role], own)
+                for role in {roles[rank] for rank in ranks}
+            }
+            one_step += sum(outside[roles[rank]] for rank in ranks) * len(buckets)
+            two_steps += _num_outside(needs.of_node(first), own) * len(buckets)
     return one_step, two_steps
 
 
 class _Needs:
-    """Which ranges of one bucket are needed by roles and nodes, and lie with relays."""
+    """The ranges of one bucket that roles and nodes need, and the transfers that follow."""
 
     def __init__(
         self,
@@ -193,11 +189,9 @@ class _Needs:
         bucket: Bucket,
         roles: Sequence[Role | None],
         ranks_per_node: int,
-        *,
-        contributed: bool,
+        find: RangesOfRole,
     ) -> None:
-        if len(roles) != layout.num_ranks:
-            raise PlanError(f"{len(roles)} roles for {layout.num_ranks} ranks; give one a rank")
+        layout.check_roles(roles)
         if ranks_per_node < 1 or layout.num_ranks % ranks_per_node:
             raise PlanError(
                 f"nodes have {ranks_per_node} ranks each but {layout.num_ranks} ranks do not fill "
@@ -206,27 +200,25 @@ class _Needs:
         self._bucket = bucket
         self._roles = roles
         self._ranks_per_node = ranks_per_node
-        self.num_nodes = layout.num_ranks // ranks_per_node
-        find = contributed_ranges if contributed else held_ranges
-        # Roles and sets of roles are few at any number of ranks: what depends on them alone is
-        # worked out once, which keeps a plan of one of 1,024 ranks small.
-        self._of_role = {role: find(layout, bucket, role) for role in set(roles)}
+        # There are few roles and sets of roles, whatever the number of ranks: finding their ranges
+        # once keeps the plan of one of 1,024 ranks fast.
+        self.of_role = {role: find(layout, bucket, role) for role in set(roles)}
         self._of_roles: dict[frozenset[Role | None], tuple[Range, ...]] = {}
 
-    def of_role(self, role: Role | None) -> tuple[Range, ...]:
-        return self._of_role[role]
+    def node_of(self, rank: int) -> range:
+        """The ranks of the rank's node."""
+        first = rank - rank % self._ranks_per_node
+        return range(first, first + self._ranks_per_node)
 
-    def roles_of(self, node: int) -> Sequence[Role | None]:
-        return [self._roles[rank] for rank in self.ranks_of(node)]
+    def with_index_of(self, rank: int) -> range:
+        """The ranks of all nodes with the rank's index."""
+        return range(rank % self._ranks_per_node, len(self._roles), self._ranks_per_node)
 
-    def ranks_of(self, node: int) -> range:
-        return range(node * self._ranks_per_node, (node + 1) * self._ranks_per_node)
-
-    def of_node(self, node: int) -> tuple[Range, ...]:
-        """What at least one rank of the node needs."""
-        present = frozenset(self.roles_of(node))
+    def of_node(self, rank: int) -> tuple[Range, ...]:
+        """What at least one rank of the rank's node needs."""
+        present = frozenset(self._roles[other] for other in self.node_of(rank))
         if present not in self._of_roles:
-            self._of_roles[present] = union(self._of_role[role] for role in present)
+            self._of_roles[present] = union(self.of_role[role] for role in present)
         return self._of_roles[present]
 
     def shard(self, owner: int) -> tuple[Range, ...]:
@@ -235,98 +227,53 @@ class _Needs:
 
     @cached_property
     def _relayed(self) -> tuple[tuple[Range, ...], ...]:
-        num_ranks = len(self._roles)
+        """What each index relays."""
         return tuple(
-            union(self.shard(owner) for owner in range(index, num_ranks, self._ranks_per_node))
+            union(self.shard(owner) for owner in self.with_index_of(index))
             for index in range(self._ranks_per_node)
         )
 
-    def across_from(self, owner: int) -> list[Transfer]:
-        index = owner % self._ranks_per_node
-        return self._across(
-            (owner, node * self._ranks_per_node + index) for node in range(self.num_nodes)
-        )
+    def across(self, owner: int, relay: int) -> tuple[Range, ...]:
+        """What an owner sends to a relay."""
+        return clip(self.of_node(relay), *self._bucket.shard_range(owner))
 
-    def across_to(self, relay: int) -> list[Transfer]:
-        owners = range(relay % self._ranks_per_node, len(self._roles), self._ranks_per_node)
-        return self._across((owner, relay) for owner in owners)
-
-    def _across(self, ends: Iterable[tuple[int, int]]) -> list[Transfer]:
-        transfers = []
-        for owner, relay in ends:
-            need = self.of_node(relay // self._ranks_per_node)
-            part = clip(need, *self._bucket.shard_range(owner))
-            if part:
-                transfers.append(Transfer(owner, relay, part))
-        return transfers
-
-    def inside_from(self, relay: int) -> list[Transfer]:
-        return self._inside((relay, rank) for rank in self._neighbours(relay))
-
-    def inside_to(self, rank: int) -> list[Transfer]:
-        return self._inside((relay, rank) for relay in self._neighbours(rank))
-
-    def _neighbours(self, rank: int) -> range:
-        return self.ranks_of(rank // self._ranks_per_node)
-
-    def _inside(self, ends: Iterable[tuple[int, int]]) -> list[Transfer]:
-        transfers = []
-        for relay, rank in ends:
-            relayed = self._relayed[relay % self._ranks_per_node]
-            part = intersection(self._of_role[self._roles[rank]], relayed)
-            if part:
-                transfers.append(Transfer(relay, rank, part))
-        return transfers
+    def inside(self, relay: int, rank: int) -> tuple[Range, ...]:
+        """What a relay sends to a rank of its node."""
+        relayed = self._relayed[relay % self._ranks_per_node]
+        return intersection(self.of_role[self._roles[rank]], relayed)
 
 
 def _plan(
     layout: CanonicalLayout,
     bucket: Bucket,
     roles: Sequence[Role | None],
-    ranks_per_node: int,
+    ranks_per_node: int | None,
     rank: int | None,
-    *,
-    contributed: bool,
+    find: RangesOfRole,
 ) -> TwoStepPlan:
-    needs = _Needs(layout, bucket, roles, ranks_per_node, contributed=contributed)
-    if rank is None:
-        everyone = range(layout.num_ranks)
-        across = [transfer for owner in everyone for transfer in needs.across_from(owner)]
-        inside = [transfer for relay in everyone for transfer in needs.inside_from(relay)]
-    else:
-        across = needs.across_from(rank) + needs.across_to(rank)
-        inside = needs.inside_from(rank) + needs.inside_to(rank)
-    return TwoStepPlan(
-        _transfer_plan(bucket, layout, across),
-        _transfer_plan(bucket, layout, inside),
-        ranks_per_node,
-        across_first=True,
-    )
+    if ranks_per_node is None:
+        raise PlanError("a two-step transfer needs nodes but ranks_per_node is None; give it")
+    needs = _Needs(layout, bucket, roles, ranks_per_node, find)
+    ranks: Sequence[int] = range(layout.num_ranks) if rank is None else (rank,)
+
+    def step(
+        partners: Callable[[int], range], part: Callable[[int, int], tuple[Range, ...]]
+    ) -> TransferPlan:
+        transfers = (Transfer(*ends, part(*ends)) for ends in _ends(ranks, partners))
+        return TransferPlan(bucket.index, layout.num_ranks, tuple(t for t in transfers if t.ranges))
+
+    across = step(needs.with_index_of, needs.across)
+    inside = step(needs.node_of, needs.inside)
+    return TwoStepPlan(across, inside, ranks_per_node, across_first=True)
 
 
-def _transfer_plan(
-    bucket: Bucket, layout: CanonicalLayout, transfers: Iterable[Transfer]
-) -> TransferPlan:
-    # A rank's transfer to itself is among what it sends and among what it receives.
-    by_ends = {(transfer.source, transfer.destination): transfer for transfer in transfers}
-    return TransferPlan(bucket.index, layout.num_ranks, tuple(by_ends[e] for e in sorted(by_ends)))
+def _ends(
+    ranks: Iterable[int], partners: Callable[[int], Iterable[int]]
+) -> Iterator[tuple[int, int]]:
+    """(source, destination) of transfers between the ranks and their partners, ascending."""
+    pairs = [(rank, other) for rank in ranks for other in partners(rank)]
+    yield from sorted({*pairs, *((other, rank) for rank, other in pairs)})
 
 
 def _num_outside(ranges: Sequence[Range], own: Sequence[Range]) -> int:
     return num_elements(ranges) - num_elements(intersection(ranges, own))
-
-
-def _merged(copies: Iterable[RelayCopy]) -> tuple[RelayCopy, ...]:
-    found: list[RelayCopy] = []
-    for copy in copies:
-        before = found[-1] if found else None
-        if (
-            before is not None
-            and before.across_start + before.num_elements == copy.across_start
-            and before.inside_start + before.num_elements == copy.inside_start
-        ):
-            size = before.num_elements + copy.num_elements
-            found[-1] = RelayCopy(before.across_start, before.inside_start, size)
-        else:
-            found.append(copy)
-    return tuple(found)

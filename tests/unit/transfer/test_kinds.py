@@ -7,7 +7,6 @@ import pytest
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer import collective as collective_module
-from megatron.hydraulis.transfer.alike import alike_buckets
 from megatron.hydraulis.transfer.canonical import (
     Bucket,
     CanonicalLayout,
@@ -17,15 +16,23 @@ from megatron.hydraulis.transfer.canonical import (
 )
 from megatron.hydraulis.transfer.collective import (
     Collective,
+    EqualShares,
     bucket_gather,
     bucket_scatter,
     collective_of,
+    equal_shares,
     strategy_plans,
 )
-from megatron.hydraulis.transfer.equal_shares import EqualShares, equal_shares
-from megatron.hydraulis.transfer.plan import Range, Transfer, gather_plan, scatter_plan
+from megatron.hydraulis.transfer.plan import (
+    Segment,
+    Transfer,
+    arrival_segments,
+    departure_segments,
+    gather_plan,
+    scatter_plan,
+)
+from megatron.hydraulis.transfer.ranges import Range, buckets_with_equal_plans
 from megatron.hydraulis.transfer.role import Role, role_of
-from megatron.hydraulis.transfer.segments import Segment, arrival_segments, departure_segments
 from megatron.hydraulis.transfer.two_step import RelayCopy, two_step_gather, two_step_scatter
 
 WEIGHT = ParameterSpec("weight", (16, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
@@ -251,14 +258,14 @@ class TestBucketsAlike:
         layout = CanonicalLayout.build(layers, num_atoms=2, num_ranks=4)
         roles = roles_of("2*pp2:2,3", num_layers=5)
         orders = [None, None, None, (1, 0, 2, 3), None]
-        grouped = alike_buckets(layout.with_owner_orders(orders), roles)
+        grouped = buckets_with_equal_plans(layout.with_owner_orders(orders), roles)
         assert [[bucket.index for bucket in group] for group in grouped] == [[0, 1], [2, 4], [3]]
 
     def test_layers_that_are_held_alike_may_be_contributed_apart(self) -> None:
         kinds = (Contribution.PARTIAL, Contribution.REPLICATED, Contribution.PARTIAL)
         norms = [ParameterSpec(f"{i}", (8,), Unit.layer(i), kind) for i, kind in enumerate(kinds)]
         layout = CanonicalLayout.build(norms, num_atoms=2, num_ranks=4)
-        grouped = alike_buckets(layout, roles_of("2*tp2", num_layers=3))
+        grouped = buckets_with_equal_plans(layout, roles_of("2*tp2", num_layers=3))
         assert [[bucket.index for bucket in group] for group in grouped] == [[0, 2], [1]]
 
     def test_sixty_layers_are_planned_as_few(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,13 @@ from megatron.hydraulis.transfer.canonical import (
     Unit,
 )
 from megatron.hydraulis.transfer.plan import (
-    Range,
     Transfer,
-    contributed_ranges,
     gather_plan,
-    held_ranges,
     scatter_plan,
 )
+from megatron.hydraulis.transfer.ranges import Range, contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.role import Role, role_of
+from megatron.hydraulis.transfer.traffic import link_elements
 
 WEIGHT = ParameterSpec("weight", (8, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
 NORM = ParameterSpec("norm", (4,), Unit.layer(0), Contribution.REPLICATED, decays=False)
@@ -47,8 +46,9 @@ def test_gather_of_tp2_and_tp1() -> None:
         Transfer(2, 1, (Range(8, 12),)),
         Transfer(2, 2, (Range(8, 12),)),
     )
-    assert [plan.num_network_elements(rank) for rank in range(3)] == [4, 4, 8]
-    assert [plan.num_network_elements(rank, received=False) for rank in range(3)] == [4, 4, 8]
+    exchanged = [link_elements(plan, rank, ranks_per_node=None) for rank in range(3)]
+    assert [each.received for each in exchanged] == [4, 4, 8]
+    assert [each.sent for each in exchanged] == [4, 4, 8]
 
 
 def test_a_replicated_gradient_comes_once_from_each_replica() -> None:

@@ -13,8 +13,8 @@ from benchmarks.regroup_bytes import (
     StrategyTraffic,
 )
 from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.transfer.canonical import model_parameters
 from megatron.hydraulis.transfer.collective import Collective
-from megatron.hydraulis.transfer.model_parameters import model_parameters
 from tests.support.documented_output import documented_outputs
 from tests.support.planning import LLAMA_32B
 

@@ -13,13 +13,13 @@ from megatron.hydraulis.transfer.canonical import (
     ParameterSpec,
     Unit,
 )
-from megatron.hydraulis.transfer.equal_shares import equal_shares
+from megatron.hydraulis.transfer.collective import equal_shares
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
 from megatron.hydraulis.transfer.plan import gather_plan, scatter_plan
 from megatron.hydraulis.transfer.role import Role, role_of
 from megatron.hydraulis.transfer.traffic import (
-    LinkBytes,
     LinkElements,
+    RegroupBytes,
     link_elements,
     regroup_bytes,
     regroup_volumes,
@@ -78,8 +78,7 @@ class TestBytes:
             parameter_bytes=2,
             gradient_bytes=4,
         )
-        assert found.gather == LinkBytes(8, 16, 8, 8)
-        assert found.scatter == LinkBytes(16, 16, 16, 32)
+        assert found == RegroupBytes(8 + 16, 8 + 8, 16 + 16, 16 + 32)
         assert (found.received_bytes, found.sent_bytes) == (24 + 32, 16 + 48)
 
 
