@@ -25,9 +25,9 @@ from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.engine import Engine, LocalGradients
 from megatron.hydraulis.runtime.forward_step import ForwardStep
-from megatron.hydraulis.runtime.outcome import LossTotal, StepOutcome
+from megatron.hydraulis.runtime.outcome import LossTotal
 
 COST_PROFILE = "--cost-profile"
 
@@ -42,14 +42,14 @@ class EmulatedEngine(Engine):
         if self.rank == 0:
             print(f"warning: {emulated.notice}", file=sys.stderr, flush=True)
 
-    def train_step(
+    def compute_gradients(
         self,
         strategy_name: str,
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
         **named: Any,
-    ) -> StepOutcome:
-        return super().train_step(
+    ) -> LocalGradients:
+        return super().compute_gradients(
             strategy_name,
             self._shortened(strategy_name, batches),
             EmulatedForwardStep(forward_step, count=self._count),

@@ -24,9 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
-from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.outcome import LossTotal
-from megatron.hydraulis.runtime.settings import Setting
+from megatron.hydraulis.runtime.engine import Engine, LocalGradients, StepVote
 from megatron.hydraulis.runtime.shards import CanonicalShards
 from tests.cuda_stand_in.device import mark
 from tests.cuda_stand_in.order import COMMUNICATOR_MARK
@@ -37,7 +35,7 @@ _ID_BYTES = 128
 """Length of NCCL's id of a communicator; the stand-in logs what stands before the first zero."""
 
 SEED = 1
-GIVEN_LOSS = LossTotal(loss_sum=10.0, num_tokens=1000)
+GIVEN_LOSS_SUM, GIVEN_NUM_TOKENS = 10.0, 1000
 GIVEN_NORM = 1.0
 
 
@@ -154,7 +152,7 @@ def alone(rank: int, num_ranks: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(ZerosFromDevice())
         stack.enter_context(patch.object(CanonicalShards, "initialise", lambda *_: None))
-        stack.enter_context(patch.object(Engine, "_total", _given_total(Engine._total)))
+        stack.enter_context(patch.object(Engine, "_vote", _given_vote(Engine._vote)))
         stack.enter_context(
             patch.object(ShardedAdamW, "gradient_norm", _given_norm(ShardedAdamW.gradient_norm))
         )
@@ -167,17 +165,21 @@ def _all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None
     gathered[:] = [own] * len(gathered)
 
 
-def _given_total(real: Callable[..., Any]) -> Callable[..., Any]:
-    def total(
-        engine: Engine,
-        setting: Setting,
-        reports: Sequence[dict[str, Tensor]],
-        next_strategy: str | None = None,
-    ) -> tuple[LossTotal, tuple[int, ...], str | None, int]:
-        real(engine, setting, reports, next_strategy)
-        return GIVEN_LOSS, (), next_strategy, 0
+def _given_vote(real: Callable[..., Any]) -> Callable[..., Any]:
+    def vote(
+        engine: Engine, gradients: LocalGradients, next_strategy: str | None = None
+    ) -> tuple[StepVote, tuple[int, ...]]:
+        real(engine, gradients, next_strategy)
+        names = [strategy.name for strategy in engine.pool.strategies]
+        given = StepVote(
+            loss_sum=GIVEN_LOSS_SUM,
+            num_tokens=GIVEN_NUM_TOKENS,
+            next_strategy=None if next_strategy is None else names.index(next_strategy),
+            num_ranks_without_memory=0,
+        )
+        return given, ()
 
-    return total
+    return vote
 
 
 def _given_norm(real: Callable[[ShardedAdamW], float]) -> Callable[[ShardedAdamW], float]:

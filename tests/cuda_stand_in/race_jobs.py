@@ -143,7 +143,7 @@ CANNOT_RACE = {
     ),
     "data/packed_batch.py: return self._with_tensors(lambda tensor: tensor.to(device, "
     "non_blocking=non_blocking))": "as above",
-    "loop/planned_batches.py: packed = packed.pinned().to(self._device, non_blocking=True)": (
+    "loop/batch_reader.py: packed = packed.pinned().to(self._device, non_blocking=True)": (
         "as above"
     ),
     "planner/ahead.py: self._process.wait()": "a process",

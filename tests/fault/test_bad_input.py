@@ -339,9 +339,9 @@ def _with_bad_second_iteration(
         iterations: list[int] = []
 
         class CountingEngine(Engine):
-            def train_step(self, *args: Any, **kwargs: Any) -> Any:
+            def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
                 iterations.append(0)
-                return super().train_step(*args, **kwargs)
+                return super().compute_gradients(*args, **kwargs)
 
         def loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
             iterations[-1] += 1

@@ -40,17 +40,25 @@ def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
     phase: str, where: str, tmp_path: Path
 ) -> None:
     def program(argv: Sequence[str]) -> None:
-        train_step = Engine.train_step
+        compute_gradients, update = Engine.compute_gradients, Engine.update
         num_steps = 0
 
-        def faulty_step(*args: Any, **kwargs: Any) -> Any:
+        def is_faulty() -> bool:
+            return num_steps > NUM_GOOD_ITERATIONS and os.environ["RANK"] == str(CULPRIT)
+
+        def faulty_gradients(*args: Any, **kwargs: Any) -> Any:
             nonlocal num_steps
             num_steps += 1
-            is_faulty = num_steps > NUM_GOOD_ITERATIONS and os.environ["RANK"] == str(CULPRIT)
-            with fault_in(phase, on_this_rank=is_faulty):
-                return train_step(*args, **kwargs)
+            with fault_in(phase, on_this_rank=is_faulty()):
+                return compute_gradients(*args, **kwargs)
 
-        Engine.train_step = faulty_step  # type: ignore[method-assign]  # in a forked process
+        def faulty_update(*args: Any, **kwargs: Any) -> Any:
+            with fault_in(phase, on_this_rank=is_faulty()):
+                return update(*args, **kwargs)
+
+        # In a forked process.
+        Engine.compute_gradients = faulty_gradients  # type: ignore[method-assign]
+        Engine.update = faulty_update  # type: ignore[method-assign]
         atexit.register(print, WAY_OUT)
         entry.main(argv)
 

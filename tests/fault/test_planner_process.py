@@ -88,7 +88,7 @@ def test_a_stopped_process_is_replaced_and_owes_nothing(
     stopped = stop(ahead)
     for iteration in (1, 2):
         ahead.submit(iteration, LENGTHS)
-    assert [ahead.take(iteration)[0].iteration for iteration in (1, 2)] == [1, 2]
+    assert [ahead.take(iteration)[0].parse().iteration for iteration in (1, 2)] == [1, 2]
     assert (ahead.num_restarts, ahead.is_inline) == (1, False)
     assert stopped.returncode == -signal.SIGKILL  # it is not left behind
     assert "has not answered for 0.2 s and iteration 2 waits for its plan" in caplog.text
@@ -104,10 +104,10 @@ def test_a_stopped_process_is_replaced_and_owes_nothing(
 def test_a_killed_process_after_a_stopped_one_ends_planning_ahead(ahead: LookAheadPlanner) -> None:
     stop(ahead)
     ahead.submit(0, LENGTHS)
-    assert ahead.take(0)[0].iteration == 0
+    assert ahead.take(0)[0].parse().iteration == 0
     os.kill(process_of(ahead).pid, signal.SIGKILL)
     ahead.submit(1, LENGTHS)
-    assert ahead.take(1)[0].iteration == 1
+    assert ahead.take(1)[0].parse().iteration == 1
     assert ahead.is_lost
 
 
@@ -116,7 +116,7 @@ def test_a_planner_lost_in_its_solver_does_not_plan_in_line() -> None:
     ahead = LookAheadPlanner(planner, stand_in=greedy(), grace_s=SHORT_S)
     for iteration in range(2):
         ahead.submit(iteration, LENGTHS)
-    plans = [ahead.take(iteration)[0] for iteration in range(2)]
+    plans = [ahead.take(iteration)[0].parse() for iteration in range(2)]
     assert [plan.iteration for plan in plans] == [0, 1]
     assert {plan.dispatch.status for plan in plans if plan.dispatch is not None} == {"greedy"}
     assert ahead.is_lost
@@ -126,7 +126,7 @@ def test_a_planner_whose_solver_crashes_does_not_plan_in_line() -> None:
     planner = Forbidden(Moody(killed_by=LENGTHS))
     ahead = LookAheadPlanner(planner, stand_in=greedy())
     ahead.submit(0, LENGTHS)
-    assert ahead.take(0)[0].num_sequences == len(LENGTHS)
+    assert ahead.take(0)[0].parse().num_sequences == len(LENGTHS)
     assert ahead.is_lost
     assert ahead.num_restarts == 1
 
@@ -134,7 +134,7 @@ def test_a_planner_whose_solver_crashes_does_not_plan_in_line() -> None:
 def test_planning_in_line_from_the_start_is_the_planners_own() -> None:
     with_limit = LookAheadPlanner(greedy(), in_process=False, stand_in=Forbidden(Moody()))
     with_limit.submit(0, LENGTHS)
-    assert with_limit.take(0)[0].num_sequences == len(LENGTHS)
+    assert with_limit.take(0)[0].parse().num_sequences == len(LENGTHS)
     assert not with_limit.is_lost
 
 
@@ -148,7 +148,7 @@ def test_answers_to_earlier_requests_are_signs_of_life() -> None:
     process = PlannerProcess(Moody(slept_on=LENGTHS), answer_limit_s=60.0)
     process.request(0, (5, 6))
     process.request(1, LENGTHS)
-    assert process.result(0).num_tokens == 11
+    assert process.result(0).parse().num_tokens == 11
     process._answer_limit_s = SHORT_S
     with pytest.raises(PlannerProcessHung, match="iteration 2 waits for its plan"):
         process.result(1)
@@ -172,7 +172,7 @@ def test_an_error_is_not_planned_again_after_a_restart(ahead: LookAheadPlanner) 
     with pytest.raises(PlanError, match="9000"):
         ahead.take(0)
     os.kill(process_of(ahead).pid, signal.SIGKILL)
-    assert ahead.take(1)[0].iteration == 1
+    assert ahead.take(1)[0].parse().iteration == 1
     assert not ahead._open
 
 
@@ -185,7 +185,7 @@ def test_a_planner_process_does_not_outlive_training() -> None:
         "process = PlannerProcess(Moody(slept_on=LENGTHS))\n"
         "process.request(0, (5, 6))\n"
         "process.request(1, LENGTHS)\n"
-        "print(process.result(0).num_tokens, flush=True)\n"
+        "print(process.result(0).parse().num_tokens, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     training = subprocess.Popen(

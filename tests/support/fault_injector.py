@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.hydraulis.checkpoint import saving
-from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
+from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine as engine_module
 from megatron.hydraulis.runtime.routes import EqualSharesRoute, OneStepRoute
@@ -110,15 +110,15 @@ class FaultInjector:
         setattr(owner, name, faulty)
 
     def _install_planning(self) -> None:
-        original = PlannedBatches.__next__
+        original = PlannedData.next_batch
 
-        def faulty(batches: PlannedBatches) -> PlannedBatch:
-            if batches.corpus.name == "train":
-                self._step = batches._iteration + 1
+        def faulty(data: PlannedData) -> PlannedBatch:
+            if data.reader.corpus.name == "train":
+                self._step = data.reader.batches.iteration + 1
                 self._at("planning")
-            return original(batches)
+            return original(data)
 
-        PlannedBatches.__next__ = faulty  # type: ignore[assignment, method-assign]
+        PlannedData.next_batch = faulty  # type: ignore[assignment, method-assign]
 
     def _install_forward_and_backward(self) -> None:
         original = engine_module.run_micro_batches

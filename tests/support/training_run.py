@@ -83,9 +83,9 @@ def probing(argv: Sequence[str], hooks: entry.UserHooks | None = None) -> None:
             super().__init__(*args, **kwargs)
             engines.append(self)
 
-        def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
             used.append(self.optimizer.param_groups[0]["lr"])
-            return super().train_step(*args, **kwargs)
+            return super().compute_gradients(*args, **kwargs)
 
     entry.main(argv, dataclasses.replace(hooks or entry.UserHooks(), engine=ProbedEngine))
     (engine,) = engines

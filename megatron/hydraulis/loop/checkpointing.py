@@ -35,8 +35,8 @@ from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.describe import describe
+from megatron.hydraulis.loop.batch_reader import PlannedData
 from megatron.hydraulis.loop.model_container import ModelContainer
-from megatron.hydraulis.loop.planned_batches import PlannedBatches
 from megatron.hydraulis.loop.planning import Planning
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 
@@ -92,7 +92,7 @@ class RunCheckpoints:
         pipeline_parallel: Any = None,
         expert_parallel: Any = None,
         non_persistent_ckpt: bool = False,
-        train_data_iterator: PlannedBatches | None = None,
+        train_data_iterator: PlannedData | None = None,
         preprocess_common_state_dict_fn: Any = None,
         release: bool = False,
         tp_group: Any = None,
@@ -114,7 +114,7 @@ class RunCheckpoints:
                     "consumed_valid_samples": args.consumed_valid_samples,
                     "num_skipped": self.counters.num_skipped,
                     "num_skipped_in_a_row": self.counters.num_skipped_in_a_row,
-                    "sampler": train_data_iterator.sampler_state,
+                    "sampler": train_data_iterator.reader.batches.state,
                     "planner": {
                         "pool": {s.name: str(s) for s in self._planning.pool.strategies},
                         "num_marked_plans": self.counters.num_marked_plans,

@@ -31,6 +31,7 @@ from megatron.hydraulis.flags.checks import check_all_to_all
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
 from megatron.hydraulis.flags.describe import describe, format_description
 from megatron.hydraulis.loop import error_report, run_folder
+from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
 from megatron.hydraulis.loop.checkpointing import RunCheckpoints
 from megatron.hydraulis.loop.devices import (
     check_devices,
@@ -45,8 +46,7 @@ from megatron.hydraulis.loop.memory_safety import (
     use_expandable_segments,
 )
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig
-from megatron.hydraulis.loop.plan_exchange import PlanExchange
-from megatron.hydraulis.loop.planned_batches import PlannedBatches
+from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
 from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
 from megatron.hydraulis.loop.quiet import quieten_upstream
 from megatron.hydraulis.loop.refitting import RunRefit
@@ -456,7 +456,7 @@ class _Job:
             "global_batch_size": None if batch_tokens else args.global_batch_size,
             "global_batch_tokens": batch_tokens,
         }
-        iterators: list[PlannedBatches | None] = []
+        iterators: list[PlannedData | None] = []
         for corpus in corpora:
             if corpus is None:
                 iterators.append(None)
@@ -469,22 +469,29 @@ class _Job:
             )
             if is_training and checkpoints.sampler_state is not None:
                 sampler.load_state_dict(checkpoints.sampler_state)
-            iterators.append(
-                batches := PlannedBatches(
-                    corpus,
-                    sampler,
-                    look_ahead_planner(self._planning, hydraulis, is_training=is_training)
-                    if dist.get_rank() == 0
-                    else None,
-                    PlanExchange(store, corpus.name, dist.get_rank()),
-                    self._planning.pool,
-                    cost_model=self._planning.cost_model,
-                    device=device_of_job(),
-                    num_ahead=hydraulis.plan_ahead if is_training else 0,
-                    plan_dir=hydraulis.plan_dir if is_training else None,
-                    first_iteration=checkpoints.first_iteration if is_training else 0,
-                )
+            batches = SampledBatches(
+                sampler, first_iteration=checkpoints.first_iteration if is_training else 0
             )
-            memory.watch(batches, is_training=is_training)
+            exchange = PlanExchange(store, corpus.name)
+            feed, plan_dir = None, None
+            if dist.get_rank() == 0:
+                feed = PlanFeed(
+                    look_ahead_planner(self._planning, hydraulis, is_training=is_training),
+                    exchange,
+                    batches,
+                    num_ahead=hydraulis.plan_ahead if is_training else 0,
+                )
+                plan_dir = hydraulis.plan_dir if is_training else None
+            reader = BatchReader(
+                corpus,
+                batches,
+                exchange,
+                self._planning.pool,
+                cost_model=self._planning.cost_model,
+                device=device_of_job(),
+                plan_dir=plan_dir,
+            )
+            iterators.append(data := PlannedData(reader, feed))
+            memory.watch(data, is_training=is_training)
         train, valid, test = iterators
         return train, valid, test

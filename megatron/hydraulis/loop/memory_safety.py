@@ -29,7 +29,7 @@ from megatron.hydraulis.cost_model.limits import (
 )
 from megatron.hydraulis.errors import OutOfMemoryError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig
-from megatron.hydraulis.loop.planned_batches import PlannedBatches
+from megatron.hydraulis.loop.batch_reader import PlannedData
 from megatron.hydraulis.loop.planning import Planning, planners
 from megatron.hydraulis.profiler.memory_meter import CpuMemory, free_share_bytes
 from megatron.hydraulis.runtime.engine import Engine
@@ -87,7 +87,7 @@ class MemorySafety:
         self._log = log if dist.get_rank() == 0 else _silent
         self._caps: dict[Scheme, int] = {}
         self._trials: dict[tuple[str, Scheme], MemoryTrial] = {}
-        self._batches: list[tuple[PlannedBatches, bool]] = []
+        self._data: list[tuple[PlannedData, bool]] = []
         self._failed_iteration: int | None = None
 
     def capped(self, cost_model: CostModel) -> CostModel:
@@ -96,9 +96,9 @@ class MemorySafety:
             return cost_model
         return CappedCostModel(cost_model, tuple(self._caps.items()))
 
-    def watch(self, batches: PlannedBatches, *, is_training: bool) -> None:
-        """Batches whose plans keep the limits from now on."""
-        self._batches.append((batches, is_training))
+    def watch(self, data: PlannedData, *, is_training: bool) -> None:
+        """Data whose plans keep the limits from now on."""
+        self._data.append((data, is_training))
 
     def try_out(
         self,
@@ -212,9 +212,9 @@ class MemorySafety:
         self.planning = replace(
             self._given, cost_model=self.capped(self._given.cost_model), pool=Pool.of(*kept)
         )
-        for batches, is_training in self._batches:
+        for data, is_training in self._data:
             makes_plans = dist.get_rank() == 0
-            batches.lower_limits(
+            data.lower_limits(
                 self.planning.pool,
                 self.planning.cost_model,
                 planners(self.planning, self._hydraulis, is_training=is_training)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.errors import NonFiniteLossError
+from megatron.hydraulis.loop.batch_reader import PlannedBatch
 from megatron.hydraulis.loop.checkpointing import LoopCounters
-from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
 from megatron.hydraulis.runtime.outcome import StepOutcome
 
 __all__ = ["NonFiniteIterations"]
@@ -32,7 +33,7 @@ class NonFiniteIterations:
         self._counters = counters
 
     def note(
-        self, iteration: int, planned: PlannedBatch, outcome: StepOutcome, batches: PlannedBatches
+        self, iteration: int, planned: PlannedBatch, outcome: StepOutcome, corpus: Corpus
     ) -> None:
         """Collective where the iteration trained tokens and updated nothing.
 
@@ -47,7 +48,7 @@ class NonFiniteIterations:
         counters.num_skipped += 1
         counters.num_skipped_in_a_row += 1
         in_a_row = counters.num_skipped_in_a_row
-        what, sequences = _cause(planned, outcome, batches)
+        what, sequences = _cause(planned, outcome, corpus)
         if in_a_row > self._num_allowed:
             before = (
                 f"; it is iteration {in_a_row} in a row and --max-skipped-in-a-row is "
@@ -70,7 +71,7 @@ class NonFiniteIterations:
             )
 
 
-def _cause(planned: PlannedBatch, outcome: StepOutcome, batches: PlannedBatches) -> tuple[str, str]:
+def _cause(planned: PlannedBatch, outcome: StepOutcome, corpus: Corpus) -> tuple[str, str]:
     """Collective: the ranks that saw a bad micro-batch tell the others its sequences."""
     own = [
         sequence_id
@@ -88,7 +89,7 @@ def _cause(planned: PlannedBatch, outcome: StepOutcome, batches: PlannedBatches)
         what = f"the loss is {outcome.loss.loss_sum}"
         where = "in micro-batches with sequences "
     named = ", ".join(
-        f"{sequence_id} ({batches.corpus.describe(sequence_id)})"
+        f"{sequence_id} ({corpus.describe(sequence_id)})"
         for sequence_id in bad[:MAX_SEQUENCES_NAMED]
     )
     more = f" and {len(bad) - MAX_SEQUENCES_NAMED} more" if len(bad) > MAX_SEQUENCES_NAMED else ""

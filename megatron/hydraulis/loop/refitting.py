@@ -19,7 +19,8 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.json_object import write_json
-from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
+from megatron.hydraulis.loop.batch_reader import PlannedBatch
+from megatron.hydraulis.loop.plan_feed import PlanFeed
 from megatron.hydraulis.loop.planning import Planning, planners
 from megatron.hydraulis.observability.earlier_run import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
@@ -122,10 +123,10 @@ class RunRefit:
         iteration: int,
         planned: PlannedBatch,
         iteration_time_s: float,
-        batches: PlannedBatches,
+        feed: PlanFeed | None,
     ) -> None:
-        """An iteration has run. On rank 0 what is sampled from now on is planned by the times of
-        the iterations before it."""
+        """An iteration has run. On rank 0, which has the feed, plans that are requested from now on
+        use the times of the iterations before it."""
         self._recorder.tracks = _NO_TRACKS
         own_ms = micro_batch_times_ms(self._recorder.take(), len(planned.micro_batches))
         message = json.dumps({"iteration": iteration, "times_ms": own_ms})
@@ -144,7 +145,8 @@ class RunRefit:
             return
         for line in self._refit.news():
             self._log(f"iteration {before.iteration}: {line}")
-        batches.replace_planner(*self._make_planners(self._refit.refitted()))
+        assert feed is not None
+        feed.replace_planner(*self._make_planners(self._refit.refitted()))
 
     def write(self, folder: Path, planning: Planning) -> None:
         """Rank 0: the newest times as a cost profile, for the next run.

@@ -16,13 +16,13 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
 from megatron.hydraulis.loop.checkpointing import RunCheckpoints
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.log_interval import LogInterval
 from megatron.hydraulis.loop.memory_safety import MemorySafety, peak_memory_bytes
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.non_finite import NonFiniteIterations
-from megatron.hydraulis.loop.planned_batches import PlannedBatch, PlannedBatches
 from megatron.hydraulis.loop.refitting import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
@@ -33,7 +33,7 @@ from megatron.hydraulis.runtime.outcome import StepOutcome
 from megatron.hydraulis.runtime.process_groups import to_device
 
 LossDict = dict[str, torch.Tensor]
-Iterators = tuple[PlannedBatches | None, PlannedBatches | None, PlannedBatches | None]
+Iterators = tuple[PlannedData | None, PlannedData | None, PlannedData | None]
 
 TIMER_OF_PHASE = {
     "gather": "params-all-gather",
@@ -125,7 +125,7 @@ class TrainingLoop:
     def train_step(
         self,
         forward_step_func: Any,
-        data_iterator: PlannedBatches,
+        data_iterator: PlannedData,
         model: list[ModelContainer],
         optimizer: ShardedAdamW,
         opt_param_scheduler: Any,
@@ -146,24 +146,23 @@ class TrainingLoop:
         planned = self._next(number, data_iterator)
         if self._refit is not None:
             self._refit.begin()
+        phase = self._guard.around(_upstreams_timer)
         while True:
             with self._traced(number, planned), self._memory.explained():
-                outcome = engine.train_step(
-                    planned.plan.strategy,
-                    planned.micro_batches,
-                    forward_step_func,
-                    next_strategy=(
-                        data_iterator.next_strategy if number < args.train_iters else None
-                    ),
-                    phase=self._guard.around(_upstreams_timer),
+                gradients = engine.compute_gradients(
+                    planned.plan.strategy, planned.micro_batches, forward_step_func, phase=phase
                 )
+                # By now the planner has had the time of the backward passes.
+                is_last = number >= args.train_iters
+                next_strategy = None if is_last else data_iterator.publish_ready()
+                outcome = engine.update(gradients, next_strategy=next_strategy, phase=phase)
             if not outcome.num_ranks_without_memory:
                 break
             self._memory.lower_after(number, outcome)
             if self._refit is not None:
                 self._refit.spans.take()
             planned = self._next(number, data_iterator)
-        self._non_finite.note(number, planned, outcome, data_iterator)
+        self._non_finite.note(number, planned, outcome, data_iterator.reader.corpus)
         if outcome.updated:
             # Nominal under a token budget, so that the schedule counts iterations.
             opt_param_scheduler.step(increment=args.global_batch_size)
@@ -173,7 +172,7 @@ class TrainingLoop:
         iteration_time_s = time.perf_counter() - start_s
         self._note(args, number, planned, outcome, optimizer, iteration_time_s)
         if self._refit is not None:
-            self._refit.end(number, planned, iteration_time_s, data_iterator)
+            self._refit.end(number, planned, iteration_time_s, data_iterator.feed)
         loss = to_device(torch.tensor([outcome.loss.mean], dtype=torch.float32), engine.device)
         losses = {"lm loss": loss} if outcome.loss.num_tokens else {}
         skipped = 0 if outcome.updated else 1
@@ -202,7 +201,7 @@ class TrainingLoop:
     def evaluate(
         self,
         forward_step_func: Any,
-        data_iterator: PlannedBatches,
+        data_iterator: PlannedData,
         model: list[ModelContainer],
         process_non_loss_data_func: Any,
         config: Any,
@@ -218,13 +217,13 @@ class TrainingLoop:
         timers("evaluate", log_level=0).start(barrier=True)
         engine = model[0].engine
         model[0].eval()
-        data_iterator.sampler.reset()  # type: ignore[union-attr]
+        data_iterator.reader.batches.sampler.reset()  # type: ignore[union-attr]
         loss_sum, num_tokens = 0.0, 0
         with nullcontext() if self._trace is None else self._trace.evaluation():
             for _ in range(args.eval_iters if eval_iters is None else eval_iters):
                 # Anew for every batch: the timeout is that of one wait, not of them all.
                 self._guard.enter("evaluation", plan="")
-                planned = next(data_iterator)
+                planned = data_iterator.next_batch()
                 self._guard.enter("evaluation", plan=_named(planned.plan))
                 loss = engine.evaluate(
                     planned.plan.strategy, planned.micro_batches, forward_step_func
@@ -309,19 +308,16 @@ class TrainingLoop:
 
         return guarded
 
-    def _next(self, number: int, batches: PlannedBatches) -> PlannedBatch:
+    def _next(self, number: int, data: PlannedData) -> PlannedBatch:
         with self._guard.phase("planning"):
-            planned = self._next_traced(number, batches)
+            if self._trace is None:
+                planned = data.next_batch()
+            else:
+                self._trace.expect(number)
+                handle = self._trace.spans.begin("planning wait")
+                planned = data.next_batch()
+                self._trace.spans.end(handle)
         self._guard.enter("gather", plan=_named(planned.plan))
-        return planned
-
-    def _next_traced(self, number: int, batches: PlannedBatches) -> PlannedBatch:
-        if self._trace is None:
-            return next(batches)
-        self._trace.expect(number)
-        handle = self._trace.spans.begin("planning wait")
-        planned = next(batches)
-        self._trace.spans.end(handle)
         return planned
 
     def _traced(self, number: int, planned: PlannedBatch) -> AbstractContextManager[None]:

@@ -1,9 +1,8 @@
 """Plans made ahead of training in a separate process, and what happens when that process is lost.
 
 The process is a fresh interpreter that imports neither torch nor Megatron. It communicates by
-length-prefixed pickles over its standard input and output. The answer to a request is a plan as
-JSON, or the text of a `PlanError`. Another planner replaces the current one for the requests after
-it.
+length-prefixed pickles over its standard input and output. The answer to a request is a `PlanText`
+or a `PlanError`. Another planner replaces the current one for the requests after it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from megatron.hydraulis.errors import HydraulisError, PlanError
-from megatron.hydraulis.planner.plan import IterationPlan, Planner
+from megatron.hydraulis.planner.plan import Planner, PlanText
 
 __all__ = [
     "GRACE_S",
@@ -122,7 +121,7 @@ class LookAheadPlanner:
         """Whether `take` would return or raise what the process answered, without waiting."""
         return self._process is not None and self._process.has_result(iteration)
 
-    def take(self, iteration: int) -> tuple[IterationPlan, float]:
+    def take(self, iteration: int) -> tuple[PlanText, float]:
         """The plan of a submitted iteration, and the seconds waited; raises the planner's error."""
         start_s = time.perf_counter()
         while self._process is not None:
@@ -137,7 +136,7 @@ class LookAheadPlanner:
             del self._open[iteration]
             return plan, time.perf_counter() - start_s
         planner = self._stand_in if self._is_lost else self._planner
-        plan = planner.plan(self._open.pop(iteration), iteration=iteration)
+        plan = PlanText.of(planner.plan(self._open.pop(iteration), iteration=iteration))
         return plan, time.perf_counter() - start_s
 
     def close(self) -> None:
@@ -206,7 +205,7 @@ class PlannerProcess:
         self._answer_limit_s = answer_limit_s
         # Pickled; None is the last one.
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._answers: dict[int, tuple[bool, Any]] = {}
+        self._answers: dict[int, PlanText | PlanError] = {}
         self._num_answers = 0
         self._changed = threading.Condition()
         self._has_ended = False
@@ -233,7 +232,7 @@ class PlannerProcess:
         with self._changed:
             return iteration in self._answers
 
-    def result(self, iteration: int) -> IterationPlan:
+    def result(self, iteration: int) -> PlanText:
         """Wait for the plan of a request.
 
         Raises:
@@ -255,10 +254,10 @@ class PlannerProcess:
                     f"the planner process ended with status {self._status()} before it "
                     f"planned iteration {iteration + 1}"
                 )
-            is_plan, content = self._answers.pop(iteration)
-        if not is_plan:
-            raise PlanError(content)
-        return IterationPlan.from_json(content)
+            answer = self._answers.pop(iteration)
+        if isinstance(answer, PlanError):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """End the process."""
@@ -293,9 +292,9 @@ class PlannerProcess:
         try:
             with self._process.stdout as answers:
                 while (message := _read(answers)) is not None:
-                    iteration, is_plan, content = message
+                    iteration, answer = message
                     with self._changed:
-                        self._answers[iteration] = (is_plan, content)
+                        self._answers[iteration] = answer
                         self._num_answers += 1
                         self._changed.notify_all()
         finally:
@@ -329,12 +328,12 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             planner = message
             continue
         iteration, lengths = message
-        content: dict[str, Any] | str
+        answer: PlanText | PlanError
         try:
-            content = planner.plan(lengths, iteration=iteration).to_json()
+            answer = PlanText.of(planner.plan(lengths, iteration=iteration))
         except PlanError as error:
-            content = str(error)
-        _write(answers, pickle.dumps((iteration, not isinstance(content, str), content)))
+            answer = PlanError(str(error))
+        _write(answers, pickle.dumps((iteration, answer)))
 
 
 def _receive(requests: IO[bytes], received: queue.SimpleQueue[Any]) -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "IterationPlan",
     "Packing",
     "PlanExplanation",
+    "PlanText",
     "Planner",
     "StageReport",
     "StrategyOutcome",
@@ -337,6 +338,30 @@ class IterationPlan:
         )
         plan.check_all_read()
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class PlanText:
+    """A plan as JSON text, which goes from where it was made to the ranks without being parsed."""
+
+    strategy: str
+    digest: str
+    text: str
+
+    @classmethod
+    def of(cls, plan: IterationPlan) -> "PlanText":
+        """The text of a plan."""
+        return cls(plan.strategy, plan.digest, json.dumps(plan.to_json()))
+
+    def parse(self) -> IterationPlan:
+        """Read the plan; PlanError if it is damaged or has another digest."""
+        plan = IterationPlan.from_json(json.loads(self.text))
+        if plan.digest != self.digest:
+            raise PlanError(
+                f"iteration {plan.iteration + 1}: the plan arrived with digest {plan.digest[:12]} "
+                f"but was made with {self.digest[:12]}; all ranks must run the same version"
+            )
+        return plan
 
 
 def _report_from_json(plan: JsonObject, stage: str) -> StageReport | None:

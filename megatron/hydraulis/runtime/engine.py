@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -44,6 +45,69 @@ from megatron.hydraulis.runtime.track import make_track
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
+
+
+@dataclass(frozen=True)
+class LocalGradients:
+    """What this rank knows after its last backward pass; its gradients are on the shards."""
+
+    setting: Setting
+    reports: list[dict[str, Tensor]]
+    """What the loss function reported of each micro-batch; on the last stage."""
+    out_of_memory: OutOfMemory | None = None
+    """Why this rank has abandoned its micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepVote:
+    """What all ranks add up after their backward passes, so that all decide the same."""
+
+    loss_sum: float
+    num_tokens: int
+    """Trained tokens."""
+    next_strategy: int | None
+    """Index in the pool of the next iteration's strategy; None where rank 0 does not know it."""
+    num_ranks_without_memory: int
+
+    @staticmethod
+    def to_tensor(
+        losses: Tensor | None,
+        *,
+        next_strategy: int | None,
+        is_out_of_memory: bool,
+        device: torch.device,
+    ) -> Tensor:
+        """This rank's summand.
+
+        Args:
+            losses: shape (num_micro_batches, 2), sums of losses and tokens, on the device; None on
+                ranks that do not report them.
+            next_strategy: on rank 0; None on the others.
+            is_out_of_memory: whether this rank has abandoned its micro-batches.
+            device: of the job.
+        """
+        number = 0 if next_strategy is None else 1 + next_strategy
+        vote = torch.tensor([0.0, 0.0, number, is_out_of_memory], dtype=torch.float64)
+        vote = to_device(vote, device)
+        if losses is not None:
+            vote[:2] += losses.sum(dim=0)
+        return vote
+
+    @classmethod
+    def from_tensor(cls, total: Tensor) -> StepVote:
+        """The sum over all ranks; waits for the device."""
+        loss_sum, num_tokens, number, num_ranks_without_memory = total.tolist()
+        return cls(
+            loss_sum=loss_sum,
+            num_tokens=round(num_tokens),
+            next_strategy=round(number) - 1 if number else None,
+            num_ranks_without_memory=round(num_ranks_without_memory),
+        )
+
+    @property
+    def loss(self) -> LossTotal:
+        """The loss of the global batch."""
+        return LossTotal(self.loss_sum, self.num_tokens)
 
 
 class Engine:
@@ -129,8 +193,6 @@ class Engine:
         self._settings = Settings(
             definition, pool, groups, self.layout, self.shards, self.memory, self.dtype
         )
-        self._out_of_memory: OutOfMemory | None = None
-        """Of this rank, in the last forward and backward."""
         self._gathered: tuple[str, GatherPass] | None = None
         """The strategy whose parameters are in the arena, or on their way there, and current."""
 
@@ -149,43 +211,91 @@ class Engine:
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
         *,
-        next_strategy: Callable[[], str | None] | str | None = None,
+        next_strategy: str | None = None,
         phase: Phase = untimed,
     ) -> StepOutcome:
-        """Gather, run, scatter, update.
+        """Gather, run, scatter, update: `compute_gradients`, then `update`."""
+        gradients = self.compute_gradients(strategy_name, batches, forward_step, phase=phase)
+        return self.update(gradients, next_strategy=next_strategy, phase=phase)
+
+    def compute_gradients(
+        self,
+        strategy_name: str,
+        batches: Sequence[PackedBatch],
+        forward_step: ForwardStep,
+        *,
+        phase: Phase = untimed,
+    ) -> LocalGradients:
+        """Gather, run, scatter: sums over tokens, on the canonical shards.
 
         Args:
             strategy_name: of the pool; the same on every rank.
             batches: micro-batches of this rank's replica, its own part of each where it has
                 cp > 1, on the job's device; empty where idle.
             forward_step: upstream's signature.
-            next_strategy: of the next iteration, or what gives it after the last backward; None
-                where it is not known. Each bucket is gathered for it as soon as it is updated.
-                What rank 0 says counts, others need not know.
             phase: measures the parts.
-
-        Returns:
-            The outcome. An iteration without trained tokens, or whose loss or gradient norm is not
-            finite, or during which memory ran out on a replica of one rank, updates nothing:
-            whether the run stops there is the caller's choice.
 
         Raises:
             OutOfMemoryError: memory ran out on a replica of several ranks.
         """
         self.gather_waits.forget()
         self.scatter_waits.forget()
-        setting, reports = self._gradients(strategy_name, batches, forward_step, phase)
-        if callable(next_strategy):
-            next_strategy = next_strategy() if self.rank == 0 else None
-        loss, bad, upcoming, num_without_memory = self._total(setting, reports, next_strategy)
+        self.gather(strategy_name, phase=phase)
+        setting = self.setting(strategy_name)
+        out_of_memory: OutOfMemory | None = None
+        with self._in_phase("forward-backward", strategy_name, phase):
+            self.memory.size_gradients(setting.num_elements)
+            if setting.arena is not None:
+                setting.arena.zero_gradients()
+            scatter = self._scatter_pass(setting)
+            counted = CountedForwardStep(forward_step)
+            try:
+                reports = self._run(setting, batches, counted, scatter)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reports = []
+                out_of_memory = what_to_go_on_with(
+                    error, self.rank, setting.strategy, batches, counted.num_begun
+                )
+            if out_of_memory is not None:
+                free_what_is_left()  # now that the error, which held activations, is gone
+        with self._in_phase("scatter", strategy_name, phase):
+            scatter.finish()
+            self._finish_gather()
+        return LocalGradients(setting, reports, out_of_memory)
+
+    def update(
+        self,
+        gradients: LocalGradients,
+        *,
+        next_strategy: str | None = None,
+        phase: Phase = untimed,
+    ) -> StepOutcome:
+        """Update parameters by the gradients of all ranks.
+
+        Args:
+            gradients: of this iteration.
+            next_strategy: of the next iteration; None where it is not known. Each bucket is
+                gathered for it as soon as it is updated. Only rank 0's counts.
+            phase: measures the parts.
+
+        Returns:
+            The outcome. An iteration without trained tokens, or whose loss or gradient norm is not
+            finite, or during which memory ran out on a replica of one rank, updates nothing:
+            whether the run stops there is the caller's choice.
+        """
+        setting = gradients.setting
+        vote, bad = self._vote(gradients, next_strategy)
+        loss = vote.loss
         norm, updated = None, False
-        if loss.num_tokens and loss.is_finite and not num_without_memory:
-            with self._in_phase("optimizer", strategy_name, phase):
+        if loss.num_tokens and loss.is_finite and not vote.num_ranks_without_memory:
+            with self._in_phase("optimizer", setting.strategy.name, phase):
                 self.optimizer.divide_gradients(loss.num_tokens)
                 norm = self.optimizer.gradient_norm()
                 updated = math.isfinite(norm)
                 if updated:
-                    self._update(norm, upcoming)
+                    self._update_shards(norm, vote.next_strategy)
         traffic = setting.regrouper.traffic
         return StepOutcome(
             loss,
@@ -195,8 +305,8 @@ class Engine:
             regroup_bytes=traffic.received_bytes + traffic.sent_bytes,
             gather_wait_s=self.gather_waits.take_s(),
             scatter_wait_s=self.scatter_waits.take_s(),
-            num_ranks_without_memory=num_without_memory,
-            out_of_memory=self._out_of_memory,
+            num_ranks_without_memory=vote.num_ranks_without_memory,
+            out_of_memory=gradients.out_of_memory,
         )
 
     def forward_backward(
@@ -216,11 +326,11 @@ class Engine:
             SharedOutOfMemoryError: on every rank, where memory ran out on replicas of one rank.
             OutOfMemoryError: on the rank alone, where it is one of several of a replica.
         """
-        setting, reports = self._gradients(strategy_name, batches, forward_step, phase)
-        loss, bad, _, num_without_memory = self._total(setting, reports)
-        if num_without_memory:
-            raise SharedOutOfMemoryError(self._out_of_memory, num_without_memory)
-        return loss, bad
+        gradients = self.compute_gradients(strategy_name, batches, forward_step, phase=phase)
+        vote, bad = self._vote(gradients)
+        if vote.num_ranks_without_memory:
+            raise SharedOutOfMemoryError(gradients.out_of_memory, vote.num_ranks_without_memory)
+        return vote.loss, bad
 
     def rehearse_update(self) -> None:
         """All that an update does but for its last step, which works in place. Collective."""
@@ -236,7 +346,7 @@ class Engine:
         with self._in_phase("evaluation", strategy_name, untimed), torch.no_grad():
             reports = self._run(setting, batches, forward_step, None)
             self._finish_gather()
-            return self._total(setting, reports)[0]
+            return self._vote(LocalGradients(setting, reports))[0].loss
 
     def gather(self, strategy_name: str, *, phase: Phase = untimed) -> None:
         """Bring the current parameters into the strategy's layout, if they are not there yet.
@@ -267,39 +377,6 @@ class Engine:
     def set_training(self, training: bool) -> None:
         """`train()` or `eval()` on every model built so far, and on those that will be."""
         self._settings.set_training(training)
-
-    def _gradients(
-        self,
-        strategy_name: str,
-        batches: Sequence[PackedBatch],
-        forward_step: ForwardStep,
-        phase: Phase,
-    ) -> tuple[Setting, list[dict[str, Tensor]]]:
-        """Sums over tokens, on the canonical shards; and what the loss function reported."""
-        self.gather(strategy_name, phase=phase)
-        setting = self.setting(strategy_name)
-        with self._in_phase("forward-backward", strategy_name, phase):
-            self.memory.size_gradients(setting.num_elements)
-            if setting.arena is not None:
-                setting.arena.zero_gradients()
-            scatter = self._scatter_pass(setting)
-            self._out_of_memory = None
-            counted = CountedForwardStep(forward_step)
-            try:
-                reports = self._run(setting, batches, counted, scatter)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                reports = []
-                self._out_of_memory = what_to_go_on_with(
-                    error, self.rank, setting.strategy, batches, counted.num_begun
-                )
-            if self._out_of_memory is not None:
-                free_what_is_left()  # now that the error, which held activations, is gone
-        with self._in_phase("scatter", strategy_name, phase):
-            scatter.finish()
-            self._finish_gather()
-        return setting, reports
 
     def _run(
         self,
@@ -334,11 +411,11 @@ class Engine:
                 spans=self._spans,
             )
 
-    def _update(self, gradient_norm: float, next_strategy: str | None) -> None:
-        """Update the shards, and gather each bucket anew as soon as it is updated."""
+    def _update_shards(self, gradient_norm: float, next_strategy: int | None) -> None:
+        """Update the shards, and gather each bucket for the next strategy once it is updated."""
         upcoming = None
         if next_strategy is not None and self._overlap:
-            upcoming = self._begin_gather(next_strategy)
+            upcoming = self._begin_gather(self.pool.strategies[next_strategy].name)
         else:
             self._gathered = None
         span = self._spans.begin("optimizer")
@@ -402,37 +479,30 @@ class Engine:
             error.add_note(f"rank {self.rank}, phase '{name}', strategy '{strategy_name}'")
             raise
 
-    def _total(
-        self,
-        setting: Setting,
-        reports: Sequence[dict[str, Tensor]],
-        next_strategy: str | None = None,
-    ) -> tuple[LossTotal, tuple[int, ...], str | None, int]:
-        """Sum over micro-batches, replicas and cp ranks, each part counted once; bad micro-batches.
-
-        And rank 0's word of the next strategy, and the number of ranks without memory, which travel
-        along so that all decide alike.
-        """
-        names = [strategy.name for strategy in self.pool.strategies]
-        number = 0
+    def _vote(
+        self, gradients: LocalGradients, next_strategy: str | None = None
+    ) -> tuple[StepVote, tuple[int, ...]]:
+        """Collective: the ranks' votes, added up, and this rank's micro-batches of bad loss."""
+        index = None
         if self.rank == 0 and next_strategy is not None:
-            number = 1 + names.index(self.pool.strategy(next_strategy).name)
-        own = [0.0, 0.0, number, self._out_of_memory is not None]
-        # The host waits for the device once: for the sum.
-        total = to_device(torch.tensor(own, dtype=torch.float64), self.device)
+            index = self.pool.strategies.index(self.pool.strategy(next_strategy))
+        setting, reports = gradients.setting, gradients.reports
         losses = None
         if setting.model is not None and setting.model.reports_loss and reports:
             losses = torch.stack([_first_report(report) for report in reports]).double()
-            total[:2] += losses.sum(dim=0)
+        total = StepVote.to_tensor(
+            losses,
+            next_strategy=index,
+            is_out_of_memory=gradients.out_of_memory is not None,
+            device=self.device,
+        )
         with self._in_phase("loss", setting.strategy.name, untimed):
             dist.all_reduce(total)
-        loss_sum, num_tokens, number, num_without_memory = total.tolist()
-        told = names[round(number) - 1] if number else None
-        loss = LossTotal(loss_sum, round(num_tokens))
+        vote = StepVote.from_tensor(total)
         bad: list[int] = []
-        if losses is not None and not loss.is_finite:
+        if losses is not None and not vote.loss.is_finite:
             bad = [i for i, loss in enumerate(losses[:, 0].tolist()) if not math.isfinite(loss)]
-        return loss, tuple(bad), told, round(num_without_memory)
+        return vote, tuple(bad)
 
 
 def _first_report(report: dict[str, Tensor]) -> Tensor:

@@ -19,8 +19,8 @@ def test_every_batch_is_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     guard = MagicMock()
     unused: Any = MagicMock()
     loop = TrainingLoop(unused, unused, None, checkpoints=unused, memory=unused, guard=guard)
-    batches = MagicMock()
-    batches.__next__.side_effect = [
+    data = MagicMock()
+    data.next_batch.side_effect = [
         SimpleNamespace(
             plan=SimpleNamespace(strategy=name, digest=name * 20),
             micro_batches=(),
@@ -31,7 +31,7 @@ def test_every_batch_is_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     model = MagicMock()
     model.engine.device = torch.device("cpu")
     model.engine.evaluate.return_value = LossTotal(3.0, 2)
-    losses, _, _ = loop.evaluate(unused, batches, [model], None, None)
+    losses, _, _ = loop.evaluate(unused, data, [model], None, None)
     assert losses["lm loss"].item() == 1.5
     assert [call.kwargs["plan"] for call in guard.enter.mock_calls] == [
         "",

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.data.sampler import GlobalBatch
 from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
 from megatron.hydraulis.loop.log_interval import LogInterval
-from megatron.hydraulis.loop.plan_exchange import PlanExchange
-from megatron.hydraulis.loop.planned_batches import PlannedBatches
-from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
+from megatron.hydraulis.planner.plan import PlanText
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.unit.observability.run_folders import make_record
@@ -43,12 +43,12 @@ class SlowFirst:
     def is_ready(self, iteration: int) -> bool:
         return iteration > 0
 
-    def take(self, iteration: int) -> tuple[IterationPlan, float]:
+    def take(self, iteration: int) -> tuple[PlanText, float]:
         self.taken.append(iteration)
         if iteration == 4:
             raise PlanError("no plan for this one")
         plan = GreedyPlanner(POOL, MODEL).plan(self._lengths[iteration], iteration=iteration)
-        return plan, 0.0 if iteration else WAITED_S
+        return PlanText.of(plan), 0.0 if iteration else WAITED_S
 
 
 class Sampler:
@@ -77,47 +77,42 @@ def planner() -> SlowFirst:
 
 
 @pytest.fixture
-def batches(
-    store: dist.Store, planner: SlowFirst, monkeypatch: pytest.MonkeyPatch
-) -> PlannedBatches:
+def data(store: dist.Store, planner: SlowFirst, monkeypatch: pytest.MonkeyPatch) -> PlannedData:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    return PlannedBatches(
-        cast(Any, None),
-        cast(Any, Sampler()),
-        cast(Any, planner),
-        PlanExchange(store, "train", 0),
-        POOL,
-        cost_model=MODEL,
-        device=torch.device("cpu"),
-        num_ahead=NUM_AHEAD,
+    batches = SampledBatches(cast(Any, Sampler()))
+    exchange = PlanExchange(store, "train")
+    reader = BatchReader(
+        cast(Any, None), batches, exchange, POOL, cost_model=MODEL, device=torch.device("cpu")
     )
+    feed = PlanFeed(cast(Any, planner), exchange, batches, num_ahead=NUM_AHEAD)
+    return PlannedData(reader, feed)
 
 
 def test_plans_that_are_ready_reach_the_ranks_before_their_iteration(
-    store: dist.Store, planner: SlowFirst, batches: PlannedBatches
+    store: dist.Store, planner: SlowFirst, data: PlannedData
 ) -> None:
-    first = next(batches)
+    first = data.next_batch()
     assert first.plan_wait_s == WAITED_S
     assert planner.taken == [0, 1, 2]
-    other_rank = PlanExchange(store, "train", 1)
+    other_rank = PlanExchange(store, "train")
     assert [other_rank.fetch(iteration)[0].iteration for iteration in (0, 1, 2)] == [0, 1, 2]
-    second = next(batches)
+    second = data.next_batch()
     assert (second.plan.iteration, second.plan_wait_s) == (1, 0.0)
     assert planner.taken == [0, 1, 2, 3]
 
 
-def test_an_error_waits_for_its_iteration(planner: SlowFirst, batches: PlannedBatches) -> None:
+def test_an_error_waits_for_its_iteration(planner: SlowFirst, data: PlannedData) -> None:
     for iteration in range(4):
-        assert next(batches).plan.iteration == iteration
+        assert data.next_batch().plan.iteration == iteration
     assert 4 in planner.taken
     with pytest.raises(PlanError, match="no plan for this one"):
-        next(batches)
+        data.next_batch()
 
 
-def test_plans_do_not_pile_up_in_the_store(store: dist.Store, batches: PlannedBatches) -> None:
+def test_plans_do_not_pile_up_in_the_store(store: dist.Store, data: PlannedData) -> None:
     num_keys = []
     for _ in range(4):
-        next(batches)
+        data.next_batch()
         num_keys.append(store.num_keys())
     assert max(num_keys) <= 2 + NUM_AHEAD + 1
 
@@ -136,9 +131,31 @@ def test_a_line_for_several_iterations_counts_their_strategies() -> None:
     assert record.strategy == "long"
 
 
-def test_batches_planned_ahead_do_not_count_as_consumed(batches: PlannedBatches) -> None:
-    assert batches.sampler_state == {"num_batches": 0}
+def test_batches_planned_ahead_do_not_count_as_consumed(data: PlannedData) -> None:
+    assert data.reader.batches.state == {"num_batches": 0}
     for num_taken in (1, 2, 3):
-        next(batches)
-        assert batches.sampler.state_dict() == {"num_batches": num_taken + NUM_AHEAD}
-        assert batches.sampler_state == {"num_batches": num_taken}
+        data.next_batch()
+        assert data.reader.batches.sampler.state_dict() == {"num_batches": num_taken + NUM_AHEAD}
+        assert data.reader.batches.state == {"num_batches": num_taken}
+
+
+def test_a_plan_made_during_an_iteration_is_known_before_its_end(data: PlannedData) -> None:
+    first = data.next_batch()
+    assert data.publish_ready() == first.plan.strategy
+    assert PlannedData(data.reader, None).publish_ready() is None
+
+
+def test_lower_limits_repeat_the_last_batch_with_new_plans(
+    store: dist.Store, planner: SlowFirst, data: PlannedData
+) -> None:
+    replaced: list[object] = []
+    planner.replace = lambda *planners, **named: replaced.append(planners)  # type: ignore[attr-defined]
+    data.next_batch()
+    data.next_batch()
+    planner.taken.clear()
+    data.lower_limits(POOL, MODEL, cast(Any, ("planner", "stand-in")), repeats_last=True)
+    assert replaced == [("planner",)]
+    assert data.reader.batches.iteration == 1
+    assert [data.next_batch().plan.iteration for _ in range(3)] == [1, 2, 3]
+    assert planner.taken == [1, 2, 3, 4, 5]
+    assert data.reader.batches.sampler.state_dict() == {"num_batches": 4 + NUM_AHEAD}

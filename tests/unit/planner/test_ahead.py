@@ -80,7 +80,7 @@ def test_a_plan_error_is_raised_where_the_plan_is_taken(ahead: LookAheadPlanner)
     ahead.submit(1, LENGTHS)
     with pytest.raises(PlanError, match="9000"):
         ahead.take(0)
-    assert ahead.take(1)[0].iteration == 1
+    assert ahead.take(1)[0].parse().iteration == 1
     assert not ahead.is_inline
 
 
@@ -90,13 +90,13 @@ def test_a_killed_process_is_started_once_more_and_owes_nothing(ahead: LookAhead
     kill(ahead)
     for iteration in (1, 2):
         ahead.submit(iteration, LENGTHS)
-    assert [ahead.take(iteration)[0].iteration for iteration in (1, 2)] == [1, 2]
+    assert [ahead.take(iteration)[0].parse().iteration for iteration in (1, 2)] == [1, 2]
     assert ahead.num_restarts == 1
     assert not ahead.is_inline
     kill(ahead)
     for iteration in (3, 4):
         ahead.submit(iteration, LENGTHS)
-    assert [ahead.take(iteration)[0].iteration for iteration in (3, 4)] == [3, 4]
+    assert [ahead.take(iteration)[0].parse().iteration for iteration in (3, 4)] == [3, 4]
     assert ahead.is_inline
 
 
@@ -104,8 +104,8 @@ def test_a_batch_that_kills_every_process_is_planned_in_line(planner: GreedyPlan
     ahead = LookAheadPlanner(ClumsyPlanner(planner, LENGTHS, os.getpid()))
     ahead.submit(0, (5, 6))
     ahead.submit(1, LENGTHS)
-    assert ahead.take(0)[0].num_tokens == 11
-    assert ahead.take(1)[0].num_tokens == sum(LENGTHS)
+    assert ahead.take(0)[0].parse().num_tokens == 11
+    assert ahead.take(1)[0].parse().num_tokens == sum(LENGTHS)
     assert ahead.is_inline
     assert ahead.num_restarts == 1
 

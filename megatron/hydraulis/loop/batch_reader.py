@@ -1,0 +1,189 @@
+"""From a published plan to the micro-batches of this rank."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.limits import StrategyCosts
+from megatron.hydraulis.data.corpus import Corpus
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.data.sampler import GlobalBatch
+from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
+from megatron.hydraulis.planner.plan import IterationPlan, Planner
+from megatron.hydraulis.planner.planners import write_plan
+from megatron.hydraulis.planner.replica_plan import ReplicaPlan
+from megatron.hydraulis.strategy import Pool
+
+__all__ = ["BatchReader", "PlannedBatch", "PlannedData"]
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """One iteration's work, as one rank sees it."""
+
+    batch: GlobalBatch
+    plan: IterationPlan
+    micro_batches: tuple[PackedBatch, ...]
+    """Of this rank's replica, its own part of each where that has cp > 1; empty where it is idle or
+    the replica has no sequence."""
+    micro_batch_sequences: tuple[tuple[int, ...], ...]
+    """Ids of the sequences of ``micro_batches`` that this rank has a part of."""
+    plan_wait_s: float
+    """How long training waited for the planner; equal on every rank."""
+    plan_fetch_s: float
+    """How long this rank waited for the plan in the job's store; on ranks other than 0 this
+    includes the planner and the time until rank 0 publishes the plan."""
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding tokens over all tokens run; padding makes rows divisible by tp and cp."""
+        num_padding_tokens = sum(
+            scheme.row_tokens(share.lengths) - share.num_tokens
+            for replica in self.plan.replicas
+            for micro_batch in replica.micro_batches
+            for scheme, share in replica.shares(micro_batch)
+        )
+        total = self.batch.num_tokens + num_padding_tokens
+        return num_padding_tokens / total if total else 0.0
+
+
+class BatchReader:
+    """Fetches plans, checks their digest and rules, and packs the sequences of this rank.
+
+    Args:
+        corpus: the sequences.
+        batches: the global batches, equal on every rank.
+        exchange: where plans are published.
+        pool: the strategies that plans may name.
+        cost_model: gives the limit of tokens in a micro-batch.
+        device: of the job.
+        plan_dir: where this rank records each plan, if anywhere.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        batches: SampledBatches,
+        exchange: PlanExchange,
+        pool: Pool,
+        *,
+        cost_model: CostModel,
+        device: torch.device,
+        plan_dir: Path | None = None,
+    ) -> None:
+        self.corpus = corpus
+        self.batches = batches
+        self._exchange = exchange
+        self._device = device
+        self._plan_dir = plan_dir
+        self._rank = dist.get_rank()
+        self._pool = pool
+        self._costs = _costs_of(pool, cost_model)
+
+    def read(self) -> PlannedBatch:
+        """The next batch; waits for its plan. Raises PlanError, DataError."""
+        iteration, batch = self.batches.iteration, self.batches.take()
+        start_s = time.perf_counter()
+        plan, plan_wait_s = self._exchange.fetch(iteration)
+        plan_fetch_s = time.perf_counter() - start_s
+        strategy = self._pool.strategy(plan.strategy)
+        plan.validate(batch.lengths, strategy, self._costs[strategy.name].max_tokens)
+        if self._plan_dir is not None:
+            write_plan(self._plan_dir, plan)
+        replica = plan.replica_of(self._rank)
+        packed = [] if replica is None else self._pack(batch, replica)
+        return PlannedBatch(
+            batch,
+            plan,
+            tuple(micro_batch for micro_batch, _ in packed),
+            tuple(sequence_ids for _, sequence_ids in packed),
+            plan_wait_s,
+            plan_fetch_s,
+        )
+
+    def lower_limits(self, pool: Pool, cost_model: CostModel, *, repeats_last: bool) -> None:
+        """Read plans of lower limits from now on; see `PlannedData.lower_limits`."""
+        if repeats_last:
+            self.batches.put_back()
+        self._exchange.restart()
+        self._pool = pool
+        self._costs = _costs_of(pool, cost_model)
+
+    def _pack(
+        self, batch: GlobalBatch, replica: ReplicaPlan
+    ) -> list[tuple[PackedBatch, tuple[int, ...]]]:
+        """This rank's part of each micro-batch of its replica, and the ids of its sequences."""
+        scheme = replica.scheme
+        position = replica.replica.position_of(self._rank)
+        assert position is not None
+        result: list[tuple[PackedBatch, tuple[int, ...]]] = []
+        for micro_batch in replica.micro_batches:
+            share = micro_batch.share_of(position.cp, scheme.cp)
+            sequence_ids = tuple(batch.sequence_ids[i] for i in share.sequences)
+            packed = pack(
+                [self.corpus.tokens(sequence_id) for sequence_id in sequence_ids],
+                scheme.tp,
+                context_size=share.group.size,
+                context_rank=position.cp - share.group.offset,
+                allow_empty=True,
+            )
+            if self._device.type == "cuda":
+                # The copy overlaps compute; the host's memory is kept until the copy is done.
+                packed = packed.pinned().to(self._device, non_blocking=True)
+            result.append((packed, sequence_ids))
+        return result
+
+
+@dataclass(frozen=True)
+class PlannedData:
+    """Training, validation or test data of a run, as this rank sees it."""
+
+    reader: BatchReader
+    feed: PlanFeed | None
+    """Publishes the plans that readers wait for; on rank 0."""
+
+    def next_batch(self) -> PlannedBatch:
+        """The next batch; on rank 0 its plan is published first."""
+        if self.feed is not None:
+            self.feed.publish_next()
+        return self.reader.read()
+
+    def publish_ready(self) -> str | None:
+        """On rank 0: publish the plans made meanwhile; the strategy of the next batch, if known."""
+        if self.feed is None:
+            return None
+        self.feed.publish_ready()
+        return self.feed.next_strategy
+
+    def lower_limits(
+        self,
+        pool: Pool,
+        cost_model: CostModel,
+        planners: tuple[Planner, Planner] | None,
+        *,
+        repeats_last: bool,
+    ) -> None:
+        """Plan what follows under lower limits; collective, when all ranks are at the same batch.
+
+        Batches that are sampled and have not been read are planned again.
+
+        Args:
+            pool: the strategies that plans may name from now on.
+            cost_model: of the lower limits.
+            planners: on rank 0, the planner and the one that stands in for it.
+            repeats_last: whether the batch that was read last is read again.
+        """
+        self.reader.lower_limits(pool, cost_model, repeats_last=repeats_last)
+        if self.feed is not None:
+            assert planners is not None
+            self.feed.replace_plans(*planners)
+
+
+def _costs_of(pool: Pool, cost_model: CostModel) -> dict[str, StrategyCosts]:
+    return {strategy.name: StrategyCosts(cost_model, strategy) for strategy in pool.strategies}
