@@ -41,7 +41,7 @@ it and, after its last semicolon, what to do. The page leaves out that last part
 
 Such an error ends the program with status 2 and one line on standard error; under torchrun that
 line is above torchrun's own report. The flags of a run are in `config.json` of its run folder.
-`pretrain_gpt.py … --dry-run` finds most errors of flags and strategies without starting ranks.
+`hydraulis train … --dry-run` finds most errors of flags and strategies without starting ranks.
 Errors during a run are in [operations.md](operations.md#what-failures-look-like).
 
 | message | raised in |
