@@ -134,7 +134,7 @@ CANNOT_RACE = {
     "runtime/passes.py: ticket.wait()": "calls the wait of a track's ticket, which is taken out",
     "runtime/track.py: self.ended.wait()": "a thread's, on the CPU",
     "runtime/track.py: ticket.work.wait()": "a thread's, on the CPU",
-    "runtime/memory_trial.py: torch.cuda.synchronize()": "completes a measurement; orders no data",
+    "runtime/memory.py: torch.cuda.synchronize()": "completes a measurement; orders no data",
     "runtime/cuda_clock.py: stamp.event.synchronize()": "completes a time; orders no data",
     "runtime/cuda_clock.py: event.synchronize()": "completes a time; orders no data",
     "profiler/rig.py: torch.cuda.synchronize()": "completes a measurement; orders no data",

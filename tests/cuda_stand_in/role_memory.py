@@ -19,7 +19,7 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
-from megatron.hydraulis.runtime.memory_trial import CudaGauge, TrialResult, run_memory_trial
+from megatron.hydraulis.runtime.memory import CudaMemory, TrialResult, run_memory_trial
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.cuda_stand_in import device
@@ -163,7 +163,7 @@ def try_out(role: Role, num_tokens: int) -> TrialResult:
         strategy,
         lambda asked: num_tokens if asked == scheme else 0,
         make_forward_step(),
-        CudaGauge(),
+        CudaMemory(),
         longest_tokens=LONGEST_TOKENS,
         vocab_size=role.shape.vocab_size,
     )

@@ -15,7 +15,7 @@ from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.recompute import Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
-from megatron.hydraulis.runtime.memory_trial import CudaGauge
+from megatron.hydraulis.runtime.memory import CudaMemory
 from tests.cuda_stand_in import device
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.role_memory import Role, measure, try_out
@@ -203,19 +203,19 @@ def test_communicators_are_as_many_as_predicted(tmp_path: Path) -> None:
     assert len(with_others) == PoolFootprint.of(role.pool).num_communicators
 
 
-def peaks_of_a_gauge() -> tuple[int, int, int]:
-    """By the gauge, by torch's tensors, and in use on the device, with a hole between tensors."""
-    gauge = CudaGauge()
-    gauge.restart()
+def peaks_of_a_meter() -> tuple[int, int, int]:
+    """By the meter, by torch's tensors, and in use on the device, with a hole between tensors."""
+    meter = CudaMemory()
+    meter.restart()
     first, second = (torch.empty(GIB // 4, dtype=torch.uint8, device="cuda") for _ in range(2))
     del first
     third = torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")
     tensors = second.nbytes + third.nbytes
-    return gauge.peak_bytes(), tensors, device.peak_bytes(torch.cuda.current_device())
+    return meter.peak_bytes(), tensors, device.peak_bytes(torch.cuda.current_device())
 
 
 def test_a_trial_counts_what_fits_nothing() -> None:
-    measured, tensors, in_use = run_alone(peaks_of_a_gauge, num_ranks=1)[0]
+    measured, tensors, in_use = run_alone(peaks_of_a_meter, num_ranks=1)[0]
     assert measured == in_use
     assert measured > tensors
 

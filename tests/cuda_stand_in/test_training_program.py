@@ -209,8 +209,8 @@ def test_memory_that_runs_out_in_trial_and_training_is_mended(corpus: str, tmp_p
     (trial,) = [line for line in lines if line.startswith("memory trial:")]
     assert f"limit {TRIED[0]:,} -> {TRIED[1]:,} tokens" in trial
     assert "another process comes" in run.outcome.ranks[1].stdout
-    (mended,) = [line for line in lines if "planned anew" in line]
-    assert "rank 1 has no memory for micro-batch" in mended
+    (mended,) = [line for line in lines if "planned again" in line]
+    assert "rank 1 ran out of memory in micro-batch" in mended
     assert run.losses == pytest.approx(alone.losses, rel=ROUNDING)
 
 
@@ -227,4 +227,4 @@ def test_memory_that_runs_out_on_a_replica_of_two_ranks_ends_the_run(
     )
     assert not outcome.timed_out
     assert outcome.statuses.count(0) == 0
-    assert "has no memory for micro-batch" in outcome.stderr
+    assert "ran out of memory in micro-batch" in outcome.stderr

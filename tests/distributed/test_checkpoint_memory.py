@@ -9,6 +9,7 @@ import torch
 
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.memory import CpuMemory
 from tests.support.checkpoints import make_engine, save_engine
 from tests.support.gloo_pool import pool_of
 from tests.support.models import SmallModel
@@ -19,15 +20,6 @@ NUM_RANKS = 8
 MODEL = SmallModel(
     num_layers=4, hidden_size=512, ffn_hidden_size=1408, dtype=torch.float32, tied=True
 )
-
-
-def peak_above(start: bool) -> int:
-    """Highest resident memory of this process since it was last asked to start (bytes)."""
-    if start:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
 
 
 def largest_bucket_bytes(engine: Engine) -> int:
@@ -41,18 +33,20 @@ def save_and_load(root: str, others: str) -> tuple[tuple[int, int, int], int, in
     for flat in (engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq, engine.shards.gradients):
         flat.fill_(1.0)  # memory that is not touched is not there
     save_engine(engine, Path(root), 1)  # imports what saving imports
-    before = peak_above(start=True)
+    meter = CpuMemory(NUM_RANKS)
+    before = meter.restart()
     save_engine(engine, Path(root), 2)
-    saving = peak_above(start=False) - before
-    loading = [peak_of_load(folder, engine) for folder in (f"{root}/iter_0000002", others)]
+    saving = meter.peak_bytes() - before
+    loading = [peak_of_load(folder, engine, meter) for folder in (f"{root}/iter_0000002", others)]
     state = 3 * 4 * engine.shards.parameters.numel()
     return (saving, loading[0], loading[1]), largest_bucket_bytes(engine), state
 
 
-def peak_of_load(folder: str, engine: Engine) -> int:
-    before = peak_above(start=True)
+def peak_of_load(folder: str, engine: Engine, meter: CpuMemory) -> int:
+    """Bytes above those before."""
+    before = meter.restart()
     load_checkpoint(Path(folder), engine, {})
-    return peak_above(start=False) - before
+    return meter.peak_bytes() - before
 
 
 def save_by_few(root: str) -> None:

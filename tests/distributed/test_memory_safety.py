@@ -35,7 +35,7 @@ def test_a_rank_without_memory_ends_no_iteration_of_the_others(text: str) -> Non
         np.testing.assert_array_equal(second.parameters, expected.parameters)
     text_of_failing = runs[3][0].text
     assert text_of_failing is not None
-    assert "rank 3 has no memory for micro-batch 0 of strategy" in text_of_failing
+    assert "rank 3 ran out of memory in micro-batch 0 of strategy" in text_of_failing
     assert "tokens on tp1" in text_of_failing
 
 
@@ -48,7 +48,7 @@ def test_a_rank_of_several_names_what_it_ran_and_ends(text: str, where: str) -> 
     finally:
         pool.close()
     for rank, said in enumerate(told):
-        assert f"rank {rank} has no memory for micro-batch 0 of strategy '{text}'" in said
+        assert f"rank {rank} ran out of memory in micro-batch 0 of strategy '{text}'" in said
         assert f"tokens on {where}, with" in said
         assert "the other 1 ranks of the replica wait" in said
 

@@ -19,7 +19,7 @@ from megatron.hydraulis.runtime.core_attention import CoreAttentionName, surroun
 from megatron.hydraulis.runtime.cuda_clock import CudaClock
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import make_forward_step
-from megatron.hydraulis.runtime.memory_trial import CudaGauge, run_memory_trial
+from megatron.hydraulis.runtime.memory import CudaMemory, run_memory_trial
 from megatron.hydraulis.runtime.spans import ALL_TRACKS, NO_SPANS, MemoryRecorder
 from megatron.hydraulis.runtime.te_layers import te_layer_spec
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -99,7 +99,7 @@ def test_memory_trial_and_spans() -> None:
         engine.pool.strategies[0],
         lambda scheme: 4096,
         make_forward_step(),
-        CudaGauge(),
+        CudaMemory(),
         longest_tokens=2048,
         vocab_size=MODEL.vocab_size,
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.hydraulis.errors import OutOfMemoryError
 from megatron.hydraulis.runtime.forward_step import make_forward_step
-from megatron.hydraulis.runtime.memory_trial import run_memory_trial
+from megatron.hydraulis.runtime.memory import run_memory_trial
 from megatron.hydraulis.strategy import Scheme
 from tests.support.models import Job, build_engine, packs_of_rank, use_fp64_loss
 
@@ -21,7 +21,7 @@ IDLE_BYTES = 5000
 
 
 @dataclass
-class StraightGauge:
+class StraightMeter:
     """Memory that grows with the tokens that forward steps have seen since the restart."""
 
     capacity: int
@@ -41,21 +41,21 @@ class StraightGauge:
 
 
 class WatchedForwardStep:
-    """Tells a gauge of tokens; runs out of memory beyond some, on one rank."""
+    """Tells a meter of tokens; runs out of memory beyond some, on one rank."""
 
     def __init__(
-        self, gauge: StraightGauge | None = None, *, fails_above: int | None = None, rank: int = 0
+        self, meter: StraightMeter | None = None, *, fails_above: int | None = None, rank: int = 0
     ) -> None:
         self._forward_step = make_forward_step()
-        self._gauge = gauge
+        self._meter = meter
         self._fails_above = fails_above if dist.get_rank() == rank else None
 
     def __call__(self, data_iterator: Iterator[Any], model: torch.nn.Module) -> Any:
         batch = next(data_iterator)
         num_tokens = batch.tokens.size(-1) * batch.context_size
-        if self._gauge is not None:
-            counted = batch.tokens.size(-1) if self._gauge.counts_own_part else num_tokens
-            self._gauge.most_tokens = max(self._gauge.most_tokens, counted)
+        if self._meter is not None:
+            counted = batch.tokens.size(-1) if self._meter.counts_own_part else num_tokens
+            self._meter.most_tokens = max(self._meter.most_tokens, counted)
         if self._fails_above is not None and num_tokens > self._fails_above:
             raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
         return self._forward_step(iter([batch]), model)
@@ -133,7 +133,7 @@ def train_after_trial(
     allowed: dict[str, tuple[int, int]] = {}
     before = torch.random.get_rng_state()
     if has_trial:
-        gauge = StraightGauge(capacity, counts_own_part)
+        meter = StraightMeter(capacity, counts_own_part)
         for strategy in engine.pool.strategies[: len(job.strategies)]:
 
             def limit_of(scheme: Scheme) -> int:
@@ -143,8 +143,8 @@ def train_after_trial(
                 engine,
                 strategy,
                 limit_of,
-                WatchedForwardStep(gauge, fails_above=fails_above),
-                gauge,
+                WatchedForwardStep(meter, fails_above=fails_above),
+                meter,
                 longest_tokens=40,
                 vocab_size=job.model.vocab_size,
             ):

@@ -40,11 +40,7 @@ from megatron.hydraulis.loop.devices import (
 )
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.job_store import meet
-from megatron.hydraulis.loop.memory_safety import (
-    CpuGauge,
-    MemorySafety,
-    use_expandable_segments,
-)
+from megatron.hydraulis.loop.memory_safety import MemorySafety, use_expandable_segments
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
 from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
@@ -67,7 +63,7 @@ from megatron.hydraulis.runtime.forward_step import (
     loss_func,
     make_forward_step,
 )
-from megatron.hydraulis.runtime.memory_trial import CudaGauge
+from megatron.hydraulis.runtime.memory import memory_meter
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.process_groups import (
     device_of_job,
@@ -433,9 +429,7 @@ class _Job:
         memory.try_out(
             self._engine,
             forward_step,
-            CudaGauge()
-            if self._has_cuda
-            else CpuGauge(int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))),
+            memory_meter(int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))),
             longest_tokens=longest,
             most_tokens=hydraulis.global_batch_tokens or args.global_batch_size * longest,
             vocab_size=self._resolved.vocabulary.size,

@@ -20,7 +20,7 @@ from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
 from megatron.hydraulis.loop.checkpointing import RunCheckpoints
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.log_interval import LogInterval
-from megatron.hydraulis.loop.memory_safety import MemorySafety, peak_memory_bytes
+from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.non_finite import NonFiniteIterations
 from megatron.hydraulis.loop.refitting import RunRefit
@@ -29,6 +29,7 @@ from megatron.hydraulis.observability.console import EtaEstimator, iteration_suf
 from megatron.hydraulis.observability.records import IterationRecord, MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.planner.plan import IterationPlan, is_marked, plan_status
+from megatron.hydraulis.runtime.memory import allocator_peaks
 from megatron.hydraulis.runtime.outcome import StepOutcome
 from megatron.hydraulis.runtime.process_groups import to_device
 
@@ -360,7 +361,7 @@ class TrainingLoop:
             regroup_bytes=outcome.regroup_bytes,
             gather_wait_s=outcome.gather_wait_s,
             scatter_wait_s=outcome.scatter_wait_s,
-            **peak_memory_bytes(),
+            **allocator_peaks(),
         )
         self._num_sequences = record.num_sequences
         self._interval.add(record, planned.batch.lengths)

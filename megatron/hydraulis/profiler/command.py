@@ -39,7 +39,6 @@ from megatron.hydraulis.profiler.measurements import (
     Measurements,
     measurements_path,
 )
-from megatron.hydraulis.profiler.memory_meter import free_share_bytes
 from megatron.hydraulis.profiler.profile_tables import profile_tables
 from megatron.hydraulis.profiler.results import profile_of
 from megatron.hydraulis.profiler.rig import EngineRig, Repeats
@@ -56,6 +55,7 @@ from megatron.hydraulis.profiler.shared_ledger import SharedLedger
 from megatron.hydraulis.profiler.survey import Survey
 from megatron.hydraulis.runtime.core_attention import choose, surroundings_here
 from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
@@ -123,8 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="memory of a rank in bytes: micro-batches that are expected to take more are not "
-        "tried (default: on a CPU nine tenths of what is free, over the ranks; on a GPU none, it "
-        "is tried)",
+        "tried (default: on a CPU what the rank holds and its share of nine tenths of what is "
+        "free; on a GPU none)",
     )
     repeats = parser.add_argument_group("repeats")
     repeats.add_argument(
@@ -282,17 +282,19 @@ class _Job:
             for line in self.left_out:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
         ledger = SharedLedger(self._file(setup) if rank == 0 else None)
+        meter = memory_meter(self.num_ranks_of_node)
         rig = EngineRig(
             self._engine,
             {str(scheme): strategy for scheme, strategy in self.filling.items()},
             Repeats(num_warmup=self.namespace.num_warmup, num_measured=self.namespace.num_repeats),
+            meter,
             vocab_size=self.resolved.vocabulary.size,
             seed=args.seed,
         )
         num_steps = len(self.filling) * len(self.points) + len(self.pool.strategies)
         with _Told(num_steps, is_shown=rank == 0) as told:
             survey = Survey(
-                rig, ledger, limit_bytes=self._limit_bytes(), told=lambda p, new: told.point(p)
+                rig, ledger, limit_bytes=self._limit_bytes(meter), told=lambda p, new: told.point(p)
             )
             measured = {scheme: survey.run(str(scheme), self.points) for scheme in self.filling}
             strategies = self._strategies(rig, ledger, measured, told)
@@ -340,11 +342,11 @@ class _Job:
             )
         return file
 
-    def _limit_bytes(self) -> int | None:
+    def _limit_bytes(self, meter: MemoryMeter) -> int | None:
         """The same on every rank: rank 0's."""
         limit: int | None = self.namespace.memory_limit_bytes
         if limit is None and not torch.cuda.is_available():
-            limit = free_share_bytes(self.num_ranks_of_node)
+            limit = meter.capacity_bytes()
         limits = [limit]
         dist.broadcast_object_list(limits, src=0)
         return limits[0]

@@ -49,8 +49,7 @@ class MeasuredPoint:
     forward_ms: float = 0.0
     """Of that, the forward, on the slowest stage."""
     peak_bytes: int = 0
-    """Most memory of any rank meanwhile: allocated by torch on CUDA, resident in the process on a
-    CPU."""
+    """Most memory that a rank held meanwhile, see `runtime.memory.MemoryMeter`."""
     why_not: str = ""
     """Why it does not fit; empty where it does."""
 

@@ -25,12 +25,11 @@ from megatron.hydraulis.profiler.measurements import (
     MeasuredStrategy,
     RegroupSpeed,
 )
-from megatron.hydraulis.profiler.memory_meter import CpuMemory, CudaMemory, MemoryMeter
 from megatron.hydraulis.profiler.survey import PointOutcome
 from megatron.hydraulis.runtime.cuda_clock import CudaClock
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.forward_step import ForwardStep, make_forward_step
-from megatron.hydraulis.runtime.out_of_memory import is_out_of_memory
+from megatron.hydraulis.runtime.memory import MemoryMeter, is_out_of_memory
 from megatron.hydraulis.runtime.spans import (
     COMPUTE,
     REGROUP,
@@ -75,6 +74,7 @@ class EngineRig:
             memory has run out, as nobody knows in which state that leaves an engine.
         strategies: by scheme, the strategy that fills the job with its replicas.
         repeats: of everything.
+        meter: of this rank's memory.
         vocab_size: random tokens lie below.
         seed: of these.
         forward_step: upstream's signature.
@@ -85,6 +85,7 @@ class EngineRig:
         make_engine: Callable[[SpanRecorder], Engine],
         strategies: Mapping[str, Strategy],
         repeats: Repeats,
+        meter: MemoryMeter,
         *,
         vocab_size: int,
         seed: int,
@@ -97,7 +98,7 @@ class EngineRig:
         self._seed = seed
         self._forward_step = make_forward_step() if forward_step is None else forward_step
         self._rank = dist.get_rank()
-        self._memory: MemoryMeter = CudaMemory() if torch.cuda.is_available() else CpuMemory()
+        self._meter = meter
         self._recorder = MemoryRecorder(CudaClock() if torch.cuda.is_available() else None)
         self._recorder.tracks = frozenset({COMPUTE, REGROUP})
         self._engine: Engine | None = None
@@ -211,11 +212,11 @@ class EngineRig:
         engine.gather(strategy.name)
         engine.finish_regrouping()
         self._recorder.take()
-        self._memory.restart()
+        self._meter.restart()
         dist.barrier()
         engine.forward_backward(strategy.name, batches, self._forward_step)
         spans = self._recorder.take()
-        peak_bytes = self._memory.peak_bytes()
+        peak_bytes = self._meter.peak_bytes()
         if mine is None:
             return _RankTimes(None, 0, 0.0, 0.0, peak_bytes)
         position = mine.position_of(self._rank)

@@ -20,15 +20,15 @@ from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue
 from megatron.hydraulis.runtime.cuda_clock import CudaStamp
 from megatron.hydraulis.runtime.executor import run_micro_batches
 from megatron.hydraulis.runtime.forward_step import ForwardStep
-from megatron.hydraulis.runtime.model_building import ModelDefinition
-from megatron.hydraulis.runtime.out_of_memory import (
+from megatron.hydraulis.runtime.memory import (
     CountedForwardStep,
     OutOfMemory,
     SharedOutOfMemoryError,
-    free_what_is_left,
     is_out_of_memory,
-    what_to_go_on_with,
+    recover_from_oom,
+    release_cached_memory,
 )
+from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.outcome import LossTotal, Phase, StepOutcome, untimed
 from megatron.hydraulis.runtime.passes import GatherPass, HostStamp, PostFrom, ScatterPass, Waits
 from megatron.hydraulis.runtime.process_groups import (
@@ -255,11 +255,11 @@ class Engine:
                 if not is_out_of_memory(error):
                     raise
                 reports = []
-                out_of_memory = what_to_go_on_with(
+                out_of_memory = recover_from_oom(
                     error, self.rank, setting.strategy, batches, counted.num_begun
                 )
             if out_of_memory is not None:
-                free_what_is_left()  # now that the error, which held activations, is gone
+                release_cached_memory()  # now that the error, which held activations, is gone
         with self._in_phase("scatter", strategy_name, phase):
             scatter.finish()
             self._finish_gather()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from megatron.hydraulis.runtime.out_of_memory import OutOfMemory
+from megatron.hydraulis.runtime.memory import OutOfMemory
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """``phase(name)`` is entered around every part of an iteration, by all ranks alike, idle ones

@@ -48,10 +48,10 @@ always: Callable[[Sequence[str]], None] = partial(without_memory, num_failures=1
 def test_an_iteration_without_memory_is_planned_anew(launch: Launch, main_run: Run) -> None:
     run = launch("tp2+2*tp1", 4, *MAIN_FLAGS, program=once)
     assert run.losses == pytest.approx(main_run.losses, rel=ROUNDING)
-    told = [line for line in run.outcome.stdout.splitlines() if "planned anew" in line]
+    told = [line for line in run.outcome.stdout.splitlines() if "planned again" in line]
     assert len(told) == 1
-    assert f"rank {FAILING_RANK} has no memory for micro-batch" in told[0]
-    assert "the memory model foretold" in told[0]
+    assert f"rank {FAILING_RANK} ran out of memory in micro-batch" in told[0]
+    assert "the memory model predicted" in told[0]
     assert "limits are now tp1:" in told[0]
 
 
@@ -67,7 +67,7 @@ def test_limits_below_the_longest_sequence_end_the_run(main_run: Run, tmp_path: 
     argv += ["--strategy", "4*tp1"]
     outcome = run_job(argv, 4, tmp_path / "output", program=once)
     assert outcome.statuses.count(0) == 0
-    assert "planned anew" in outcome.stdout
+    assert "planned again" in outcome.stdout
     assert "error: " in outcome.stderr
     print(outcome.stderr[-1500:])
 
