@@ -27,7 +27,7 @@ from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.forward_step import ForwardStep
+from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.strategy import Scheme
 
 __all__ = [

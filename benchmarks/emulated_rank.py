@@ -20,7 +20,7 @@ from benchmarks.workload import DATA_SEED, WEIGHT_SEED, Workload
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.strategy import Pool
 
 WIDTH_PER_ATOM = 4

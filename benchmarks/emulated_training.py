@@ -26,7 +26,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop import entry
 from megatron.hydraulis.runtime.engine import Engine, LocalGradients
-from megatron.hydraulis.runtime.forward_step import ForwardStep
+from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.outcome import LossTotal
 
 COST_PROFILE = "--cost-profile"

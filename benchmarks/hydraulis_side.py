@@ -7,7 +7,7 @@ import torch.distributed as dist
 from benchmarks.step_report import StepClock, StepReport, Traffic
 from benchmarks.workload import WEIGHT_SEED, Workload
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.transfer.plan import gather_plan, scatter_plan
 from megatron.hydraulis.transfer.role import roles_of

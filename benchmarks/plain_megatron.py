@@ -23,7 +23,7 @@ from benchmarks.step_report import StepClock, StepReport, Traffic
 from benchmarks.workload import WEIGHT_SEED, Workload, packed_layers
 from hydraulis_patches.cpu_backend import CpuTorch
 from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue, initial_rows
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 
 CUDA_MODULES = (
     "megatron.core.distributed.distributed_data_parallel",

@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.attention import SegmentAttention
 from megatron.hydraulis.runtime.model_building import ModelDefinition, PackedNorm
-from megatron.hydraulis.runtime.packed_attention import SegmentAttention
 
 DATA_SEED = 5
 WEIGHT_SEED = 7

@@ -7,7 +7,20 @@ from pathlib import Path
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import JsonObject, read_json
 
-__all__ = ["ModelShape"]
+__all__ = ["NO_DROPOUT", "ModelShape", "require_no_dropout"]
+
+NO_DROPOUT = (
+    "dropout masks depend on the layout of the replicas, so the same batch would not give the same "
+    "update under another plan; use 0"
+)
+"""Why no model may have dropout."""
+
+
+def require_no_dropout(*rates: float) -> None:
+    """Raise ConfigurationError unless all dropout rates are 0."""
+    if any(rates):
+        raise ConfigurationError(f"dropout is {max(rates)}, but {NO_DROPOUT}")
+
 
 _FORMAT_VERSION = 1
 

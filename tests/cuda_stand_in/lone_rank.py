@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
+from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.engine import Engine, LocalGradients, StepVote
-from megatron.hydraulis.runtime.shards import CanonicalShards
 from tests.cuda_stand_in.device import mark
 from tests.cuda_stand_in.order import COMMUNICATOR_MARK
 

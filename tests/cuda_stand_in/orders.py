@@ -16,7 +16,7 @@ import torch
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.passes import PostFrom, ScatterPass
 from megatron.hydraulis.strategy import Strategy
 from tests.cuda_stand_in.device import mark

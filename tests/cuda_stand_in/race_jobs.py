@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +15,7 @@ import torch
 
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver
 from megatron.hydraulis.runtime import track
-from megatron.hydraulis.runtime.passes import Waits
-from megatron.hydraulis.runtime.regroup import RegroupJob
+from megatron.hydraulis.runtime.passes import StallTimer
 from tests.cuda_stand_in.device import events_never_ready
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.orders import IN_SUITE, NIGHTLY, OrderCase, run_case, train_and_save
@@ -75,25 +74,27 @@ def _track_does_not_wait_for_compute() -> Iterator[None]:
 
 @contextmanager
 def _compute_does_not_wait_for(span: str) -> Iterator[None]:
-    wait_for = Waits.wait_for
+    wait_for = StallTimer.wait_for
 
-    def changed(waits: Waits, ticket: Any, **detail: Any) -> None:
+    def changed(waits: StallTimer, ticket: Any, **detail: Any) -> None:
         if waits._span != span:
             wait_for(waits, ticket, **detail)
 
-    with patch.object(Waits, "wait_for", changed):
+    with patch.object(StallTimer, "wait_for", changed):
         yield
 
 
 @contextmanager
 def _track_does_not_wait_for_collectives_of(span: str) -> Iterator[None]:
-    steps = RegroupJob.steps
+    submit = track.StreamTrack.submit
 
-    def changed(job: RegroupJob, slot: Any) -> Iterator[Any]:
-        for work in steps(job, slot):
-            yield None if job.span == span else work
+    def changed(on_track: track.StreamTrack, job: track.Job) -> track.Ticket:
+        if job.span == span:
+            steps = job.steps
+            job = replace(job, steps=lambda slot: (None for _ in steps(slot)))
+        return submit(on_track, job)
 
-    with patch.object(RegroupJob, "steps", changed):
+    with patch.object(track.StreamTrack, "submit", changed):
         yield
 
 
@@ -135,8 +136,8 @@ CANNOT_RACE = {
     "runtime/track.py: self.ended.wait()": "a thread's, on the CPU",
     "runtime/track.py: ticket.work.wait()": "a thread's, on the CPU",
     "runtime/memory.py: torch.cuda.synchronize()": "completes a measurement; orders no data",
-    "runtime/cuda_clock.py: stamp.event.synchronize()": "completes a time; orders no data",
-    "runtime/cuda_clock.py: event.synchronize()": "completes a time; orders no data",
+    "runtime/spans.py: stamp.event.synchronize()": "completes a time; orders no data",
+    "runtime/spans.py: event.synchronize()": "completes a time; orders no data",
     "profiler/rig.py: torch.cuda.synchronize()": "completes a measurement; orders no data",
     "runtime/process_groups.py: return on_host.to(device, non_blocking=True)": (
         "used on the stream that copies; torch keeps pinned memory until the copy has ended"

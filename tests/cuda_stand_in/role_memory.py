@@ -18,7 +18,7 @@ from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory, TrialResult, run_memory_trial
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron.hydraulis.runtime.cuda_clock import CudaStamp
+from megatron.hydraulis.runtime.spans import CudaStamp
 from tests.cuda_stand_in.device import events_never_ready
 from tests.cuda_stand_in.lone_ranks import run_alone
 

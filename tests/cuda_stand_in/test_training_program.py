@@ -16,7 +16,7 @@ from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.loop import entry
 from megatron.hydraulis.observability.trace import read_trace
 from megatron.hydraulis.observability.trace_analysis import Spans
-from megatron.hydraulis.runtime.forward_step import loss_func
+from megatron.hydraulis.runtime.executor import loss_func
 from tests.cuda_stand_in.jobs import run_job as run_on_cuda
 from tests.support import forked_job
 from tests.support.checkpoints import whole_tensors

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.hydraulis.checkpoint.inspect import inspect_folder
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.checkpoints import differing_keys, make_engine, save_engine, whole_tensors
 from tests.support.gloo_pool import RankPool, pool_of
 from tests.support.plain_checkpoints import PLAIN_WORKLOAD, load_and_train, train_and_save

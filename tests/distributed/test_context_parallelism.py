@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.hydraulis.data.packed_batch import pack
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.strategy import Strategy
 from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import (

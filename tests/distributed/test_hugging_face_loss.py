@@ -27,7 +27,7 @@ from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.flags.arguments import gpt_model_config
 from megatron.hydraulis.loop.checkpointing import _optimizer_entry, _plain_arguments
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.checkpoints import make_engine, whole_tensors
 from tests.support.gloo_pool import RankPool, pool_of
 from tests.support.huggingface_folders import make_folder, tensors_of, transformers_loss

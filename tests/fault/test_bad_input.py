@@ -24,7 +24,7 @@ from megatron.hydraulis.loop import entry
 from megatron.hydraulis.observability.records import MetricsWriter, read_metrics
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import loss_func
+from megatron.hydraulis.runtime.executor import loss_func
 from tests.support.forked_job import JobOutcome, Kill, run_job
 from tests.support.tiny_corpus import SEQ_LENGTH, VOCAB_SIZE, tiny_command, write_corpus
 from tests.support.training_log import log_lines

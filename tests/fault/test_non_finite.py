@@ -16,7 +16,7 @@ import torch
 from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.loop import entry
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import loss_func
+from megatron.hydraulis.runtime.executor import loss_func
 from tests.support.forked_job import run_job
 from tests.support.tiny_corpus import tiny_command, write_corpus
 from tests.support.training_log import log_lines

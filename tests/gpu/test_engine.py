@@ -16,12 +16,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName, surroundings_here
-from megatron.hydraulis.runtime.cuda_clock import CudaClock
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory, run_memory_trial
-from megatron.hydraulis.runtime.spans import ALL_TRACKS, NO_SPANS, MemoryRecorder
-from megatron.hydraulis.runtime.te_layers import te_layer_spec
+from megatron.hydraulis.runtime.model_building import te_layer_spec
+from megatron.hydraulis.runtime.spans import ALL_TRACKS, NO_SPANS, CudaClock, MemoryRecorder
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.models import SmallModel
 

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.hydraulis.data.context_split import local_places, row_segments
-from megatron.hydraulis.runtime import context_attention
-from megatron.hydraulis.runtime.context_attention import ContextAttention, SharedRow
+from megatron.hydraulis.runtime import attention as attention_module
+from megatron.hydraulis.runtime.attention import ContextAttention, SharedRow
 from tests.support.gloo_pool import worker_groups
 from tests.support.models import SmallModel
 
@@ -131,14 +131,14 @@ def shared_by_unequal_kernels(case: SharedAttention) -> list[float]:
     So ranks differ in what autograd keeps: context rank 0 alone has a block of the beginning of a
     sequence, which needs no mask. Which kernels a device has is not for us to say.
     """
-    attend = context_attention.F.scaled_dot_product_attention
+    attend = attention_module.F.scaled_dot_product_attention
 
     def by_two_kernels(*args: Any, **named: Any) -> Tensor:
         is_masked = named.get("attn_mask") is not None
         with sdpa_kernel(SDPBackend.MATH if is_masked else SDPBackend.FLASH_ATTENTION):
             return attend(*args, **named)
 
-    with patch.object(context_attention.F, "scaled_dot_product_attention", by_two_kernels):
+    with patch.object(attention_module.F, "scaled_dot_product_attention", by_two_kernels):
         return shared_beside_whole(case)
 
 
@@ -164,7 +164,7 @@ def kept_between(case: SharedAttention, num_layers: int) -> Kept:
     inputs = [each.requires_grad_() for each in parts[:3]]
     whole: list[StorageWeakRef] = []
     num_gathers = 0
-    gather_row, gather = context_attention.gather_row, torch.distributed.all_gather_into_tensor
+    gather_row, gather = attention_module.gather_row, torch.distributed.all_gather_into_tensor
 
     def recorded_row(part: Tensor, row: SharedRow) -> Tensor:
         gathered = gather_row(part, row)
@@ -177,7 +177,7 @@ def kept_between(case: SharedAttention, num_layers: int) -> Kept:
         return gather(*args, **named)
 
     with (
-        patch.object(context_attention, "gather_row", recorded_row),
+        patch.object(attention_module, "gather_row", recorded_row),
         patch.object(torch.distributed, "all_gather_into_tensor", counted),
     ):
         attention = case.attention()

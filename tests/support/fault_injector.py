@@ -18,7 +18,7 @@ from megatron.hydraulis.checkpoint import saving
 from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine as engine_module
-from megatron.hydraulis.runtime.routes import EqualSharesRoute, OneStepRoute
+from megatron.hydraulis.runtime.regroup import EqualSharesRoute, OneStepRoute
 from tests.support.overlap_probes import InjectedFault
 
 Phase = Literal["planning", "gather", "forward", "backward", "scatter", "optimizer", "save"]

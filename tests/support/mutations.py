@@ -11,9 +11,9 @@ from unittest.mock import patch
 from torch import Tensor
 
 from megatron.hydraulis.runtime import catalogue as catalogue_module
-from megatron.hydraulis.runtime import forward_step
+from megatron.hydraulis.runtime import executor
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import loss_func, make_forward_step
+from megatron.hydraulis.runtime.executor import loss_func, make_forward_step
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
 from tests.support import models
 from tests.support.models import Job, RankRun, run_job
@@ -103,7 +103,7 @@ def _mean_of_each_micro_batch() -> Iterator[None]:
 
     with (
         patch.object(models, "make_forward_step", lambda: make_forward_step(mean_loss)),
-        patch.object(forward_step, "check_loss_function", lambda *_: True),
+        patch.object(executor, "check_loss_function", lambda *_: True),
     ):
         yield
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine as engine_module
-from megatron.hydraulis.runtime import routes as routes_module
-from megatron.hydraulis.runtime.forward_step import make_forward_step
-from megatron.hydraulis.runtime.routes import OneStepRoute
+from megatron.hydraulis.runtime import regroup
+from megatron.hydraulis.runtime.executor import make_forward_step
+from megatron.hydraulis.runtime.regroup import OneStepRoute
 from megatron.hydraulis.runtime.spans import MemoryRecorder, RecordedSpan
 from tests.support.forked_ranks import ForkedRanks
 from tests.support.gloo_pool import prepare_parent
@@ -153,7 +153,7 @@ def bytes_of_iterations(job: Job) -> list[tuple[str, int, int]]:
     engine = build_engine(job)
     group, rank, num_ranks = engine.groups.regroup, engine.rank, dist.get_world_size()
     exchanged: list[int] = []
-    all_to_all, all_gather = dist.all_to_all_single, routes_module._all_gather
+    all_to_all, all_gather = dist.all_to_all_single, regroup._all_gather
 
     def counted_all_to_all(
         received: torch.Tensor, sent: torch.Tensor, *sizes: Any, **named: Any
@@ -172,7 +172,7 @@ def bytes_of_iterations(job: Job) -> list[tuple[str, int, int]]:
     found = []
     with (
         patch.object(dist, "all_to_all_single", counted_all_to_all),
-        patch.object(routes_module, "_all_gather", counted_all_gather),
+        patch.object(regroup, "_all_gather", counted_all_gather),
     ):
         for i, which in enumerate(job.schedule):
             strategy = engine.pool.strategies[which]

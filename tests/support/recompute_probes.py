@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.passes import ScatterPass
 from tests.support.models import Job, build_engine, packs_of_rank, use_fp64_loss
 

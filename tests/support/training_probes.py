@@ -10,7 +10,7 @@ import torch
 
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import make_forward_step
+from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.models import Job, build_engine, packs_of_rank
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.nn.attention import varlen
 
-from megatron.hydraulis.runtime import varlen_attention
-from megatron.hydraulis.runtime.context_attention import ContextAttention
-from megatron.hydraulis.runtime.varlen_attention import VarlenAttention
+from megatron.hydraulis.runtime.attention import ContextAttention
+from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
 from tests.support.context_probes import SharedAttention, shared_beside_whole
 
 
@@ -81,9 +81,9 @@ class SharedVarlen(SharedAttention):
 
 def varlen_beside_whole(case: SharedVarlen) -> list[float]:
     """`shared_beside_whole` with the stand-in in the kernel's place."""
-    before = varlen_attention.varlen_attn
-    varlen_attention.varlen_attn = varlen_attn  # type: ignore[assignment]
+    before = varlen.varlen_attn
+    varlen.varlen_attn = varlen_attn  # type: ignore[assignment]
     try:
         return shared_beside_whole(case)
     finally:
-        varlen_attention.varlen_attn = before
+        varlen.varlen_attn = before

@@ -20,7 +20,7 @@ from megatron.hydraulis.cost_model import FORWARD_SHARE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
-from megatron.hydraulis.runtime.forward_step import loss_func
+from megatron.hydraulis.runtime.executor import loss_func
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 A800 = Path(__file__).parents[2] / "examples" / "cost_profile_llama32b_a800.json"

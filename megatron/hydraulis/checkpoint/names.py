@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from megatron.hydraulis.checkpoint.torch_dist import MASTER, MODEL, Piece
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
-from megatron.hydraulis.runtime.shards import CanonicalShards
 from megatron.hydraulis.transfer.role import Role
 
 __all__ = [

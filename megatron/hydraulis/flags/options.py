@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from megatron.hydraulis.model_shape import NO_DROPOUT
+
 __all__ = ["FORMER", "HONOURED", "Family", "Honoured", "Need", "families", "family_of", "refusal"]
 
 
@@ -90,10 +92,6 @@ _TOKENIZERS = (
     "TikTokenizer",
     "NullTokenizer",
 )
-_NO_DROPOUT = (
-    "dropout masks depend on the layout of the replicas, so the same batch would not give the same "
-    "update; use 0"
-)
 
 _MODEL = {
     "--num-layers": Honoured("layers of the model, shared out over the stages of a replica"),
@@ -132,8 +130,8 @@ _MODEL = {
         differs=True,
         need=Need("padded_vocab_size", "no --padded-vocab-size", absent=True),
     ),
-    "--hidden-dropout": Honoured("no dropout", only=(0.0,), otherwise=_NO_DROPOUT),
-    "--attention-dropout": Honoured("no dropout", only=(0.0,), otherwise=_NO_DROPOUT),
+    "--hidden-dropout": Honoured("no dropout", only=(0.0,), otherwise=NO_DROPOUT),
+    "--attention-dropout": Honoured("no dropout", only=(0.0,), otherwise=NO_DROPOUT),
     "--recompute-granularity": Honoured("activations computed again in the backward"),
     "--recompute-activations": Honoured("selective recompute"),
     "--recompute-method": Honoured("which layers of a stage full recompute takes", need=_FULL),

@@ -57,7 +57,7 @@ from megatron.hydraulis.observability.records import MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, surroundings_here
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import (
+from megatron.hydraulis.runtime.executor import (
     ForwardStep,
     LossFunction,
     loss_func,
@@ -70,8 +70,7 @@ from megatron.hydraulis.runtime.process_groups import (
     group_of_self,
     training_loop_collection,
 )
-from megatron.hydraulis.runtime.span_pair import told
-from megatron.hydraulis.runtime.spans import SpanRecorder
+from megatron.hydraulis.runtime.spans import SpanRecorder, combine_recorders
 
 EXIT_STATUS_OF_ERROR = 2
 EXIT_STATUS_OF_UNFORESEEN_ERROR = 1
@@ -340,7 +339,7 @@ class _Job:
         model_config = gpt_model_config(args, HydraulisModelConfig)
         model_config.engine_factory = partial(
             self._make_engine,
-            spans=told(*(each.spans for each in (trace, refit) if each is not None)),
+            spans=combine_recorders(*(each.spans for each in (trace, refit) if each is not None)),
         )
         model_config.num_tokens_in_vocabulary = resolved.vocabulary.size
         model_config.uses_sequence_parallel = hydraulis.sequence_parallel

@@ -30,7 +30,7 @@ from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.loop.batch_reader import PlannedData
 from megatron.hydraulis.loop.planning import Planning, planners
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import ForwardStep
+from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.memory import (
     LoneOutOfMemoryError,
     MemoryMeter,

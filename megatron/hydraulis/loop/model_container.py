@@ -16,8 +16,7 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.model_building import ModelDefinition
-from megatron.hydraulis.runtime.te_layers import te_layer_spec
+from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_spec
 
 
 class ModelContainer(torch.nn.Module):

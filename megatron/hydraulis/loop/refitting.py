@@ -25,8 +25,7 @@ from megatron.hydraulis.loop.planning import Planning, planners
 from megatron.hydraulis.observability.earlier_run import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.profiler.refit import IterationTimes, OnlineRefit, RefitSettings
-from megatron.hydraulis.runtime.cuda_clock import CudaClock
-from megatron.hydraulis.runtime.spans import COMPUTE, HOST, MemoryRecorder, RecordedSpan
+from megatron.hydraulis.runtime.spans import COMPUTE, HOST, CudaClock, MemoryRecorder, RecordedSpan
 
 __all__ = ["RunRefit", "micro_batch_times_ms"]
 

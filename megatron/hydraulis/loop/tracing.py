@@ -26,8 +26,7 @@ from megatron.hydraulis.observability.trace import (
     rank_files,
 )
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.runtime.cuda_clock import CudaClock
-from megatron.hydraulis.runtime.spans import ALL_TRACKS, REGROUP, MemoryRecorder
+from megatron.hydraulis.runtime.spans import ALL_TRACKS, REGROUP, CudaClock, MemoryRecorder
 
 __all__ = ["RunTrace", "planned_spans"]
 

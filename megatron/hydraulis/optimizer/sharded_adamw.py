@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.shards import CanonicalShards
+from megatron.hydraulis.optimizer.shards import CanonicalShards
 
 Run = tuple[int, int]
 """Elements [start, stop) of the flat shards."""

@@ -26,13 +26,13 @@ from megatron.hydraulis.profiler.measurements import (
     RegroupSpeed,
 )
 from megatron.hydraulis.profiler.survey import PointOutcome
-from megatron.hydraulis.runtime.cuda_clock import CudaClock
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.forward_step import ForwardStep, make_forward_step
+from megatron.hydraulis.runtime.executor import ForwardStep, make_forward_step
 from megatron.hydraulis.runtime.memory import MemoryMeter, is_out_of_memory
 from megatron.hydraulis.runtime.spans import (
     COMPUTE,
     REGROUP,
+    CudaClock,
     MemoryRecorder,
     RecordedSpan,
     SpanRecorder,

@@ -1,46 +1,47 @@
-"""What parameters the whole model has, and how upstream would initialise each of them.
+"""The parameters of the whole model and their initial values.
 
-The model is built once, whole, on `meta`. A dispatch mode watches the in-place operations that
+The whole model is built once on `meta`. A dispatch mode records the in-place operations that
 upstream's initialisers run on each parameter; replayed later on rows, they give initial weights
-that depend on the seed and the parameter's name alone.
+that depend only on the seed and the parameter's name.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import math
+import sys
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.initialisers import (
-    EverythingOnMeta,
-    InitialisationStep,
-    InitialiserRecorder,
-)
+from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_model
 from megatron.hydraulis.runtime.process_groups import local_collection
 from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec, Unit
 from megatron.hydraulis.transfer.role import Role
 
 ROWS_PER_BLOCK = 64
-"""Rows that share one random stream. Part of the initial weights: changing it changes them."""
+"""Rows that share one random stream. Changing it changes all initial weights."""
 
 QK_NORMS = ("q_layernorm.", "k_layernorm.")
 """Norms over the heads of one TP rank: partial sums on every rank, sequence parallel or not."""
 
 ROW_PARALLEL_BIASES = ("linear_proj.bias", "linear_fc2.bias")
-"""Added to what all TP ranks have summed up: alike on every rank, unless sequence parallel."""
+"""Added to the sum over all TP ranks: equal on every rank, unless sequence parallel."""
 
 TENSOR_PARALLEL_MODULES = ("self_attention", "cross_attention", "mlp")
 """Modules of a layer that work on one TP rank's part of the heads or of the FFN."""
 
 MARK = "hydraulis_contribution"
-"""Attribute by which a parameter says what every TP rank has of its gradient: a value of
+"""Attribute of a parameter that says what each TP rank has of its gradient: a key of
 ``CONTRIBUTIONS``."""
 
 CONTRIBUTIONS = {"partial": Contribution.PARTIAL, "replicated": Contribution.REPLICATED}
@@ -55,11 +56,16 @@ class CataloguedParameter:
 
 
 @dataclass(frozen=True)
-class _Rules:
-    """What the strategies of the run make of the model's parameters."""
+class InitialisationStep:
+    """One in-place, element-wise operation of an initialiser."""
 
-    tensor_parallel: bool
-    sequence_parallel: bool
+    operation: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    def replay(self, values: Tensor) -> None:
+        """Run the operation on ``values``, in place."""
+        self.operation(values, *self.arguments, **dict(self.keywords))
 
 
 def catalogue(
@@ -69,7 +75,7 @@ def catalogue(
 
     Args:
         definition: the model.
-        tensor_parallel: whether some strategy has tp > 1; if so, it must be certain of every
+        tensor_parallel: whether some strategy has tp > 1; if so, it must be known of every
             parameter how TP ranks share its gradient.
 
     Raises:
@@ -87,17 +93,32 @@ def catalogue(
     config = copy.copy(definition.role_config(role))
     config.use_cpu_initialization = False
     config.perform_initialization = True
-    # With tp > 1 some stage will be sequence parallel: let the modules mark their parameters.
+    # With tp > 1 some stage will be sequence parallel: the modules mark their parameters.
     config.sequence_parallel = definition.sequence_parallel
     recorder = InitialiserRecorder()
     with warnings.catch_warnings(), EverythingOnMeta(recorder), recorder:
         warnings.filterwarnings("ignore", message=".*sequence.parallel.*")
         model = build_model(definition, config, role, local_collection())
-    rules = _Rules(tensor_parallel, definition.sequence_parallel)
     return [
-        CataloguedParameter(_spec(name, parameter, rules), recorder.recipe(name, parameter))
+        CataloguedParameter(
+            _spec(name, parameter, tensor_parallel, definition.sequence_parallel),
+            recorder.recipe(name, parameter),
+        )
         for name, parameter in model.named_parameters()
     ]
+
+
+def initialise_shards(
+    shards: CanonicalShards, entries: Sequence[CataloguedParameter], seed: int
+) -> None:
+    """Set the initial weights of a rank's shards, which depend only on the seed and the names."""
+    by_name = {entry.spec.name: entry for entry in entries}
+    for part in shards.rectangles():
+        entry = by_name[shards.layout.parameters[part.parameter].name]
+        rows = initial_rows(entry, seed, part.first_row, part.num_rows, shards.parameters.dtype)
+        columns = rows[:, part.first_column : part.first_column + part.num_columns]
+        target = shards.parameters[part.shard_offset : part.shard_offset + part.num_elements]
+        target.copy_(columns.reshape(-1))
 
 
 def initial_rows(
@@ -115,17 +136,14 @@ def initial_rows(
     Returns:
         (num_rows, elements of a row), on the CPU.
     """
-    rows, row_length = entry.spec.shape[0], 1
-    for size in entry.spec.shape[1:]:
-        row_length *= size
+    rows, row_length = entry.spec.shape[0], math.prod(entry.spec.shape[1:])
     first_block = first_row // ROWS_PER_BLOCK
     last_block = (first_row + num_rows - 1) // ROWS_PER_BLOCK
     blocks = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for block in range(first_block, last_block + 1):
             text = f"{seed}/{entry.spec.name}/{block}"
-            # Only the generator that draws: `torch.manual_seed` would reseed every device as well,
-            # which `fork_rng` does not undo.
+            # `torch.manual_seed` would also reseed every device, which `fork_rng` does not undo.
             block_seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
             torch.default_generator.manual_seed(block_seed)
             height = min(ROWS_PER_BLOCK, rows - block * ROWS_PER_BLOCK)
@@ -137,14 +155,20 @@ def initial_rows(
     return torch.cat(blocks)[start : start + num_rows]
 
 
-def _spec(name: str, parameter: Any, rules: _Rules) -> ParameterSpec:
+def _spec(
+    name: str, parameter: Any, tensor_parallel: bool, sequence_parallel: bool
+) -> ParameterSpec:
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         raise ConfigurationError(
             f"parameter '{name}' asks to average its gradients over the TP ranks; averages cannot "
-            "be added up on the shards: mark it sequence_parallel or leave the mark away"
+            "be added up on the shards: mark it sequence_parallel or remove the mark"
         )
     is_cut = bool(getattr(parameter, "tensor_model_parallel", False))
-    contribution = Contribution.SHARDED if is_cut else _contribution(name, parameter, rules)
+    contribution = (
+        Contribution.SHARDED
+        if is_cut
+        else _contribution(name, parameter, tensor_parallel, sequence_parallel)
+    )
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
@@ -156,11 +180,13 @@ def _spec(name: str, parameter: Any, rules: _Rules) -> ParameterSpec:
     )
 
 
-def _contribution(name: str, parameter: Any, rules: _Rules) -> Contribution:
-    """What a TP rank has of the gradient of a parameter that is whole on all of them.
+def _contribution(
+    name: str, parameter: Any, tensor_parallel: bool, sequence_parallel: bool
+) -> Contribution:
+    """What each TP rank has of the gradient of a parameter that all of them hold completely.
 
-    A wrong answer would leave the first loss intact and spoil the update, so nothing is guessed
-    where tensor parallelism is in use: a parameter is marked or known.
+    A wrong answer would leave the first loss intact and spoil the update, so with tensor
+    parallelism nothing is guessed: a parameter is marked or known.
     """
     mark = getattr(parameter, MARK, None)
     if mark is not None:
@@ -172,18 +198,20 @@ def _contribution(name: str, parameter: Any, rules: _Rules) -> Contribution:
     is_marked_sequence_parallel = bool(getattr(parameter, "sequence_parallel", False))
     if is_marked_sequence_parallel or any(norm in name for norm in QK_NORMS):
         return Contribution.PARTIAL
-    if not rules.tensor_parallel or not name.startswith("decoder."):
+    if not tensor_parallel or not name.startswith("decoder."):
         return Contribution.REPLICATED
     if any(module in name.split(".") for module in TENSOR_PARALLEL_MODULES):
-        is_known = name.endswith(ROW_PARALLEL_BIASES) and not rules.sequence_parallel
-        why = "stands among the parts that tensor parallelism cuts"
+        is_known = name.endswith(ROW_PARALLEL_BIASES) and not sequence_parallel
+        why = "is in a module that tensor parallelism cuts"
     else:
-        is_known = not rules.sequence_parallel
-        why = "is not marked sequence_parallel, though its layer's input is cut along the sequence"
+        is_known = not sequence_parallel
+        why = (
+            "is not marked sequence_parallel, although its layer's input is cut along the sequence"
+        )
     if not is_known:
         raise ConfigurationError(
-            f"parameter '{name}' is whole on every TP rank and {why}: set parameter.{MARK} to "
-            f"{_CHOICES}, by whether a TP rank's gradient is a part of the sum or all of it"
+            f"parameter '{name}' is not cut over TP ranks and {why}: set parameter.{MARK} to "
+            f"{_CHOICES}, if a TP rank's gradient is a part of the sum or all of it"
         )
     return Contribution.REPLICATED
 
@@ -205,3 +233,210 @@ def _unit(name: str) -> Unit:
         f"parameter '{name}' belongs to no stage: names begin with 'embedding.', "
         "'decoder.layers.N.', 'decoder.' (last stage) or 'output_layer.'"
     )
+
+
+OVERWRITING = frozenset(
+    {
+        *("bernoulli_", "cauchy_", "exponential_", "fill_", "geometric_", "log_normal_"),
+        *("normal_", "random_", "uniform_", "zero_"),
+    }
+)
+"""In-place operations after which an element does not depend on its old value."""
+
+ELEMENT_WISE = OVERWRITING | frozenset(
+    {
+        *("abs_", "add_", "clamp_", "clamp_max_", "clamp_min_", "div_", "erfinv_", "exp_"),
+        *("log_", "mul_", "neg_", "pow_", "reciprocal_", "sqrt_", "sub_", "tanh_"),
+    }
+)
+"""Operations on each element separately, with the same result on rows as on the whole."""
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """The elements [start, stop) of a storage that a view spans, with gaps unless it is dense."""
+
+    start: int
+    stop: int
+    is_dense: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Extent:
+        start = int(tensor.storage_offset())
+        if tensor.numel() == 0:
+            return cls(start, start, True, tensor.dtype)
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        stop = start + 1 + sum((size - 1) * stride for size, stride in steps)
+        return cls(start, stop, stop - start == tensor.numel(), tensor.dtype)
+
+    def touches(self, other: _Extent) -> bool:
+        """Whether both may share an element; offsets of different dtypes cannot be compared."""
+        if self.dtype != other.dtype:
+            return True
+        return self.start < other.stop and other.start < self.stop
+
+    def covers(self, other: _Extent) -> bool:
+        """Whether it reaches every element of the other."""
+        is_around = self.start <= other.start and other.stop <= self.stop
+        return is_around and self.is_dense and self.dtype == other.dtype
+
+
+@dataclass(frozen=True)
+class _Write:
+    """One operation that wrote to a storage; without a step, ``obstacle`` says why."""
+
+    name: str
+    extent: _Extent
+    step: InitialisationStep | None
+    obstacle: str = ""
+
+
+class InitialiserRecorder(TorchDispatchMode):
+    """Records every operation that writes to a tensor, by storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._writes: dict[int, list[_Write]] = {}
+        self._kept: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # An in-place view such as `t_` changes no values.
+        is_view = torch.Tag.inplace_view in func.tags
+        written = [] if is_view else list(_written(func, args, kwargs))
+        if not written:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        is_plain = len(written) == 1 and bool(args) and written[0] is args[0]
+        step, obstacle = None, "is not an element-wise operation on one tensor"
+        if is_plain and name in ELEMENT_WISE:
+            others = (*args[1:], *(v for k, v in kwargs.items() if k != "generator"))
+            if any(isinstance(argument, Tensor) for argument in others):
+                obstacle = "takes values from another tensor"
+            else:
+                keywords = tuple((k, v) for k, v in kwargs.items() if k != "generator")
+                step = InitialisationStep(getattr(Tensor, name), tuple(args[1:]), keywords)
+        elif is_plain and name == "copy_":
+            obstacle = "takes values from another tensor"
+        for target in written:
+            self._note(target, _Write(name, _Extent.of(target), step, obstacle))
+        if is_plain and written[0].is_meta:
+            return written[0]  # there is no memory to write to
+        return func(*args, **kwargs)
+
+    def note_left_out(self, tensor: Tensor, name: str) -> None:
+        """Record an initialiser that did nothing because ``tensor`` is on `meta`."""
+        obstacle = "does nothing on meta, where the model is built first"
+        self._note(tensor, _Write(name, _Extent.of(tensor), None, obstacle))
+
+    def recipe(self, name: str, parameter: Tensor) -> tuple[InitialisationStep, ...]:
+        """The operations from the last complete overwrite on; earlier ones have no effect.
+
+        Args:
+            name: of the parameter, for the message.
+            parameter: as it is in the finished model.
+
+        Raises:
+            ConfigurationError: it is never overwritten completely, or a later operation cannot be
+                repeated on rows: it writes to a part, takes values of another tensor, or does not
+                work element by element.
+        """
+        whole = _Extent.of(parameter)
+        writes = [
+            write
+            for write in self._writes.get(_storage_of(parameter), [])
+            if write.extent.touches(whole)
+        ]
+        overwrites = [
+            i
+            for i, write in enumerate(writes)
+            if write.step is not None and write.name in OVERWRITING and write.extent.covers(whole)
+        ]
+        kept = writes[overwrites[-1] :] if overwrites else writes
+        steps = []
+        for write in kept:
+            obstacle = write.obstacle if write.step is None else ""
+            if not obstacle and not write.extent.covers(whole):
+                num_elements = min(write.extent.stop, whole.stop) - max(
+                    write.extent.start, whole.start
+                )
+                obstacle = (
+                    f"writes to a part of it, within {num_elements} of {whole.stop - whole.start} "
+                    "elements"
+                )
+            if obstacle:
+                raise ConfigurationError(
+                    f"parameter '{name}' is initialised by '{write.name}', which {obstacle}; "
+                    "initial weights are made row by row on the ranks that own them: initialise "
+                    "all of the parameter by operations such as normal_, uniform_, fill_, mul_ "
+                    "with numbers (nn.Embedding: without padding_idx)"
+                )
+            assert write.step is not None
+            steps.append(write.step)
+        if not overwrites:
+            raise ConfigurationError(
+                f"parameter '{name}' is not initialised by its module when built on meta; "
+                "initialise it in place in the module's constructor"
+            )
+        return tuple(steps)
+
+    def _note(self, target: Tensor, write: _Write) -> None:
+        self._writes.setdefault(_storage_of(target), []).append(write)
+        self._kept.append(target)  # a freed storage's address could come back
+
+
+class EverythingOnMeta(TorchFunctionMode):
+    """Creates every new tensor on `meta`, even if another device is given.
+
+    Args:
+        recorder: records initialisers of torch that skip tensors on `meta`.
+    """
+
+    def __init__(self, recorder: InitialiserRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == _IS_META:
+            # `trunc_normal_`, `orthogonal_`, `sparse_` and `dirac_` test this and return at once.
+            caller = sys._getframe(1)
+            if caller.f_globals.get("__name__") == "torch.nn.init":
+                name = caller.f_code.co_name.removeprefix("_no_grad_")
+                self._recorder.note_left_out(args[0], name)
+        if "device" in kwargs or func in _FACTORIES:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+_FACTORIES = {
+    torch.empty,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.rand,
+    torch.randn,
+    torch.arange,
+    torch.tensor,
+}
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes to, by its schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else [value]
+        yield from (entry for entry in values if isinstance(entry, Tensor))
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

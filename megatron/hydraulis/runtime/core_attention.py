@@ -129,14 +129,14 @@ def builder_of(name: CoreAttentionName) -> Any:
     Modules are imported here, when they are needed: Transformer Engine must not be, on a CPU.
     """
     if name == "te":
-        from megatron.hydraulis.runtime.te_attention import TEAttention
+        from megatron.hydraulis.runtime.attention_gpu import TEAttention
 
         return TEAttention
     if name == "torch":
-        from megatron.hydraulis.runtime.varlen_attention import VarlenAttention
+        from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
 
         return VarlenAttention
-    from megatron.hydraulis.runtime.context_attention import ContextAttention
+    from megatron.hydraulis.runtime.attention import ContextAttention
 
     return ContextAttention
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
+from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import ArenaMemory
-from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue
-from megatron.hydraulis.runtime.cuda_clock import CudaStamp
-from megatron.hydraulis.runtime.executor import run_micro_batches
-from megatron.hydraulis.runtime.forward_step import ForwardStep
+from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue, initialise_shards
+from megatron.hydraulis.runtime.executor import ForwardStep, run_micro_batches
 from megatron.hydraulis.runtime.memory import (
     CountedForwardStep,
     OutOfMemory,
@@ -30,28 +29,27 @@ from megatron.hydraulis.runtime.memory import (
 )
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.outcome import LossTotal, Phase, StepOutcome, untimed
-from megatron.hydraulis.runtime.passes import GatherPass, HostStamp, PostFrom, ScatterPass, Waits
+from megatron.hydraulis.runtime.passes import GatherPass, PostFrom, ScatterPass, StallTimer
 from megatron.hydraulis.runtime.process_groups import (
     GroupRegistry,
     device_of_job,
     provide_memory_buffer,
     to_device,
 )
-from megatron.hydraulis.runtime.settings import Setting, Settings, roles_of
-from megatron.hydraulis.runtime.shards import CanonicalShards
-from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
-from megatron.hydraulis.runtime.staging import DEFAULT_NUM_SLOTS, Staging
-from megatron.hydraulis.runtime.track import make_track
+from megatron.hydraulis.runtime.spans import NO_SPANS, CudaStamp, HostStamp, SpanRecorder
+from megatron.hydraulis.runtime.strategy_runtime import StrategyRuntime, StrategyRuntimes
+from megatron.hydraulis.runtime.track import DEFAULT_NUM_SLOTS, Staging, make_track
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
+from megatron.hydraulis.transfer.role import roles_of
 
 
 @dataclass(frozen=True)
 class LocalGradients:
     """What this rank knows after its last backward pass; its gradients are on the shards."""
 
-    setting: Setting
+    setting: StrategyRuntime
     reports: list[dict[str, Tensor]]
     """What the loss function reported of each micro-batch; on the last stage."""
     out_of_memory: OutOfMemory | None = None
@@ -177,10 +175,15 @@ class Engine:
             [entry.spec for entry in entries], num_atoms=num_atoms, num_ranks=pool.num_ranks
         )
         if owners_for is not None:
-            orders = best_owner_orders(self.layout, roles_of(pool.strategy(owners_for), definition))
+            roles = roles_of(
+                pool.strategy(owners_for),
+                definition.transformer.num_layers,
+                definition.tied_embeddings,
+            )
+            orders = best_owner_orders(self.layout, roles)
             self.layout = self.layout.with_owner_orders(orders)
         self.shards = CanonicalShards(self.layout, self.rank, dtype=wide, device=self.device)
-        self.shards.initialise({entry.spec.name: entry for entry in entries}, seed)
+        initialise_shards(self.shards, entries, seed)
         self.optimizer = ShardedAdamW(self.shards, settings)
         self.memory = ArenaMemory(dtype=self.dtype, grad_dtype=wide, device=self.device)
         self.staging = Staging(self.device, num_slots)
@@ -188,15 +191,15 @@ class Engine:
         self._spans = spans
         self._track = make_track(self.device, self.staging, spans)
         stamp = CudaStamp if self.device.type == "cuda" else HostStamp
-        self.gather_waits = Waits("gather wait", spans, stamp)
-        self.scatter_waits = Waits("scatter wait", spans, stamp)
-        self._settings = Settings(
+        self.gather_waits = StallTimer("gather wait", spans, stamp)
+        self.scatter_waits = StallTimer("scatter wait", spans, stamp)
+        self._settings = StrategyRuntimes(
             definition, pool, groups, self.layout, self.shards, self.memory, self.dtype
         )
         self._gathered: tuple[str, GatherPass] | None = None
         """The strategy whose parameters are in the arena, or on their way there, and current."""
 
-    def setting(self, strategy_name: str) -> Setting:
+    def setting(self, strategy_name: str) -> StrategyRuntime:
         """Role model, arena and routes of a strategy on this rank, built at first use."""
         return self._settings.of(strategy_name)
 
@@ -380,7 +383,7 @@ class Engine:
 
     def _run(
         self,
-        setting: Setting,
+        setting: StrategyRuntime,
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
         scatter: ScatterPass | None,
@@ -450,7 +453,7 @@ class Engine:
         if self._gathered is not None:
             self._gathered[1].finish()
 
-    def _scatter_pass(self, setting: Setting) -> ScatterPass:
+    def _scatter_pass(self, setting: StrategyRuntime) -> ScatterPass:
         bound = setting.bound
         if bound is None or not self._overlap:
             post_from = PostFrom.FINISH

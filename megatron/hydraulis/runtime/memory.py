@@ -38,7 +38,7 @@ from megatron.hydraulis.cost_model.limits import (
 )
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import OutOfMemoryError
-from megatron.hydraulis.runtime.forward_step import ForwardStep
+from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 if TYPE_CHECKING:

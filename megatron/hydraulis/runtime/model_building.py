@@ -1,4 +1,10 @@
-"""Building one role's `GPTModel` on `meta`: the only place that constructs Megatron's model."""
+"""Building one role's `GPTModel` on `meta`: the only place that constructs Megatron's model.
+
+A role can be built of local layers or of Transformer Engine's. Names, shapes, canonical order and
+initial values of parameters are always those of the local layers, also in checkpoints: a layer of
+Transformer Engine has the same parameters under other names, because it fuses each norm with the
+linear layer behind it (`global_name` maps them back). The norm behind the last layer is torch's.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +25,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName, builder_of
 from megatron.hydraulis.runtime.packed_rope import follow_rows
-from megatron.hydraulis.runtime.te_layers import (
-    canonical_name,
-    te_attention_wrapper,
-    te_replacements,
-)
 from megatron.hydraulis.transfer.role import Role
 
 
@@ -36,11 +38,11 @@ class ModelDefinition:
     transformer: TransformerConfig
     """Upstream's configuration of the whole model, with all parallel degrees 1."""
     layer_spec: ModuleSpec | TransformerBlockSubmodules
-    """For every layer alike, or with one entry a layer of the whole model."""
+    """For all layers, or with one entry per layer of the whole model."""
     vocab_size: int
     """Tokens that exist."""
     padded_vocab_size: int
-    """Rows of the embedding: a fixed property of the model, whatever the strategy."""
+    """Rows of the embedding: a fixed property of the model, independent of the strategy."""
     max_sequence_length: int
     position_embedding_type: str = "rope"
     rotary_percent: float = 1.0
@@ -53,40 +55,33 @@ class ModelDefinition:
     sequence_parallel: bool = True
     """Sequence parallelism wherever tp > 1."""
     model_provider: Callable[..., torch.nn.Module] | None = None
-    """A user's own ``model_provider(pre_process, post_process, config=, pg_collection=)``."""
+    """A user's ``model_provider(pre_process, post_process, config=, pg_collection=)``."""
     built_layer_spec: ModuleSpec | None = None
-    """What roles are built of, where that is not ``layer_spec``: other modules with the same
-    parameters, such as Transformer Engine's. Names, order and initial values are ``layer_spec``'s.
-    """
+    """Layers that roles are built of instead of ``layer_spec``'s, with the same parameters, such as
+    Transformer Engine's. Names, order and initial values are those of ``layer_spec``."""
     core_attention: CoreAttentionName = "sdpa"
 
     def __post_init__(self) -> None:
         if self.vocab_size > self.padded_vocab_size:
             raise ConfigurationError(
                 f"the vocabulary has {self.vocab_size} tokens but the model's embedding only "
-                f"{self.padded_vocab_size} rows; raise --padded-vocab-size or leave it away"
+                f"{self.padded_vocab_size} rows; raise --padded-vocab-size or omit it"
             )
-        dropout = max(self.transformer.hidden_dropout, self.transformer.attention_dropout)
-        if dropout:
-            raise ConfigurationError(
-                f"dropout is {dropout}, but masks depend on the layout of the replicas and the "
-                "same batch would give another update under another plan; set --hidden-dropout 0 "
-                "and --attention-dropout 0"
-            )
+        require_no_dropout(self.transformer.hidden_dropout, self.transformer.attention_dropout)
 
     @property
     def as_built(self) -> ModelDefinition:
-        """The same model by the layers that roles are built of."""
+        """The same model with the layers that roles are built of as ``layer_spec``."""
         if self.built_layer_spec is None:
             return self
         return dataclasses.replace(self, layer_spec=self.built_layer_spec, built_layer_spec=None)
 
     def role_config(self, role: Role) -> TransformerConfig:
-        """Upstream's configuration as this role's stage sees it.
+        """Upstream's configuration of this role's stage.
 
-        A stage is told to be a model of its own with ``pp = 1``: its layers, however uneven the
-        cut, are all that it builds, and no code of upstream looks for a neighbour's weights.
-        A copy without `__post_init__`: initialisers were scaled for the whole model's depth.
+        A stage is a complete model with ``pp = 1``: it builds its layers only, however uneven the
+        cut, and no code of upstream looks for a neighbour's weights. `copy` skips `__post_init__`,
+        since initialisers are scaled for the whole model's depth.
         """
         config = copy.copy(self.transformer)
         config.num_layers = role.num_layers
@@ -108,54 +103,24 @@ class ModelDefinition:
         return config
 
 
-class PackedNorm:
-    """Torch's norm, with what sequence parallelism needs to know written on its parameters.
+def build_role_model(
+    definition: ModelDefinition, role: Role, pg_collection: ProcessGroupCollection
+) -> torch.nn.Module:
+    """The stage's model on `meta`, its layers numbered as in the whole model.
 
-    Upstream's own wrapper refuses sequence parallelism.
+    Returns:
+        A module whose parameters hold no memory yet; `Arena.bind` gives them some.
     """
-
-    def __new__(
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> Any:
-        """A `LayerNorm` or `RMSNorm` over the last dim, by ``config.normalization``."""
-        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        if config.normalization not in norms:
-            raise ConfigurationError(
-                f"normalization '{config.normalization}' has no local form; choose one of "
-                f"{', '.join(norms)}"
-            )
-        if config.layernorm_zero_centered_gamma:
-            raise ConfigurationError(
-                "--apply-layernorm-1p needs Transformer Engine's norms; leave it away here"
-            )
-        norm = norms[config.normalization](hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-
-class PackedGPTModel(GPTModel):
-    """`GPTModel` whose padded vocabulary takes no part in the softmax.
-
-    Without the mask the loss, and so the update, would depend on how far the vocabulary is padded.
-    """
-
-    def __init__(self, *args: Any, num_tokens_in_vocabulary: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._num_tokens_in_vocabulary = num_tokens_in_vocabulary
-
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss per token, (1, tokens), of logits (tokens, 1, padded vocabulary / tp)."""
-        width = logits.size(-1)
-        first_token = self.pg_collection.tp.rank() * width
-        num_real = min(max(self._num_tokens_in_vocabulary - first_token, 0), width)
-        if num_real < width:
-            # In place, without a copy of the logits, and unseen by autograd, which would copy their
-            # gradient instead: what is masked has probability 0 and so gradient 0 in any case.
-            with torch.no_grad():
-                logits[..., num_real:] = torch.finfo(logits.dtype).min
-        loss: Tensor = super().compute_language_model_loss(labels, logits)
-        return loss
+    config = definition.role_config(role)
+    with torch.device("meta"):
+        model = build_model(definition.as_built, config, role, pg_collection)
+    numbered: Any  # Megatron's modules carry attributes that torch's type does not know
+    for numbered in model.modules():
+        if isinstance(getattr(numbered, "layer_number", None), int):
+            numbered.layer_number += role.first_layer
+    follow_rows(model)
+    model.config = config
+    return model
 
 
 def build_model(
@@ -164,7 +129,7 @@ def build_model(
     role: Role,
     pg_collection: ProcessGroupCollection,
 ) -> torch.nn.Module:
-    """One stage of the model under the caller's device context (normally `meta`)."""
+    """One stage of the model in the caller's device context (normally `meta`)."""
     if definition.model_provider is not None:
         return definition.model_provider(
             pre_process=role.has_embedding,
@@ -193,34 +158,48 @@ def build_model(
     )
 
 
-def build_role_model(
-    definition: ModelDefinition, role: Role, pg_collection: ProcessGroupCollection
-) -> torch.nn.Module:
-    """The stage's model on `meta`, its layers numbered as in the whole model.
+class PackedGPTModel(GPTModel):
+    """`GPTModel` whose softmax excludes the padding of the vocabulary.
 
-    Returns:
-        A module whose parameters hold no memory yet; `Arena.bind` gives them some.
+    Otherwise the loss, and so the update, would depend on how far the vocabulary is padded.
     """
-    config = definition.role_config(role)
-    with torch.device("meta"):
-        model = build_model(definition.as_built, config, role, pg_collection)
-    numbered: Any  # Megatron's modules carry attributes that torch's type does not know
-    for numbered in model.modules():
-        if isinstance(getattr(numbered, "layer_number", None), int):
-            numbered.layer_number += role.first_layer
-    follow_rows(model)
-    model.config = config
-    return model
+
+    def __init__(self, *args: Any, num_tokens_in_vocabulary: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_tokens_in_vocabulary = num_tokens_in_vocabulary
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss per token, (1, tokens), of logits (tokens, 1, padded vocabulary / tp)."""
+        width = logits.size(-1)
+        first_token = self.pg_collection.tp.rank() * width
+        num_real = min(max(self._num_tokens_in_vocabulary - first_token, 0), width)
+        if num_real < width:
+            # In place, without a copy of the logits, and hidden from autograd, which would copy
+            # their gradient: masked logits have probability 0 and so gradient 0 anyway.
+            with torch.no_grad():
+                logits[..., num_real:] = torch.finfo(logits.dtype).min
+        loss: Tensor = super().compute_language_model_loss(labels, logits)
+        return loss
+
+
+_LOCAL_NAMES = {
+    ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
+    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+}
+"""Name of a norm fused by Transformer Engine -> its name as a local module."""
 
 
 def global_name(local_name: str, role: Role) -> str:
-    """The name in the whole model of a parameter of the stage, whichever layers it is built of."""
+    """The name in the whole model of local layers of a parameter of the stage."""
     if local_name == "output_layer.weight" and role.tied_embeddings:
         return "embedding.word_embeddings.weight"
     parts = local_name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) + role.first_layer)
-    return canonical_name(".".join(parts))
+    name = ".".join(parts)
+    for fused, local in _LOCAL_NAMES.items():
+        name = name.replace(fused, local)
+    return name
 
 
 def packed_block_spec(
@@ -229,15 +208,15 @@ def packed_block_spec(
     *,
     core_attention: CoreAttentionName = "sdpa",
 ) -> TransformerBlockSubmodules:
-    """Layers, and the final norm, that take packed input and know about sequence parallelism.
+    """Layers and final norm that support packed input and sequence parallelism.
 
-    For a model provider of one's own: upstream's local core attention refuses packed input, and
-    its norms refuse sequence parallelism.
+    For a user's model provider: upstream's local core attention refuses packed input, and its norms
+    refuse sequence parallelism.
 
     Args:
         layer_spec: upstream's spec of one layer, or of all.
-        num_layers: layers of the stage, where one spec stands for all.
-        core_attention: takes the place of upstream's.
+        num_layers: layers of the stage, if there is one spec for all.
+        core_attention: replaces upstream's.
 
     Returns:
         What `GPTModel` takes as ``transformer_layer_spec``.
@@ -247,44 +226,121 @@ def packed_block_spec(
             layer_specs=[layer_spec] * num_layers, layer_norm=WrappedTorchNorm
         )
     attention = builder_of(core_attention)
-    replaced = te_replacements() | {
-        WrappedTorchNorm: PackedNorm,
-        DotProductAttention: attention,
-        te_attention_wrapper(): attention,
-    }
-    packed: TransformerBlockSubmodules = _for_packed_input(layer_spec, replaced)
+    replaced = {WrappedTorchNorm: PackedNorm, DotProductAttention: attention}
+    packed: TransformerBlockSubmodules = _with_replaced(
+        layer_spec, replaced | _te_replacements(attention)
+    )
     return packed
 
 
 def _stage_spec(definition: ModelDefinition, role: Role) -> TransformerBlockSubmodules:
-    """The layers of this stage, each able to take packed input."""
+    """The layers of this stage, which support packed input."""
     spec = definition.layer_spec
     if isinstance(spec, TransformerBlockSubmodules):
         num_specs = len(spec.layer_specs or ())
         if num_specs != role.num_layers_of_model:
             raise ConfigurationError(
                 f"--spec gives {num_specs} layers but the model has {role.num_layers_of_model}; "
-                "give one spec a layer, or one for all"
+                "give one spec per layer, or one for all"
             )
         stop = role.first_layer + role.num_layers
         spec = dataclasses.replace(spec, layer_specs=spec.layer_specs[role.first_layer : stop])
     return packed_block_spec(spec, role.num_layers, core_attention=definition.core_attention)
 
 
-def _for_packed_input(spec: Any, replaced: Mapping[Any, Any]) -> Any:
-    """The same spec with some of upstream's modules replaced, wherever they stand."""
+def _with_replaced(spec: Any, replaced: Mapping[Any, Any]) -> Any:
+    """The same spec with some of upstream's modules replaced, at any depth."""
     if isinstance(spec, type):
         return replaced.get(spec, spec)
     if isinstance(spec, list):
-        return [_for_packed_input(entry, replaced) for entry in spec]
+        return [_with_replaced(entry, replaced) for entry in spec]
     if isinstance(spec, functools.partial):
-        named = {key: _for_packed_input(value, replaced) for key, value in spec.keywords.items()}
+        named = {key: _with_replaced(value, replaced) for key, value in spec.keywords.items()}
         return functools.partial(spec.func, *spec.args, **named)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         changed = {
-            field.name: _for_packed_input(getattr(spec, field.name), replaced)
+            field.name: _with_replaced(getattr(spec, field.name), replaced)
             for field in dataclasses.fields(spec)
             if field.init
         }
         return dataclasses.replace(spec, **changed)
     return spec
+
+
+class PackedNorm:
+    """Torch's norm with support for sequence parallelism, which upstream's wrapper refuses."""
+
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> Any:
+        """A `LayerNorm` or `RMSNorm` over the last dim, by ``config.normalization``."""
+        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+        if config.normalization not in norms:
+            raise ConfigurationError(
+                f"normalization '{config.normalization}' is not supported by local layers; choose "
+                f"one of {', '.join(norms)}"
+            )
+        if config.layernorm_zero_centered_gamma:
+            raise ConfigurationError(
+                "--apply-layernorm-1p needs Transformer Engine's norms; omit it here"
+            )
+        norm = norms[config.normalization](hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def te_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Upstream's layer of Transformer Engine's modules. Needs Transformer Engine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+
+
+def _te_replacements(attention: Any) -> dict[Any, Any]:
+    """Upstream's wrappers of Transformer Engine -> what replaces them; empty without it."""
+    from megatron.core.extensions import transformer_engine as wrappers
+
+    if not wrappers.HAVE_TE:
+        return {}
+    built_on_meta = (
+        wrappers.TELayerNormColumnParallelLinear,
+        wrappers.TEColumnParallelLinear,
+        wrappers.TERowParallelLinear,
+        wrappers.TELinear,
+        wrappers.TENorm,
+    )
+    replaced = {wrapper: on_meta(wrapper) for wrapper in built_on_meta}
+    return {**replaced, wrappers.TEDotProductAttention: attention}
+
+
+@functools.cache
+def on_meta(wrapper: Any) -> Any:
+    """A builder of upstream's wrapper, with its signature, that allocates nothing.
+
+    A role's configuration asks for initialisation on the CPU, as local modules need it to be built
+    on `meta`; upstream's wrappers would name that device, which overrides the context of `meta`, so
+    they get a changed copy. The builder is a subclass where the wrapper is an ordinary class, since
+    upstream tests instances of it.
+    """
+
+    def changed(config: TransformerConfig) -> TransformerConfig:
+        config = copy.copy(config)
+        config.use_cpu_initialization = False
+        config.init_model_with_meta_device = True
+        return config
+
+    if "__new__" in vars(wrapper):  # a function written as a class
+
+        class BuiltOnMeta:
+            def __new__(cls, config: TransformerConfig, *args: Any, **named: Any) -> Any:
+                return wrapper(changed(config), *args, **named)
+
+        return BuiltOnMeta
+
+    class ModuleOnMeta(wrapper):  # type: ignore[misc]
+        def __init__(self, *args: Any, config: TransformerConfig, **named: Any) -> None:
+            super().__init__(*args, config=changed(config), **named)
+
+    ModuleOnMeta.__name__ = ModuleOnMeta.__qualname__ = wrapper.__name__
+    return ModuleOnMeta

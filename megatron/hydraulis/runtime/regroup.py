@@ -1,52 +1,48 @@
-"""Regrouping: canonical shards -> a strategy's parameters, its gradients -> canonical shards."""
+"""Regrouping: canonical shards -> a strategy's parameters, its gradients -> canonical shards.
+
+A `Regrouper` has a `Route` for every bucket, which packs, posts, and unpacks or adds up. `transfer`
+decides what goes where; everything that does not change is computed once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import Arena
-from megatron.hydraulis.runtime.copies import Copy, canonical_copies
-from megatron.hydraulis.runtime.routes import BucketEnds, Route, make_route
-from megatron.hydraulis.runtime.shards import CanonicalShards
-from megatron.hydraulis.runtime.staging import StagingSlot
-from megatron.hydraulis.runtime.track import Step
+from megatron.hydraulis.runtime.track import Job, StagingSlot, Step
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
-from megatron.hydraulis.transfer.collective import collective_of, strategy_plans
+from megatron.hydraulis.transfer.collective import EqualShares, collective_of, strategy_plans
+from megatron.hydraulis.transfer.plan import (
+    Segment,
+    Transfer,
+    TransferPlan,
+    arrival_segments,
+    departure_segments,
+)
 from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.traffic import regroup_bytes
+from megatron.hydraulis.transfer.two_step import TwoStepPlan
 
+Run = tuple[int, int]
+"""Elements [start, stop) of the rank's shard of a bucket."""
 
-class RegroupJob:
-    """The gather or scatter of one bucket, for a `track.Track`."""
-
-    def __init__(
-        self,
-        span: str,
-        bucket: Bucket,
-        run: Callable[[StagingSlot], Iterator[Step]],
-        *,
-        num_collectives: int,
-        needs_staging: bool,
-    ) -> None:
-        self.span = span
-        self.detail: dict[str, int | str] = {"bucket": bucket.index, "unit": bucket.unit.name}
-        self.num_collectives = num_collectives
-        self.needs_staging = needs_staging
-        self._run = run
-
-    def steps(self, slot: StagingSlot) -> Iterator[Step]:
-        """Of `Route.gather` or `Route.scatter`."""
-        return self._run(slot)
+# Newer versions of torch give these two collectives other names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Regrouper:
-    """What a rank does to regroup for one strategy: a job a bucket and direction.
+    """A rank's jobs for one strategy: a gather and a scatter of every bucket.
 
-    All ranks run all jobs, in one order: gathers by rising bucket, scatters by falling bucket.
+    All ranks run all jobs in the same order: gathers by rising bucket, scatters by falling bucket.
     Idle ranks and replicas without sequences take part.
 
     Args:
@@ -55,7 +51,7 @@ class Regrouper:
         shards: this rank's canonical shards.
         arena: this rank's arena, its model bound; None where idle.
         wire_dtype: in which parameters travel: that of every rank's arena.
-        group: of all ranks, in their order, used by regrouping alone.
+        group: of all ranks, in their order, used for regrouping only.
         ranks_per_node: as the pool says.
     """
 
@@ -70,12 +66,6 @@ class Regrouper:
         group: dist.ProcessGroup,
         ranks_per_node: int,
     ) -> None:
-        self._layout = layout
-        self._shards = shards
-        self._arena = arena
-        self._role = roles[shards.rank]
-        self._wire_dtype = wire_dtype
-        self._group = group
         self.collective = collective_of(layout, roles, ranks_per_node=ranks_per_node)
         """The kind of all transfers of the strategy."""
         plans = strategy_plans(
@@ -90,41 +80,496 @@ class Regrouper:
             gradient_bytes=shards.gradients.element_size(),
         )
         """What this rank exchanges with others in an iteration."""
-        # Views are made here, and torch refuses those beyond the memory there is.
+        self.routes: list[Route] = []
+        """By index of the bucket."""
+        role = roles[shards.rank]
+        # Views are made here, and torch refuses views beyond the current memory.
         with nullcontext() if arena is None else arena.in_memory():
-            self.routes: list[Route] = [
-                make_route(self._ends(bucket), gather, scatter)
-                for bucket, (gather, scatter) in zip(layout.buckets, plans, strict=True)
+            for bucket, (gather, scatter) in zip(layout.buckets, plans, strict=True):
+                held: tuple[Copy, ...] = ()
+                contributed: tuple[Copy, ...] = ()
+                if role is not None and arena is not None:
+                    held = canonical_copies(layout, bucket, role, arena, gradients=False)
+                    contributed = canonical_copies(layout, bucket, role, arena, gradients=True)
+                ends = BucketEnds(bucket, shards, held, contributed, wire_dtype, group)
+                self.routes.append(make_route(ends, gather, scatter))
+
+    def gather_job(self, bucket: int) -> Job:
+        """Fills the arena's parameters of the bucket from the shards of all ranks."""
+        route = self.routes[bucket]
+        return route.job("gather", route.gather_needs_staging)
+
+    def scatter_job(self, bucket: int) -> Job:
+        """Adds up the gradients of the bucket on the shards, in the order of the ranks."""
+        route = self.routes[bucket]
+        return route.job("scatter", route.scatter_needs_staging)
+
+
+@dataclass(frozen=True)
+class BucketEnds:
+    """Both ends of a bucket's way on one rank: its shard, and its places in the arena."""
+
+    bucket: Bucket
+    shards: CanonicalShards
+    held: tuple[Copy, ...]
+    """What the rank's role holds, in canonical order."""
+    contributed: tuple[Copy, ...]
+    """What it contributes to gradients, in canonical order."""
+    wire_dtype: torch.dtype
+    """In which parameters travel; gradients travel in the dtype of the shards."""
+    group: dist.ProcessGroup
+    """Of all ranks, in their order."""
+
+    @property
+    def parameters(self) -> Tensor:
+        """The owned part of the parameters."""
+        return self.shards.bucket_parameters(self.bucket)
+
+    @property
+    def gradients(self) -> Tensor:
+        """The owned part of the gradients."""
+        return self.shards.bucket_gradients(self.bucket)
+
+
+def make_route(
+    ends: BucketEnds,
+    gather: TransferPlan | EqualShares | TwoStepPlan,
+    scatter: TransferPlan | EqualShares | TwoStepPlan,
+) -> Route:
+    """The route for two plans of the same kind."""
+    if isinstance(gather, EqualShares):
+        assert isinstance(scatter, EqualShares)
+        return EqualSharesRoute(ends, gather, scatter)
+    if isinstance(gather, TwoStepPlan):
+        assert isinstance(scatter, TwoStepPlan)
+        return TwoStepRoute(ends, gather, scatter)
+    assert isinstance(scatter, TransferPlan)
+    return OneStepRoute(ends, gather, scatter)
+
+
+class Route(ABC):
+    """How one bucket travels.
+
+    Args:
+        ends: of the bucket.
+        arriving: parameters in the order in which they arrive.
+        num_received: elements that arrive, padding included.
+        departing: gradients in the order in which they are sent.
+        num_sent: elements that are sent, padding included.
+    """
+
+    num_collectives: int
+    """Posted by a gather, and by a scatter."""
+    gather_needs_staging: bool
+    scatter_needs_staging: bool
+
+    def __init__(
+        self,
+        ends: BucketEnds,
+        arriving: Sequence[Segment],
+        num_received: int,
+        departing: Sequence[Segment],
+        num_sent: int,
+    ) -> None:
+        self._ends = ends
+        self.bucket = ends.bucket
+        self._num_received, self._num_sent = num_received, num_sent
+        self._arrivals = in_order_of(arriving, ends.held)
+        self._departures = in_order_of(departing, ends.contributed)
+        self._arrival_run = single_run(self._arrivals, num_received)
+        self._departure_run = single_run(self._departures, num_sent)
+        self._pads = sum(copy.stop - copy.start for copy in self._departures) < num_sent
+
+    @property
+    def received_in_place(self) -> bool:
+        """Whether parameters arrive in the arena itself."""
+        return self._arrival_run is not None
+
+    @property
+    def sent_in_place(self) -> bool:
+        """Whether gradients leave from the arena itself."""
+        return self._departure_run is not None
+
+    def job(self, span: str, needs_staging: bool) -> Job:
+        """The gather or scatter, by the name of its span."""
+        return Job(
+            span=span,
+            detail={"bucket": self.bucket.index, "unit": self.bucket.unit.name},
+            num_collectives=self.num_collectives,
+            needs_staging=needs_staging,
+            steps=self.gather if span == "gather" else self.scatter,
+        )
+
+    @abstractmethod
+    def gather(self, slot: StagingSlot) -> Iterator[Step]:
+        """Shards to arena; see `track.Job.steps`."""
+
+    @abstractmethod
+    def scatter(self, slot: StagingSlot) -> Iterator[Step]:
+        """Arena to shards, whose gradients are overwritten; see `track.Job.steps`."""
+
+    def _sends_shard(self, runs: Sequence[Run], num_elements: int) -> bool:
+        """Whether a gather sends from the shard itself: one run, in the dtype of the wire."""
+        is_one_run = len(runs) == 1 and runs[0][1] - runs[0][0] == num_elements
+        return is_one_run and self._ends.parameters.dtype == self._ends.wire_dtype
+
+    def _shard_to_send(self, slot: StagingSlot, runs: Sequence[Run], num_elements: int) -> Tensor:
+        """Runs of the owned parameters one after another, in the dtype of the wire."""
+        shard = self._ends.parameters
+        if self._sends_shard(runs, num_elements):
+            start, stop = runs[0]
+            return shard[start:stop]
+        send = slot.take("sent", num_elements, self._ends.wire_dtype)
+        at = 0
+        for start, stop in runs:
+            send[at : at + stop - start].copy_(shard[start:stop])
+            at += stop - start
+        return send
+
+    def _receive_buffer(self, slot: StagingSlot) -> Tensor:
+        """Where parameters arrive: in the arena, or else in a buffer to `_unpack`."""
+        if self._arrival_run is not None:
+            return self._arrival_run
+        return slot.take("received", self._num_received, self._ends.wire_dtype)
+
+    def _unpack(self, received: Tensor) -> None:
+        if self._arrival_run is None:
+            for copy in self._arrivals:
+                copy.view.copy_(received[copy.start : copy.stop].view(copy.view.shape))
+
+    def _packed_gradients(self, slot: StagingSlot) -> Tensor:
+        """What the rank contributes, in the order in which it is sent."""
+        if self._departure_run is not None:
+            return self._departure_run
+        send = slot.take("sent", self._num_sent, self._ends.gradients.dtype)
+        if self._pads:
+            send.zero_()  # padding is added up as well
+        for copy in self._departures:
+            send[copy.start : copy.stop].view(copy.view.shape).copy_(copy.view)
+        return send
+
+    def _add_to_shard(self, runs: Sequence[Run], received: Tensor) -> None:
+        """Add up what arrived one after another, in that order."""
+        gradients = self._ends.gradients
+        gradients.zero_()
+        at = 0
+        for start, stop in runs:
+            gradients[start:stop] += received[at : at + stop - start]
+            at += stop - start
+
+    def _exchange(self, received: Tensor, send: Tensor, sizes: _Sizes) -> Step:
+        group = self._ends.group
+        if group.size() == 1:
+            received.copy_(send)
+            return None
+        if received.is_cuda:
+            return _exchange_by_pairs(received, send, sizes, group)
+        return dist.all_to_all_single(
+            received, send, sizes.received, sizes.sent, group=group, async_op=True
+        )
+
+
+class OneStepRoute(Route):
+    """Uneven all-to-all, both ways."""
+
+    num_collectives = 1
+    scatter_needs_staging = True
+
+    def __init__(self, ends: BucketEnds, gather: TransferPlan, scatter: TransferPlan) -> None:
+        rank = ends.shards.rank
+        self._gather_sizes = _Sizes.of(gather, rank)
+        self._scatter_sizes = _Sizes.of(scatter, rank)
+        num_received = sum(self._gather_sizes.received)
+        super().__init__(
+            ends,
+            arrival_segments(gather, rank),
+            num_received,
+            departure_segments(scatter, rank),
+            sum(self._scatter_sizes.sent),
+        )
+        self._gather_runs = _runs(gather.sent_by(rank), ends)
+        self._scatter_runs = _runs(scatter.received_by(rank), ends)
+        num_sent = sum(self._gather_sizes.sent)
+        self.gather_needs_staging = (num_received > 0 and not self.received_in_place) or (
+            num_sent > 0 and not self._sends_shard(self._gather_runs, num_sent)
+        )
+
+    def gather(self, slot: StagingSlot) -> Iterator[Step]:
+        sizes = self._gather_sizes
+        send = self._shard_to_send(slot, self._gather_runs, sum(sizes.sent))
+        received = self._receive_buffer(slot)
+        yield self._exchange(received, send, sizes)
+        self._unpack(received)
+
+    def scatter(self, slot: StagingSlot) -> Iterator[Step]:
+        sizes = self._scatter_sizes
+        send = self._packed_gradients(slot)
+        received = slot.take("received", sum(sizes.received), send.dtype)
+        yield self._exchange(received, send, sizes)
+        self._add_to_shard(self._scatter_runs, received)
+
+
+class EqualSharesRoute(Route):
+    """All-gather; reduce-scatter back.
+
+    On the CPU an even all-to-all replaces gloo's reduce-scatter, which is an all-reduce of
+    everything: it moves as much as a reduce-scatter should.
+    """
+
+    num_collectives = 1
+
+    def __init__(self, ends: BucketEnds, gather: EqualShares, scatter: EqualShares) -> None:
+        num_elements = gather.num_buffer_elements
+        super().__init__(ends, gather.segments, num_elements, scatter.segments, num_elements)
+        self._share = gather.share_elements
+        self._runs = [(0, ends.parameters.numel())]
+        self._owns_whole_share = ends.parameters.numel() == self._share
+        self.gather_needs_staging = not (
+            self.received_in_place and self._sends_shard(self._runs, self._share)
+        )
+        self.scatter_needs_staging = not (
+            ends.parameters.is_cuda and self.sent_in_place and self._owns_whole_share
+        )
+
+    def gather(self, slot: StagingSlot) -> Iterator[Step]:
+        group = self._ends.group
+        send = self._shard_to_send(slot, self._runs, self._share)
+        received = self._receive_buffer(slot)
+        if group.size() == 1:
+            received.copy_(send)
+            yield None
+        else:
+            yield _all_gather(received, send, group=group, async_op=True)
+        self._unpack(received)
+
+    def scatter(self, slot: StagingSlot) -> Iterator[Step]:
+        gradients, group = self._ends.gradients, self._ends.group
+        send = self._packed_gradients(slot)
+        if not gradients.is_cuda:
+            received = slot.take("received", self._num_received, gradients.dtype)
+            sizes = [self._share] * group.size()
+            yield self._exchange(received, send, _Sizes(sizes, sizes))
+            shares = received.view(group.size(), self._share)[:, : gradients.numel()]
+            gradients.copy_(shares[0])
+            for share in shares[1:]:
+                gradients += share
+            return
+        received = gradients
+        if not self._owns_whole_share:
+            received = slot.take("received", self._share, gradients.dtype)
+        yield _reduce_scatter(received, send, group=group, async_op=True)
+        if not self._owns_whole_share:
+            gradients.copy_(received[: gradients.numel()])
+
+
+class TwoStepRoute(Route):
+    """A gather sends once between nodes, then inside them; a scatter adds up on relays inside
+    nodes, then sends between them."""
+
+    num_collectives = 2
+    gather_needs_staging = True
+    scatter_needs_staging = True
+
+    def __init__(self, ends: BucketEnds, gather: TwoStepPlan, scatter: TwoStepPlan) -> None:
+        rank = ends.shards.rank
+        self._gather_steps = [_Sizes.of(plan, rank) for plan in gather.steps]
+        self._scatter_steps = [_Sizes.of(plan, rank) for plan in scatter.steps]
+        super().__init__(
+            ends,
+            arrival_segments(gather.inside, rank),
+            sum(self._gather_steps[1].received),
+            departure_segments(scatter.inside, rank),
+            sum(self._scatter_steps[0].sent),
+        )
+        self._gather_runs = _runs(gather.across.sent_by(rank), ends)
+        self._scatter_runs = _runs(scatter.across.received_by(rank), ends)
+        self._gather_relays = gather.relay_copies(rank)
+        self._scatter_relays = scatter.relay_copies(rank)
+
+    def gather(self, slot: StagingSlot) -> Iterator[Step]:
+        across, inside = self._gather_steps
+        dtype = self._ends.wire_dtype
+        send = self._shard_to_send(slot, self._gather_runs, sum(across.sent))
+        relayed = slot.take("relayed", sum(across.received), dtype)
+        yield self._exchange(relayed, send, across)
+        send = slot.take("sent", sum(inside.sent), dtype)
+        for copy in self._gather_relays:
+            send[copy.inside_start : copy.inside_start + copy.num_elements].copy_(
+                relayed[copy.across_start : copy.across_start + copy.num_elements]
+            )
+        received = self._receive_buffer(slot)
+        yield self._exchange(received, send, inside)
+        self._unpack(received)
+
+    def scatter(self, slot: StagingSlot) -> Iterator[Step]:
+        inside, across = self._scatter_steps
+        send = self._packed_gradients(slot)
+        received = slot.take("received", sum(inside.received), send.dtype)
+        yield self._exchange(received, send, inside)
+        relayed = slot.take("relayed", sum(across.sent), send.dtype).zero_()
+        for copy in self._scatter_relays:
+            relayed[copy.across_start : copy.across_start + copy.num_elements] += received[
+                copy.inside_start : copy.inside_start + copy.num_elements
             ]
-            """By index of the bucket."""
+        received = slot.take("received", sum(across.received), send.dtype)
+        yield self._exchange(received, relayed, across)
+        self._add_to_shard(self._scatter_runs, received)
 
-    def gather_job(self, bucket: int) -> RegroupJob:
-        """Fills the arena's parameters of the bucket from everybody's shards."""
-        route = self.routes[bucket]
-        return RegroupJob(
-            "gather",
-            self._layout.buckets[bucket],
-            route.gather,
-            num_collectives=route.num_collectives,
-            needs_staging=route.gather_needs_staging,
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements sent to every rank, and received from every rank: shape (num_ranks,)."""
+
+    sent: list[int]
+    received: list[int]
+
+    @classmethod
+    def of(cls, plan: TransferPlan, rank: int) -> _Sizes:
+        sent, received = [0] * plan.num_ranks, [0] * plan.num_ranks
+        for transfer in plan.sent_by(rank):
+            sent[transfer.destination] = transfer.num_elements
+        for transfer in plan.received_by(rank):
+            received[transfer.source] = transfer.num_elements
+        return cls(sent, received)
+
+
+def _runs(transfers: Sequence[Transfer], ends: BucketEnds) -> tuple[Run, ...]:
+    own_start, _ = ends.bucket.shard_range(ends.shards.rank)
+    return tuple(
+        (r.start - own_start, r.stop - own_start) for transfer in transfers for r in transfer.ranges
+    )
+
+
+def _exchange_by_pairs(
+    received: Tensor, send: Tensor, sizes: _Sizes, group: dist.ProcessGroup
+) -> Step:
+    """All messages of the rank as one group call of NCCL; nothing where it has none.
+
+    For an all-to-all NCCL would connect every pair of ranks, most of them to send no bytes. The
+    communicator must exist already: a rank without messages does not take part in creating it.
+    """
+    rank = group.rank()
+    arriving, leaving = _by_rank(received, sizes.received), _by_rank(send, sizes.sent)
+    if rank in arriving:
+        arriving.pop(rank).copy_(leaving.pop(rank))
+    messages = [
+        dist.P2POp(operation, part, group=group, group_peer=peer)
+        for operation, parts in ((dist.isend, leaving), (dist.irecv, arriving))
+        for peer, part in parts.items()
+    ]
+    if not messages:
+        return None
+    (work,) = dist.batch_isend_irecv(messages)  # one, since NCCL runs them as one
+    return work
+
+
+def _by_rank(flat: Tensor, sizes: Sequence[int]) -> dict[int, Tensor]:
+    """The part of each rank, where it is not empty."""
+    parts: dict[int, Tensor] = {}
+    start = 0
+    for rank, size in enumerate(sizes):
+        if size:
+            parts[rank] = flat[start : start + size]
+            start += size
+    return parts
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A rectangle of the arena, flat where it has no gaps, and its run in a flat buffer."""
+
+    start: int
+    stop: int
+    view: Tensor
+
+
+def canonical_copies(
+    layout: CanonicalLayout, bucket: Bucket, role: Role, arena: Arena, *, gradients: bool
+) -> tuple[Copy, ...]:
+    """What the role holds of the bucket, or contributes to its gradients, in canonical order.
+
+    Neighbours in both places are one copy. Needs `Arena.in_memory`.
+    """
+    copies: list[Copy] = []
+    if bucket.unit not in role.units:
+        return ()
+    at = 0
+    for piece in bucket.pieces:
+        if not layout.holds(piece, role.tp, role.tp_rank):
+            continue
+        if gradients and not role.contributes(layout.parameters[piece.parameter].contribution):
+            continue
+        block = layout.block(piece, role.tp, role.tp_rank)
+        bound = arena.bound[block.parameter]
+        flat = bound.gradient if gradients else bound.values
+        view = flat.as_strided(
+            (block.num_rows, block.row_length),
+            (block.row_stride, 1),
+            flat.storage_offset() + block.offset,
         )
+        copies.append(Copy(at, at + view.numel(), view))
+        at += view.numel()
+    return _merged(copies)
 
-    def scatter_job(self, bucket: int) -> RegroupJob:
-        """Adds everybody's gradients of the bucket up on the shards, in the order of the ranks."""
-        route = self.routes[bucket]
-        return RegroupJob(
-            "scatter",
-            self._layout.buckets[bucket],
-            route.scatter,
-            num_collectives=route.num_collectives,
-            needs_staging=route.scatter_needs_staging,
-        )
 
-    def _ends(self, bucket: Bucket) -> BucketEnds:
-        held: tuple[Copy, ...] = ()
-        contributed: tuple[Copy, ...] = ()
-        if self._role is not None and self._arena is not None:
-            place = (self._layout, bucket, self._role, self._arena)
-            held = canonical_copies(*place, gradients=False)
-            contributed = canonical_copies(*place, gradients=True)
-        return BucketEnds(bucket, self._shards, held, contributed, self._wire_dtype, self._group)
+def in_order_of(segments: Sequence[Segment], copies: Sequence[Copy]) -> tuple[Copy, ...]:
+    """The same copies for a buffer in which the segments have another order.
+
+    Args:
+        segments: by rising ``canonical_start``.
+        copies: in canonical order; together they cover what the segments cover.
+    """
+    moved: list[Copy] = []
+    at = 0
+    for segment in segments:
+        first, last = segment.canonical_start, segment.canonical_start + segment.num_elements
+        while at < len(copies) and copies[at].stop <= first:
+            at += 1
+        for copy in copies[at:]:
+            if copy.start >= last:
+                break
+            start, stop = max(copy.start, first), min(copy.stop, last)
+            shift = segment.transfer_start - first
+            moved.append(Copy(start + shift, stop + shift, _part(copy, start, stop)))
+    return _merged(sorted(moved, key=lambda copy: copy.start))
+
+
+def single_run(copies: Sequence[Copy], num_elements: int) -> Tensor | None:
+    """The flat part of the arena that travels in place; None where elements must be rearranged."""
+    if len(copies) != 1 or copies[0].stop != num_elements or not copies[0].view.is_contiguous():
+        return None
+    return copies[0].view.view(-1)
+
+
+def _part(copy: Copy, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of the copy's run: whole rows where the rectangle has gaps."""
+    if (start, stop) == (copy.start, copy.stop):
+        return copy.view
+    view = copy.view
+    if view.is_contiguous():
+        offset = view.storage_offset() + start - copy.start
+        return view.as_strided((stop - start,), (1,), offset)
+    first, first_rest = divmod(start - copy.start, view.size(1))
+    last, last_rest = divmod(stop - copy.start, view.size(1))
+    assert not first_rest
+    assert not last_rest  # shards are cut between rows
+    return view[first:last]
+
+
+def _merged(copies: Iterable[Copy]) -> tuple[Copy, ...]:
+    merged: list[Copy] = []
+    for copy in copies:
+        last = merged[-1] if merged else None
+        if last is not None and last.stop == copy.start and _adjoin(last.view, copy.view):
+            view = last.view.as_strided((copy.stop - last.start,), (1,))
+            merged[-1] = Copy(last.start, copy.stop, view)
+        else:
+            merged.append(copy)
+    return tuple(merged)
+
+
+def _adjoin(first: Tensor, second: Tensor) -> bool:
+    """Whether both are without gaps and ``second`` begins where ``first`` ends."""
+    if not (first.is_contiguous() and second.is_contiguous()):
+        return False
+    return bool(second.storage_offset() == first.storage_offset() + first.numel())

@@ -1,12 +1,17 @@
-"""Spans: what a rank did from when to when, measured without a place in the code that measures."""
+"""Spans: what a rank did from when to when, recorded without slowing down what is measured."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
+
+import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
 
 from megatron.hydraulis.errors import HydraulisError
 
@@ -24,31 +29,33 @@ TRACK_OF_SPAN = {
     "scatter wait": HOST,
     "planning wait": HOST,
 }
-"""The spans there are and their tracks. Spans of 'compute' and of 'host' follow one another, those
-of 'regroup' may overlap: an asynchronous collective begins when it is posted and ends when it is
-known to be complete."""
+"""All span names and their tracks. Spans of 'compute' and of 'host' follow one another, those of
+'regroup' may overlap: an asynchronous collective begins when it is posted and ends when it is known
+to be complete."""
 
 HOST_TIMED = frozenset({"planning wait"})
-"""Waits of the host itself. For a gather or a scatter it is the device's stream that waits."""
+"""Waits of the host. For a gather or a scatter the device's stream waits."""
 
 _NOT_KEPT = 0
-"""The handle of a span that nobody keeps."""
+"""The handle of a span that is not recorded."""
+_NS_PER_MS = 1e6
+_MS_PER_S = 1e3
 
 
 class SpanRecorder(Protocol):
-    """What an engine tells of its work."""
+    """Receives the spans of an engine."""
 
     def begin(self, name: str, **detail: int | str) -> int:
-        """A span begins; returns the handle to end it with."""
+        """Begin a span; returns the handle to end it with."""
         ...
 
     def end(self, handle: int) -> None:
-        """The span has ended."""
+        """End a span."""
         ...
 
 
 class _NoSpans:
-    """Measures nothing."""
+    """Records nothing."""
 
     def begin(self, name: str, **detail: int | str) -> int:
         return _NOT_KEPT
@@ -61,7 +68,7 @@ NO_SPANS: SpanRecorder = _NoSpans()
 
 
 class Clock(Protocol):
-    """Gives stamps at once, and says what they mean when somebody has time to ask."""
+    """Takes stamps at once and converts them to times later."""
 
     def stamp(self) -> Any:
         """The present."""
@@ -80,6 +87,82 @@ class HostClock:
 
     def times_ns(self, stamps: Sequence[int]) -> list[int]:
         return list(stamps)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """An event whose time on the host is known."""
+
+    event: torch.cuda.Event
+    time_ns: int
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    event: torch.cuda.Event
+    base: _Base
+
+
+class CudaClock:
+    """A `Clock` of CUDA events on the current stream.
+
+    `times_ns` waits until the device has passed the stamps; call it at the end of an iteration.
+    Times are differences to a base event, which is placed on the host's axis at the moment when the
+    host saw it complete: late by the duration of a synchronisation, some microseconds. Each
+    `times_ns` takes a new base because differences have single precision.
+    """
+
+    def __init__(self) -> None:
+        self._base = _new_base()
+
+    def stamp(self) -> _Stamp:
+        return _Stamp(_recorded_event(), self._base)
+
+    def times_ns(self, stamps: Sequence[_Stamp]) -> list[int]:
+        for stamp in stamps:
+            stamp.event.synchronize()
+        times = [
+            stamp.base.time_ns + round(stamp.base.event.elapsed_time(stamp.event) * _NS_PER_MS)
+            for stamp in stamps
+        ]
+        self._base = _new_base()
+        return times
+
+
+def _new_base() -> _Base:
+    event = _recorded_event()
+    event.synchronize()
+    return _Base(event, time.perf_counter_ns())
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class HostStamp:
+    """A moment of the host."""
+
+    def __init__(self) -> None:
+        self._time_s = time.perf_counter()
+
+    def s_until(self, later: HostStamp) -> float | None:
+        """Time to a later moment; None where it is not known yet."""
+        return later._time_s - self._time_s
+
+
+class CudaStamp:
+    """The moment at which the current CUDA stream has done all that was queued before."""
+
+    def __init__(self) -> None:
+        self._event = _recorded_event()
+
+    def s_until(self, later: CudaStamp) -> float | None:
+        """Time to a later moment; None where the stream has not reached it. Never waits."""
+        if not later._event.query():
+            return None
+        return self._event.elapsed_time(later._event) / _MS_PER_S
 
 
 @dataclass(frozen=True)
@@ -106,11 +189,11 @@ class _Open:
 
 
 class MemoryRecorder:
-    """Keeps spans until they are taken. Threads may share it.
+    """Keeps spans until they are taken. Thread-safe.
 
     Args:
-        device_clock: for what a device does, maybe long after it was told to: all spans but those
-            of `HOST_TIMED`. Without it the host's clock serves for all.
+        device_clock: times all spans except those of `HOST_TIMED`, since a device may do its work
+            long after the host queued it. The host's clock by default.
     """
 
     def __init__(self, device_clock: Clock | None = None) -> None:
@@ -121,12 +204,12 @@ class MemoryRecorder:
         self._num_begun = 0
         self._lock = threading.Lock()
         self.tracks: frozenset[str] = ALL_TRACKS
-        """The tracks whose spans are kept, of those that begin from now on."""
+        """Only spans of these tracks are recorded, from the next `begin` on."""
         self.common_detail: dict[str, int | str] = {}
-        """Goes with every span that begins, unless its own detail says otherwise."""
+        """Added to every span that begins, unless the span's own detail has the same key."""
 
     def begin(self, name: str, **detail: int | str) -> int:
-        """A span begins, under a name of `TRACK_OF_SPAN`; returns its handle."""
+        """Begin a span of a name in `TRACK_OF_SPAN`; returns its handle."""
         clock = self._clock(name)
         if TRACK_OF_SPAN[name] not in self.tracks:
             return _NOT_KEPT
@@ -137,7 +220,7 @@ class MemoryRecorder:
             return self._num_begun
 
     def end(self, handle: int) -> None:
-        """The span has ended. Raises HydraulisError for a handle that is not open."""
+        """End a span. Raises HydraulisError for a handle that is not open."""
         if handle == _NOT_KEPT:
             return
         with self._lock:
@@ -152,17 +235,17 @@ class MemoryRecorder:
             self._ended.append(span)
 
     def take(self) -> list[RecordedSpan]:
-        """The spans that have ended since the last call, by their start; open ones stay."""
+        """The spans that have ended since the last call, by start; open ones stay."""
         with self._lock:
             ended, self._ended = self._ended, []
         taken: list[RecordedSpan] = []
         for clock in {id(c): c for c in (self._host_clock, self._device_clock)}.values():
-            own = [span for span in ended if self._clock(span.name) is clock]
-            starts = clock.times_ns([span.start for span in own])
-            ends = clock.times_ns([span.end for span in own])
+            timed = [span for span in ended if self._clock(span.name) is clock]
+            starts = clock.times_ns([span.start for span in timed])
+            ends = clock.times_ns([span.end for span in timed])
             taken += [
                 RecordedSpan(span.name, start, max(start, end), span.detail)
-                for span, start, end in zip(own, starts, ends, strict=True)
+                for span, start, end in zip(timed, starts, ends, strict=True)
             ]
         return sorted(taken, key=lambda span: (span.start_ns, -span.end_ns))
 
@@ -173,3 +256,83 @@ class MemoryRecorder:
                 f"there is no span '{name}'; use one of {known} or add it to TRACK_OF_SPAN"
             )
         return self._host_clock if name in HOST_TIMED else self._device_clock
+
+
+def combine_recorders(*recorders: SpanRecorder) -> SpanRecorder:
+    """One recorder that forwards to all given ones; `NO_SPANS` where there are none."""
+    if not recorders:
+        return NO_SPANS
+    return recorders[0] if len(recorders) == 1 else _CombinedRecorder(recorders)
+
+
+class _CombinedRecorder:
+    """Forwards every span to several recorders. Thread-safe."""
+
+    def __init__(self, recorders: Sequence[SpanRecorder]) -> None:
+        self._recorders = recorders
+        self._handles: dict[int, list[int]] = {}
+        self._num_begun = 0
+        self._lock = threading.Lock()
+
+    def begin(self, name: str, **detail: int | str) -> int:
+        handles = [recorder.begin(name, **detail) for recorder in self._recorders]
+        with self._lock:
+            self._num_begun += 1
+            self._handles[self._num_begun] = handles
+            return self._num_begun
+
+    def end(self, handle: int) -> None:
+        with self._lock:
+            handles = self._handles.pop(handle)
+        for recorder, its_handle in zip(self._recorders, handles, strict=True):
+            recorder.end(its_handle)
+
+
+@contextmanager
+def schedule_spans(
+    config: ModelParallelConfig, spans: SpanRecorder, *, stage: int
+) -> Iterator[None]:
+    """Record the spans of a Megatron schedule that runs a model of this configuration.
+
+    ``config.timers`` is upstream's own hook: its schedules start and stop ``forward-compute`` and
+    ``backward-compute`` around each micro-batch (loss function included), and its communicator a
+    timer around each message. In a schedule, the k-th forward and the k-th backward of a stage are
+    those of its k-th micro-batch.
+    """
+    if spans is NO_SPANS:
+        yield
+        return
+    before = config.timers
+    timers = cache(lambda name: _ScheduleTimer(spans, name, stage))
+    config.timers = lambda name, log_level=None: timers(name)
+    try:
+        yield
+    finally:
+        config.timers = before
+
+
+_SPAN_OF_TIMER = {"forward-compute": "forward", "backward-compute": "backward"}
+_MESSAGE_ENDINGS = ("-send", "-recv")
+
+
+class _ScheduleTimer:
+    """One timer of ``megatron.core.timers.Timers``, without effect for the schedule as a whole."""
+
+    def __init__(self, spans: SpanRecorder, name: str, stage: int) -> None:
+        self._spans, self._name, self._stage = spans, name, stage
+        self._is_message = name.endswith(_MESSAGE_ENDINGS)
+        self._span = "pipeline wait" if self._is_message else _SPAN_OF_TIMER.get(name)
+        self._num_started = 0
+        self._handle = _NOT_KEPT
+
+    def start(self, barrier: bool = False) -> None:
+        if self._span is not None:
+            which: dict[str, int | str] = {"micro_batch": self._num_started}
+            if self._is_message:
+                which = {"message": self._name}
+            self._handle = self._spans.begin(self._span, **which, stage=self._stage)
+            self._num_started += 1
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._span is not None:
+            self._spans.end(self._handle)

@@ -1,8 +1,8 @@
-"""The regroup track: the one sequence of a rank's regrouping, beside its compute.
+"""The regroup track: runs the gathers and scatters of a rank one after another during compute.
 
 All ranks put the same jobs on their tracks in the same order; a track posts the collectives of one
-job after those of another and waits for nothing but them. What follows from that, and why no
-deadlock can, is in docs/regrouping.md, section Overlap.
+job after those of another and waits for nothing else. docs/regrouping.md, section Overlap, explains
+why this cannot deadlock.
 """
 
 from __future__ import annotations
@@ -14,35 +14,92 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
-from megatron.hydraulis.runtime.staging import Staging, StagingSlot
+
+DEFAULT_NUM_SLOTS = 2
+"""One bucket is copied while the next one travels."""
+
+_ALIGNMENT_BYTES = 256
+
+
+class StagingSlot:
+    """Send and receive buffers of one bucket, which grow to the largest bucket and are then reused.
+
+    On a CPU a new allocation costs a page fault per page, about as long as the copy into it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, purpose: str, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of undefined contents, valid until the next call for the same purpose.
+
+        Buffers of different purposes never overlap; those of different dtypes do.
+        """
+        num_bytes = num_elements * dtype.itemsize
+        buffer = self._buffers.get(purpose)
+        if buffer is None or buffer.numel() < num_bytes:
+            self._buffers.pop(purpose, None)  # free the old one first: never hold both
+            size = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            del buffer
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._buffers[purpose] = buffer
+        return buffer[:num_bytes].view(dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use."""
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
+
+class Staging:
+    """The staging slots of a rank, at least 1: the number of buckets copied at the same time."""
+
+    def __init__(self, device: torch.device, num_slots: int = DEFAULT_NUM_SLOTS) -> None:
+        if num_slots < 1:
+            raise ConfigurationError(
+                f"regrouping needs at least 1 staging slot but gets {num_slots}; give 1 or more"
+            )
+        self.slots: Sequence[StagingSlot] = tuple(StagingSlot(device) for _ in range(num_slots))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in use over all slots."""
+        return sum(slot.num_bytes for slot in self.slots)
+
 
 Step = dist.Work | None
 """What a job waits for next; None where there is nothing to wait for."""
 
 
-class Job(Protocol):
-    """One bucket's gather or scatter."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The gather or scatter of one bucket."""
 
     span: str
     """'gather' or 'scatter'."""
-    detail: dict[str, int | str]
+    detail: Mapping[str, int | str]
     """For the span, and for errors."""
     num_collectives: int
     needs_staging: bool
-    """Whether `steps` takes memory of its slot."""
+    """Whether `steps` takes memory from its slot."""
+    steps: Callable[[StagingSlot], Iterator[Step]]
+    """Posts a collective before each ``yield`` and continues once it is complete."""
 
-    def steps(self, slot: StagingSlot) -> Iterator[Step]:
-        """Posts a collective before each ``yield``; goes on once it is complete."""
-        ...
+    def __str__(self) -> str:
+        return f"{self.span} of " + ", ".join(
+            f"{key} {value}" for key, value in self.detail.items()
+        )
 
 
 class Ticket(Protocol):
@@ -50,11 +107,11 @@ class Ticket(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the job has ended; never waits. A job that failed has ended."""
+        """Whether the job has ended, successfully or not; never waits."""
         ...
 
     def wait(self) -> None:
-        """Go on when the job has ended; raises what it, or one before it, raised."""
+        """Wait for the end of the job; raises the error of this job or of one before it."""
         ...
 
 
@@ -62,36 +119,31 @@ class Track(Protocol):
     """Runs jobs one after another, their waits overlapping."""
 
     may_delay_compute: bool
-    """Whether a job that waits for other ranks may hold up what this rank's compute does after."""
+    """Whether a job that waits for other ranks may delay compute that this rank queues later."""
 
     def submit(self, job: Job) -> Ticket:
-        """Put a job at the end of the sequence; returns at once. Not after `close`."""
+        """Append a job; returns at once. Not after `close`."""
         ...
 
     def close(self) -> None:
-        """No more jobs."""
+        """Accept no more jobs."""
         ...
 
 
 def make_track(device: torch.device, staging: Staging, spans: SpanRecorder = NO_SPANS) -> Track:
-    """The kind of track that overlaps on this device."""
+    """The track that overlaps with compute on this device."""
     if device.type == "cuda":
         return StreamTrack(device, staging, spans)
     return ThreadTrack(staging, spans)
 
 
-def _describe(job: Job) -> str:
-    detail = ", ".join(f"{key} {value}" for key, value in job.detail.items())
-    return f"{job.span} of {detail}"
-
-
 @dataclass
 class _Failure:
-    """The first error on a track; nothing after it can be right."""
+    """The first error on a track; no later job can succeed."""
 
     error: BaseException
     noticed: threading.Event = field(default_factory=threading.Event)
-    """Set once somebody has been told."""
+    """Set once a `wait` has raised it."""
 
 
 @dataclass
@@ -99,7 +151,7 @@ class _ThreadTicket:
     job: Job
     ended: threading.Event = field(default_factory=threading.Event)
     failure: _Failure | None = None
-    # What follows belongs to the track's thread.
+    # Used by the track's thread only.
     steps: Iterator[Step] | None = None
     work: Step = None
     is_step_complete: bool = True
@@ -119,16 +171,16 @@ class _ThreadTicket:
 
 
 SECONDS_TO_NOTICE = 2.0
-"""After an error on the track, time for compute to come upon it by itself."""
+"""Time after an error on the track for compute to notice it in `Ticket.wait`."""
 
 _CLOSE, _COMPLETE = "close", "complete"
 
 
 class ThreadTrack:
-    """A thread that runs jobs in their order: collectives of the CPU block who waits for them.
+    """A thread that runs jobs in their order, since waiting for a CPU collective blocks.
 
-    As many jobs are under way as there are staging slots for, jobs that need none not counted. A
-    job begins once all collectives of those before it are posted; jobs end in their order.
+    At most as many jobs that need staging are under way as there are slots. A job begins once all
+    collectives of the jobs before it are posted; jobs end in their order.
     """
 
     may_delay_compute = False
@@ -138,18 +190,18 @@ class ThreadTrack:
         self._runner = _Runner(self._events, staging, spans)
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        # The thread must not keep the track alive, or nobody would ever close it.
+        # The thread must not keep the track alive, or it would never be closed.
         weakref.finalize(self, self._events.put, _CLOSE)
 
     def submit(self, job: Job) -> Ticket:
         if self._is_closed:
             raise HydraulisError(
-                f"{_describe(job)} comes after the end of regrouping, so that nobody would run it; "
+                f"{job} was submitted after the end of regrouping and would never run; "
                 "close the engine after its last iteration and evaluation"
             )
         ticket = _ThreadTicket(job)
         if self._thread is None:
-            # A thread of OpenMP's own choice of threads would fight with compute for the cores.
+            # With OpenMP's default number of threads it would compete with compute for the cores.
             self._thread = threading.Thread(
                 target=self._runner.run,
                 args=(torch.get_num_threads(),),
@@ -166,7 +218,7 @@ class ThreadTrack:
 
 
 class _Runner:
-    """The thread's own state."""
+    """State of the track's thread."""
 
     def __init__(
         self,
@@ -191,13 +243,13 @@ class _Runner:
                     return
                 if isinstance(event, _ThreadTicket):
                     self._waiting.append(event)
-                del event  # an idle thread keeps nothing alive
-                self._go_on()
+                del event  # an idle thread must keep nothing alive
+                self._advance()
                 if self._failure is not None:
                     _end_process_unless_noticed(self._failure)
 
-    def _go_on(self) -> None:
-        """All that can be done without waiting."""
+    def _advance(self) -> None:
+        """Do all that can be done without waiting."""
         try:
             while self._failure is None:
                 if self._under_way and self._under_way[0].is_step_complete:
@@ -235,12 +287,12 @@ class _Runner:
             if ticket.steps is None:
                 ticket.steps = ticket.job.steps(ticket.slot or self._no_slot)
             if ticket.work is not None:
-                ticket.work.wait()  # complete: this tells of errors
+                ticket.work.wait()  # it is complete: this raises its error
             ticket.work = next(ticket.steps)
         except StopIteration:
             self._end(ticket)
         except BaseException as error:
-            error.add_note(_describe(ticket.job))
+            error.add_note(str(ticket.job))
             raise
         else:
             ticket.num_posted += 1
@@ -268,8 +320,8 @@ class _Runner:
 
 
 def _end_process_unless_noticed(failure: _Failure) -> None:
-    """Compute may be waiting for a rank that in turn waits for what failed here: nobody would be
-    told before the collectives' timeout."""
+    """End the process if compute does not notice the failure: it may be waiting for a rank that
+    waits for the failed job, which would last until the collectives' timeout."""
     if failure.noticed.wait(SECONDS_TO_NOTICE):
         return
     traceback.print_exception(failure.error)
@@ -295,10 +347,10 @@ class _StreamTicket:
 
 
 class StreamTrack:
-    """A CUDA stream: jobs are queued on the device in their order, and nobody waits on the host."""
+    """A CUDA stream: jobs are queued on the device in their order; the host never waits."""
 
     may_delay_compute = True
-    """Where streams share one hardware queue, what waits in it holds up all that came after."""
+    """Where streams share one hardware queue, a waiting job delays everything queued after it."""
 
     def __init__(
         self, device: torch.device, staging: Staging, spans: SpanRecorder = NO_SPANS
@@ -309,7 +361,7 @@ class StreamTrack:
         self._spans = spans
 
     def submit(self, job: Job) -> Ticket:
-        # The stream's order keeps a slot's users apart.
+        # The stream's order separates the users of a slot.
         slot = self._slots[self._num_submitted % len(self._slots)]
         self._num_submitted += 1
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -320,7 +372,7 @@ class StreamTrack:
                     if work is not None:
                         work.wait()
             except BaseException as error:
-                error.add_note(_describe(job))
+                error.add_note(str(job))
                 raise
             self._spans.end(span)
             ended = torch.cuda.Event()

@@ -14,7 +14,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.runtime.forward_step import loss_func
+from megatron.hydraulis.runtime.executor import loss_func
 from megatron.hydraulis.runtime.model_building import PackedGPTModel, packed_block_spec
 from tests.support.forked_job import Kill, run_job
 from tests.support.tiny_corpus import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.runtime.forward_step import loss_func
+from megatron.hydraulis.runtime.executor import loss_func
 from tests.support.forked_job import run_job
 from tests.support.training_run import MAIN_FLAGS, ROUNDING, Launch, Run
 

@@ -52,7 +52,7 @@ def test_an_unmarked_parameter_among_cut_ones_is_refused(
     name = f"{LAYER}{module}.query_norm.weight"
     with pytest.raises(ConfigurationError) as refusal:
         contribution(name, ("sequence_parallel", False), sequence_parallel=sequence_parallel)
-    assert f"parameter '{name}' is whole on every TP rank" in str(refusal.value)
+    assert f"parameter '{name}' is not cut over TP ranks" in str(refusal.value)
     assert f"set parameter.{MARK} to 'partial' or 'replicated'" in str(refusal.value)
 
 

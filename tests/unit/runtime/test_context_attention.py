@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.hydraulis.runtime.context_attention import MASK_QUANTUM, QueryBlock, SharedRow
+from megatron.hydraulis.runtime.attention import MASK_QUANTUM, QueryBlock, SharedRow
 
 SIZES = [(1, 1), (3, 17), (8, 16), (8, 31), (31, 31), (17, 48)]
 """Queries and keys of each block."""

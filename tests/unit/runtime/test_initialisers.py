@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.initialisers import EverythingOnMeta, InitialiserRecorder
+from megatron.hydraulis.runtime.catalogue import EverythingOnMeta, InitialiserRecorder
 
 
 def recorded(make: Callable[[], Tensor], name: str = "some.weight") -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.hydraulis.data.context_split import local_places, row_segments
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.forward_step import packed_seq_params
+from megatron.hydraulis.runtime.executor import packed_seq_params
 from megatron.hydraulis.runtime.model_building import build_model
 from megatron.hydraulis.runtime.packed_rope import follow_rows, rotate
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.runtime import passes
-from megatron.hydraulis.runtime.passes import GatherPass, PostFrom, ScatterPass, Waits
-from megatron.hydraulis.runtime.role_model import _parts
+from megatron.hydraulis.runtime import spans
+from megatron.hydraulis.runtime.passes import GatherPass, PostFrom, ScatterPass, StallTimer
+from megatron.hydraulis.runtime.strategy_runtime import _parts
 
 NUM_BUCKETS = 4
 
@@ -57,7 +57,7 @@ def scatter_pass(
         track,  # type: ignore[arg-type]
         num_buckets,
         track,  # type: ignore[arg-type]
-        Waits("scatter wait"),
+        StallTimer("scatter wait"),
         buckets_of=buckets_of,
         post_from=post_from,
     )
@@ -139,7 +139,7 @@ class TestGather:
             track,  # type: ignore[arg-type]
             NUM_BUCKETS,
             track,  # type: ignore[arg-type]
-            Waits("gather wait"),
+            StallTimer("gather wait"),
             **options,
         )
 
@@ -166,8 +166,8 @@ class TestGather:
 
 def test_waits_add_up_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     clock_s = iter((1.0, 1.5, 10.0, 12.25))
-    monkeypatch.setattr(passes.time, "perf_counter", lambda: next(clock_s))
-    waits = Waits("gather wait")
+    monkeypatch.setattr(spans.time, "perf_counter", lambda: next(clock_s))
+    waits = StallTimer("gather wait")
     tickets = [FakeTicket([], bucket) for bucket in range(2)]
     for ticket in (*tickets, *tickets):  # what has ended is not waited for, and costs no time
         waits.wait_for(ticket)
@@ -190,7 +190,7 @@ def test_waits_of_a_stream_count_once_the_device_has_come_to_them() -> None:
         def s_until(self, later: Any) -> float | None:
             return 0.5 * (later.number - self.number) if later.number in passed else None
 
-    waits = Waits("gather wait", stamp=StreamStamp)  # type: ignore[arg-type]
+    waits = StallTimer("gather wait", stamp=StreamStamp)  # type: ignore[arg-type]
     for bucket in range(3):
         waits.wait_for(FakeTicket([], bucket))
     assert waits.take_s() == 0.0

@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.runtime.schedule_spans import schedule_spans
-from megatron.hydraulis.runtime.spans import ALL_TRACKS, NO_SPANS, MemoryRecorder
+from megatron.hydraulis.runtime.spans import (
+    ALL_TRACKS,
+    COMPUTE,
+    HOST,
+    NO_SPANS,
+    MemoryRecorder,
+    combine_recorders,
+    schedule_spans,
+)
 
 
 class LazyClock:
@@ -148,3 +155,21 @@ def test_upstreams_timers_stay_where_nothing_is_measured() -> None:
     ):
         raise RuntimeError("broken")
     assert config.timers is timers
+
+
+def test_every_combined_recorder_keeps_its_own_tracks() -> None:
+    first, second = MemoryRecorder(), MemoryRecorder()
+    first.tracks, second.tracks = frozenset({COMPUTE}), frozenset({HOST})
+    both = combine_recorders(first, second)
+    outer = both.begin("forward", micro_batch=1)
+    inner = both.begin("gather wait")
+    both.end(inner)
+    both.end(outer)
+    assert [span.name for span in first.take()] == ["forward"]
+    assert [span.name for span in second.take()] == ["gather wait"]
+
+
+def test_one_recorder_is_returned_as_it_is_and_none_records_nothing() -> None:
+    recorder = MemoryRecorder()
+    assert combine_recorders(recorder) is recorder
+    assert combine_recorders() is NO_SPANS

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.staging import Staging
+from megatron.hydraulis.runtime.track import Staging
 
 
 def test_a_buffer_is_used_again_and_grows_to_the_largest_request() -> None:

@@ -4,9 +4,12 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.hydraulis.runtime.catalogue import catalogue
-from megatron.hydraulis.runtime.model_building import build_role_model, global_name
+from megatron.hydraulis.runtime.model_building import (
+    build_role_model,
+    global_name,
+    on_meta,
+)
 from megatron.hydraulis.runtime.process_groups import local_collection
-from megatron.hydraulis.runtime.te_layers import canonical_name, on_meta
 from megatron.hydraulis.transfer.role import Role
 from tests.support.fused_layers import FusedNormLinear, FusedSmallModel
 from tests.support.gloo_pool import prepare_parent
@@ -29,7 +32,7 @@ from tests.support.models import SmallModel
     ],
 )
 def test_names(built: str, canonical: str) -> None:
-    assert canonical_name(built) == canonical
+    assert global_name(built, Role(1, 0, 0, 4, 4, False)) == canonical
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -66,14 +69,14 @@ class Module:
 
 
 class Norm:
-    """Upstream's norm: a function in the clothes of a class."""
+    """Upstream's norm: a function written as a class."""
 
     def __new__(cls, config: TransformerConfig, size: int) -> Any:
         return Module(size, config=config)
 
 
 @pytest.mark.parametrize("wrapper", [Module, Norm])
-def test_wrappers_are_told_to_build_on_meta(wrapper: Any) -> None:
+def test_wrappers_build_on_meta(wrapper: Any) -> None:
     config = SmallModel().transformer()
     config.use_cpu_initialization = True
     built = on_meta(wrapper)(config=config, size=3)

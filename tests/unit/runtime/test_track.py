@@ -1,4 +1,4 @@
-"""The thread beside compute: jobs in their order, few at a time, and errors that are told."""
+"""The track's thread: jobs in their order, few at a time, and errors for every later ticket."""
 
 import threading
 from collections.abc import Iterator
@@ -8,8 +8,7 @@ import torch
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.runtime.spans import MemoryRecorder
-from megatron.hydraulis.runtime.staging import Staging, StagingSlot
-from megatron.hydraulis.runtime.track import Step, ThreadTrack
+from megatron.hydraulis.runtime.track import Job, Staging, StagingSlot, Step, ThreadTrack
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 20.0
@@ -32,9 +31,7 @@ class PostedWork:
 
 
 class FakeJob:
-    """Posts collectives that the test completes, and notes what happens."""
-
-    span = "gather"
+    """A `job` whose collectives the test completes, and what happens to it."""
 
     def __init__(
         self,
@@ -45,9 +42,13 @@ class FakeJob:
         needs_staging: bool = True,
         error: Exception | None = None,
     ) -> None:
-        self.detail: dict[str, int | str] = {"bucket": number, "unit": f"layer {number}"}
-        self.num_collectives = num_collectives
-        self.needs_staging = needs_staging
+        self.job = Job(
+            span="gather",
+            detail={"bucket": number, "unit": f"layer {number}"},
+            num_collectives=num_collectives,
+            needs_staging=needs_staging,
+            steps=self.steps,
+        )
         self.works = [PostedWork() for _ in range(num_collectives)]
         self.posted = [threading.Event() for _ in range(num_collectives)]
         self.slot: StagingSlot | None = None
@@ -74,7 +75,7 @@ def test_jobs_end_in_their_order_whatever_is_complete_first() -> None:
     log: list[str] = []
     track = ThreadTrack(Staging(CPU, num_slots=3))
     jobs = [FakeJob(i, log) for i in range(3)]
-    tickets = [track.submit(job) for job in jobs]
+    tickets = [track.submit(job.job) for job in jobs]
     assert jobs[2].is_posted()
     jobs[2].works[0].complete()
     jobs[1].works[0].complete()
@@ -94,7 +95,7 @@ def test_no_more_jobs_rearrange_at_a_time_than_there_are_slots() -> None:
     log: list[str] = []
     track = ThreadTrack(Staging(CPU, num_slots=1))
     jobs = [FakeJob(i, log) for i in range(2)]
-    tickets = [track.submit(job) for job in jobs]
+    tickets = [track.submit(job.job) for job in jobs]
     assert jobs[0].is_posted()
     jobs[0].works[0].complete()
     assert jobs[1].is_posted()
@@ -108,7 +109,7 @@ def test_jobs_in_place_need_no_slot() -> None:
     log: list[str] = []
     track = ThreadTrack(Staging(CPU, num_slots=1))
     jobs = [FakeJob(0, log), *(FakeJob(i, log, needs_staging=False) for i in (1, 2))]
-    tickets = [track.submit(job) for job in jobs]
+    tickets = [track.submit(job.job) for job in jobs]
     assert jobs[2].is_posted()
     assert log == ["0 posts 0", "1 posts 0", "2 posts 0"]
     for job in jobs:
@@ -121,7 +122,7 @@ def test_a_job_begins_when_those_before_it_have_posted_everything() -> None:
     log: list[str] = []
     track = ThreadTrack(Staging(CPU, num_slots=2))
     jobs = [FakeJob(i, log, num_collectives=2) for i in range(2)]
-    tickets = [track.submit(job) for job in jobs]
+    tickets = [track.submit(job.job) for job in jobs]
     assert jobs[0].is_posted(0)
     assert log == ["0 posts 0"]
     jobs[0].works[0].complete()
@@ -136,11 +137,11 @@ def test_a_job_begins_when_those_before_it_have_posted_everything() -> None:
     assert log[3:] == ["0 ends", "1 posts 1", "1 ends"]
 
 
-def test_an_error_is_told_by_every_later_ticket_and_says_where() -> None:
+def test_an_error_is_raised_by_every_later_ticket_and_says_where() -> None:
     log: list[str] = []
     track = ThreadTrack(Staging(CPU))
     failing = FakeJob(0, log, error=ValueError("no luck"))
-    tickets = [track.submit(failing), track.submit(FakeJob(1, log))]
+    tickets = [track.submit(failing.job), track.submit(FakeJob(1, log).job)]
     assert failing.is_posted()
     failing.works[0].complete()
     for ticket in tickets:
@@ -148,7 +149,7 @@ def test_an_error_is_told_by_every_later_ticket_and_says_where() -> None:
             ticket.wait()
         assert caught.value.__notes__ == ["gather of bucket 0, unit layer 0"]
     with pytest.raises(ValueError, match="no luck"):
-        track.submit(FakeJob(2, log)).wait()
+        track.submit(FakeJob(2, log).job).wait()
     assert "2 posts 0" not in log
 
 
@@ -156,7 +157,7 @@ def test_spans_go_from_the_posting_to_the_end() -> None:
     spans = MemoryRecorder()
     track = ThreadTrack(Staging(CPU, num_slots=2), spans)
     jobs = [FakeJob(i, []) for i in range(2)]
-    tickets = [track.submit(job) for job in jobs]
+    tickets = [track.submit(job.job) for job in jobs]
     assert jobs[1].is_posted()
     assert spans.take() == []
     for job in jobs:
@@ -170,14 +171,14 @@ def test_spans_go_from_the_posting_to_the_end() -> None:
 def test_a_closed_track_takes_no_job_that_would_be_waited_for_in_vain() -> None:
     track = ThreadTrack(Staging(CPU))
     track.close()
-    with pytest.raises(HydraulisError, match="gather of bucket 0, unit layer 0 comes after"):
-        track.submit(FakeJob(0, []))
+    with pytest.raises(HydraulisError, match="bucket 0, unit layer 0 was submitted after"):
+        track.submit(FakeJob(0, []).job)
 
 
 def test_a_track_that_nobody_holds_ends_its_thread() -> None:
     track = ThreadTrack(Staging(CPU))
     job = FakeJob(0, [])
-    ticket = track.submit(job)
+    ticket = track.submit(job.job)
     thread = track._thread
     assert thread is not None
     assert job.is_posted()

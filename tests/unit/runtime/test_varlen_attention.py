@@ -7,10 +7,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
 
-from megatron.hydraulis.runtime import varlen_attention
-from megatron.hydraulis.runtime.context_attention import attend_and_forget
-from megatron.hydraulis.runtime.packed_attention import SegmentAttention
-from megatron.hydraulis.runtime.varlen_attention import VarlenAttention
+from megatron.hydraulis.runtime.attention import SegmentAttention, attend_and_forget
+from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
 from tests.support import varlen_stand_in
 from tests.support.context_probes import packed, run_attention
 from tests.support.models import SmallModel
@@ -27,7 +25,7 @@ def test_the_stand_in_has_the_signature_of_the_real_one() -> None:
 
 @pytest.mark.parametrize("lengths", [[5, 1, 9, 2], [17]])
 def test_attends_as_segments_do(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen_attention, "varlen_attn", varlen_stand_in.varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_stand_in.varlen_attn)
     generator = torch.Generator().manual_seed(1)
     shapes: list[tuple[int, ...]] = [(17, heads, 8) for heads in (4, 2, 2)]
     shapes.append((17, 32))

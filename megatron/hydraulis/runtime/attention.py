@@ -1,10 +1,14 @@
-"""Core attention over a packed row that a context-parallel group holds in parts."""
+"""Core attention over packed sequences: causal inside each sequence, none between sequences.
+
+With `SegmentAttention` one rank has the whole row, with `ContextAttention` each rank of the
+micro-batch's context-parallel group has a part.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,40 +18,175 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from megatron.hydraulis.cost_model.context import choose_way
 from megatron.hydraulis.data.context_split import gathered_places, local_stretches
-from megatron.hydraulis.runtime.packed_attention import (
-    SegmentAttention,
-    once_a_row,
-    segment_lengths,
-)
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.process_groups import to_device
 
 QUERY_BLOCK = 512
-"""Queries that attend at once, in tokens: the mask of a block is as high, and a block looks at no
-more keys than half its height too many."""
+"""Queries that attend at once, in tokens: the height of a block's mask. On average a block computes
+half its height of keys too many per query."""
 MASK_QUANTUM = 16
-"""Masks begin at a multiple of this in memory, in elements: CUDA's memory-efficient kernel reads 16
-bytes at a time and refuses a mask that begins between."""
+"""Masks begin at a multiple of this in memory, in elements, as CUDA's memory-efficient kernel
+requires, which reads 16 bytes at a time."""
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """Upstream's description of a packed row, with what the host knows of it already.
+
+    Upstream reads the same from ``cu_seqlens``, and waits for the device each time.
+    """
+
+    positions: Tensor | None = None
+    """(T,) int64: the position of each token of this rank in its sequence."""
+    segment_lengths: tuple[int, ...] = ()
+    """Lengths in tokens of the segments of the whole row, padding included."""
+
+
+def segment_lengths(packed_seq_params: PackedSeqParams) -> tuple[int, ...]:
+    """Padded lengths of the whole row, even where this rank holds a part of it.
+
+    Padding is at the end of a segment, so causality hides it from the other tokens. The host waits
+    for the device unless the description is a `PackedRow`.
+    """
+    if isinstance(packed_seq_params, PackedRow) and packed_seq_params.segment_lengths:
+        return packed_seq_params.segment_lengths
+
+    def read() -> tuple[int, ...]:
+        padded = packed_seq_params.cu_seqlens_q_padded
+        borders = packed_seq_params.cu_seqlens_q if padded is None else padded
+        return tuple(borders.diff().tolist())
+
+    return once_a_row(packed_seq_params, "segment lengths", read)
+
+
+def once_a_row[Value](
+    packed_seq_params: PackedSeqParams, key: Hashable, compute: Callable[[], Value]
+) -> Value:
+    """A value that all layers need for a row, computed by the first and cached in its description.
+
+    Args:
+        packed_seq_params: describes one micro-batch; not reused for another.
+        key: of the value.
+        compute: the value.
+    """
+    cache: dict[Hashable, Value] = vars(packed_seq_params).setdefault("hydraulis_row_cache", {})
+    if key not in cache:
+        cache[key] = compute()
+    return cache[key]
+
+
+class SegmentAttention(torch.nn.Module):
+    """`scaled_dot_product_attention` per sequence of a THD pack, on every device.
+
+    Replaces Megatron's local core attention, which refuses packed input. On a CPU it is two to
+    forty times faster than a dense mask over the pack. On a GPU it is correct but slow: it launches
+    a kernel per sequence, where `VarlenAttention` and `TEAttention` launch one per pack.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        require_no_dropout(
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
+        self.config = config
+        self.layer_number = max(1, layer_number)
+        head_size = config.kv_channels
+        assert head_size is not None
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend inside every sequence.
+
+        Args:
+            query: (tokens, heads, head size); without ``packed_seq_params`` (tokens, 1, …).
+            key: (tokens, query groups, head size), likewise.
+            value: as ``key``.
+            attention_mask: not used: sequence borders and causality determine it.
+            packed_seq_params: holds ``cu_seqlens_q``; None for one unpacked sequence.
+
+        Returns:
+            (tokens, heads · head size), or (tokens, 1, heads · head size) unpacked.
+        """
+        unpacked = packed_seq_params is None
+        if unpacked:
+            if query.size(1) != 1:
+                raise ConfigurationError(
+                    f"unpacked input has {query.size(1)} rows; pack them into one THD row"
+                )
+            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+            lengths: Sequence[int] = [query.size(0)]
+        else:
+            lengths = segment_lengths(packed_seq_params)
+        context = self.attend(query, key, value, lengths)
+        context = context.reshape(context.size(0), -1)
+        return context.unsqueeze(1) if unpacked else context
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Causal attention inside every segment of a complete row.
+
+        Args:
+            query: (tokens, heads, head size).
+            key: (tokens, query groups, head size).
+            value: as ``key``.
+            lengths: of the segments, which cover the row, in tokens.
+
+        Returns:
+            (tokens, heads, head size).
+        """
+        segments = []
+        parts = (each.split(list(lengths)) for each in (query, key, value))
+        for q, k, v in zip(*parts, strict=True):
+            attended = F.scaled_dot_product_attention(
+                q.transpose(0, 1).unsqueeze(0),
+                k.transpose(0, 1).unsqueeze(0),
+                v.transpose(0, 1).unsqueeze(0),
+                is_causal=True,
+                scale=self.softmax_scale,
+                enable_gqa=q.size(1) != k.size(1),
+            )
+            segments.append(attended.squeeze(0).transpose(0, 1))
+        return torch.cat(segments) if len(segments) > 1 else segments[0]
 
 
 class ContextAttention(SegmentAttention):
     """`SegmentAttention` whose queries, keys and values are one context rank's part of the row.
 
     The group is that of the micro-batch, ``packed_seq_params.cp_group``, not the model's. Without
-    one, or in a group of one rank, this is `SegmentAttention` bit by bit. How the ranks exchange is
-    ``config.cp_comm_type``, see `context`. Between forward and backward a rank keeps no more
-    than its part either way: what was gathered is gathered again.
+    a group, or in a group of one rank, the result equals `SegmentAttention`'s bit by bit.
+    ``config.cp_comm_type`` selects how ranks exchange, see `cost_model.context`. Between forward
+    and backward a rank keeps its part only: the backward gathers the rest again.
     """
 
     takes_context_group = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Upstream hands the type to core attention only where the model's own cp is above 1.
+        # Upstream passes the type to core attention only where the model's cp is above 1.
         self.cp_comm_type: str = self.config.cp_comm_type or "auto"
 
     def forward(
@@ -73,7 +212,7 @@ class ContextAttention(SegmentAttention):
             (T, heads · head size).
 
         Raises:
-            ConfigurationError: an all-to-all that the heads do not allow was asked for.
+            ConfigurationError: an all-to-all is requested that the heads do not allow.
         """
         if packed_seq_params is None or context_size_of(packed_seq_params) == 1:
             return super().forward(
@@ -102,9 +241,9 @@ class ContextAttention(SegmentAttention):
         )
 
     def _attend_by_blocks(self, query: Tensor, keys_and_values: Tensor, row: SharedRow) -> Tensor:
-        """Queries of this rank's part; (R, 2 · query groups, head size) keys beside values."""
+        """Queries of this rank's part; keys and values (R, 2 · query groups, head size)."""
         num_groups = keys_and_values.size(1) // 2
-        # Split by segment first: the gradient of a slice is as large as what it was cut from.
+        # Split by segment first: the gradient of a slice is as large as the tensor it is cut from.
         segments = keys_and_values.split(row.lengths)
         attended = []
         for block, q in zip(row.blocks, query.split(row.block_lengths), strict=True):
@@ -131,7 +270,7 @@ class ContextAttention(SegmentAttention):
             num_copies = row.size // num_groups
             key = key.repeat_interleave(num_copies, dim=1)
             value = value.repeat_interleave(num_copies, dim=1)
-        # Shares of one rank beside each other, so that one collective moves all three.
+        # The shares of a rank are adjacent, so that one collective moves all three tensors.
         shares = [each.unflatten(1, (row.size, -1)) for each in (query, key, value)]
         num_heads = [share.size(2) for share in shares]
         exchanged: Tensor = _TokensForHeads.apply(torch.cat(shares, dim=2), row)
@@ -139,38 +278,37 @@ class ContextAttention(SegmentAttention):
         return _HeadsForTokens.apply(self._attend_to_row(q, k, v, row), row).flatten(1, 2)
 
     def _attend_to_row(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Tensor:
-        """All tokens of the row, some of its heads."""
+        """Attend with all tokens of the row and this rank's share of the heads."""
         return self.attend(query, key, value, row.lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """Neighbouring queries of this rank, which attend to the beginning of their segment."""
+    """Consecutive queries of this rank, which attend to a prefix of their segment."""
 
     segment: int
     num_queries: int
     num_keys: int
-    """Up to the last query, itself included."""
+    """Up to and including the last query."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretches:
-    """Neighbouring queries of this rank as far as they are of one segment, each with the keys up to
-    its end."""
+    """Runs of consecutive queries of this rank in a segment, each with the keys up to its end."""
 
     places: list[tuple[int, int, int]]
-    """Segment, and where in it the queries begin and end."""
+    """Segment, and begin and end of the queries in it."""
     num_queries: list[int]
     num_keys: list[int]
     query_borders: Tensor
-    """(stretches + 1,) int32: the numbers of queries added up from 0."""
+    """(stretches + 1,) int32: cumulative numbers of queries, from 0."""
     key_borders: Tensor
-    """Likewise of keys."""
+    """(stretches + 1,) int32: cumulative numbers of keys, from 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRow:
-    """What every layer has to know of a row that a group shares; found out once a micro-batch."""
+    """What every layer needs for a row that a group shares; computed once per micro-batch."""
 
     group: dist.ProcessGroup
     size: int
@@ -178,11 +316,11 @@ class SharedRow:
     lengths: tuple[int, ...]
     """Of the segments of the whole row, padding included, in tokens."""
     borders: Tensor
-    """(segments + 1,) int32: these lengths added up from 0."""
+    """(segments + 1,) int32: cumulative lengths, from 0."""
     by_place: Tensor
-    """(R,) int64: takes parts laid out by rank into the order of the row."""
+    """(R,) int64: index that reorders parts by rank into the row."""
     by_rank: Tensor
-    """(R,) int64: takes the row into parts laid out by rank."""
+    """(R,) int64: index that reorders the row into parts by rank."""
     blocks: list[QueryBlock]
     """This rank's tokens in their order."""
     block_lengths: list[int]
@@ -192,10 +330,10 @@ class SharedRow:
     @functools.cached_property
     def mask(self) -> Tensor:
         """0 where attended and −∞ elsewhere: the last query attends to all keys, each earlier one
-        to one less. Those of blocks are cut out of it, and it has a few rows and columns more than
-        the largest: moved up the diagonal, a cut is the same. In the type of the queries: of any
-        other, every block would keep a copy. Made at first use: kernels that attend to a row at
-        once need none."""
+        to one less. The masks of blocks are views of it; it has a few more rows and columns than
+        the largest, since a view moved along the diagonal is the same. It has the queries' dtype,
+        or every block would keep a copy. Made at first use: kernels for complete rows need none.
+        """
         num_rows = max(block.num_queries for block in self.blocks) + MASK_QUANTUM - 1
         longest = max(block.num_keys for block in self.blocks)
         num_columns = math.ceil(longest / MASK_QUANTUM) * MASK_QUANTUM
@@ -205,7 +343,7 @@ class SharedRow:
 
     @functools.cached_property
     def stretches(self) -> Stretches:
-        """Made at first use, as the mask."""
+        """Made at first use."""
         places = [
             (segment, start, stop)
             for segment, length in enumerate(self.lengths)
@@ -218,7 +356,7 @@ class SharedRow:
         return Stretches(places, num_queries, num_keys, borders[0], borders[1])
 
     def mask_of(self, block: QueryBlock) -> Tensor:
-        """(queries, keys), a view that begins at a multiple of `MASK_QUANTUM`."""
+        """(queries, keys): a view that begins at a multiple of `MASK_QUANTUM`."""
         num_rows, num_columns = self.mask.shape
         column = num_columns - block.num_keys
         up = column % MASK_QUANTUM
@@ -227,23 +365,15 @@ class SharedRow:
 
 
 def context_size_of(packed_seq_params: PackedSeqParams) -> int:
-    """Ranks that share the row; 1 where its description names no group."""
+    """Ranks that share the row; 1 without a group."""
     group = packed_seq_params.cp_group
     return 1 if group is None else int(group.size())
 
 
 def shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
-    """What layers need to know of a row, kept with its description.
-
-    Args:
-        packed_seq_params: with a ``cp_group`` of more than one rank.
-        query: of any layer; tells device and type.
-    """
-    return once_a_row(
-        packed_seq_params,
-        ("shared row", query.dtype),
-        lambda: _shared_row(packed_seq_params, query),
-    )
+    """The `SharedRow` of a row whose ``cp_group`` has several ranks; ``query`` of any layer."""
+    key = ("shared row", query.dtype)
+    return once_a_row(packed_seq_params, key, lambda: _shared_row(packed_seq_params, query))
 
 
 def _shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
@@ -274,14 +404,12 @@ def _shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
 
 def gather_row(part: Tensor, row: SharedRow) -> Tensor:
     """(T, …) of every rank into (R, …) in the order of the row. Collective, also in the backward,
-    where gradients are added up and cut."""
+    which adds up gradients and returns this rank's part."""
     gathered: Tensor = _Gather.apply(part, row)
     return gathered
 
 
 class _Gather(Function):
-    """(T, …) of every rank into (R, …) in the order of the row; gradients are added up and cut."""
-
     @staticmethod
     def forward(ctx: Any, part: Tensor, row: SharedRow) -> Tensor:
         ctx.row = row
@@ -297,7 +425,7 @@ class _Gather(Function):
 
 
 def gathered_again(part: Tensor, row: SharedRow) -> Tensor:
-    """As `gather_row`, for nothing but the values. Collective."""
+    """The values of `gather_row`, without autograd. Collective."""
     parts = part.new_empty(row.size * part.size(0), *part.shape[1:])
     dist.all_gather_into_tensor(parts, part.contiguous(), group=row.group)
     return parts.index_select(0, row.by_place)
@@ -305,7 +433,7 @@ def gathered_again(part: Tensor, row: SharedRow) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Where a forgotten tensor lay in what was gathered."""
+    """The place of a discarded tensor in what was gathered."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -318,9 +446,9 @@ def attend_and_forget(
     """Attention that keeps nothing of what was gathered between forward and backward.
 
     Args:
-        attend: to keys and values of the row; what autograd would keep of them is forgotten.
+        attend: takes keys and values of the row; what autograd would save of them is discarded.
         gathered: these keys and values.
-        again: makes them anew in the backward, once. Collective, so it runs at a fixed place.
+        again: gathers them in the backward, once. Collective, so it runs at a fixed place.
     """
     memory = _GatheredAgain(gathered, again)
     gathered = _BackwardEnds.apply(gathered, memory)
@@ -330,11 +458,10 @@ def attend_and_forget(
 
 
 class _GatheredAgain:
-    """Hooks that let the backward gather anew what the forward had gathered, once for all blocks.
+    """Hooks with which the backward gathers again what the forward gathered, once for all blocks.
 
-    It gathers at a fixed place, before the backward of any block: which of their inputs kernels
-    keep differs from kernel to kernel and so from rank to rank, and a rank that gathered only when
-    it is asked for one would leave the others of its group waiting.
+    It gathers at a fixed place, before the backward of any block: kernels differ in the inputs that
+    they save, and so do ranks; a rank that gathered on demand could leave its group waiting.
     """
 
     def __init__(self, gathered: Tensor, again: Callable[[], Tensor]) -> None:
@@ -343,7 +470,7 @@ class _GatheredAgain:
         self._again: Tensor | None = None
 
     def forget(self, saved: Tensor) -> Tensor | _View:
-        """What autograd is to keep instead of a tensor; called in the forward."""
+        """What autograd saves instead of a tensor; called in the forward."""
         if saved.untyped_storage().data_ptr() != self._address:
             return saved
         return _View(saved.size(), saved.stride(), int(saved.storage_offset()))
@@ -360,12 +487,12 @@ class _GatheredAgain:
         return self._again.as_strided(kept.size, kept.stride, kept.offset)
 
     def end(self) -> None:
-        """No block needs it any more."""
+        """Called after the backward of the blocks."""
         self._again = None
 
 
 class _BackwardBegins(Function):
-    """Around the outcome of all blocks: its backward comes before theirs."""
+    """Identity on the result of all blocks: its backward runs before theirs."""
 
     @staticmethod
     def forward(ctx: Any, attended: Tensor, again: _GatheredAgain) -> Tensor:
@@ -380,7 +507,7 @@ class _BackwardBegins(Function):
 
 
 class _BackwardEnds(Function):
-    """Around what was gathered: its backward comes when the blocks' are done."""
+    """Identity on what was gathered: its backward runs after that of the blocks."""
 
     @staticmethod
     def forward(ctx: Any, gathered: Tensor, again: _GatheredAgain) -> Tensor:
@@ -409,7 +536,7 @@ class _TokensForHeads(Function):
 
 
 class _HeadsForTokens(Function):
-    """(R, heads of this rank, size) into (T, c, heads of a rank, size): the way back."""
+    """(R, heads of this rank, size) into (T, c, heads of a rank, size): the inverse."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, row: SharedRow) -> Tensor:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron.hydraulis.runtime.catalogue import CataloguedParameter, initial_rows
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 
 
 @dataclass(frozen=True)
 class OwnedRectangle:
-    """Rows of one piece that this rank owns, and where they lie."""
+    """Rows of one piece that this rank owns, and their place in the flat shards."""
 
     parameter: int
     shard_offset: int
     first_row: int
-    """In the whole parameter seen as a matrix, as is ``first_column``."""
+    """In the whole parameter as a matrix, like ``first_column``."""
     first_column: int
     num_rows: int
     num_columns: int
@@ -31,13 +30,13 @@ class OwnedRectangle:
 
 
 class CanonicalShards:
-    """The slice of the model that this rank owns, whatever the strategy.
+    """The slice of the model that this rank owns, independent of the strategy.
 
     Args:
         layout: the canonical layout.
         rank: this rank.
         dtype: of master parameters, gradients and optimizer state; fp32, or fp64 in tests.
-        device: where they live.
+        device: where they are.
     """
 
     def __init__(
@@ -83,12 +82,3 @@ class CanonicalShards:
                 num_rows=(last - first) // piece.row_length,
                 num_columns=piece.row_length,
             )
-
-    def initialise(self, entries: Mapping[str, CataloguedParameter], seed: int) -> None:
-        """Set the initial weights: they depend on the seed and the parameters' names alone."""
-        for part in self.rectangles():
-            entry = entries[self.layout.parameters[part.parameter].name]
-            rows = initial_rows(entry, seed, part.first_row, part.num_rows, self.parameters.dtype)
-            columns = rows[:, part.first_column : part.first_column + part.num_columns]
-            target = self.parameters[part.shard_offset : part.shard_offset + part.num_elements]
-            target.copy_(columns.reshape(-1))

@@ -1,0 +1,313 @@
+"""Core attention over packed sequences by one kernel per pack: torch's, or Transformer Engine's.
+
+Both are imported when they are used, since a machine may have neither.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron.hydraulis.cost_model.context import takes_all_to_all, te_all_to_all_refusal
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import require_no_dropout
+from megatron.hydraulis.runtime.attention import (
+    ContextAttention,
+    SharedRow,
+    attend_and_forget,
+    context_size_of,
+    gather_row,
+    gathered_again,
+)
+from megatron.hydraulis.runtime.process_groups import to_device
+
+__all__ = ["TE_MASK", "TEAttention", "TEWay", "choose_te_way", "packed_arguments"]
+
+
+CAUSAL_WINDOW = (-1, 0)
+"""The causal window of ``varlen_attn``: all keys to the left of a query, none to its right. The
+last query of a segment is aligned with its last key: fewer queries than keys are the segment's end.
+"""
+
+
+class VarlenAttention(ContextAttention):
+    """`ContextAttention` with one kernel per pack instead of one per sequence. CUDA only.
+
+    The kernel is FlashAttention 2: bf16 or fp16; the order in which it adds up gradients of queries
+    differs from run to run.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """As `ContextAttention.forward`."""
+        if packed_seq_params is not None and context_size_of(packed_seq_params) == 1:
+            borders = packed_seq_params.cu_seqlens_q_padded
+            if borders is None:
+                borders = packed_seq_params.cu_seqlens_q
+            longest = packed_seq_params.max_seqlen_q
+            context = self._attend_between(query, key, value, borders, borders, longest, longest)
+            return context.flatten(1, 2)
+        return super().forward(
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type,
+            attention_bias,
+            packed_seq_params,
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
+        """As `SegmentAttention.attend`."""
+        sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        borders, longest = to_device(sums, query.device), max(lengths)
+        return self._attend_between(query, key, value, borders, borders, longest, longest)
+
+    def _attend_to_row(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Tensor:
+        longest = max(row.lengths)
+        return self._attend_between(query, key, value, row.borders, row.borders, longest, longest)
+
+    def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
+        """Each stretch of this rank's queries becomes a segment, with the keys up to its end.
+
+        Keys that both stretches of a sequence attend to are copied twice: at most one and a half
+        times the row. In return there is one kernel instead of one per block of queries.
+        """
+        stretches = row.stretches
+
+        def by_stretch(gathered: Tensor) -> Tensor:
+            segments = gathered.split(row.lengths)
+            return torch.cat([segments[segment][:stop] for segment, _, stop in stretches.places])
+
+        def attend(keys_and_values: Tensor) -> Tensor:
+            k, v = keys_and_values.split(key.size(1), dim=1)
+            return self._attend_between(
+                query,
+                k,
+                v,
+                stretches.query_borders,
+                stretches.key_borders,
+                max(stretches.num_queries),
+                max(stretches.num_keys),
+            )
+
+        part = torch.cat([key, value], dim=1)
+        kept = part.detach()
+        return attend_and_forget(
+            attend,
+            by_stretch(gather_row(part, row)),
+            lambda: by_stretch(gathered_again(kept, row)),
+        )
+
+    def _attend_between(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_borders: Tensor,
+        key_borders: Tensor,
+        most_queries: int,
+        most_keys: int,
+    ) -> Tensor:
+        """(queries, heads, head size); borders are (segments + 1,) int32."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        context = varlen_attn(
+            query,
+            key,
+            value,
+            query_borders,
+            key_borders,
+            most_queries,
+            most_keys,
+            scale=self.softmax_scale,
+            window_size=CAUSAL_WINDOW,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+        assert isinstance(context, Tensor)  # a pair only if auxiliary outputs are requested
+        return context
+
+
+TE_MASK = "padding_causal"
+"""Causal inside each segment: the only causal mask that packed rows may have."""
+
+TEWay = Literal["p2p", "all_gather", "a2a"]
+
+
+class TEAttention(torch.nn.Module):
+    """Transformer Engine's ``DotProductAttention`` as Megatron's core attention; no parameters.
+
+    The group of the micro-batch, ``packed_seq_params.cp_group``, is set in every forward;
+    ``config.cp_comm_type`` selects how its ranks exchange keys and values, see `choose_te_way`.
+
+    Upstream's wrapper also takes the group of a micro-batch, but creates the ring's stream only
+    where the model's cp is above 1, exchanges in one way for groups of all sizes, and passes both
+    kinds of borders where they are equal: Transformer Engine then assumes padding inside the row
+    and does not use FlashAttention.
+
+    Args:
+        config: of the role.
+        layer_number: from 1.
+        attn_mask_type: not used: packed rows have one causal mask.
+        attention_type: 'self'.
+        attention_dropout: must be 0.
+        softmax_scale: 1 / √(head size) where None.
+        make_attention: Transformer Engine's class; tests pass a stand-in.
+        pg_collection: holds the ``tp`` group.
+    """
+
+    takes_context_group = True
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        *,
+        make_attention: Callable[..., Any] | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        require_no_dropout(
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
+        if make_attention is None:
+            from transformer_engine.pytorch import DotProductAttention
+
+            make_attention = DotProductAttention
+        self.config = config
+        self.layer_number = max(1, layer_number)
+        self.cp_comm_type: str = config.cp_comm_type or "auto"
+        self.attention = make_attention(
+            num_attention_heads=config.num_attention_heads,
+            kv_channels=config.kv_channels,
+            num_gqa_groups=config.num_query_groups,
+            attention_dropout=0.0,
+            qkv_format="thd",
+            attn_mask_type=TE_MASK,
+            sequence_parallel=config.sequence_parallel,
+            tp_size=config.tensor_model_parallel_size,
+            tp_group=None if pg_collection is None else pg_collection.tp,
+            layer_number=self.layer_number,
+            attention_type=attention_type,
+            softmax_scale=softmax_scale,
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend inside every sequence of the row. Collective over the micro-batch's group.
+
+        Args:
+            query: (T, heads, head size), this rank's tokens.
+            key: (T, query groups, head size), likewise.
+            value: as ``key``.
+            attention_mask: not used: sequence borders and causality determine it.
+            packed_seq_params: borders of the whole row, the group, its size.
+
+        Returns:
+            (T, heads · head size).
+
+        Raises:
+            ConfigurationError: unpacked input, or a way of exchange that the heads do not allow.
+        """
+        if packed_seq_params is None:
+            raise ConfigurationError(
+                f"core attention 'te' takes packed rows but was given {tuple(query.shape)} without "
+                "PackedSeqParams; pack the sequences, or use --core-attention sdpa"
+            )
+        size = context_size_of(packed_seq_params)
+        if size == 1:
+            # Reset each time, or the previous micro-batch's group would remain.
+            self.attention.set_context_parallel_group(None, None, None)
+        else:
+            group = packed_seq_params.cp_group
+            self.attention.set_context_parallel_group(
+                group,
+                dist.get_process_group_ranks(group),
+                _context_stream(query.device),
+                choose_te_way(self.cp_comm_type, query.size(1), key.size(1), size),
+            )
+        context: Tensor = self.attention(
+            query, key, value, None, **packed_arguments(packed_seq_params)
+        )
+        return context.reshape(context.size(0), -1)
+
+
+def choose_te_way(cp_comm_type: str, num_heads: int, num_groups: int, context_size: int) -> TEWay:
+    """How Transformer Engine exchanges in a group; equal on all its ranks.
+
+    ``auto`` is the all-to-all where it moves less and the heads allow it, else the ring, which
+    moves as much as an all-gather but overlaps with compute.
+
+    Args:
+        cp_comm_type: one of `CP_COMM_TYPES`.
+        num_heads: query heads on this rank, after tensor parallelism.
+        num_groups: key and value heads on this rank.
+        context_size: ranks of the group, c.
+
+    Raises:
+        ConfigurationError: an unknown type, or ``a2a`` where the heads do not allow it.
+    """
+    refusal = te_all_to_all_refusal(num_heads, num_groups, context_size)
+    if takes_all_to_all(cp_comm_type, num_heads, num_groups, context_size, refusal):
+        return "a2a"
+    return "all_gather" if cp_comm_type == "all_gather" else "p2p"
+
+
+def packed_arguments(packed_seq_params: PackedSeqParams) -> dict[str, Any]:
+    """The arguments of ``DotProductAttention.forward`` other than queries, keys and values.
+
+    For a row that a group shares, borders and longest segment are those of the whole row. In an
+    unshared row padding is a segment, so true and padded borders are equal, and Transformer Engine
+    can choose from all its kernels.
+    """
+    padded = packed_seq_params.cu_seqlens_q_padded
+    if padded is None:
+        padded = packed_seq_params.cu_seqlens_q
+    is_shared = context_size_of(packed_seq_params) > 1
+    true = packed_seq_params.cu_seqlens_q if is_shared else padded
+    return {
+        "qkv_format": "thd",
+        "attn_mask_type": TE_MASK,
+        "cu_seqlens_q": true,
+        "cu_seqlens_kv": true,
+        "cu_seqlens_q_padded": padded,
+        "cu_seqlens_kv_padded": padded,
+        "max_seqlen_q": packed_seq_params.max_seqlen_q,
+        "max_seqlen_kv": packed_seq_params.max_seqlen_kv,
+        "pad_between_seqs": is_shared,
+    }
+
+
+@functools.cache
+def _context_stream(device: torch.device) -> Any:
+    """The stream on which Transformer Engine passes on keys and values; None without CUDA."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -1,0 +1,224 @@
+"""What a rank needs to run each strategy of a pool: its role's model, arena and regrouping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.optimizer.shards import CanonicalShards
+from megatron.hydraulis.runtime.arena import Arena, ArenaMemory
+from megatron.hydraulis.runtime.executor import RoleModel
+from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
+from megatron.hydraulis.runtime.passes import GatherPass, ScatterPass, at_exit
+from megatron.hydraulis.runtime.process_groups import GroupRegistry
+from megatron.hydraulis.runtime.regroup import Regrouper
+from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.transfer.canonical import CanonicalLayout
+from megatron.hydraulis.transfer.role import Role, roles_of
+
+
+@dataclass(frozen=True)
+class StrategyRuntime:
+    """What this rank needs to run one strategy; `role`, `model` and `arena` are None where idle."""
+
+    strategy: Strategy
+    bound: BoundRole | None
+    regrouper: Regrouper
+
+    @property
+    def role(self) -> Role | None:
+        """This rank's role."""
+        return None if self.bound is None else self.bound.role
+
+    @property
+    def model(self) -> RoleModel | None:
+        """The role's model."""
+        return None if self.bound is None else self.bound.model
+
+    @property
+    def arena(self) -> Arena | None:
+        """The role's arena."""
+        return None if self.bound is None else self.bound.arena
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of each arena storage."""
+        return 0 if self.bound is None else self.bound.arena.num_elements
+
+
+class StrategyRuntimes:
+    """The runtimes of all strategies of a pool on this rank, each built at first use.
+
+    Args:
+        definition: the model.
+        pool: the strategies.
+        groups: has the groups of all strategies.
+        layout: of the canonical shards.
+        shards: of this rank.
+        memory: that all models are bound to.
+        dtype: in which parameters travel.
+    """
+
+    def __init__(
+        self,
+        definition: ModelDefinition,
+        pool: Pool,
+        groups: GroupRegistry,
+        layout: CanonicalLayout,
+        shards: CanonicalShards,
+        memory: ArenaMemory,
+        dtype: torch.dtype,
+    ) -> None:
+        self._definition = definition
+        self._pool = pool
+        self._groups = groups
+        self._layout = layout
+        self._shards = shards
+        self._memory = memory
+        self._dtype = dtype
+        self._built: dict[str, StrategyRuntime] = {}
+        self._bound_roles: dict[object, BoundRole] = {}
+        self._is_training = True
+
+    def __contains__(self, strategy_name: str) -> bool:
+        """Whether it is built."""
+        return strategy_name in self._built
+
+    def of(self, strategy_name: str) -> StrategyRuntime:
+        """The runtime of a strategy; no collective."""
+        if strategy_name not in self._built:
+            self._built[strategy_name] = self._build(self._pool.strategy(strategy_name))
+        return self._built[strategy_name]
+
+    def set_training(self, training: bool) -> None:
+        """Call `train()` or `eval()` on every model, including those built later."""
+        self._is_training = training
+        for bound in self._bound_roles.values():
+            bound.model.model.train(training)
+
+    def _build(self, strategy: Strategy) -> StrategyRuntime:
+        definition = self._definition
+        roles = roles_of(strategy, definition.transformer.num_layers, definition.tied_embeddings)
+        role = roles[dist.get_rank()]
+        bound = None if role is None else self._bound_role(strategy, role)
+        regrouper = Regrouper(
+            self._layout,
+            roles,
+            self._shards,
+            None if bound is None else bound.arena,
+            wire_dtype=self._dtype,
+            group=self._groups.regroup,
+            ranks_per_node=self._pool.ranks_per_node,
+        )
+        return StrategyRuntime(strategy, bound, regrouper)
+
+    def _bound_role(self, strategy: Strategy, role: Role) -> BoundRole:
+        """The model of the role, shared by strategies that give this rank the same neighbours."""
+        groups = self._groups.collection(strategy)
+        assert groups is not None
+        key = (role, *(tuple(dist.get_process_group_ranks(g)) for g in (groups.tp, groups.pp)))
+        found = self._bound_roles.get(key)
+        if found is None:
+            found = BoundRole(self._definition, role, groups, self._layout, self._memory)
+            found.model.model.train(self._is_training)
+            self._bound_roles[key] = found
+        return found
+
+
+class BoundRole:
+    """The model of one role in its groups, bound to its arena.
+
+    Shared by all strategies in which this rank has the same role and the same neighbours. Its hooks
+    are set once; within `regrouping` forward waits for parameters and backward reports gradients.
+
+    Args:
+        definition: the model.
+        role: this rank's.
+        groups: that the role's modules communicate in.
+        layout: the canonical layout.
+        memory: of all arenas of this rank.
+    """
+
+    def __init__(
+        self,
+        definition: ModelDefinition,
+        role: Role,
+        groups: ProcessGroupCollection,
+        layout: CanonicalLayout,
+        memory: ArenaMemory,
+    ) -> None:
+        self.role = role
+        module = build_role_model(definition, role, groups)
+        self.arena = Arena(layout, role, memory)
+        parameters = self.arena.bind(module)
+        self.model = RoleModel(module, groups)
+        held: dict[int, dict[int, None]] = {index: {} for index in parameters}
+        for bucket in layout.buckets:
+            for piece in bucket.pieces:
+                if piece.parameter in held:
+                    held[piece.parameter][bucket.index] = None
+        self.buckets_of = {index: list(found) for index, found in held.items()}
+        """Buckets of each parameter of the role, by index into ``layout.parameters``."""
+        self._gather: GatherPass | None = None
+        self._scatter: ScatterPass | None = None
+        self._held_buckets = sorted({b for buckets in self.buckets_of.values() for b in buckets})
+        index_of = {id(parameter): index for index, parameter in parameters.items()}
+        for part, members in _parts(module, lambda p: layout.parameters[index_of[id(p)]].unit):
+            buckets = sorted({b for p in members for b in self.buckets_of[index_of[id(p)]]})
+            part.register_forward_pre_hook(partial(self._before_forward, tuple(buckets)))
+        for index in self.buckets_of:
+            parameters[index].register_post_accumulate_grad_hook(
+                partial(self._after_gradient, index)
+            )
+
+    @contextmanager
+    def regrouping(self, gather: GatherPass, scatter: ScatterPass | None = None) -> Iterator[None]:
+        """Within, forward waits for the gather, and the last backward posts the scatter."""
+        config: Any = self.model.model.config
+        self._gather, self._scatter = gather, scatter
+        if scatter is not None:
+            config.no_sync_func = partial(at_exit, scatter.begin_last_backward)
+        try:
+            yield
+            if gather.num_missing_of(self._held_buckets):
+                raise HydraulisError(
+                    "parameters of the model were used without the module that holds them being "
+                    "called, so that nothing waited for their gather; call modules as functions, "
+                    "or pass --no-regroup-overlap"
+                )
+        finally:
+            self._gather = self._scatter = config.no_sync_func = None
+
+    def _before_forward(self, buckets: Sequence[int], module: Any, inputs: Any) -> None:
+        if self._gather is not None:
+            self._gather.need(buckets)
+
+    def _after_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        if self._scatter is not None:
+            self._scatter.arrived(index)
+
+
+def _parts(module: torch.nn.Module, unit_of: Any) -> Iterator[tuple[torch.nn.Module, list[Any]]]:
+    """The largest called modules whose parameters all belong to one unit, with these parameters.
+
+    A module of several units is paired with the parameters that it holds directly, if any.
+    """
+    members = list(module.parameters())
+    is_called = type(module).forward is not torch.nn.Module.forward  # unlike a ModuleList
+    if is_called and len({unit_of(parameter) for parameter in members}) == 1:
+        yield module, members
+        return
+    own = list(module.parameters(recurse=False))
+    if own:
+        yield module, own
+    for child in module.children():
+        if any(True for _ in child.parameters()):
+            yield from _parts(child, unit_of)
