@@ -1,6 +1,6 @@
-"""Megatron on a CPU: the modules that name CUDA outright see a torch that answers for the CPU.
+"""Megatron on a CPU: modules that name CUDA literally get a torch whose CUDA functions use the CPU.
 
-Upstream asks `torch.cuda.current_device()` at some forty places and writes `device="cuda"` at
+Upstream calls `torch.cuda.current_device()` at some forty places and writes `device="cuda"` at
 others. Each of the modules below gets, under its own name `torch`, an object that forwards
 everything to torch but maps CUDA to the CPU. torch itself is not touched.
 """
@@ -36,8 +36,8 @@ RNG_STATE = Patch(
     name="cuda_rng_state",
     targets=RNG_STATE_HASHES,
     reason="upstream's checkpoint() saves and restores a CUDA generator with every recomputation; "
-    "without CUDA reading it raises, and setting it is put off until CUDA begins, so that each "
-    "state stays in memory",
+    "without CUDA reading it raises, and setting it is deferred until CUDA is initialised, so "
+    "that each state stays in memory",
     removable_when="upstream's checkpoint() skips CUDA generators where there is no CUDA",
     cpu_only=True,
 )
@@ -46,35 +46,35 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "aran
 
 
 class CpuCuda:
-    """Stands in for `torch.cuda`: one device, the CPU, always in step."""
+    """Replaces `torch.cuda`: one device, the CPU, without asynchronous work."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
 
     def current_device(self) -> torch.device:
-        """What new tensors are given as their device."""
+        """The device of new tensors."""
         return torch.device("cpu")
 
     def is_available(self) -> bool:
-        """Upstream refuses to start without."""
+        """True: upstream refuses to start otherwise."""
         return True
 
     def device_count(self) -> int:
-        """None to choose from: upstream then leaves devices and CUDA seeds alone."""
+        """0, so that upstream sets neither devices nor CUDA seeds."""
         return 0
 
     def synchronize(self, device: Any = None) -> None:
-        """CPU operations are done when they return."""
+        """Nothing to wait for: CPU operations are complete when they return."""
 
     def empty_cache(self) -> None:
-        """There is no caching allocator."""
+        """Nothing to do: there is no caching allocator."""
 
     def current_stream(self, device: Any = None) -> Any:
-        """Only ever waited for."""
+        """A stream that is only waited for."""
         return _Stream()
 
     def memory_allocated(self, device: Any = None) -> int:
-        """Not measured here."""
+        """0: not measured on a CPU."""
         return 0
 
     max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
@@ -84,21 +84,21 @@ class CpuCuda:
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Of the CPU generator."""
+        """Set the CPU generator's state."""
         torch.set_rng_state(state)
 
     def manual_seed(self, seed: int) -> None:
-        """Of the CPU generator."""
+        """Seed the CPU generator."""
         torch.manual_seed(seed)
 
 
 class _Stream:
     def wait_stream(self, other: Any) -> None:
-        """CPU operations are done when they return."""
+        """Nothing to wait for: CPU operations are complete when they return."""
 
 
 class CpuTorch:
-    """Stands in for the module `torch`."""
+    """Replaces the module `torch`."""
 
     def __init__(self) -> None:
         self.cuda = CpuCuda()
@@ -125,14 +125,14 @@ def apply_cpu_backend() -> list[AppliedPatch]:
     """Apply both patches, and give upstream a random-number tracker that needs no CUDA.
 
     Raises:
-        UpstreamVersionError: an upstream that the patch was not written for.
+        UpstreamVersionError: upstream is not the version that the patch was written for.
     """
     applied = CPU_BACKEND.apply(lambda original: CpuTorch())
     applied += RNG_STATE.apply(stand_in_for_rng_state)
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    # Without dropout nothing random happens in a forward pass, nor when it is run again for the
-    # backward: the tracker that upstream keeps for inference, whose fork() does nothing, is enough.
+    # Without dropout nothing random happens in a forward pass or its recomputation, so upstream's
+    # tracker for inference, whose fork() does nothing, is enough.
     initialize_rng_tracker(inference_rng_tracker=True)
     return applied
 
@@ -140,7 +140,7 @@ def apply_cpu_backend() -> list[AppliedPatch]:
 def _get_no_rng_state(
     device: int | str | torch.device = "cuda", clone: bool = False, graph_safe: bool = False
 ) -> torch.Tensor:
-    """Nothing to save: the CPU's own generator is saved beside it."""
+    """Nothing to save: the CPU's generator is saved anyway."""
     return torch.empty(0, dtype=torch.uint8)
 
 
@@ -155,11 +155,11 @@ RNG_STATE_REPLACEMENTS: dict[str, Any] = {
 
 
 def stand_in_for_rng_state(original: Any) -> Any:
-    """What takes the place of one of upstream's two functions; it says whose place that is."""
+    """The replacement of one of upstream's two functions, wrapped as the original."""
     replacement = RNG_STATE_REPLACEMENTS[original.__name__]
 
-    # A function of its own each time, and wrapped around upstream's even where an earlier patch
-    # is in its place: wrapped around itself it would have no signature and no source.
+    # A new function each time, wrapped around upstream's even if an earlier patch replaced that:
+    # wrapped around itself it would have no signature and no source.
     @functools.wraps(inspect.unwrap(original))
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         return replacement(*args, **kwargs)

@@ -14,7 +14,7 @@ from megatron.hydraulis.errors import UpstreamVersionError
 
 UPSTREAM_PACKAGE = "megatron-core"
 HASH_DIGITS = 16
-"""Hex digits of the SHA-256 kept of a source text: enough to notice a change."""
+"""Hex digits kept of a source's SHA-256: enough to detect a change."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Patch:
 
     name: str
     targets: Mapping[str, str]
-    """'module:attribute' -> hash of the attribute's source, or of the whole module's source for an
-    attribute without a source of its own."""
+    """'module:attribute' -> hash of the attribute's source, or of the module's source if the
+    attribute has none."""
     reason: str
     """Why no public hook serves."""
     removable_when: str
@@ -32,7 +32,7 @@ class Patch:
     cpu_only: bool = False
 
     def check(self) -> None:
-        """Refuse an upstream that the patch was not written for.
+        """Check that the patch was written for the installed upstream.
 
         Raises:
             UpstreamVersionError: naming version, patch and what differs.
@@ -54,7 +54,7 @@ class Patch:
                 )
 
     def apply(self, replacement: Callable[[Any], Any]) -> list[AppliedPatch]:
-        """Check, then put ``replacement(original)`` in place of every target."""
+        """Check, then replace every target by ``replacement(original)``."""
         self.check()
         applied = []
         for target in self.targets:
@@ -67,8 +67,8 @@ class Patch:
 
 @dataclass(frozen=True)
 class SetState:
-    """State of an upstream module that is set by upstream's own function, where upstream would set
-    it on the way to something that is left out here. Nothing is replaced."""
+    """State of an upstream module that upstream sets in code that does not run here. It is set by
+    calling upstream's own function; nothing is replaced."""
 
     name: str
     """'module:function' that is called."""
@@ -77,29 +77,29 @@ class SetState:
     cpu_only: bool = False
 
     def check(self) -> None:
-        """As `Patch.check`, of the function's existence.
+        """Check that the function exists.
 
         Raises:
-            UpstreamVersionError: there is no such function.
+            UpstreamVersionError: it does not.
         """
         module, attribute = _resolve(self.name)
         if not callable(getattr(module, attribute, None)):
             raise UpstreamVersionError(
-                f"{self.name} is not there in {UPSTREAM_PACKAGE} {version(UPSTREAM_PACKAGE)}; "
+                f"{self.name} does not exist in {UPSTREAM_PACKAGE} {version(UPSTREAM_PACKAGE)}; "
                 "port what calls it"
             )
 
 
 @dataclass(frozen=True)
 class AppliedPatch:
-    """Knows the way back."""
+    """A replaced name, which can be restored."""
 
     module: Any
     attribute: str
     original: Any
 
     def undo(self) -> None:
-        """Put upstream's own name back."""
+        """Restore upstream's value."""
         setattr(self.module, self.attribute, self.original)
 
 
@@ -110,10 +110,10 @@ def undo_all(applied: Iterable[AppliedPatch]) -> None:
 
 
 def check_signature(target: str, replacement: Callable[..., Any]) -> None:
-    """A replacement must take what upstream's callers pass.
+    """Check that a replacement takes what upstream's callers pass.
 
     Raises:
-        UpstreamVersionError: a parameter is missing or stands elsewhere.
+        UpstreamVersionError: a parameter is missing or at another position.
     """
     module, attribute = _resolve(target)
     upstream = list(inspect.signature(getattr(module, attribute)).parameters.values())
@@ -128,7 +128,7 @@ def check_signature(target: str, replacement: Callable[..., Any]) -> None:
 
 
 def source_hash(target: str) -> str:
-    """Hash of a target's source text as it is installed."""
+    """Hash of the installed source of a target."""
     module, attribute = _resolve(target)
     value = getattr(module, attribute)
     source = inspect.getsource(value if inspect.isroutine(value) else module)

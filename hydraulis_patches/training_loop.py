@@ -1,4 +1,4 @@
-"""The names of `megatron.training` that another kind of step, data and model makes necessary."""
+"""Patches of `megatron.training`: its step, data, optimizer, checkpoints and log."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ REPLACED = (
     ),
     _patch(
         "consume_seqlen_stats_in_iteration",
-        "adds up over parallel_state's groups, which stay uninitialised; the plan knows the sums",
+        "sums over parallel_state's groups, which stay uninitialised; the plan knows the sums",
         "upstream takes the statistics from the train step",
     ),
     _patch(
@@ -123,7 +123,7 @@ REPORT_THEORETICAL_MEMORY = _patch(
 )
 COMPILE_DEPENDENCIES = _patch(
     "megatron.training.initialize:_compile_dependencies",
-    "tells of a compilation and runs make in the installed package, which ships the compiled "
+    "announces a compilation and runs make in the installed package, which ships the compiled "
     "helpers but no Makefile, so that the process exits",
     "the wheel holds a Makefile, or upstream skips what is compiled",
 )
@@ -162,10 +162,10 @@ MEMORY_BUFFER = SetState(
 
 
 def apply_training_loop(loop: LoopReplacements, *, has_cuda: bool) -> list[AppliedPatch]:
-    """Put the loop's methods in the place of upstream's functions.
+    """Replace upstream's functions by the loop's methods.
 
     Raises:
-        UpstreamVersionError: another upstream, or a replacement that upstream could not call.
+        UpstreamVersionError: upstream is another version, or could not call a replacement.
     """
     applied: list[AppliedPatch] = []
     for patch in REPLACED:
@@ -184,13 +184,13 @@ def apply_training_loop(loop: LoopReplacements, *, has_cuda: bool) -> list[Appli
 
 
 def _replace_by(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
-    """A patch's function of the original that does not look at it."""
+    """A function of the original, which it ignores, as `Patch.apply` takes it."""
     return lambda original: replacement
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of a function whose effect is not wanted."""
+    """Replaces a function whose effect is not wanted."""
 
 
 def _never_called(*args: Any, **kwargs: Any) -> None:
-    """What upstream's loop hands to `train_step`, which has no use for it."""
+    """What upstream's loop passes to `train_step`, which does not use it."""

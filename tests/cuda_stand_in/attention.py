@@ -1,7 +1,7 @@
 """Attention as torch's CUDA kernels define it, computed on the CPU, with gradients.
 
-The CPU has none of these operations. Each takes the CPU aliases of the kernel's arguments and gives
-what the kernel gives; what no caller of this project asks for (dropout, paged keys) is refused.
+The CPU has none of these operations. Each takes CPU aliases of the kernel's arguments and returns
+the kernel's results; options that this project does not use (dropout, paged keys) are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Sums are kept in fp32 at least, as in the kernels."""
+    """At least fp32, in which kernels accumulate."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -35,8 +35,8 @@ def _probabilities(q: Tensor, k: Tensor, scale: float, bias: Tensor) -> tuple[Te
 
 
 def _window_bias(num_q: int, num_k: int, left: int, right: int) -> Tensor:
-    """(queries, keys): 0, and minus infinity for keys outside of a query's window, the last query
-    standing at the last key; a negative width is no bound."""
+    """(queries, keys): 0, and minus infinity for keys outside of a query's window. The last
+    query is aligned with the last key; a negative width is no bound."""
     distance = torch.arange(num_k) - (torch.arange(num_q) + num_k - num_q).unsqueeze(-1)
     hidden = torch.zeros(num_q, num_k, dtype=torch.bool)
     if left >= 0:
@@ -85,7 +85,7 @@ def _segments(
         if borders[0] != 0 or borders[-1] != total or (lengths < 0).any():
             raise ValueError(f"borders {borders.tolist()} do not cut {total} {name}")
         if lengths.numel() and lengths.max() > longest:
-            raise ValueError(f"a segment has {int(lengths.max())} {name}, said were {longest}")
+            raise ValueError(f"a segment has {int(lengths.max())} {name}, but {longest} were given")
     for i in range(borders_q.numel() - 1):
         yield (
             slice(int(borders_q[i]), int(borders_q[i + 1])),

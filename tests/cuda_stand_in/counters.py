@@ -1,8 +1,8 @@
-"""What a rank launches, sends and waits for: this project's and plain megatron-core's, counted.
+"""Counts what a rank launches, sends and waits for, in this project and in plain megatron-core.
 
-Both sides are rank 0 of 8 on the stand-in, alone. They train the same model on the same tokens,
-plain megatron-core with its DDP and distributed optimizer and on one unpacked row. torch.compile is
-off on both. Three iterations are trained and the last one is counted.
+Both sides are rank 0 of 8 on the stand-in, without peers. They train the same model on the same
+tokens, plain megatron-core with its DDP and distributed optimizer and on one unpacked row.
+torch.compile is off on both. Three iterations are trained and the last one is counted.
 """
 
 from __future__ import annotations
@@ -90,26 +90,26 @@ class Case:
     micro_batches: int = 1
     lengths: tuple[int, ...] = LENGTHS
     fused_gradients: bool = False
-    """Whether apex's kernel adds weight gradients; a stand-in of it launches as many kernels."""
+    """Whether apex's kernel adds weight gradients; its replacement launches as many kernels."""
     same_attention: bool = False
-    """Whether plain megatron-core has our core attention, one kernel of torch's, in the place of
-    its own unfused one."""
+    """Whether plain megatron-core uses our core attention, one kernel of torch's, instead of its
+    unfused one."""
 
 
 @dataclass
 class Counts:
-    """Of one iteration of one rank."""
+    """Counts of one iteration of one rank."""
 
     launches: Counter[str] = field(default_factory=Counter)
-    """Kernels, copies and settings of device memory, by kind; NCCL's are not among them."""
+    """Kernels, copies and memsets by kind, without NCCL's."""
     host_waits: int = 0
     """How often the host waited for the device."""
     host_copies: int = 0
     """Copies between host and device."""
     calls: Counter[str] = field(default_factory=Counter)
-    """Of NCCL by kind and size of the communicator."""
+    """NCCL calls by kind and size of the communicator."""
     sent_bytes: Counter[str] = field(default_factory=Counter)
-    """What these calls read, likewise."""
+    """Bytes that these calls read, by the same key."""
 
     @property
     def num_launches(self) -> int:
@@ -133,7 +133,7 @@ def count(case: Case, folder: Path) -> Counts:
 
 
 def counts_of(lines: Iterable[str]) -> Counts:
-    """Of what stands between the marks in a log."""
+    """Counts of what is between the marks in a log."""
     counts, inside = Counts(), False
     sizes: dict[str, str] = {}
     for line in lines:
@@ -167,7 +167,7 @@ def _kind_of(kernel: str) -> str:
 
 
 def train(case: Case) -> None:
-    """On a lone rank: the iterations, the last one between marks."""
+    """Run the iterations on a lone rank, the last one between marks."""
     with ExitStack() as stack:
         if case.fused_gradients:
             stack.enter_context(patch.object(parallel_layers, "_grad_accum_fusion_available", True))
@@ -185,13 +185,13 @@ def train(case: Case) -> None:
 
 
 class _OneKernel(types.ModuleType):
-    """apex's module: one launch, as its call of cuBLAS is."""
+    """Replaces apex's module: one launch, like its cuBLAS call."""
 
     def __init__(self) -> None:
         super().__init__("fused_weight_gradient_mlp_cuda")
 
     def wgrad_gemm_accum_fp32(self, inputs: Any, gradients: Any, main_grad: torch.Tensor) -> None:
-        """Anything that is one launch."""
+        """One launch."""
         main_grad.mul_(1.0)
 
 
@@ -236,7 +236,7 @@ def _ours(case: Case) -> Callable[[], object]:
         core_attention="torch",
     )
     engine = Engine(definition, Pool.of(strategy), AdamWSettings(lr=1e-3), seed=1)
-    # Its check would end with the first loss that is not zero, and here all are.
+    # The check of the loss ends with the first that is not zero, and here all are zero.
     patch.object(executor, "check_loss_function", lambda *_: True).start()
     step = executor.make_forward_step()
     sequences = [np.arange(length + 1) % VOCABULARY for length in case.lengths]
@@ -254,7 +254,7 @@ def _plain(case: Case) -> Callable[[], object]:
     model_parallel_cuda_manual_seed(1)
     config = _config(case, case.tp)
     num_tokens = sum(case.lengths)
-    # Upstream's norm of torch refuses sequence parallelism: both sides take ours, which does not.
+    # Upstream's torch norm refuses sequence parallelism, so both sides use ours.
     replaced: dict[Any, Any] = {WrappedTorchNorm: PackedNorm}
     if case.same_attention:
         replaced[DotProductAttention] = VarlenAttention

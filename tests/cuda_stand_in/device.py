@@ -1,4 +1,4 @@
-"""What a process on the stand-in asks it beyond CUDA's own functions."""
+"""Functions of the stand-in beyond those of CUDA, for processes that run on it."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ def driver() -> ctypes.CDLL:
 
 
 def log_to(path: Path | None) -> None:
-    """Calls leave their lines in a new file from here on; None: nowhere."""
+    """Write the lines of further calls to a new file; None: do not log."""
     driver().stand_in_log(None if path is None else str(path).encode())
 
 
 def flush_log() -> None:
-    """What was logged is in the file."""
+    """Write the log to its file."""
     driver().stand_in_flush()
 
 
 def mark(text: str) -> None:
-    """A line of the caller's own in the log."""
+    """Write a line of text to the log."""
     driver().stand_in_mark(text.encode())
 
 
 def used_bytes(device: int) -> int:
-    """Memory in use on a device, by torch's allocator and by all else."""
+    """Memory in use on a device, by this and by other processes."""
     return int(driver().stand_in_used_bytes(device))
 
 
 def peak_bytes(device: int) -> int:
-    """The most that was in use since the last `reset_peak`."""
+    """Largest memory in use since the last `reset_peak`."""
     return int(driver().stand_in_peak_bytes(device))
 
 
 def others_use(device: int, num_bytes: int) -> None:
-    """Another process on the device has so much of its memory from here on."""
+    """Set how much of the device's memory another process uses."""
     driver().stand_in_others_use(device, ctypes.c_size_t(num_bytes))
 
 
 def reset_peak(device: int) -> None:
-    """The peak is what is in use now."""
+    """Set the peak to what is in use now."""
     driver().stand_in_reset_peak(device)
 
 
 @contextmanager
 def events_never_ready() -> Iterator[None]:
-    """Within, every query of an event answers "not ready": torch's allocator then gives memory that
-    another stream uses to nobody else, and only explicit waits order anything."""
+    """Let every query of an event return "not ready": torch's allocator then never reuses memory of
+    another stream, and only explicit waits order operations."""
     driver().stand_in_never_ready(1)
     try:
         yield

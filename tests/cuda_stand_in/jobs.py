@@ -1,4 +1,4 @@
-"""Whole jobs of `pretrain_gpt.py` on the stand-in: forks of the host process, with values."""
+"""Complete training jobs on the stand-in: forks of the host process, with values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_job(
     Args:
         argv: the flags.
         num_ranks: of the job.
-        folder: where each rank's output is kept, and its calls where ``STAND_IN_LOG`` is set.
+        folder: gets each rank's output, and its calls if ``STAND_IN_LOG`` is set.
         program: called on every rank; importable by name.
         settings: environment of every rank, such as ``STAND_IN_MEMORY_BYTES``.
         timeout_s: for the whole job.
@@ -65,7 +65,7 @@ def _run_in_host(
 
 
 def _on_device(program: Callable[..., None], settings: dict[str, Any], argv: Sequence[str]) -> None:
-    """On a rank: the program, with values in all of its threads."""
+    """Run the program on a rank, with values in all of its threads."""
     from tests.cuda_stand_in.values import compute_everywhere
 
     os.environ.update({name: str(value) for name, value in settings.items()})

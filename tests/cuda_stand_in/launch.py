@@ -1,4 +1,4 @@
-"""Processes on the stand-in: whether it can be built here, its libraries, their environment."""
+"""Builds the stand-in's libraries and makes the environment of processes that run on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 @cache
 def why_not() -> str | None:
-    """Why the stand-in cannot be built on this machine; None where it can."""
+    """Why the stand-in cannot be built on this machine; None if it can."""
     torch = _folder_of_torch()
     if torch is None or not (torch / "lib" / "libtorch_cuda.so").exists():
         return "the CUDA stand-in needs a CUDA build of torch"
@@ -37,7 +37,7 @@ def why_not() -> str | None:
 
 @cache
 def libraries() -> Path:
-    """The folder of the libraries, built on first use: some seconds."""
+    """The folder of the libraries, which are built on first use, in seconds."""
     folder = _ROOT / "build" / "cuda_stand_in" / _stamp()
     if not folder.exists():
         subprocess.run(
@@ -57,15 +57,15 @@ def environment(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     **more: object,
 ) -> dict[str, str]:
-    """The environment of a process on the stand-in, this process's own included.
+    """The environment of a process on the stand-in, based on that of this process.
 
     Args:
         devices: that the process sees.
-        memory_bytes: of each device; 80 GiB where None.
-        log: the file that gets a line a call.
-        exchange: a folder that all processes of a job share, through which NCCL moves data; where
-            None its calls do nothing.
-        timeout_s: after which a call of NCCL that waits for other ranks ends its process.
+        memory_bytes: of each device; 80 GiB if None.
+        log: log file with a line per call.
+        exchange: a folder shared by all processes of a job, through which NCCL moves data; if None
+            its calls do nothing.
+        timeout_s: time after which an NCCL call that waits for other ranks ends its process.
         more: further variables, such as ``STAND_IN_LOG_KERNELS=1`` (README.md lists them).
     """
     folder = libraries()
@@ -100,7 +100,7 @@ def _folder_of_torch() -> Path | None:
 
 
 def _stamp() -> str:
-    """Changes with the sources and with what the libraries are built for."""
+    """A hash of the sources and of what the libraries are built for."""
     digest = hashlib.sha256(f"{importlib.metadata.version('torch')} {sys.prefix}".encode())
     for path in sorted({path for pattern in _SOURCES for path in _HERE.glob(pattern)}):
         digest.update(path.read_bytes())

@@ -1,10 +1,9 @@
-"""One process that takes itself for one rank of a larger job, on the stand-in.
+"""Runs one process on the stand-in as one rank of a larger job.
 
-It has no peers: its calls of NCCL leave their lines in the log and return at once, so that a job
-whose calls fit no order is found out by `order`, where with peers it would hang. And it has no
-values: kernels compute nothing, and what the host reads of the device is zero. What the engine
-decides by such values is given instead. So a rank of a job of any size runs in a second or two,
-with all allocations and calls that it would make.
+It has no peers: NCCL calls are logged and return immediately, so that `order` can report a job
+whose calls have no common order, which would hang with peers. It has no values: kernels compute
+nothing, and what the host reads from the device is zero. Values on which the engine depends are
+given. So a rank of a job of any size runs in a second or two, with all its allocations and calls.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from tests.cuda_stand_in.device import mark
 from tests.cuda_stand_in.order import COMMUNICATOR_MARK
 
 NUM_DEVICES = 8
-"""Of a node: rank r runs on device r modulo that."""
+"""Devices of a node: rank r runs on device r modulo this."""
 _ID_BYTES = 128
-"""Length of NCCL's id of a communicator; the stand-in logs what stands before the first zero."""
+"""Length of NCCL's id of a communicator; the stand-in logs the bytes before the first zero."""
 
 SEED = 1
 GIVEN_LOSS_SUM, GIVEN_NUM_TOKENS = 10.0, 1000
@@ -40,10 +39,10 @@ GIVEN_NORM = 1.0
 
 
 class StoreOfAll(dist.Store):
-    """A store to which all ranks have come already.
+    """A store that behaves as if all ranks had joined.
 
-    NCCL gets the id of a communicator from it. A rank that leads one makes its own id, so that ids
-    differ from rank to rank; a mark in the log gives each the name under which it is stored.
+    NCCL gets the id of a communicator from it. A rank that leads one creates an id, so ids differ
+    between ranks; a mark in the log names the key under which each is stored.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -52,13 +51,13 @@ class StoreOfAll(dist.Store):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Keep a value."""
+        """Store a value."""
         self._values[key] = value.encode() if isinstance(value, str) else value
         if len(self._values[key]) == _ID_BYTES:
             _name_communicator(self._values[key], key)
 
     def get(self, key: str) -> bytes:
-        """A kept value, or one made up, as long as an id of NCCL."""
+        """A stored value, or a generated one of the length of an NCCL id."""
         if key not in self._values:
             text = hashlib.sha256(key.encode()).hexdigest()[:16]
             self.set(key, text.encode().ljust(_ID_BYTES, b"\0"))
@@ -74,22 +73,22 @@ class StoreOfAll(dist.Store):
             self.set(key, value)
 
     def add(self, key: str, value: int) -> int:
-        """All ranks have counted."""
+        """The count after all ranks have added."""
         return self._num_ranks
 
     def check(self, keys: list[str]) -> bool:
-        """Whether this rank has set them: torch looks for word of ranks that failed."""
+        """Whether this rank has set them: torch looks for reports of failed ranks."""
         return all(key in self._values for key in keys)
 
     def wait(self, *args: Any) -> None:
-        """Nothing is waited for."""
+        """Return immediately."""
 
     def append(self, key: str, value: bytes) -> None:
-        """Lengthen a kept value."""
+        """Append to a stored value."""
         self.set(key, self._values.get(key, b"") + value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Nobody else sets anything."""
+        """Set a value: no other rank does."""
         self.set(key, desired)
         return self._values[key]
 
@@ -98,7 +97,7 @@ class StoreOfAll(dist.Store):
         return self._values.pop(key, None) is not None
 
     def getNumKeys(self) -> int:
-        """Number of values kept."""
+        """Number of stored values."""
         return len(self._values)
 
     def has_extended_api(self) -> bool:
@@ -110,7 +109,7 @@ class StoreOfAll(dist.Store):
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing takes time."""
+        """Ignored: nothing takes time."""
 
 
 def _name_communicator(identity: bytes, key: str) -> None:
@@ -119,12 +118,12 @@ def _name_communicator(identity: bytes, key: str) -> None:
 
 
 class ZerosFromDevice(TorchDispatchMode):
-    """What the host reads of the device is zero, not whatever its memory holds."""
+    """Makes everything that the host reads from the device zero."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Zero where a value comes to the host; otherwise the operation."""
+        """Run the operation; zero its result if it comes to the host."""
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default:
             return type(result)(0) if args[0].is_cuda else result
@@ -139,15 +138,15 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 @contextmanager
 def alone(rank: int, num_ranks: int) -> Iterator[None]:
-    """Within, `torch.distributed` is initialised with NCCL, this process being one rank of a job.
+    """Initialise `torch.distributed` with NCCL, with this process as one rank of a job.
 
     Weights are not initialised. Every iteration has a finite loss and norm, so that it updates, and
-    knows the next strategy that it was given.
+    the next strategy that it was given.
     """
     torch.cuda.set_device(rank % NUM_DEVICES)
-    store = StoreOfAll(num_ranks)  # torch calls its methods only as long as it lives here
+    store = StoreOfAll(num_ranks)  # must stay referenced here
     dist.init_process_group("nccl", store=store, rank=rank, world_size=num_ranks)
-    # Upstream asks its tracker of random numbers, which our engine needs on no rank.
+    # Upstream uses its random-number tracker, which our engine does not need.
     model_parallel_cuda_manual_seed(SEED, tp_rank=0, ep_rank=0, etp_rank=0)
     with ExitStack() as stack:
         stack.enter_context(ZerosFromDevice())
@@ -161,7 +160,7 @@ def alone(rank: int, num_ranks: int) -> Iterator[None]:
 
 
 def _all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None:
-    """Every rank has said the same. Not in the log: objects would have to be read from a device."""
+    """As if every rank had sent the same. Not logged, as objects are read from a device."""
     gathered[:] = [own] * len(gathered)
 
 

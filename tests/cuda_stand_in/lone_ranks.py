@@ -1,7 +1,7 @@
-"""Lone ranks by the dozen: forks of one process that has imported torch and Megatron.
+"""Runs many lone ranks: forks of one process that has imported torch and Megatron.
 
-Imports take seconds and a small rank one: the process with the imports, preloaded with the
-stand-in, stays for the session, and every rank is a fork of it.
+Imports take longer than a small rank. The process with the imports, preloaded with the stand-in,
+lives for the test session, and every rank is a fork of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.cuda_stand_in.launch import environment
 
 NUM_AT_A_TIME = 2
 DEFAULT_TIMEOUT_S = 60.0
-"""Of one rank."""
+"""Time limit of one rank."""
 
 
 class LoneRankFailure(AssertionError):
@@ -56,12 +56,12 @@ def run_alone(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     **settings: object,
 ) -> list[Any]:
-    """``function(*arguments)`` in one process a rank, each `lone_rank.alone`; the results.
+    """``function(*arguments)`` in one process per rank, in `lone_rank.alone`; the results.
 
     Args:
         function: importable by name; what it returns must be picklable.
-        num_ranks: of the job that each takes itself to be in.
-        ranks: to run; all where None.
+        num_ranks: of the job.
+        ranks: to run; all if None.
         logs: a folder that gets the log of each, `log_of`.
         timeout_s: for each rank.
         settings: of the stand-in, such as ``STAND_IN_MEMORY_BYTES``.
@@ -98,12 +98,12 @@ def log_of(logs: Path, rank: int) -> Path:
 
 @cache
 def _host() -> Connection:
-    """Our end of the pipe to the process that forks; it ends when this process does."""
+    """The pipe to the process that forks, which ends with this process."""
     ours, theirs = multiprocessing.Pipe()
     subprocess.Popen(
         [sys.executable, "-m", "tests.cuda_stand_in.lone_ranks", str(theirs.fileno())],
-        # torch 2.15 splits communicators, and the parts depend on what the other ranks say. Without
-        # that each group gets its communicator through the store, as in earlier versions.
+        # torch 2.15 splits communicators, which requires other ranks. The older backend gets each
+        # communicator through the store.
         env=environment(TORCH_DIST_USE_NCCL2=0),
         pass_fds=[theirs.fileno()],
     )
@@ -169,7 +169,7 @@ def _result(rank: int, connection: Connection) -> Any:
 
 
 def _run_one(request: _Request, rank: int, connection: Connection) -> None:
-    """In a fork: torch's CUDA is first used here."""
+    """Run in a fork, where torch's CUDA is used first."""
     from tests.cuda_stand_in.device import flush_log, log_to
     from tests.cuda_stand_in.lone_rank import alone
 
@@ -190,7 +190,7 @@ def _run_one(request: _Request, rank: int, connection: Connection) -> None:
 
 
 def _import() -> None:
-    """What every fork needs; what upstream says at every import and model is not."""
+    """Import what every fork needs, without upstream's messages."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     import tests.cuda_stand_in.lone_rank

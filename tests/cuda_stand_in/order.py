@@ -1,9 +1,9 @@
 """Whether the NCCL calls of all ranks match, and whether one order holds all of them.
 
-A rank's device runs its calls one after another, as it does where all streams share one hardware
-queue. A call ends when everybody whom it exchanges data with has come to their part of it. The
-calls of all ranks are gone through by that rule; where some never end there is a deadlock, and
-ranks that wait for one another in a circle.
+A rank's device runs its calls one after another, as if all streams shared one hardware queue. A
+call ends when all ranks that it exchanges data with have reached their part of it. The calls of
+all ranks are simulated by that rule; if some never end there is a deadlock: a cycle of ranks that
+wait for one another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMMUNICATOR_MARK = "communicator {id} is {name}"
-"""A mark that names a communicator, where its id is not the same on all ranks."""
+"""A mark that names a communicator whose id differs between ranks."""
 
 _COMMUNICATOR = re.compile(r"COMM (\d+) id (\S+) size (\d+) rank (\d+)")
 _CALL = re.compile(
@@ -30,15 +30,14 @@ class Call:
     """One call of NCCL."""
 
     kind: str
-    """Its name without "nccl", such as AllReduce, or Join: the making of the communicator."""
+    """Its name without "nccl", such as AllReduce, or Join, the creation of the communicator."""
     communicator: str
     place: int
     """The caller's rank in the communicator."""
     count: int
     dtype: int
     peer: int = _NO_RANK
-    """The other rank of a message, or the root, in the communicator; negative where there is
-    none."""
+    """The other rank of a message, or the root, in the communicator; negative if there is none."""
     reduction: int = 0
 
     @property
@@ -49,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-    """A call, or the calls of one group, which are under way at the same time."""
+    """A call, or the calls of one group, which are in flight at the same time."""
 
     calls: tuple[Call, ...]
     phase: str = ""
@@ -58,7 +57,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class RankLog:
-    """What one rank issued, in that order."""
+    """The operations of one rank in the order of issue."""
 
     operations: tuple[Operation, ...]
     sizes: dict[str, int]
@@ -75,12 +74,12 @@ class Wait:
     operation: Operation
     for_rank: int
     text: str
-    """All of it for people to read."""
+    """A readable description."""
 
 
 @dataclass(frozen=True)
 class OrderReport:
-    """What was found."""
+    """The result of the check."""
 
     num_operations: tuple[int, ...]
     """By rank."""
@@ -88,8 +87,8 @@ class OrderReport:
     """Collectives, and messages with a sender and a receiver."""
     mismatches: tuple[str, ...]
     cycle: tuple[Wait, ...]
-    """Each waits for the next and the last for the first; as few as can be. Empty where one order
-    holds all operations."""
+    """A shortest cycle: each waits for the next and the last for the first. Empty if one order
+    contains all operations."""
 
     def __str__(self) -> str:
         return "\n".join(
@@ -121,7 +120,7 @@ def read_log(path: Path) -> RankLog:
         elif found := _COMMUNICATOR.match(what):
             number, identity, size, place = found.groups()
             joined[number] = (names.get(identity, identity), int(size), int(place))
-            # At its first call, also one between two of them, all ranks of it wait for one another.
+            # At its first call, even one between two ranks, all its ranks wait for one another.
             call = Call("Join", joined[number][0], int(place), count=0, dtype=0)
             if depth:
                 group.append(call)
@@ -156,7 +155,7 @@ def read_log(path: Path) -> RankLog:
 
 
 def check_order(logs: Sequence[RankLog]) -> OrderReport:
-    """Match the calls of all ranks and go through them; ``logs`` by rank."""
+    """Match the calls of all ranks and simulate them; ``logs`` by rank."""
     collectives, messages = _by_meeting(logs)
     mismatches: list[str] = []
     exchanges: list[list[_Place]] = []
@@ -227,7 +226,7 @@ def _members(logs: Sequence[RankLog], mismatches: list[str]) -> dict[str, list[i
 def _match_collectives(
     communicator: str, ranks: list[int], by_rank: dict[int, _Issued], mismatches: list[str]
 ) -> Iterable[list[_Place]]:
-    """The k-th of each rank belong together."""
+    """Match the k-th call of each rank."""
     where = _text(communicator, ranks)
     numbers = {rank: len(by_rank.get(rank, ())) for rank in ranks}
     if len(set(numbers.values())) > 1:
@@ -254,7 +253,7 @@ def _comparable(call: Call) -> tuple[object, ...]:
 def _match_messages(
     way: str, sent: _Issued, received: _Issued, mismatches: list[str]
 ) -> Iterable[list[_Place]]:
-    """The k-th send and the k-th receive belong together."""
+    """Match the k-th send and the k-th receive."""
     if len(sent) != len(received):
         mismatches.append(f"{way}: {len(sent)} are sent but {len(received)} received")
     for k, ((send, start), (receive, end)) in enumerate(zip(sent, received, strict=False)):
@@ -269,7 +268,7 @@ def _match_messages(
 def _find_cycle(
     logs: Sequence[RankLog], exchanges: Sequence[list[_Place]], members: dict[str, list[int]]
 ) -> tuple[Wait, ...]:
-    """Go through the operations of all ranks; a shortest circle of those that wait in the end."""
+    """Simulate the operations of all ranks; a shortest cycle of those that never end."""
     partners: dict[_Place, list[_Place]] = defaultdict(list)
     for exchange in exchanges:
         for place in exchange:
@@ -311,7 +310,7 @@ def _find_cycle(
 
 
 def _cycle_through(start: int, late_of: dict[int, dict[int, int]]) -> list[int]:
-    """The shortest way from a rank along those waited for back to it; empty where there is none."""
+    """The shortest cycle of waits through a rank; empty if there is none."""
     came_from = {start: start}
     queue = deque([start])
     while queue:

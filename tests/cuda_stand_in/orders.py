@@ -1,4 +1,4 @@
-"""Jobs whose order of NCCL calls is checked: what each lone rank runs of them, and the report."""
+"""Jobs whose order of NCCL calls is checked: what each lone rank runs, and the report."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ PLAIN_MODEL = replace(
     swiglu=False,
     position_embedding="learned_absolute",
 )
-"""Many parameters whose gradients TP rank 0 alone sends."""
+"""Many parameters whose gradients only TP rank 0 sends."""
 
 FULL_RECOMPUTE = replace(MODEL, granularity="full", method="uniform", num_layers_recomputed=1)
 
 LENGTHS = (9, 30, 3, 17, 12, 8, 26, 5)
-"""Trained tokens of the sequences, over and over."""
+"""Trained tokens of the sequences, repeated."""
 MAX_MICRO_BATCHES = 5
 NUM_ITERATIONS = 4
 
 FIRST_STAGE_BEFORE_ITS_RECEIVE = (PostFrom.FIRST_GRADIENT, PostFrom.LAST_BACKWARD)
 LATER_STAGE_BEFORE_ITS_SEND = (PostFrom.FINISH, PostFrom.FIRST_GRADIENT)
-"""Mutations: ranks that should post from the first moment do so from the second."""
+"""Mutations: the moment from which ranks should post, and the one from which they do."""
 Mutation = tuple[PostFrom, PostFrom]
 
 
 @dataclass(frozen=True)
 class OrderCase:
-    """A small job: an iteration in each strategy of the pool in turn, each told the next."""
+    """A small job: an iteration in each strategy of the pool in turn, which knows the next one."""
 
     strategies: tuple[str, ...]
     num_ranks: int
@@ -71,11 +71,11 @@ class OrderCase:
     overlap: bool = True
     knows_next: bool = True
     ranks_per_node: int | None = None
-    """One node where None; regrouping may take two steps where there are several."""
+    """One node if None; with several, regrouping may take two steps."""
 
     @property
     def details(self) -> str:
-        """What it has beside its strategies, for people to read."""
+        """A readable description of what it has besides its strategies."""
         parts = [
             f"evaluated in {self.evaluated_in}" if self.evaluated_in else "",
             "" if self.overlap else "no overlap",
@@ -90,7 +90,7 @@ class OrderCase:
 
     @property
     def name(self) -> str:
-        """For people to read."""
+        """A readable description."""
         return " | ".join(self.strategies) + self.details
 
     def job(self) -> Job:
@@ -157,13 +157,13 @@ def _wave(width: int, number: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def order_of(case: OrderCase, logs: Path, mutation: Mutation | None = None) -> OrderReport:
-    """Run all ranks of a job alone, one after another, and check their calls."""
+    """Run all ranks of a job without peers and check their calls."""
     run_alone(run_case, case, mutation, num_ranks=case.num_ranks, logs=logs)
     return check_order([read_log(log_of(logs, rank)) for rank in range(case.num_ranks)])
 
 
 def run_case(case: OrderCase, mutation: Mutation | None = None) -> None:
-    """On a lone rank: the job."""
+    """Run the job on a lone rank."""
     job = case.job()
     engine = build_engine(job)
     names = [strategy.name for strategy in engine.pool.strategies]
@@ -195,7 +195,7 @@ def run_case(case: OrderCase, mutation: Mutation | None = None) -> None:
 
 
 def train_and_save(root: str) -> None:
-    """On a rank with peers: iterations in two strategies, a checkpoint being saved beside them."""
+    """Run iterations in two strategies on a rank with peers while a checkpoint is saved."""
     case = IN_SUITE[0]
     job = case.job()
     engine = build_engine(job)
@@ -257,7 +257,7 @@ IN_SUITE = (
     OrderCase(("cp2pp2", "2*pp2"), 4, model=FULL_RECOMPUTE),
     OrderCase(("tp2pp2",), 4, model=PLAIN_MODEL),
 )
-"""Gathers for the next strategy during the update are in all but the last's pool of one."""
+"""All but the last, with a pool of one, gather for the next strategy during the update."""
 
 NIGHTLY = (
     OrderCase(("pp2",), 2),
@@ -298,7 +298,7 @@ def print_table() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that what ranks unpickle is what they were sent.
+    # Imported by name, so that ranks unpickle the same class.
     from tests.cuda_stand_in import orders
 
     orders.print_table()

@@ -1,8 +1,8 @@
-"""Pools of workers on the stand-in: one NCCL job each, with values, for the tests of several ranks;
-and whole jobs of the training program.
+"""Pools of workers on the stand-in, one NCCL job with values each, for tests of several ranks, and
+complete training jobs.
 
-The libraries are preloaded, so ranks cannot be forks of the test run. They are forks of one host
-process, started on the stand-in, which imports torch and Megatron once and keeps the pools.
+The libraries are preloaded, so ranks cannot be forks of the test run. They are forks of a host
+process on the stand-in, which imports torch and Megatron once and keeps the pools.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.cuda_stand_in.launch import environment
 from tests.support.gloo_pool import DEFAULT_TIMEOUT_S, RankPool, WorkerFailure
 
 HANG_S = 30.0
-"""A call of NCCL that waits longer ends its process, before the pool loses its patience."""
+"""An NCCL call that waits longer ends its process, before the pool's own time limit."""
 SEED = 1
 
 
@@ -45,7 +45,7 @@ class StandInPool:
         return found
 
     def close(self) -> None:
-        """Kill the workers of this and of every other pool on the stand-in."""
+        """Kill the workers of all pools on the stand-in."""
         _host().close()
 
 
@@ -53,13 +53,13 @@ def in_host(function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)`` in the host process, whose forks are on the stand-in.
 
     Raises:
-        WorkerFailure: whatever it raised, or that the host died.
+        WorkerFailure: it raised, or the host died.
     """
     return _host().run(function, args)
 
 
 class _Host:
-    """The test run's end of the host process, which is started when it is needed."""
+    """The connection of the test run to the host process, which is started when needed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -101,11 +101,11 @@ def _host() -> _Host:
 
 
 def serve(connection: Connection) -> None:
-    """In the host: runs what the test run asks for, until it asks for no more."""
+    """Run in the host what the test run requests, until it closes the connection."""
     import torch
 
     torch.set_num_threads(1)
-    # What upstream says at every import and model would hide a worker's last words.
+    # Upstream's messages would hide the output of a worker that fails.
     warnings.simplefilter("ignore")
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     with suppress(EOFError):
@@ -125,7 +125,7 @@ def serve(connection: Connection) -> None:
 
 @cache
 def _pools() -> dict[int, RankPool]:
-    """In the host."""
+    """Runs in the host."""
     return {}
 
 
@@ -138,7 +138,7 @@ def _run_in_pool(
 
 
 def enter_worker(rank: int, folder: Path) -> None:
-    """In a worker, before it joins its job: its device, values, and where NCCL moves data."""
+    """Set up a worker before it joins its job: its device, values, and where NCCL moves data."""
     import torch
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -150,12 +150,12 @@ def enter_worker(rank: int, folder: Path) -> None:
     os.environ["STAND_IN_EXCHANGE"] = str(folder)
     torch.cuda.set_device(rank)
     compute_everywhere()
-    # What our engine has for no rank: upstream asks its tracker of random numbers nevertheless.
+    # Our engine does not need it, but upstream uses its random-number tracker.
     model_parallel_cuda_manual_seed(SEED, tp_rank=0, ep_rank=0, etp_rank=0)
 
 
 def run_logged(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
-    """In a worker: ``function(*args)``, its calls in ``folder/rankN.log``."""
+    """Run ``function(*args)`` in a worker, with its calls in ``folder/rankN.log``."""
     import torch.distributed as dist
 
     from tests.cuda_stand_in import device
@@ -168,7 +168,7 @@ def run_logged(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that what workers unpickle is what they were sent.
+    # Imported by name, so that workers unpickle the same class.
     from tests.cuda_stand_in import pool
 
     pool.serve(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Jobs whose streams are checked for races, and waits of ours that can be taken out of them."""
+"""Jobs whose streams are checked for races, and our waits, which can be removed from them."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ CASES = (*IN_SUITE, *NIGHTLY)
 
 
 def races_of(case: OrderCase, folder: Path, removed: str = "") -> list[list[Race]]:
-    """Run all ranks of a job alone, without the wait of that name if any; each rank's races."""
-    # An event that has come would order what nobody waits for.
+    """Run all ranks of a job without peers, optionally without a wait; each rank's races."""
+    # An event that is ready would order what nothing waits for.
     run_alone(_run, case, removed, num_ranks=case.num_ranks, logs=folder, STAND_IN_NEVER_READY=1)
     return [find_races(log_of(folder, rank)) for rank in range(case.num_ranks)]
 
 
 def _run(case: OrderCase, removed: str) -> None:
-    """On a lone rank: the job, its accesses in the log."""
+    """Run the job on a lone rank with its accesses in the log."""
     without = WAITS[removed].without() if removed else nullcontext()
     with without, events_never_ready(), AccessMarks():
         run_case(case)
 
 
 def races_while_saving(folder: Path, *, without_wait: bool = False) -> list[list[Race]]:
-    """Of four ranks with peers, which train while a checkpoint is being saved; without the wait for
-    the ranks' votes if so asked."""
+    """Races of four ranks with peers that train while a checkpoint is saved, optionally without the
+    wait for the ranks' votes."""
     root = str(folder / "checkpoints")
     pool_of(4, "cuda").run(run_logged, folder, train_and_save_marked, root, without_wait)
     return [find_races(log_of(folder, rank)) for rank in range(4)]
 
 
 def train_and_save_marked(root: str, without_wait: bool) -> None:
-    """On a rank with peers: its accesses in the log."""
+    """Run on a rank with peers, with its accesses in the log."""
     vote = CheckpointSaver._vote
 
     def changed(saver: CheckpointSaver, current: Any) -> None:
@@ -130,7 +130,7 @@ WAITS = {
 """What waits for what."""
 
 VOTE = "checkpoint/saving.py: work.wait()"
-"""Taken out by `races_while_saving`."""
+"""Removed by `races_while_saving`."""
 CANNOT_RACE = {
     "runtime/passes.py: ticket.wait()": "calls the wait of a track's ticket, which is taken out",
     "runtime/track.py: self.ended.wait()": "a thread's, on the CPU",
@@ -149,7 +149,7 @@ CANNOT_RACE = {
     ),
     "planner/ahead.py: self._process.wait()": "a process",
 }
-"""Other places that wait, or that copy without waiting, and why none is needed or can be missed."""
+"""Other places that wait, or copy without waiting, and why their removal cannot race."""
 
 
 def print_table() -> None:
@@ -165,7 +165,7 @@ def print_table() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that what ranks unpickle is what they were sent.
+    # Imported by name, so that ranks unpickle the same class.
     from tests.cuda_stand_in import race_jobs
 
     race_jobs.print_table()

@@ -1,10 +1,10 @@
 """Races between CUDA streams: two accesses to the same bytes, at least one of them a write, that
 nothing orders.
 
-As torch's own CUDA sanitizer this compares what each stream is known to come after (vector clocks),
-but by ranges of bytes, since views of an arena begin at other addresses than the arena does, and
-with what NCCL's kernels and copies touch, pinned memory of the host included. `AccessMarks` puts
-the accesses of torch's operations into the log of the stand-in, `find_races` reads all of it.
+Like torch's CUDA sanitizer this compares vector clocks of streams, but by ranges of bytes, since
+views of an arena begin at other addresses than the arena, and including what NCCL's kernels and
+copies access, also in pinned memory of the host. `AccessMarks` writes the accesses of torch's
+operations to the log of the stand-in; `find_races` reads the log.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves
 from tests.cuda_stand_in.device import mark
 
 MAX_RUNS = 4096
-"""A view of more separate runs of bytes counts as the whole between its first and last."""
+"""A view of more separate runs of bytes counts as all bytes between its first and last."""
 HOST = -1
-"""Stands for a stream: what the CPU does itself."""
+"""The stream number of what the CPU does."""
 
 _WITHOUT_ACCESS = re.compile(
     "empty|empty_strided|empty_permuted|set_|resize_|resize_as_|record_stream|is_pinned|_pin_memory|"
@@ -39,20 +39,20 @@ _WITHOUT_ACCESS = re.compile(
 _SHAPE_OF_FIRST = re.compile(r"new_.*|.*_like")
 """Factories that take the shape and type of their first argument, not its values."""
 _OF_OTHERS = ("c10d", "c10d_functional", "_c10d_functional")
-"""Operations whose accesses are those of the calls of NCCL in the log."""
+"""Operations whose accesses are those of NCCL calls in the log."""
 
 Span = tuple[int, int]
 """First byte and the one after the last."""
 
 
 class AccessMarks(TorchDispatchMode):
-    """While it is active, every operation on tensors of the device leaves a mark in the log: what
-    it reads and writes, on which stream, and from which line of Megatron or of ours."""
+    """Marks every operation on device tensors in the log: what it reads and writes, on which
+    stream, and from which line of Megatron or of ours."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """The operation, marks before and after it."""
+        """Run the operation with marks before and after it."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if func.namespace in _OF_OTHERS or func.is_view or _WITHOUT_ACCESS.fullmatch(name):
@@ -134,14 +134,14 @@ class Access:
 
     stream: int
     time: int
-    """How many operations the stream has begun by then."""
+    """Number of operations that the stream has begun by then."""
     what: str
     phase: str
 
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses in no order."""
+    """Two unordered accesses."""
 
     earlier: Access
     """The one that was issued first."""
@@ -152,7 +152,7 @@ class Race:
 
     @property
     def places(self) -> tuple[str, str, int, int]:
-        """What and on which streams; the same each time the program comes there."""
+        """What and on which streams; the same each time the program gets there."""
         earlier, later = self.earlier, self.later
         return earlier.what, later.what, earlier.stream, later.stream
 
@@ -203,8 +203,8 @@ def find_races(path: Path) -> list[Race]:
 def _accesses(
     words: list[str], pinned: list[Span]
 ) -> Iterator[tuple[int, str, list[Span], list[Span]]]:
-    """Stream, name, what is read, what is written. A copy from or to other memory of the host than
-    pinned has ended when the host goes on."""
+    """Stream, name, what is read, what is written. A copy from or to unpinned memory of the host
+    has ended when the host continues."""
     kind = words[0]
     if kind == "MARK":
         read = [_marked_span(text) for text in words[4:] if text.startswith("r")]
@@ -274,12 +274,12 @@ class _Clocks:
         return self._streams[stream].get(earlier.stream, 0) >= earlier.time
 
     def record(self, event: str, stream: int) -> None:
-        """The event comes after what the stream has."""
+        """Record an event: it comes after what the stream does so far."""
         _merge(self._streams[stream], self._streams[HOST])
         self._events[event] = dict(self._streams[stream])
 
     def wait(self, stream: int, event: str) -> None:
-        """What the stream does next comes after the event; never recorded, it is no wait."""
+        """Let a stream wait for an event; without effect if it was never recorded."""
         _merge(self._streams[stream], self._events.get(event, {}))
 
     def host_waits(self, words: list[str]) -> None:
@@ -302,7 +302,7 @@ def _merge(clock: dict[int, int], other: dict[int, int]) -> None:
 
 @dataclass
 class _Cell:
-    """Neighbouring bytes with the same past."""
+    """Adjacent bytes with the same past accesses."""
 
     start: int
     stop: int
@@ -312,7 +312,7 @@ class _Cell:
     """The last of each stream since then."""
 
     def meet(self, access: Access, writes: bool, clocks: _Clocks) -> Iterator[Race]:
-        """The races of a new access, which becomes part of the past."""
+        """The races of a new access, which is then recorded."""
         earlier: list[tuple[Access, bool]] = [(self.write, True)] if self.write else []
         if writes:
             earlier += [(read, False) for read in self.reads.values()]

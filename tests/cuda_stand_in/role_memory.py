@@ -25,16 +25,16 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.cuda_stand_in import device
 
 NUM_ITERATIONS = 3
-"""The second is gathered for during the first's update; the third at its own beginning, with all
-that the others left behind."""
+"""The second gathers during the first's update, the third when it begins, with everything that the
+others left allocated."""
 LONGEST_TOKENS = 32768
-"""Of a sequence: longer packs hold several."""
+"""Of a sequence: larger packed rows have several."""
 FIRST_PHASE = "start"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """One rank of a job, by all that decides its memory but the number of tokens."""
+    """One rank of a job, by everything that determines its memory except the number of tokens."""
 
     shape: ModelShape
     strategy: str
@@ -46,7 +46,7 @@ class Role:
     cp_comm_type: str = "p2p"
     qk_norms: bool = False
     context_size: int | None = None
-    """Ranks that share a row; all cp ranks where None."""
+    """Ranks that share a row; all cp ranks if None."""
     ranks_per_node: int = 8
 
     def __str__(self) -> str:
@@ -93,14 +93,14 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleMemory:
-    """What a rank was measured to take, in bytes; phases as the engine names them."""
+    """Measured bytes of a rank; phases as the engine names them."""
 
     allocated: dict[str, int]
-    """Most that tensors took in a phase."""
+    """Peak of tensors in a phase."""
     reserved: dict[str, int]
-    """Most that torch's allocator held."""
+    """Peak of torch's allocator."""
     device_bytes: int
-    """Most that was in use on the device."""
+    """Peak in use on the device."""
     staging_bytes: int
 
     @property
@@ -154,7 +154,7 @@ def measure(role: Role, num_tokens: int) -> RoleMemory:
 
 
 def try_out(role: Role, num_tokens: int) -> TrialResult:
-    """What a memory trial makes of a limit."""
+    """The result of a memory trial with a limit."""
     engine = Engine(definition_of(role), role.pool, AdamWSettings(lr=1e-3), seed=1)
     (strategy,) = role.pool.strategies
     scheme = role.scheme.of_context_group(role.context_size or role.scheme.cp)
@@ -172,7 +172,7 @@ def try_out(role: Role, num_tokens: int) -> TrialResult:
 
 
 def definition_of(role: Role) -> ModelDefinition:
-    """A Llama, or a GPT of the same sizes where the MLP is not gated."""
+    """A Llama, or a GPT of the same sizes if the MLP is not gated."""
     shape, recompute = role.shape, role.recompute
     dtype = {2: torch.bfloat16, 4: torch.float32}[role.parameter_bytes]
     normalization = "RMSNorm" if shape.gated_mlp else "LayerNorm"

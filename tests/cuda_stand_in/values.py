@@ -1,10 +1,10 @@
-"""Values on the stand-in: its memory is the host's, so that every operation whose kernels did
-nothing is computed on the CPU, in the same memory.
+"""Values on the stand-in: operations, whose kernels do nothing, are computed on the CPU in the same
+memory.
 
-An operation first runs as it does on a device: its memory is allocated, its kernels are launched,
-its errors raised. Then the CPU computes it from aliases of its arguments. An operation that the CPU
-cannot compute is an error that names it, and so is a kernel launched outside of any operation:
-there is never a number that nobody computed.
+An operation first runs as on a device: its memory is allocated, its kernels are launched, its
+errors are raised. Then the CPU computes it from aliases of its arguments. An operation that the CPU
+cannot compute is an error that names it, and so is a kernel launched outside of any operation, so
+that no result is missing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WITHOUT_KERNELS = frozenset(
         "_has_compatible_shallow_copy_type",
     ]
 )
-"""Operations on memory and its descriptions, and a copy to the host, which moves values itself."""
+"""Operations on memory and its descriptions, and copies to the host, which move values."""
 
 _INDEXED = frozenset(["index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"])
 """Operations whose second argument is a list of indices or masks."""
@@ -57,8 +57,7 @@ class NotComputed(RuntimeError):
 
 
 class Values(TorchDispatchMode):
-    """While it is active in a thread, operations of the thread and of backward passes that it
-    starts have values."""
+    """Computes the operations of a thread, and of backward passes that it starts."""
 
     def __enter__(self) -> Values:
         driver().stand_in_require_values(1)
@@ -74,7 +73,7 @@ class Values(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if func.namespace not in ("aten", "prims"):
-            # One of torch's or of a library that calls others: each of those is computed.
+            # An operation of torch or a library that calls others: each of those is computed.
             with self:
                 return func.redispatch(_DEVICE, *args, **kwargs)
         if func.is_view or name in _WITHOUT_KERNELS:
@@ -104,14 +103,14 @@ class Values(TorchDispatchMode):
             return written(*cpu_args, **cpu_kwargs)
         if seed is None:
             return func(*cpu_args, **cpu_kwargs)
-        # An operation without an argument for its generator takes the CPU's own.
+        # An operation without a generator argument uses the CPU's default one.
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(seed)
             return func(*cpu_args, **cpu_kwargs)
 
 
 def compute_everywhere() -> None:
-    """Values in this thread and in every thread that Python starts from here on, for good."""
+    """Compute values in this thread and in all threads that Python starts later, permanently."""
     Values().__enter__()
     start = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
@@ -177,7 +176,7 @@ def _on_cpu(value: Any, generator: torch.Generator | None) -> Any:
 
 
 def _random_state(func: Any, inputs: list[Any]) -> int | None:
-    """What the state of the device's generator makes the CPU draw from; None: nothing random.
+    """A CPU generator in the state of the device's; None: nothing random.
 
     Read before the operation advances the generator: equal states give equal numbers.
     """
@@ -201,7 +200,7 @@ def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _with_values(out: Any, result: Any, kept: set[int], *, may_lack: bool) -> Any:
-    """The device's outputs, holding what the CPU computed.
+    """The device's outputs with what the CPU computed.
 
     Args:
         out: what the operation gave on the device.
@@ -261,7 +260,7 @@ def _rms_norm_backward(
 
 
 def _in_wide_types(operation: Any) -> Callable[..., tuple[Tensor | None, ...]]:
-    """An operation on bf16 with statistics in fp32, as kernels have it; the CPU wants one type."""
+    """An operation on bf16 with statistics in fp32, as in kernels; the CPU requires one type."""
 
     def computed(*args: Any) -> tuple[Tensor | None, ...]:
         def widened(x: Any) -> Any:
@@ -280,4 +279,4 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
     "native_layer_norm": _in_wide_types(torch.ops.aten.native_layer_norm.default),
     "native_layer_norm_backward": _in_wide_types(torch.ops.aten.native_layer_norm_backward.default),
 }
-"""What the CPU has no kernel for, or none for the types that the device's takes."""
+"""Operations for which the CPU has no kernel, or none for the device's types."""

@@ -225,5 +225,5 @@ def test_every_patch_and_every_state_that_is_set_is_listed(
 
 def test_a_function_that_sets_state_must_be_there(upstream: ModuleType) -> None:
     SetState("some_upstream:answer", "a test", "never").check()
-    with pytest.raises(UpstreamVersionError, match="some_upstream:question is not there in mega"):
+    with pytest.raises(UpstreamVersionError, match="some_upstream:question does not exist in mega"):
         SetState("some_upstream:question", "a test", "never").check()
