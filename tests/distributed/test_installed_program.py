@@ -1,0 +1,131 @@
+"""The wheel in an environment without the checkout: every step is what a user types."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.distributions import ROOT, build_distributions
+from tests.support.tiny_corpus import SEQ_LENGTH, document_lengths, tiny_command
+
+EXAMPLES = ROOT / "examples"
+NUM_RANKS = 2
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, and an empty folder to work in."""
+
+    folder: Path
+    work_dir: Path
+
+    @classmethod
+    def make(cls, tmp_path: Path) -> Environment:
+        """One without pip; that of the running interpreter installs into it."""
+        folder, work_dir = tmp_path / "environment", tmp_path / "work"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        work_dir.mkdir()
+        return cls(folder, work_dir)
+
+    @property
+    def site_packages(self) -> Path:
+        (found,) = self.folder.glob("lib/python*/site-packages")
+        return found
+
+    def install(self, *arguments: str) -> None:
+        self.run(sys.executable, "-m", "pip", "--python", str(self.folder), "install", *arguments)
+
+    def run(self, *command: str) -> str:
+        """Run a command of this environment in the folder; returns what it printed."""
+        variables = {
+            **{name: os.environ[name] for name in os.environ if name != "PYTHONPATH"},
+            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            [shutil.which(command[0], path=variables["PATH"]) or command[0], *command[1:]],
+            cwd=self.work_dir,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        return done.stdout
+
+
+def check_imports_come_from_the_wheel(environment: Environment) -> None:
+    modules = ("megatron.hydraulis", "megatron.hydraulis.loop", "hydraulis_patches")
+    code = f"import {', '.join(modules)}; print({', '.join(f'{m}.__file__' for m in modules)})"
+    for path in environment.run("python", "-c", code).split():
+        assert Path(path).is_relative_to(environment.site_packages)
+
+
+def check_planning(environment: Environment) -> None:
+    inputs = [
+        *("--lengths", str(EXAMPLES / "lengths_instance_b.json")),
+        *("--cost-profile", str(EXAMPLES / "cost_profile_llama32b_a800.json")),
+        *("--pool", str(EXAMPLES / "pool_64_ranks.json")),
+    ]
+    assert "118900 tokens" in environment.run("hydraulis", "plan", *inputs, "--out", "plan.json")
+    environment.run("hydraulis", "check-plan", *inputs, "--plan", "plan.json")
+
+
+def check_training(environment: Environment, *program: str) -> None:
+    """Preprocess a corpus and train two iterations on two ranks."""
+    corpus = environment.work_dir / "corpus.jsonl"
+    with open(corpus, "w", encoding="utf-8") as file:
+        for length in document_lengths():
+            text = " ".join(str(token % 60) for token in range(length))
+            file.write(json.dumps({"text": text}) + "\n")
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "61"]
+    environment.run(
+        *("hydraulis", "preprocess", "--input", str(corpus), "--output-prefix", "data/corpus"),
+        *("--workers", "1"),
+        *tokenizer,
+    )
+    run_dir = environment.work_dir / "run"
+    flags = tiny_command("data/corpus", run_dir, *tokenizer, "--strategy", "tp2")
+    launcher = ["--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    environment.run(
+        *("python", "-m", "torch.distributed.run", *launcher, *program, "train", *flags),
+        *("--train-iters", "2", "--seq-length", str(SEQ_LENGTH)),
+    )
+    records = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(record)["iteration"] for record in records] == [1, 2]
+
+
+@pytest.mark.distributed
+def test_the_wheel_plans_and_trains_outside_the_checkout(tmp_path: Path) -> None:
+    """Dependencies are those of the running interpreter: a .pth file shows their folder, but does
+    not run the .pth files in it, of which one leads to the checkout."""
+    wheel, _ = build_distributions(tmp_path)
+    environment = Environment.make(tmp_path)
+    environment.install("--quiet", "--no-index", "--no-deps", str(wheel))
+    (environment.site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    check_imports_come_from_the_wheel(environment)
+    check_planning(environment)
+    check_training(environment, "--no-python", "hydraulis")
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_the_wheel_brings_all_its_dependencies(tmp_path: Path) -> None:
+    """As a user installs it: everything from the package index. Takes minutes and gigabytes."""
+    wheel, _ = build_distributions(tmp_path)
+    environment = Environment.make(tmp_path)
+    environment.install("--quiet", str(wheel))
+    assert environment.run("hydraulis", "--version").startswith("hydraulis ")
+    check_imports_come_from_the_wheel(environment)
+    check_planning(environment)
+    check_training(environment, "-m", "megatron.hydraulis")
+    shutil.rmtree(environment.folder)
