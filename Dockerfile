@@ -70,10 +70,11 @@ USER ${USER_ID}
 RUN python -W ignore -c '\
 import sys; sys.modules["transformer_engine"] = None; \
 import highspy, torch, megatron.core, megatron.training, megatron.hydraulis.loop.entry' \
-    && python -m hydraulis_patches
+    && python -m hydraulis_patches \
+    && hydraulis --version
 
 # Whether the program can be imported with what the container was given, driver and mounts included.
 HEALTHCHECK --interval=10m --timeout=3m --start-period=3m --retries=2 \
     CMD ["python", "-W", "ignore", "-c", "import megatron.training, megatron.hydraulis.loop.entry"]
 
-CMD ["python", "pretrain_gpt.py", "--help"]
+CMD ["hydraulis", "--help"]

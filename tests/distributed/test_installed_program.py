@@ -104,6 +104,7 @@ def check_training(environment: Environment, *program: str) -> None:
     assert [json.loads(record)["iteration"] for record in records] == [1, 2]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.distributed
 def test_the_wheel_plans_and_trains_outside_the_checkout(tmp_path: Path) -> None:
     """Dependencies are those of the running interpreter: a .pth file shows their folder, but does

@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis estimate``: a cost profile before anything was measured."""
+"""``hydraulis estimate``: a cost profile before anything was measured."""
 
 import argparse
 import datetime

@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis predict-layouts``: time, MFU and memory of layouts in a file."""
+"""``hydraulis predict-layouts``: time, MFU and memory of layouts in a file."""
 
 import argparse
 import csv

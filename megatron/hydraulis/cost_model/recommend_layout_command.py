@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis recommend-layout``: all layouts of fixed-length training, ranked,
+"""``hydraulis recommend-layout``: all layouts of fixed-length training, ranked,
 each with the cause of its rank."""
 
 import argparse

@@ -59,7 +59,7 @@ _TOKEN_TYPES: dict[int, type[np.integer]] = {
 _BLOCK = 1 << 20
 """Stored sequences checked at a time, so that no rank holds copies of whole arrays."""
 
-_REBUILD = "write the dataset again, e.g. with `python -m megatron.hydraulis preprocess`"
+_REBUILD = "write the dataset again, e.g. with `hydraulis preprocess`"
 
 
 def idx_path(prefix: str) -> str:

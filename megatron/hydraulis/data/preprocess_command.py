@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis preprocess``: flags in, a dataset and a summary out."""
+"""``hydraulis preprocess``: flags in, a dataset and a summary out."""
 
 import argparse
 import os

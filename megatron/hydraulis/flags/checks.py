@@ -251,7 +251,7 @@ def _check_files(option: str, blend: list[str]) -> None:
                 raise ConfigurationError(
                     f"{option} {prefix}: a corpus is a pair of files but there is no "
                     f"{prefix}{suffix}; correct the prefix or write the corpus by "
-                    f"'python -m megatron.hydraulis preprocess'"
+                    "'hydraulis preprocess'"
                 )
 
 

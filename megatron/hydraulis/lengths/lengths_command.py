@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis lengths``: statistics of a corpus as tables and a picture."""
+"""``hydraulis lengths``: statistics of a corpus as tables and a picture."""
 
 import argparse
 import json

@@ -26,7 +26,7 @@ MAX_PLAN_GAP = 0.05
 MAX_REGROUP_WAIT = 0.10
 """Largest share of the iterations' time."""
 DEFAULT_PLAN_AHEAD = 2
-PROFILE_COMMAND = "python -m megatron.hydraulis profile"
+PROFILE_COMMAND = "hydraulis profile"
 MIN_ITERATIONS = 3
 """Fewer iterations show nothing typical."""
 
@@ -267,7 +267,7 @@ def _plan_gap(run: Run) -> Advice | None:
         "know",
         f"A better plan with the same strategy could save up to {share_text(totals.plan_gap)} of "
         f"the makespan (median; worst {share_text(totals.worst_plan_gap)}).",
-        "The bound may be loose. Larger batches narrow it; python -m megatron.hydraulis plan "
+        "The bound may be loose. Larger batches narrow it; hydraulis plan "
         "--explain shows a single batch.",
     )
 

@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis report``: a page about a run, from its folder."""
+"""``hydraulis report``: a page about a run, from its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis trace``: the time of each rank as a table, an iteration as a
+"""``hydraulis trace``: the time of each rank as a table, an iteration as a
 picture."""
 
 from __future__ import annotations

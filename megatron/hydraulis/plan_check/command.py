@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis check-plan``: 0 for a plan that keeps all rules, 1 for others."""
+"""``hydraulis check-plan``: 0 for a plan that keeps all rules, 1 for others."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis plan``: the best plan for one batch, from files."""
+"""``hydraulis plan``: the best plan for one batch, from files."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis profile``: measures, fits and writes a cost profile."""
+"""``hydraulis profile``: measures, fits and writes a cost profile."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _EXIT_STATUS_OF_ERROR = 2
 _EPILOG = (
     "Run it as training is run, with as many ranks: torchrun --nproc-per-node 4 -m "
     "megatron.hydraulis profile --out profile.json -- MODEL FLAGS. MODEL FLAGS are those of "
-    "pretrain_gpt.py; data, --lr and other flags of training may be among them and change "
+    "hydraulis train; data, --lr and other flags of training may be among them and change "
     "nothing. A run that was interrupted goes on when it is started again."
 )
 
@@ -303,7 +303,7 @@ class _Job:
             measured,
             strategies,
             device=device,
-            source=f"measured by python -m megatron.hydraulis profile on {dist.get_world_size()} "
+            source=f"measured by hydraulis profile on {dist.get_world_size()} "
             f"ranks, torch {versions()['torch']}, megatron-core {versions()['megatron-core']}",
             date=today(),
             setup=setup,

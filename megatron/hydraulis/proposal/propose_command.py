@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis propose``: which strategies a pool should hold."""
+"""``hydraulis propose``: which strategies a pool should hold."""
 
 import argparse
 import json

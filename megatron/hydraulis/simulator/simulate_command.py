@@ -1,4 +1,4 @@
-"""``python -m megatron.hydraulis simulate``: iteration times without a GPU."""
+"""``hydraulis simulate``: iteration times without a GPU."""
 
 import argparse
 import json
