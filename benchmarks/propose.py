@@ -26,9 +26,8 @@ from benchmarks.command import wide_console
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
-from megatron.hydraulis.proposal.menu import Menu
-from megatron.hydraulis.proposal.propose import propose
-from megatron.hydraulis.proposal.result import Proposal
+from megatron.hydraulis.proposal.candidates import Candidates
+from megatron.hydraulis.proposal.propose import Proposal, propose
 from megatron.hydraulis.strategy import Pool, Strategy
 
 SECTIONS = ("small", "large")
@@ -51,10 +50,10 @@ def proposed(
         counts, BatchSize(num_tokens=num_tokens), options.proposal_batches, options.seed
     )
     model = batches_of.cost_model()
-    menu = Menu.of(model, num_ranks, RANKS_PER_NODE)
+    candidates = Candidates.of(model, num_ranks, RANKS_PER_NODE)
     begin_s = time.process_time()
     proposal = propose(
-        menu, model, batches, max_strategies=options.max_strategies, longest=counts.longest
+        candidates, model, batches, max_strategies=options.max_strategies, longest=counts.longest
     )
     return proposal, time.process_time() - begin_s
 

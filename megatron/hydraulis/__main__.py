@@ -44,7 +44,7 @@ _COMMANDS_BY_TOPIC = {
         Command(
             "lengths",
             "show the lengths of a corpus' sequences as tables and a picture",
-            "megatron.hydraulis.lengths.lengths_command",
+            "megatron.hydraulis.lengths.command",
         ),
     ),
     "training": (
@@ -69,7 +69,7 @@ _COMMANDS_BY_TOPIC = {
         Command(
             "propose",
             "propose a pool of strategies for a corpus, a cost profile and a cluster",
-            "megatron.hydraulis.proposal.propose_command",
+            "megatron.hydraulis.proposal.command",
         ),
         Command(
             "simulate",

@@ -1,4 +1,4 @@
-"""The global batches that strategies are proposed for, drawn as training would draw them."""
+"""The global batches that strategies are proposed for, sampled as in training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,12 +39,11 @@ class BatchSize:
 def draw_batches(
     counts: LengthCounts, size: BatchSize, num_batches: int, seed: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Lengths in tokens of num_batches global batches, sequences drawn with replacement.
+    """Lengths in tokens of num_batches global batches, sequences sampled with replacement.
 
-    With a budget of tokens a batch ends where the next sequence does not fit; that one begins the
-    next batch.
+    With a budget of tokens, the first sequence that does not fit begins the next batch.
 
-    Raises ConfigurationError when the longest sequence is longer than the budget.
+    Raises ConfigurationError if the longest sequence is longer than the budget.
     """
     if num_batches < 1:
         raise ConfigurationError(
@@ -82,22 +81,21 @@ class Regime:
     """Batches whose longest sequence lies between two limits: the same schemes can hold it."""
 
     above: int
-    """Longest sequences have more tokens than this, 0 for the first regime,"""
+    """Longest sequences have more tokens than this; 0 for the first regime."""
     up_to: int
-    """and at most this many."""
+    """Longest sequences have at most this many tokens."""
     batches: tuple[int, ...]
-    """Places of the batches, rising."""
+    """Indices of the batches, ascending."""
 
 
 def regimes_of(
     batches: Sequence[Sequence[int]], limits: Sequence[int], *, min_batches: int = 1
 ) -> tuple[Regime, ...]:
-    """The regimes that batches lie in, shortest first.
+    """The regimes of batches, shortest first.
 
-    limits: most tokens of a sequence on each scheme. A regime of fewer than min_batches batches
-    goes to the next longer one, whose strategies can run its batches too; the longest stays.
-
-    Every batch's longest sequence is at most the largest limit.
+    limits: most tokens of a sequence on each scheme; the largest is at least that of the longest
+    sequence. A regime of fewer than min_batches batches is merged into the next longer one, whose
+    strategies can run its batches too.
     """
     edges = sorted(set(limits))
     longest = [max(batch) for batch in batches]

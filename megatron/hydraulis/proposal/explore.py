@@ -1,100 +1,95 @@
-"""Which mixes are worth the planner's bound, found by the quick estimate.
+"""Finds mixes that are worth the planner's bound, by the quick estimate.
 
-Every regime is searched from the starts of starts.py and from the best mixes known, by steepest
-descent over moves. Then pools are grown to the wanted size, and every member is moved towards what
-is best for the batches that it is the fastest for, as long as that helps.
+Every regime is searched from initial mixes and from the best known mixes, by steepest descent over
+exchanges. Then pools are grown to the wanted size, and every member is moved towards what is best
+for the batches for which it is the fastest.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron.hydraulis.proposal.batches import Regime
-from megatron.hydraulis.proposal.fluid import FluidModel
-from megatron.hydraulis.proposal.menu import Menu, Mix
-from megatron.hydraulis.proposal.moves import neighbours
-from megatron.hydraulis.proposal.selection import pool_times, select
-from megatron.hydraulis.proposal.starts import range_mixes, single_scheme_mixes
+from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix, neighbours
+from megatron.hydraulis.proposal.estimate import Estimator
 
-__all__ = ["Explorer"]
+__all__ = [
+    "Explorer",
+    "pool_times",
+    "range_mixes",
+    "select",
+    "single_scheme_mixes",
+    "with_longest_sequence",
+]
 
-_NUM_DESCENTS = 1
-"""Starts of a regime from which the search goes on."""
 _NUM_KEPT = 3
-"""Mixes of a descent, best first, that are remembered."""
+"""Number of mixes that are remembered from the end of a descent."""
 _MAX_REGIME_BATCHES = 6
 _MAX_STEPS = 40
-_MAX_POOL_ROUNDS = 1
 _LEAST_GAIN = 1e-4
-"""Share of the time that a step has to win: less is below what the estimate can tell."""
-
-FloatArray = npt.NDArray[np.float64]
+"""Least gain of a step, as a share of the time: smaller gains are within the estimate's error."""
+_NUM_HALVINGS = 14
+_ROUNDING = 1e-9
 
 
 class Explorer:
     """Mixes with their estimated times.
 
     Args:
-        longest: tokens of the longest sequence of the corpus, which some strategy has to hold.
+        longest: tokens of the longest sequence of the corpus, which some strategy must hold.
     """
 
-    def __init__(self, menu: Menu, fluid: FluidModel, num_batches: int, longest: int) -> None:
-        self._menu = menu
-        self._fluid = fluid
+    def __init__(
+        self, candidates: Candidates, estimator: Estimator, num_batches: int, longest: int
+    ) -> None:
+        self._candidates = candidates
+        self._estimator = estimator
         self._num_batches = num_batches
         self._longest = longest
         self._rows: dict[Mix, FloatArray] = {}
+        """Estimated times of the remembered mixes for all batches."""
 
     @property
     def num_mixes(self) -> int:
-        """Mixes that are remembered."""
+        """Number of remembered mixes."""
         return len(self._rows)
 
     def search_regime(self, regime: Regime) -> None:
-        """Remember good mixes for the batches of a regime."""
-        step = -(-len(regime.batches) // _MAX_REGIME_BATCHES)
-        batches = regime.batches[::step]
-        starts = dict.fromkeys(
-            (
-                *self._rows,
-                *range_mixes(self._menu, self._fluid, batches),
-                *single_scheme_mixes(self._menu),
-            )
-        )
-        means = self._means(tuple(starts), batches)
-        order = np.argsort(means, kind="stable")
-        for place in order[:_NUM_DESCENTS]:
-            if np.isfinite(means[place]):
-                path = self._descend(tuple(starts)[place], float(means[place]), batches)
-                self.remember(path[-_NUM_KEPT:])
+        """Remembers good mixes for the batches of a regime."""
+        batches = regime.batches[:: -(-len(regime.batches) // _MAX_REGIME_BATCHES)]
+        initial = range_mixes(self._candidates, self._estimator, batches)
+        initial += single_scheme_mixes(self._candidates)
+        mixes = tuple(dict.fromkeys((*self._rows, *initial)))
+        means_ms = self._means_ms(mixes, batches)
+        best = int(means_ms.argmin())
+        if np.isfinite(means_ms[best]):
+            path = self._descend(mixes[best], float(means_ms[best]), batches)
+            self.remember(path[-_NUM_KEPT:])
 
-    def learn(self, judged: Sequence[tuple[Mix, int, float]]) -> None:
-        """Estimate anew by what mixes are expected to need for batches, ms."""
-        self._fluid.learn(judged)
+    def learn(self, evaluated: Sequence[tuple[Mix, int, float]]) -> None:
+        """Corrects the estimate by expected times (mix, batch, ms), and all remembered times."""
+        self._estimator.learn(evaluated)
         mixes = tuple(self._rows)
         self._rows = {}
         self.remember(mixes)
 
     def grow(self, size: int, on_size: Callable[[int], None]) -> None:
-        """Remember the members of good pools of 1 to size mixes."""
-        self.remember(
-            mix for mix in single_scheme_mixes(self._menu) if self._menu.limit(mix) >= self._longest
-        )
+        """Remembers the members of good pools of 1 to size mixes."""
+        mixes = single_scheme_mixes(self._candidates)
+        self.remember(mix for mix in mixes if self._candidates.limit(mix) >= self._longest)
         pool: list[Mix] = []
         for num in range(1, size + 1):
             pool = self._best_pool(num, pool)
-            for _ in range(_MAX_POOL_ROUNDS):
-                if not self._improve_members(pool):
-                    break
+            if self._improve_members(pool):
                 pool = self._best_pool(num, pool)
             on_size(num)
 
     def shortlist(self, size: int, num: int, known: Collection[Mix] = ()) -> tuple[Mix, ...]:
-        """At most num mixes for the planner's bound that are not known yet.
+        """At most num mixes for the planner's bound, without known ones.
 
-        Members of pools first, then what pools would gain most from if these were not there: the
-        estimate may be wrong.
+        Members of pools come first, then those of pools without these mixes: the estimate may be
+        wrong.
         """
         mixes = list(self._rows)
         times = self._with_longest(mixes)
@@ -117,47 +112,45 @@ class Explorer:
         return self._rows[mix]
 
     def least_estimates_ms(self) -> FloatArray:
-        """Of every batch the least over all mixes that are remembered, shape (num_batches,)."""
+        """The least estimated time of each batch over all remembered mixes, (num_batches,)."""
         least: FloatArray = np.array(list(self._rows.values())).min(axis=0)
         return least
 
     def near(self, mix: Mix, batches: Sequence[int], num: int) -> tuple[Mix, ...]:
         """The num best neighbours of a mix for some batches, best first."""
-        around = neighbours(self._menu, mix)
-        means = self._means(around, batches)
-        order = np.argsort(means, kind="stable")[:num]
-        return tuple(around[place] for place in order if np.isfinite(means[place]))
+        around = neighbours(self._candidates, mix)
+        means_ms = self._means_ms(around, batches)
+        order = np.argsort(means_ms, kind="stable")[:num]
+        return tuple(around[place] for place in order if np.isfinite(means_ms[place]))
 
     def remember(self, mixes: Iterable[Mix]) -> None:
-        """Estimate mixes for all batches."""
+        """Estimates mixes for all batches."""
         new = [mix for mix in dict.fromkeys(mixes) if mix not in self._rows]
-        rows = self._fluid.times_ms(new, range(self._num_batches))
+        rows = self._estimator.times_ms(new, range(self._num_batches))
         self._rows |= dict(zip(new, rows, strict=True))
 
-    def _means(self, mixes: Sequence[Mix], batches: Sequence[int]) -> FloatArray:
-        means: FloatArray = self._fluid.times_ms(mixes, batches).mean(axis=1)
-        return means
+    def _means_ms(self, mixes: Sequence[Mix], batches: Sequence[int]) -> FloatArray:
+        means_ms: FloatArray = self._estimator.times_ms(mixes, batches).mean(axis=1)
+        return means_ms
 
     def _descend(self, start: Mix, mean_ms: float, batches: Sequence[int]) -> list[Mix]:
-        """Steepest descent; the path from the start to where no step helps."""
+        """Steepest descent; the path from start to a mix that no exchange improves."""
         path = [start]
         for _ in range(_MAX_STEPS):
-            around = neighbours(self._menu, path[-1])
+            around = neighbours(self._candidates, path[-1])
             if not around:
                 break
-            means = self._means(around, batches)
-            place = int(means.argmin())
-            if not means[place] < mean_ms * (1.0 - _LEAST_GAIN):
+            means_ms = self._means_ms(around, batches)
+            place = int(means_ms.argmin())
+            if not means_ms[place] < mean_ms * (1.0 - _LEAST_GAIN):
                 break
             path.append(around[place])
-            mean_ms = float(means[place])
+            mean_ms = float(means_ms[place])
         return path
 
     def _with_longest(self, mixes: Sequence[Mix]) -> FloatArray:
-        """Times with one more column, for the longest sequence: 0 for mixes that hold it."""
-        holds = [0.0 if self._menu.limit(mix) >= self._longest else np.inf for mix in mixes]
-        rows = np.array([self._rows[mix] for mix in mixes])
-        return np.column_stack((rows, holds))
+        times = np.array([self._rows[mix] for mix in mixes])
+        return with_longest_sequence(times, mixes, self._candidates, self._longest)
 
     def _best_pool(self, size: int, pool: Sequence[Mix]) -> list[Mix]:
         mixes = list(self._rows)
@@ -166,7 +159,7 @@ class Explorer:
         return [mixes[place] for place in chosen]
 
     def _improve_members(self, pool: Sequence[Mix]) -> bool:
-        """Remember better mixes for the batches of each member; whether there are any."""
+        """Remembers better mixes for the batches of each member; whether there are new ones."""
         times = np.array([self._rows[mix] for mix in pool])
         least, fastest = pool_times(times, range(len(pool))), times.argmin(axis=0)
         found = False
@@ -174,9 +167,149 @@ class Explorer:
             batches = [int(b) for b in np.flatnonzero((fastest == place) & np.isfinite(least))]
             if not batches:
                 continue
-            mean_ms = float(times[place, batches].mean())
-            path = self._descend(mix, mean_ms, batches)
+            path = self._descend(mix, float(times[place, batches].mean()), batches)
             if len(path) > 1:
                 found = found or path[-1] not in self._rows
                 self.remember(path[-1:])
         return found
+
+
+def single_scheme_mixes(candidates: Candidates) -> tuple[Mix, ...]:
+    """For each scheme as many replicas as possible, remaining ranks filled with others."""
+    empty = (0,) * len(candidates.schemes)
+    return tuple(dict.fromkeys(candidates.filled(empty, (i,)) for i in range(len(empty))))
+
+
+def range_mixes(
+    candidates: Candidates, estimator: Estimator, batches: Sequence[int]
+) -> tuple[Mix, ...]:
+    """Initial mixes for the mean of some batches: one scheme for each of several length ranges.
+
+    For a given time, a dynamic program cuts the lengths into ranges, assigns a scheme to each and
+    minimises the number of ranks that finish all ranges in that time. Bisection finds the least
+    time for which the job has enough ranks, for each scheme that may serve the longest sequences.
+    """
+    work_ms = estimator.mean_work_ms(batches)
+    pass_ms = estimator.longest_pass_ms(batches)
+    has_work = work_ms.max(axis=1) > 0.0
+    work_ms, pass_ms = work_ms[has_work], pass_ms[has_work]
+    found = []
+    for last in range(len(candidates.schemes)):
+        low_ms = float(pass_ms[-1, last])
+        if not np.isfinite(low_ms):
+            continue
+        high_ms = max(low_ms, float(work_ms.sum(axis=0).max()) * 4.0)
+        best = None
+        for _ in range(_NUM_HALVINGS):
+            time_ms = math.sqrt(max(low_ms, 1e-6) * high_ms)
+            shares = estimator.work_shares(time_ms)
+            mix = _fewest_ranks(candidates, shares, work_ms, pass_ms, last, time_ms)
+            if mix is not None and candidates.num_idle(mix) >= 0:
+                best, high_ms = mix, time_ms
+            else:
+                low_ms = time_ms
+        if best is not None:
+            order = sorted((i for i, n in enumerate(best) if n), key=lambda i: candidates.sizes[i])
+            found.append(candidates.filled(best, order))
+    return tuple(dict.fromkeys(found))
+
+
+def _fewest_ranks(
+    candidates: Candidates,
+    shares: FloatArray,
+    work_ms: FloatArray,
+    pass_ms: FloatArray,
+    last: int,
+    time_ms: float,
+) -> Mix | None:
+    """The mix of fewest ranks that finishes in time_ms; None if a bucket has no scheme."""
+    num_buckets, num_schemes = work_ms.shape
+    sizes = np.array(candidates.sizes, dtype=np.float64)
+    before = np.vstack((np.zeros(num_schemes), work_ms.cumsum(axis=0)))
+    # Replicas for the range of buckets i to j - 1; axes i, j, schemes.
+    num = np.ceil((before[None, :, :] - before[:, None, :]) / (shares * time_ms) - 1e-9)
+    num = np.maximum(num, 1.0)
+    ranks = num * sizes
+    for j in range(1, num_buckets + 1):
+        ranks[:, j, pass_ms[j - 1] > time_ms * (1.0 + 1e-9)] = np.inf
+    fewest = np.full(num_buckets + 1, np.inf)
+    fewest[0] = 0.0
+    steps: list[tuple[int, int]] = [(0, 0)]
+    for j in range(1, num_buckets + 1):
+        of_ranges = fewest[:j, None] + ranks[:j, j, :]
+        if j == num_buckets:
+            of_ranges = np.where(np.arange(num_schemes) == last, of_ranges, np.inf)
+        place = int(of_ranges.argmin())
+        fewest[j] = of_ranges.flat[place]
+        steps.append((place // num_schemes, place % num_schemes))
+    if not np.isfinite(fewest[-1]):
+        return None
+    mix = [0] * num_schemes
+    j = num_buckets
+    while j > 0:
+        i, scheme = steps[j]
+        mix[scheme] += int(num[i, j, scheme])
+        j = i
+    return tuple(mix)
+
+
+def pool_times(times: FloatArray, pool: Sequence[int]) -> FloatArray:
+    """Least time of every batch over a pool, shape (num_batches,); inf if no member holds it.
+
+    times: shape (num_strategies, num_batches), inf if a strategy does not hold a batch.
+    """
+    least: FloatArray = times[list(pool)].min(axis=0, initial=np.inf)
+    return least
+
+
+def with_longest_sequence(
+    times: FloatArray, mixes: Sequence[Mix], candidates: Candidates, longest: int
+) -> FloatArray:
+    """Times of mixes with a column for the longest sequence: 0 for mixes that hold it, else inf."""
+    holds = [0.0 if candidates.limit(mix) >= longest else np.inf for mix in mixes]
+    return np.column_stack((times, holds))
+
+
+def select(
+    times: FloatArray, size: int, start: Sequence[int] = (), *, exchanges: bool = True
+) -> tuple[int, ...]:
+    """Strategies of a good pool, at most size of them, beginning with start.
+
+    A good pool has a low sum over batches of the least time over the pool. This is the
+    facility-location problem: greedy selection and exchanges of single members come close to its
+    optimum (Cornuejols, Fisher and Nemhauser, Management Science 23, 1977).
+
+    times: shape (num_strategies, num_columns), inf if a strategy does not hold a batch. Holding
+    more columns is preferred to being fast. Strategies that change nothing are not selected.
+    Without exchanges start stays in the pool.
+    """
+    finite = times[np.isfinite(times)]
+    penalty = 1e3 * (float(finite.max(initial=0.0)) + 1.0) * max(1, times.shape[1])
+    costs = np.where(np.isfinite(times), times, penalty)
+    pool = list(start)
+    while len(pool) < size:
+        least = costs[pool].min(axis=0, initial=np.inf)
+        sums = np.minimum(costs, least).sum(axis=1)
+        best = int(sums.argmin())
+        if pool and not sums[best] < least.sum() * (1.0 - _ROUNDING):
+            break
+        pool.append(best)
+    while exchanges and _exchange(costs, pool):
+        pass
+    return tuple(pool)
+
+
+def _exchange(costs: FloatArray, pool: list[int]) -> bool:
+    """Makes the exchange of a member that helps most; whether there is one."""
+    best_sum = float(costs[pool].min(axis=0).sum()) * (1.0 - _ROUNDING)
+    best: tuple[int, int] | None = None
+    for place in range(len(pool)):
+        others = costs[pool[:place] + pool[place + 1 :]].min(axis=0, initial=np.inf)
+        sums = np.minimum(costs, others).sum(axis=1)
+        candidate = int(sums.argmin())
+        if sums[candidate] < best_sum:
+            best_sum, best = float(sums[candidate]) * (1.0 - _ROUNDING), (place, candidate)
+    if best is None:
+        return False
+    pool[best[0]] = best[1]
+    return True

@@ -1,57 +1,131 @@
 """From lengths, a cost profile and a cluster to a pool of strategies."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.proposal.batches import Regime, regimes_of
-from megatron.hydraulis.proposal.explore import Explorer
-from megatron.hydraulis.proposal.fluid import FluidModel
-from megatron.hydraulis.proposal.judge import Judge
-from megatron.hydraulis.proposal.menu import Menu, Mix
-from megatron.hydraulis.proposal.refine import Refiner
-from megatron.hydraulis.proposal.result import (
-    PoolMember,
-    PoolSize,
-    Proposal,
-    RegimeChoice,
+from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix
+from megatron.hydraulis.proposal.estimate import Estimator
+from megatron.hydraulis.proposal.evaluator import Evaluator
+from megatron.hydraulis.proposal.explore import (
+    Explorer,
+    pool_times,
+    select,
+    with_longest_sequence,
 )
 from megatron.hydraulis.strategy import Pool
 
-__all__ = ["propose"]
+__all__ = ["OnProgress", "PoolMember", "PoolSize", "Proposal", "RegimeChoice", "propose"]
 
 _MS_PER_S = 1e3
 _NUM_ROUNDS = 5
-"""Of searching regimes by the estimate and learning from the planner's bounds."""
-_LEARNT_BATCHES = 6
-"""Batches that mixes are bounded for to learn from them."""
-_LEARNT_PER_MEMBER, _SHORTLIST_PER_MEMBER = 1, 2
-"""New mixes that are bounded in a round, and for all batches in the end, per strategy."""
-_MAX_IMPROVEMENTS = 1
+"""Rounds of searching regimes by the estimate and learning from the planner's bounds."""
+_LEARNING_BATCHES = 6
+"""Batches for which mixes are bounded in a round."""
+_LEARNING_PER_MEMBER, _SHORTLIST_PER_MEMBER = 1, 2
+"""New mixes per strategy that are bounded in a round, and for all batches in the end."""
 _MIN_REGIME_SHARE = 1.0 / 32.0
-"""Of all batches: a smaller regime is searched together with the next longer one."""
+"""A regime with a smaller share of the batches is searched together with the next longer one."""
+_NUM_NEAR = 2
+"""Neighbours of a member that are bounded for its batches."""
+_LEAST_EXCHANGE_GAIN = 2e-3
+"""Expected gain, as a share of the mean time, that justifies planning other members."""
+_LEAST_MEMBER_GAIN = 1e-6
+_LEAST_GAIN = 1e-4
+_LEAST_PLAN_GAIN = 4e-3
+"""Expected gain, as a share of a batch's time, that justifies a plan."""
+_HOPELESS = 1.05
+"""Mixes whose estimate exceeds the best one by this factor are not bounded: estimates are right to
+a few percent."""
 
 OnProgress = Callable[[str, int, int], None]
-"""What is being done, how many of it are done, how many there are."""
+"""Called with the name of a phase, the number of its completed steps, and of all its steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """The parts of a proposal that work on the same data."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolMember:
+    """A strategy of the proposed pool. Times are means of predicted iteration times."""
 
-    menu: Menu
-    judge: Judge
-    explorer: Explorer
-    refiner: Refiner
-    regimes: tuple[Regime, ...]
+    name: str
+    replicas: str
+    longest_tokens: int
+    """Longest sequence that it holds."""
+    num_batches: int
+    """Batches for which it is the pool's fastest."""
+    mean_s: float | None
+    """Over these batches; None if there are none."""
+    gain_s: float | None
+    """Increase of the mean over all batches without it; None if the rest of the pool does not hold
+    every batch and the corpus' longest sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSize:
+    """The first strategies of the pool, in the order in which they help most."""
+
+    names: tuple[str, ...]
+    mean_s: float
+    """With these alone, over all batches; from bounds if a batch has no plan."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegimeChoice:
+    """Batches by their longest sequence, and the strategy that is best for them."""
+
+    above_tokens: int
+    up_to_tokens: int
+    num_batches: int
+    replicas: str
+    name: str | None
+    """In the pool; None if it is not in the pool."""
+    mean_s: float
+    """With this strategy alone; from bounds if a batch has no plan."""
+    pool_mean_s: float
+    """With the pool."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """A pool and its predicted times."""
+
+    pool: Pool
+    members: tuple[PoolMember, ...]
+    """In the order of the pool, which starts with the one used most."""
+    mean_s: float
+    """Mean predicted iteration time over all batches, by full plans."""
+    sizes: tuple[PoolSize, ...]
+    one_more_s: float | None
+    """Mean with one more strategy; None if none was found."""
+    one_more: tuple[str, ...] | None
+    """Strategies of that larger pool that this one lacks."""
+    regimes: tuple[RegimeChoice, ...]
+    num_batches: int
+    num_mixes: int
+    """Number of strategies that were estimated for all batches."""
+    num_bounds: int
+    num_plans: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields; the pool as in its file."""
+        tables = ("members", "sizes", "regimes")
+        pools = ("mean_s", "one_more_s", "one_more")
+        counts = ("num_batches", "num_mixes", "num_bounds", "num_plans", "seconds")
+        return {
+            "pool": self.pool.to_json(),
+            **{name: [asdict(row) for row in getattr(self, name)] for name in tables},
+            **{name: getattr(self, name) for name in (*pools, *counts)},
+        }
 
 
 def propose(
-    menu: Menu,
+    candidates: Candidates,
     cost_model: ProfileCostModel,
     batches: Sequence[Sequence[int]],
     *,
@@ -63,10 +137,10 @@ def propose(
     """The pool of at most max_strategies with the least mean predicted time over the batches.
 
     batches: shape (num_batches, …), lengths in tokens; longest: tokens of the longest sequence of
-    the corpus, drawn or not, which the pool has to hold. Same arguments, same pool.
+    the corpus, which the pool must hold even if it was not sampled. The result is deterministic.
 
-    Raises ConfigurationError for fewer than one strategy, PlanError when no scheme holds the
-    longest sequence.
+    Raises ConfigurationError for fewer than one strategy, PlanError if no scheme holds the longest
+    sequence.
     """
     start_s = time.perf_counter()
     if max_strategies < 1:
@@ -74,162 +148,257 @@ def propose(
             f"a pool holds at least 1 strategy but --max-strategies is {max_strategies}; raise it"
         )
     longest = max(longest, *(max(batch) for batch in batches))
-    if longest > menu.longest:
+    if longest > candidates.longest:
         raise PlanError(
             f"a sequence must fit one micro-batch but the longest has {longest} tokens and the "
-            f"largest limit of {len(menu.schemes)} admissible schemes is {menu.longest}; lower "
-            f"--seq-length or measure a scheme with a larger tp or cp"
+            f"largest limit of {len(candidates.schemes)} admissible schemes is "
+            f"{candidates.longest}; lower --seq-length or measure a scheme with a larger tp or cp"
         )
-    steps = _steps(menu, cost_model, batches, longest, seed)
-    _explore(steps, max_strategies, on_progress)
-    _bound(steps, max_strategies, on_progress)
+    regimes = regimes_of(
+        batches,
+        [cost.longest for cost in candidates.costs],
+        min_batches=max(1, int(_MIN_REGIME_SHARE * len(batches))),
+    )
+    evaluator = Evaluator(candidates, cost_model, batches, seed=seed)
+    explorer = Explorer(candidates, Estimator(candidates, batches), len(batches), longest)
+    # One more strategy than wanted, to know what it would gain.
+    _explore(explorer, evaluator, regimes, max_strategies + 1, on_progress)
+    search = _PoolSearch(candidates, evaluator, explorer, longest)
+    shortlist = explorer.shortlist(max_strategies + 1, _SHORTLIST_PER_MEMBER * (max_strategies + 1))
+    for done, mix in enumerate(shortlist, start=1):
+        search.add(mix)
+        on_progress("bounds", done, len(shortlist) + 1)
+    search.improve(max_strategies)
+    on_progress("bounds", len(shortlist) + 1, len(shortlist) + 1)
     on_progress("plans", 0, 2)
-    chosen = steps.refiner.settled_pool(max_strategies)
+    chosen = search.planned_pool(max_strategies)
     on_progress("plans", 1, 2)
-    larger = steps.refiner.settled_pool(max_strategies + 1, chosen)
+    larger = search.planned_pool(max_strategies + 1, chosen)
     on_progress("plans", 2, 2)
     one_more = larger if len(larger) > len(chosen) else None
-    return _result(steps, chosen, one_more, time.perf_counter() - start_s)
+    return _proposal(search, regimes, chosen, one_more, time.perf_counter() - start_s)
 
 
-def _steps(
-    menu: Menu,
-    cost_model: ProfileCostModel,
-    batches: Sequence[Sequence[int]],
-    longest: int,
-    seed: int,
-) -> _Steps:
-    judge = Judge(menu, cost_model, batches, seed=seed)
-    explorer = Explorer(menu, FluidModel(menu, batches), len(batches), longest)
-    return _Steps(
-        menu,
-        judge,
-        explorer,
-        Refiner(menu, judge, explorer, longest),
-        regimes_of(
-            batches,
-            [cost.longest for cost in menu.costs],
-            min_batches=max(1, int(_MIN_REGIME_SHARE * len(batches))),
-        ),
-    )
-
-
-def _explore(steps: _Steps, max_strategies: int, on_progress: OnProgress) -> None:
-    num_regimes, done = len(steps.regimes), 0
-    total = _NUM_ROUNDS * (num_regimes + 1) + max_strategies + 1
+def _explore(
+    explorer: Explorer,
+    evaluator: Evaluator,
+    regimes: Sequence[Regime],
+    size: int,
+    on_progress: OnProgress,
+) -> None:
+    done, total = 0, _NUM_ROUNDS * (len(regimes) + 1) + size
     for _ in range(_NUM_ROUNDS):
-        for regime in steps.regimes:
+        for regime in regimes:
             on_progress("search", done, total)
-            steps.explorer.search_regime(regime)
+            explorer.search_regime(regime)
             done += 1
-        _learn(steps, max_strategies)
+        _learn(explorer, evaluator, size)
         done += 1
-    steps.explorer.grow(max_strategies + 1, lambda size: on_progress("search", done + size, total))
+    explorer.grow(size, lambda num: on_progress("search", done + num, total))
 
 
-def _learn(steps: _Steps, max_strategies: int) -> None:
-    """Better estimates from the planner's bounds of some mixes, for some batches."""
-    size, judge = max_strategies + 1, steps.judge
-    known = {mix for mix, _, _ in judge.judged()}
-    num_batches = len(judge.batches)
-    for mix in steps.explorer.shortlist(size, _LEARNT_PER_MEMBER * size, known):
-        estimates_ms = steps.explorer.estimates_ms(mix)
-        for batch in range(0, num_batches, -(-num_batches // _LEARNT_BATCHES)):
-            if judge.holds(mix, batch):
-                judge.bounded(mix, batch, float(estimates_ms[batch]))
-    steps.explorer.learn(
-        [(mix, batch, bounded.expected_ms) for mix, batch, bounded in judge.judged()]
+def _learn(explorer: Explorer, evaluator: Evaluator, size: int) -> None:
+    """Improves the estimate with the planner's bounds of some mixes for some batches."""
+    known = {mix for mix, _, _ in evaluator.evaluated()}
+    num_batches = len(evaluator.batches)
+    for mix in explorer.shortlist(size, _LEARNING_PER_MEMBER * size, known):
+        estimates_ms = explorer.estimates_ms(mix)
+        for batch in range(0, num_batches, -(-num_batches // _LEARNING_BATCHES)):
+            if evaluator.holds(mix, batch):
+                evaluator.bounded(mix, batch, float(estimates_ms[batch]))
+    explorer.learn(
+        [(mix, batch, bounded.expected_ms) for mix, batch, bounded in evaluator.evaluated()]
     )
 
 
-def _bound(steps: _Steps, max_strategies: int, on_progress: OnProgress) -> None:
-    size = max_strategies + 1
-    shortlist = steps.explorer.shortlist(size, _SHORTLIST_PER_MEMBER * size)
-    num = len(shortlist) + _MAX_IMPROVEMENTS
-    done = 0
+class _PoolSearch:
+    """Selects pools by the planner's bounds and confirms them with full plans."""
 
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        on_progress("bounds", done, num)
+    def __init__(
+        self, candidates: Candidates, evaluator: Evaluator, explorer: Explorer, longest: int
+    ) -> None:
+        self.candidates = candidates
+        self.evaluator = evaluator
+        self.explorer = explorer
+        self._longest = longest
+        self.mixes: list[Mix] = []
+        self.times_ms: FloatArray = np.empty((0, len(evaluator.batches)))
+        """Shape (num_mixes, num_batches): times of plans, expected times without a plan, inf if a
+        mix does not hold a batch."""
 
-    steps.refiner.add(shortlist, advance)
-    for _ in range(_MAX_IMPROVEMENTS):
-        improved = steps.refiner.improve(max_strategies)
-        advance()
-        if not improved:
-            break
+    def add(self, mix: Mix) -> None:
+        """Bounds a new mix for the batches for which it may be the fastest."""
+        if mix not in self.mixes:
+            row = [self._expected_ms(mix, batch) for batch in range(len(self.evaluator.batches))]
+            self.mixes.append(mix)
+            self.times_ms = np.vstack((self.times_ms, row))
+
+    def improve(self, size: int) -> None:
+        """Adds neighbours of the best pool's members that are expected to be better."""
+        pool = self._selected(size, ())
+        fastest = self.times_ms[list(pool)].argmin(axis=0)
+        better = []
+        for place, row in enumerate(pool):
+            batches = np.flatnonzero(fastest == place).tolist()
+            if not batches:
+                continue
+            mine_ms = float(self.times_ms[row, batches].sum())
+            for mix in self.explorer.near(self.mixes[row], batches, _NUM_NEAR):
+                if mix not in self.mixes and self._beats(mix, batches, mine_ms):
+                    better.append(mix)
+        for mix in better:
+            self.add(mix)
+
+    def planned_pool(self, size: int, start: Sequence[int] = ()) -> tuple[int, ...]:
+        """The best pool found of at most size strategies, as indices of mixes, no worse than start.
+
+        The time of every batch is that of a plan. start: such a pool of fewer strategies.
+        """
+        pool = self._selected(size, start, exchanges=not start)
+        self._plan(pool)
+        best_ms = self.mean_ms(pool)
+        other = self._selected(size, self._useful(pool))
+        if self.mean_ms(other) < best_ms * (1.0 - _LEAST_EXCHANGE_GAIN):
+            self._plan(other)
+            if self.mean_ms(other) < best_ms:
+                pool = other
+        return self._useful(pool)
+
+    def _useful(self, pool: Sequence[int]) -> tuple[int, ...]:
+        """The pool without members that the others replace at no cost, the last ones first."""
+        kept, most_ms = list(pool), self.mean_ms(pool) * (1.0 + _LEAST_MEMBER_GAIN)
+        for row in reversed(pool):
+            others = [other for other in kept if other != row]
+            if self.mean_ms(others) <= most_ms:
+                kept = others
+        return tuple(kept)
+
+    def _plan(self, pool: Sequence[int]) -> None:
+        """Plans until no strategy is expected to be noticeably faster than the fastest plan."""
+        for batch in range(self.times_ms.shape[1]):
+            least_ms = float("inf")
+            for row in sorted(pool, key=lambda row: (self.times_ms[row, batch], row)):
+                if not self.times_ms[row, batch] < least_ms * (1.0 - _LEAST_PLAN_GAIN):
+                    break
+                if not self.evaluator.is_planned(self.mixes[row], batch):
+                    self.times_ms[row, batch] = self.evaluator.plan_ms(self.mixes[row], batch)
+                least_ms = min(least_ms, float(self.times_ms[row, batch]))
+            for row in pool:
+                # Strategies without a plan must not appear faster than the fastest plan.
+                if not self.evaluator.is_planned(self.mixes[row], batch):
+                    self.times_ms[row, batch] = max(self.times_ms[row, batch], least_ms)
+
+    def mean_ms(self, pool: Sequence[int]) -> float:
+        """Mean time of the batches; inf if a batch or the longest sequence does not fit."""
+        limits = (self.candidates.limit(self.mixes[row]) for row in pool)
+        if max(limits, default=0) < self._longest:
+            return float("inf")
+        return float(pool_times(self.times_ms, pool).mean())
+
+    def by_gain(self, pool: Sequence[int]) -> tuple[int, ...]:
+        """The pool in the order in which each member helps those before it most."""
+        ordered: tuple[int, ...] = ()
+        while len(ordered) < len(pool):
+            rest = [row for row in pool if row not in ordered]
+            ordered += (min(rest, key=lambda row: (self._rank(*ordered, row), row)),)
+        return ordered
+
+    def _rank(self, *pool: int) -> tuple[float, float]:
+        times = self._with_longest()[list(pool)].min(axis=0)
+        is_held = np.isfinite(times)
+        return -float(is_held.sum()), float(times[is_held].sum())
+
+    def _expected_ms(self, mix: Mix, batch: int) -> float:
+        if not self.evaluator.holds(mix, batch):
+            return float("inf")
+        estimate_ms = float(self.explorer.estimates_ms(mix)[batch])
+        if estimate_ms > _HOPELESS * self.explorer.least_estimates_ms()[batch]:
+            return estimate_ms
+        return self.evaluator.bounded(mix, batch, estimate_ms).expected_ms
+
+    def _beats(self, mix: Mix, batches: Sequence[int], most_ms: float) -> bool:
+        """Whether the mix is expected to need less than most_ms for the batches together."""
+        sum_ms = 0.0
+        for batch in batches:
+            sum_ms += self._expected_ms(mix, batch)
+            if not sum_ms < most_ms * (1.0 - _LEAST_GAIN):
+                return False
+        return True
+
+    def _with_longest(self) -> FloatArray:
+        return with_longest_sequence(self.times_ms, self.mixes, self.candidates, self._longest)
+
+    def _selected(
+        self, size: int, start: Sequence[int], *, exchanges: bool = True
+    ) -> tuple[int, ...]:
+        return select(self._with_longest(), size, start, exchanges=exchanges)
 
 
-def _result(
-    steps: _Steps,
+def _proposal(
+    search: _PoolSearch,
+    regimes: Iterable[Regime],
     chosen: Sequence[int],
     one_more: Sequence[int] | None,
     seconds: float,
 ) -> Proposal:
-    refiner, menu = steps.refiner, steps.menu
-    fastest = np.array(chosen)[refiner.times_ms[list(chosen)].argmin(axis=0)]
+    candidates, mixes = search.candidates, search.mixes
+    fastest = np.array(chosen)[search.times_ms[list(chosen)].argmin(axis=0)]
     by_use = sorted(chosen, key=lambda row: (-int((fastest == row).sum()), row))
     names = {row: f"P{place}" for place, row in enumerate(by_use, start=1)}
-    mean_ms = refiner.mean_ms(chosen)
+    mean_ms = search.mean_ms(chosen)
     members = []
     for row in by_use:
-        without_ms = refiner.mean_ms([other for other in chosen if other != row])
+        without_ms = search.mean_ms([other for other in chosen if other != row])
         mine = np.flatnonzero(fastest == row)
         members.append(
             PoolMember(
                 name=names[row],
-                replicas=menu.text(refiner.mixes[row]),
-                longest_tokens=menu.limit(refiner.mixes[row]),
+                replicas=candidates.text(mixes[row]),
+                longest_tokens=candidates.limit(mixes[row]),
                 num_batches=len(mine),
-                mean_s=float(refiner.times_ms[row, mine].mean()) / _MS_PER_S if len(mine) else None,
+                mean_s=float(search.times_ms[row, mine].mean()) / _MS_PER_S if len(mine) else None,
                 gain_s=(without_ms - mean_ms) / _MS_PER_S if np.isfinite(without_ms) else None,
             )
         )
-    by_gain = refiner.order(chosen)
+    by_gain = search.by_gain(chosen)
     sizes = []
     for num in range(1, len(chosen) + 1):
-        of_size_ms = refiner.mean_ms(by_gain[:num])
+        of_size_ms = search.mean_ms(by_gain[:num])
         if np.isfinite(of_size_ms):
             named = tuple(names[row] for row in by_gain[:num])
             sizes.append(PoolSize(names=named, mean_s=of_size_ms / _MS_PER_S))
+    one_more_s, added = None, None
+    if one_more is not None:
+        one_more_s = search.mean_ms(one_more) / _MS_PER_S
+        added = tuple(candidates.text(mixes[row]) for row in one_more if row not in chosen)
     return Proposal(
-        pool=Pool.of(*(menu.strategy(refiner.mixes[row], name=names[row]) for row in by_use)),
+        pool=Pool.of(*(candidates.strategy(mixes[row], name=names[row]) for row in by_use)),
         members=tuple(members),
         mean_s=mean_ms / _MS_PER_S,
         sizes=tuple(sizes),
-        one_more_s=None if one_more is None else refiner.mean_ms(one_more) / _MS_PER_S,
-        one_more=None if one_more is None else _added(menu, refiner.mixes, chosen, one_more),
-        regimes=tuple(_choice(regime, steps, chosen, names) for regime in steps.regimes),
-        num_batches=len(steps.judge.batches),
-        num_mixes=steps.explorer.num_mixes,
-        num_bounds=steps.judge.num_bounds,
-        num_plans=steps.judge.num_plans,
+        one_more_s=one_more_s,
+        one_more=added,
+        regimes=tuple(_choice(regime, search, chosen, names) for regime in regimes),
+        num_batches=len(search.evaluator.batches),
+        num_mixes=search.explorer.num_mixes,
+        num_bounds=search.evaluator.num_bounds,
+        num_plans=search.evaluator.num_plans,
         seconds=seconds,
     )
 
 
-def _added(
-    menu: Menu, mixes: Sequence[Mix], chosen: Sequence[int], one_more: Sequence[int]
-) -> tuple[str, ...]:
-    """What the larger pool has and the chosen one has not."""
-    return tuple(menu.text(mixes[row]) for row in one_more if row not in chosen)
-
-
 def _choice(
-    regime: Regime, steps: _Steps, chosen: Sequence[int], names: dict[int, str]
+    regime: Regime, search: _PoolSearch, chosen: Sequence[int], names: dict[int, str]
 ) -> RegimeChoice:
-    refiner = steps.refiner
-    batches = list(regime.batches)
-    means = refiner.times_ms[:, batches].mean(axis=1)
-    best = int(means.argmin())
-    of_pool = refiner.times_ms[np.ix_(list(chosen), batches)].min(axis=0)
+    times_ms = search.times_ms[:, list(regime.batches)]
+    means_ms = times_ms.mean(axis=1)
+    best = int(means_ms.argmin())
     return RegimeChoice(
         above_tokens=regime.above,
         up_to_tokens=regime.up_to,
-        num_batches=len(batches),
-        replicas=steps.menu.text(refiner.mixes[best]),
+        num_batches=len(regime.batches),
+        replicas=search.candidates.text(search.mixes[best]),
         name=names.get(best),
-        mean_s=float(means[best]) / _MS_PER_S,
-        pool_mean_s=float(of_pool.mean()) / _MS_PER_S,
+        mean_s=float(means_ms[best]) / _MS_PER_S,
+        pool_mean_s=float(pool_times(times_ms, chosen).mean()) / _MS_PER_S,
     )

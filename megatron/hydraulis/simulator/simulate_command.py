@@ -20,7 +20,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, given_shape
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.json_object import write_json
-from megatron.hydraulis.lengths.lengths_command import check_seed, check_seq_length
+from megatron.hydraulis.lengths.command import check_seed, check_seq_length
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,

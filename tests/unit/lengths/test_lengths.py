@@ -8,8 +8,8 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import DataError
+from megatron.hydraulis.lengths.command import LengthStatistics
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
-from megatron.hydraulis.lengths.statistics import LengthStatistics
 from tests.support.index_file import write_idx
 
 

@@ -15,14 +15,11 @@ from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches, regimes_of
-from megatron.hydraulis.proposal.fluid import FluidModel
-from megatron.hydraulis.proposal.judge import Judge
-from megatron.hydraulis.proposal.menu import Menu, Mix
-from megatron.hydraulis.proposal.moves import neighbours
-from megatron.hydraulis.proposal.propose import propose
-from megatron.hydraulis.proposal.result import Proposal
-from megatron.hydraulis.proposal.selection import pool_times, select
-from megatron.hydraulis.proposal.starts import range_mixes, single_scheme_mixes
+from megatron.hydraulis.proposal.candidates import Candidates, Mix, neighbours
+from megatron.hydraulis.proposal.estimate import Estimator
+from megatron.hydraulis.proposal.evaluator import Evaluator
+from megatron.hydraulis.proposal.explore import pool_times, range_mixes, select, single_scheme_mixes
+from megatron.hydraulis.proposal.propose import Proposal, propose
 from megatron.hydraulis.strategy import Pool, Scheme
 
 _SCHEMES = (
@@ -62,25 +59,27 @@ MODEL = ProfileCostModel.from_json(profile(), what="profile")
 COARSE = ProfileCostModel.from_json(profile(_SCHEMES[1:]), what="profile")
 
 
-def proposal(menu: Menu, batches: Any, *, size: int = 2, model: Any = MODEL) -> Proposal:
-    return propose(menu, model, batches, max_strategies=size, longest=5500)
+def proposal(
+    candidates: Candidates, batches: Any, *, size: int = 2, model: Any = MODEL
+) -> Proposal:
+    return propose(candidates, model, batches, max_strategies=size, longest=5500)
 
 
-def all_mixes(menu: Menu) -> Iterator[Mix]:
+def all_mixes(candidates: Candidates) -> Iterator[Mix]:
     """Every mix that leaves no rank idle."""
-    ranges = [range(menu.num_ranks // size + 1) for size in menu.sizes]
-    return (mix for mix in itertools.product(*ranges) if menu.num_idle(mix) == 0)
+    ranges = [range(candidates.num_ranks // size + 1) for size in candidates.sizes]
+    return (mix for mix in itertools.product(*ranges) if candidates.num_idle(mix) == 0)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_pool_of_a_small_job_is_much_better(seed: int) -> None:
-    menu = Menu.of(COARSE, 8, 8)
+    candidates = Candidates.of(COARSE, 8, 8)
     batches = draw_batches(COUNTS, SIZE, 3, seed)
-    judge = Judge(menu, COARSE, batches)
-    mixes = list(all_mixes(menu))
+    evaluator = Evaluator(candidates, COARSE, batches)
+    mixes = list(all_mixes(candidates))
     times_ms = np.array(
         [
-            [judge.plan_ms(mix, b) if judge.holds(mix, b) else np.inf for b in range(3)]
+            [evaluator.plan_ms(mix, b) if evaluator.holds(mix, b) else np.inf for b in range(3)]
             for mix in mixes
         ]
     )
@@ -88,9 +87,9 @@ def test_no_pool_of_a_small_job_is_much_better(seed: int) -> None:
         best_ms = min(
             pool_times(times_ms, pool).mean()
             for pool in itertools.combinations(range(len(mixes)), size)
-            if max(menu.limit(mixes[place]) for place in pool) >= 5500
+            if max(candidates.limit(mixes[place]) for place in pool) >= 5500
         )
-        found = proposal(menu, batches, size=size, model=COARSE)
+        found = proposal(candidates, batches, size=size, model=COARSE)
         assert found.mean_s * 1e3 <= best_ms * 1.02
         # What is promised is what the planner finds with the pool.
         planner = CertifiedPlanner(found.pool, COARSE)
@@ -99,21 +98,21 @@ def test_no_pool_of_a_small_job_is_much_better(seed: int) -> None:
 
 
 def test_more_strategies_are_no_worse_and_the_first_ones_count_most() -> None:
-    menu = Menu.of(MODEL, 4, 4)
+    candidates = Candidates.of(MODEL, 4, 4)
     batches = draw_batches(COUNTS, SIZE, 6, 3)
-    means_s = [proposal(menu, batches, size=size).mean_s for size in (1, 2, 4)]
+    means_s = [proposal(candidates, batches, size=size).mean_s for size in (1, 2, 4)]
     assert means_s == sorted(means_s, reverse=True)
-    sizes = proposal(menu, batches, size=4).sizes
+    sizes = proposal(candidates, batches, size=4).sizes
     of_sizes_s = [size.mean_s for size in sizes]
     assert of_sizes_s == sorted(of_sizes_s, reverse=True)
     assert of_sizes_s[-1] == means_s[-1]
 
 
 def test_same_seed_same_pool() -> None:
-    menu = Menu.of(MODEL, 8, 4)
+    candidates = Candidates.of(MODEL, 8, 4)
     results = []
     for _ in range(2):
-        content = proposal(menu, draw_batches(COUNTS, SIZE, 4, 5)).to_json()
+        content = proposal(candidates, draw_batches(COUNTS, SIZE, 4, 5)).to_json()
         del content["seconds"]
         results.append(content)
     assert results[0] == results[1]
@@ -121,84 +120,84 @@ def test_same_seed_same_pool() -> None:
 
 
 def test_a_pool_holds_what_was_not_drawn() -> None:
-    menu = Menu.of(MODEL, 8, 8)
+    candidates = Candidates.of(MODEL, 8, 8)
     batches = [[100, 200, 300] * 6, [400, 500, 900] * 4]
-    found = propose(menu, MODEL, batches, max_strategies=2, longest=11000)
+    found = propose(candidates, MODEL, batches, max_strategies=2, longest=11000)
     assert max(member.longest_tokens for member in found.members) == 12000
     assert any(member.gain_s is None for member in found.members)
     for batch in (*batches, [11000]):
         CertifiedPlanner(found.pool, MODEL).plan(batch)
     with pytest.raises(PlanError, match=r"the longest has 12001 tokens .* is 12000"):
-        propose(menu, MODEL, batches, max_strategies=2, longest=12001)
+        propose(candidates, MODEL, batches, max_strategies=2, longest=12001)
     with pytest.raises(ConfigurationError, match="at least 1 strategy but --max-strategies is 0"):
-        propose(menu, MODEL, batches, max_strategies=0, longest=10)
+        propose(candidates, MODEL, batches, max_strategies=0, longest=10)
 
 
 def test_admissible_schemes() -> None:
-    def names(menu: Menu) -> list[str]:
-        return [str(scheme) for scheme in menu.schemes]
+    def names(candidates: Candidates) -> list[str]:
+        return [str(scheme) for scheme in candidates.schemes]
 
-    assert names(Menu.of(MODEL, 2, 2)) == ["tp1", "tp2", "pp2"]
+    assert names(Candidates.of(MODEL, 2, 2)) == ["tp1", "tp2", "pp2"]
     # Another of four ranks that is slower and holds less, and one without room for the weights.
     worse = ((1, 4, 1.4e-5, 0.14, 12.0, 900), (4, 2, 1e-9, 1e-9, 1e-9, 0))
     model = ProfileCostModel.from_json(profile(_SCHEMES + worse), what="profile")
-    assert names(Menu.of(model, 8, 8)) == names(Menu.of(MODEL, 8, 8))
+    assert names(Candidates.of(model, 8, 8)) == names(Candidates.of(MODEL, 8, 8))
     allowed = [MODEL.schemes[0].scheme, MODEL.schemes[5].scheme]
-    assert names(Menu.of(MODEL, 8, 8, allowed)) == ["tp1", "tp8"]
+    assert names(Candidates.of(MODEL, 8, 8, allowed)) == ["tp1", "tp8"]
     with pytest.raises(ConfigurationError, match=r"at most 1 ranks .* has 0 of them"):
-        Menu.of(COARSE, 1, 1)
+        Candidates.of(COARSE, 1, 1)
 
 
 def test_every_mix_of_the_search_is_a_strategy() -> None:
-    menu = Menu.of(MODEL, 12, 4)
-    fluid = FluidModel(menu, draw_batches(COUNTS, SIZE, 3, 0))
-    starts = (*single_scheme_mixes(menu), *range_mixes(menu, fluid, range(3)))
+    candidates = Candidates.of(MODEL, 12, 4)
+    estimator = Estimator(candidates, draw_batches(COUNTS, SIZE, 3, 0))
+    starts = (*single_scheme_mixes(candidates), *range_mixes(candidates, estimator, range(3)))
     for start in starts:
-        for mix in (start, *neighbours(menu, start)[:40]):
+        for mix in (start, *neighbours(candidates, start)[:40]):
             # Ranks of size 1 leave none idle; parsing places the mix or raises.
-            assert menu.num_idle(mix) == 0
-            strategy = menu.strategy(mix)
-            counts = [sum(r.scheme == s for r in strategy.replicas) for s in menu.schemes]
+            assert candidates.num_idle(mix) == 0
+            strategy = candidates.strategy(mix)
+            counts = [sum(r.scheme == s for r in strategy.replicas) for s in candidates.schemes]
             assert tuple(counts) == mix
-        assert start not in neighbours(menu, start)
-    idle = Menu.of(ProfileCostModel.from_json(profile(_SCHEMES[3:4]), what="profile"), 6, 6)
+        assert start not in neighbours(candidates, start)
+    idle = Candidates.of(ProfileCostModel.from_json(profile(_SCHEMES[3:4]), what="profile"), 6, 6)
     assert idle.text(single_scheme_mixes(idle)[0]) == "tp4+2*idle"
 
 
 def test_exchanges_reach_every_mix() -> None:
-    menu = Menu.of(MODEL, 4, 4)
-    reached = {single_scheme_mixes(menu)[0]}
+    candidates = Candidates.of(MODEL, 4, 4)
+    reached = {single_scheme_mixes(candidates)[0]}
     following = list(reached)
     while following:
-        around = set(neighbours(menu, following.pop()))
+        around = set(neighbours(candidates, following.pop()))
         following += around - reached
         reached |= around
-    assert reached == set(all_mixes(menu))
+    assert reached == set(all_mixes(candidates))
 
 
 def test_the_quick_estimate_is_near_the_plans() -> None:
-    menu = Menu.of(MODEL, 8, 8)
+    candidates = Candidates.of(MODEL, 8, 8)
     batches = draw_batches(COUNTS, BatchSize(num_sequences=40), 2, 2)
-    judge = Judge(menu, MODEL, batches)
-    mixes = [*single_scheme_mixes(menu), (2, 1, 0, 1, 0, 0), (0, 0, 2, 1, 0, 0)]
-    estimates_ms = FluidModel(menu, batches).times_ms(mixes, range(2))
+    evaluator = Evaluator(candidates, MODEL, batches)
+    mixes = [*single_scheme_mixes(candidates), (2, 1, 0, 1, 0, 0), (0, 0, 2, 1, 0, 0)]
+    estimates_ms = Estimator(candidates, batches).times_ms(mixes, range(2))
     for row, mix in enumerate(mixes):
         for batch in range(2):
-            if not judge.holds(mix, batch):
+            if not evaluator.holds(mix, batch):
                 assert estimates_ms[row, batch] == np.inf
                 continue
-            assert estimates_ms[row, batch] == pytest.approx(judge.plan_ms(mix, batch), rel=0.2)
+            assert estimates_ms[row, batch] == pytest.approx(evaluator.plan_ms(mix, batch), rel=0.2)
 
 
 def test_bounds_lie_below_plans() -> None:
-    menu = Menu.of(MODEL, 8, 8)
+    candidates = Candidates.of(MODEL, 8, 8)
     batches = draw_batches(COUNTS, SIZE, 2, 4)
     for estimate_ms in (1.0, 400.0, 1e6):
-        judge = Judge(menu, MODEL, batches)
+        evaluator = Evaluator(candidates, MODEL, batches)
         for mix in ((0, 2, 0, 1, 0, 0), (0, 0, 0, 1, 1, 0)):
             for batch in range(2):
-                bounded = judge.bounded(mix, batch, estimate_ms)
-                plan_ms = judge.plan_ms(mix, batch)
+                bounded = evaluator.bounded(mix, batch, estimate_ms)
+                plan_ms = evaluator.plan_ms(mix, batch)
                 assert bounded.bound_ms <= plan_ms * (1 + 1e-9)
                 assert plan_ms <= bounded.quick_ms * (1 + 1e-9)
 
@@ -302,19 +301,19 @@ def context_profile(widths: tuple[int, ...]) -> ProfileCostModel:
 
 
 def test_widths_of_cp_that_divide_anew_are_on_the_menu() -> None:
-    texts = set(map(str, Menu.of(context_profile((1, 2, 4, 8)), 8, 8).schemes))
+    texts = set(map(str, Candidates.of(context_profile((1, 2, 4, 8)), 8, 8).schemes))
     assert texts == {"tp1", "cp2", "cp4", "cp8", "cp2~", "cp4~", "cp8~"}
     # cp4 was not measured, so neither cp4~ nor cp8~ can be planned.
-    texts = set(map(str, Menu.of(context_profile((1, 2, 8)), 8, 8).schemes))
+    texts = set(map(str, Candidates.of(context_profile((1, 2, 8)), 8, 8).schemes))
     assert texts == {"tp1", "cp2", "cp8", "cp2~"}
 
 
 def test_groups_divided_anew_are_proposed_where_they_are_faster() -> None:
     """One long sequence and many short ones: with cp8 alone all of them pay for the exchange."""
     model, batches = context_profile((1, 2, 4, 8)), [[5500, *[300] * 40]] * 2
-    plain = [scheme for scheme in Menu.of(model, 8, 8).schemes if not scheme.splits_cp]
-    without = proposal(Menu.of(model, 8, 8, plain), batches, model=model)
-    with_them = proposal(Menu.of(model, 8, 8), batches, model=model)
+    plain = [scheme for scheme in Candidates.of(model, 8, 8).schemes if not scheme.splits_cp]
+    without = proposal(Candidates.of(model, 8, 8, plain), batches, model=model)
+    with_them = proposal(Candidates.of(model, 8, 8), batches, model=model)
     assert with_them.mean_s < without.mean_s
     assert any("~" in member.replicas for member in with_them.members)
 
@@ -323,8 +322,8 @@ def test_a_scheme_with_cp_holds_what_its_padding_leaves() -> None:
     """A row is a multiple of 2·cp, so of a limit of 1003 tokens cp2 can use 1000."""
     content = context_profile((1, 2)).to_json()
     content["schemes"][1]["max_tokens"] = 1003
-    menu = Menu.of(ProfileCostModel.from_json(content, what="profile"), 2, 2)
-    assert menu.costs[menu.schemes.index(Scheme(cp=2))].longest == 1000
+    candidates = Candidates.of(ProfileCostModel.from_json(content, what="profile"), 2, 2)
+    assert candidates.costs[candidates.schemes.index(Scheme(cp=2))].longest == 1000
 
 
 @pytest.mark.parametrize(

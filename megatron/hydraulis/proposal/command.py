@@ -8,47 +8,45 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
-from megatron.hydraulis.lengths.counts import read_length_counts
-from megatron.hydraulis.lengths.lengths_command import (
+from megatron.hydraulis.lengths.command import (
     add_lengths_arguments,
     check_seed,
     check_seq_length,
 )
+from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
-from megatron.hydraulis.proposal.menu import Menu
-from megatron.hydraulis.proposal.propose import OnProgress, propose
-from megatron.hydraulis.proposal.result import Proposal
-from megatron.hydraulis.proposal.tables import proposal_tables
+from megatron.hydraulis.proposal.candidates import Candidates
+from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
 from megatron.hydraulis.strategy.notation import parse_terms
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "proposal_tables", "run"]
 
 _WIDTH = 100
-"""Columns of the tables where the output is no terminal."""
+"""Columns of the tables if the output is not a terminal."""
+_NONE = "–"
 _NUM_BATCHES = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of the subcommand."""
+    """Declares the flags of the subcommand."""
     corpus = parser.add_argument_group("corpus and batches")
     add_lengths_arguments(corpus)
     corpus.add_argument(
         "--global-batch-size", type=int, metavar="N", help="sequences of a global batch"
     )
-    corpus.add_argument(
-        "--global-batch-tokens", type=int, metavar="N", help="or its budget of tokens"
-    )
+    corpus.add_argument("--global-batch-tokens", type=int, metavar="N", help="or its most tokens")
     corpus.add_argument(
         "--num-batches",
         type=int,
         default=_NUM_BATCHES,
         metavar="N",
-        help="batches to draw and to be good for (default: %(default)s)",
+        help="number of batches to sample for the search (default: %(default)s)",
     )
     job = parser.add_argument_group("job")
     job.add_argument(
@@ -65,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--schemes",
         metavar="LIST",
-        help="schemes to make strategies of, with '+' between them, as tp8+tp4pp2+tp4 (default: "
-        "all of the profile)",
+        help="schemes to build strategies from, separated by '+', such as tp8+tp4pp2+tp4 "
+        "(default: all of the profile)",
     )
     output = parser.add_argument_group("pool")
     output.add_argument(
@@ -74,24 +72,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=7,
         metavar="K",
-        help="most strategies of the pool (default: %(default)s)",
+        help="maximum number of strategies in the pool (default: %(default)s)",
     )
     output.add_argument("--out", metavar="FILE", help="write the pool file here, JSON")
-    output.add_argument("--json", action="store_true", help="print all that was found as JSON")
+    output.add_argument("--json", action="store_true", help="print all results as JSON")
     output.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="of the batches; same files and flags, same pool (default: %(default)s)",
+        help="seed of the sampled batches; files, flags and seed determine the pool "
+        "(default: %(default)s)",
     )
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Propose a pool, print it, write it; returns the exit status.
+    """Proposes a pool, prints and writes it; returns the exit status.
 
-    Raises ConfigurationError, StrategyError or DataError for files and flags that make no sense,
-    PlanError when no scheme holds the longest sequence.
+    Raises ConfigurationError, StrategyError or DataError for invalid files and flags, PlanError if
+    no scheme holds the longest sequence.
     """
     check_seq_length(namespace.seq_length)
     check_seed(namespace.seed)
@@ -103,10 +102,10 @@ def run(namespace: argparse.Namespace) -> int:
     )
     batches = draw_batches(counts, size, namespace.num_batches, namespace.seed)
     cost_model = ProfileCostModel.read(namespace.cost_profile)
-    menu = _menu(namespace, cost_model)
+    candidates = _candidates(namespace, cost_model)
     with _progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         proposal = propose(
-            menu,
+            candidates,
             cost_model,
             batches,
             max_strategies=namespace.max_strategies,
@@ -127,14 +126,14 @@ def run(namespace: argparse.Namespace) -> int:
         console.print(table)
         console.print()
     console.print(
-        f"{proposal.num_mixes} strategies estimated closely, {proposal.num_bounds} bounds and "
+        f"{proposal.num_mixes} strategies estimated, {proposal.num_bounds} bounds and "
         f"{proposal.num_plans} plans in {proposal.seconds:.1f} s"
         + (f"; pool written to {namespace.out}" if namespace.out is not None else "")
     )
     return 0
 
 
-def _menu(namespace: argparse.Namespace, cost_model: ProfileCostModel) -> Menu:
+def _candidates(namespace: argparse.Namespace, cost_model: ProfileCostModel) -> Candidates:
     num_ranks, ranks_per_node = namespace.num_ranks, namespace.ranks_per_node
     if num_ranks < 1 or (ranks_per_node is not None and ranks_per_node < 1):
         raise ConfigurationError(
@@ -145,12 +144,12 @@ def _menu(namespace: argparse.Namespace, cost_model: ProfileCostModel) -> Menu:
     if namespace.schemes is not None:
         terms = parse_terms(namespace.schemes, label="--schemes")
         allowed = [term.scheme for term in terms if term.scheme is not None]
-    return Menu.of(cost_model, num_ranks, ranks_per_node or num_ranks, allowed)
+    return Candidates.of(cost_model, num_ranks, ranks_per_node or num_ranks, allowed)
 
 
 @contextmanager
 def _progress(*, is_shown: bool) -> Iterator[OnProgress]:
-    """A bar on the error output, where that is a terminal."""
+    """A bar on stderr if that is a terminal."""
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
@@ -181,3 +180,83 @@ def _write(proposal: Proposal, path: str) -> None:
             f"--out {path}: must be a path that can be written but: {error.strerror}; "
             f"give another path"
         ) from error
+
+
+def proposal_tables(proposal: Proposal) -> Iterator[Table]:
+    """The pool, smaller and larger pools, and the best strategy of each regime."""
+    yield _pool(proposal)
+    yield _sizes(proposal)
+    yield _regimes(proposal)
+
+
+def _pool(proposal: Proposal) -> Table:
+    table = _table("proposed pool", ("strategy", "replicas"))
+    for name in ("holds, tokens", "fastest in", "s an iteration", "gain ms", "gain %"):
+        table.add_column(name, justify="right")
+    for member in proposal.members:
+        gain = (_NONE, _NONE)
+        if member.gain_s is not None:
+            share = member.gain_s / (proposal.mean_s + member.gain_s)
+            gain = (f"{1e3 * member.gain_s:.1f}", f"{100 * share:.2f}")
+        table.add_row(
+            member.name,
+            member.replicas,
+            f"{member.longest_tokens:,}",
+            f"{100 * member.num_batches / proposal.num_batches:.0f} %",
+            _NONE if member.mean_s is None else f"{member.mean_s:.4f}",
+            *gain,
+        )
+    is_needed = any(member.gain_s is None for member in proposal.members)
+    why = f" ({_NONE}: without it some sequences do not fit)" if is_needed else ""
+    table.caption = (
+        f"Expected: {proposal.mean_s:.4f} s an iteration, mean of the plans of "
+        f"{proposal.num_batches} batches. Gain: increase without the strategy{why}."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _sizes(proposal: Proposal) -> Table:
+    table = _table("pools of other sizes", ("strategies",))
+    table.add_column("s an iteration", justify="right")
+    table.add_column("one more saves ms", justify="right")
+    rows = [(", ".join(size.names), size.mean_s) for size in proposal.sizes]
+    if proposal.one_more_s is not None and proposal.one_more:
+        rows.append((f"all, with {' and '.join(proposal.one_more)}", proposal.one_more_s))
+    following = [mean_s for _, mean_s in rows[1:]]
+    for place, (names, mean_s) in enumerate(rows):
+        saved = f"{1e3 * (mean_s - following[place]):.1f}" if place < len(following) else _NONE
+        is_pool = place + 1 == len(proposal.sizes)
+        table.add_row(names, f"{mean_s:.4f}", saved, style="bold" if is_pool else None)
+    if proposal.one_more_s is None:
+        table.caption = "No strategy was found that would make this pool faster."
+        table.caption_justify = "left"
+    return table
+
+
+def _regimes(proposal: Proposal) -> Table:
+    table = _table("one strategy for each regime", ("longest sequence, tokens",))
+    table.add_column("batches", justify="right")
+    table.add_column("best strategy", overflow="fold")
+    table.add_column("in pool")
+    table.add_column("with it alone, s", justify="right")
+    table.add_column("with the pool, s", justify="right")
+    for regime in proposal.regimes:
+        table.add_row(
+            f"{regime.above_tokens + 1:,} – {regime.up_to_tokens:,}",
+            str(regime.num_batches),
+            regime.replicas,
+            regime.name or _NONE,
+            f"{regime.mean_s:.4f}",
+            f"{regime.pool_mean_s:.4f}",
+        )
+    table.caption = "A regime: the same schemes hold the longest sequence of the batch."
+    table.caption_justify = "left"
+    return table
+
+
+def _table(title: str, texts: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    return table

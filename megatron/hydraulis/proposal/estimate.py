@@ -1,18 +1,18 @@
 """A quick estimate of iteration times, for many mixes and batches at once.
 
-Sequences are taken for a fluid: buckets of a batch are spread over the schemes of a mix so that
-all replicas end at the same time. This is the linear program ``max Σ_j min_k λ_k·w_jk`` over the
-weights ``λ`` with ``Σ_k n_k·λ_k = 1`` (the bound of planner/bounds.py with the best weights),
-solved by multiplicative updates on all mixes and batches together: exact to about a percent, and
-no bound.
-``w_jk`` is the work of bucket j on scheme k over the share of a replica's time that goes to work:
-the rest goes to the constant cost of micro-batches and to filling the pipeline.
+Sequences are treated as divisible: the buckets of a batch are spread over the schemes of a mix so
+that all replicas end at the same time. This is the linear program ``max Σ_j min_k λ_k·w_jk`` over
+the weights ``λ`` with ``Σ_k n_k·λ_k = 1`` (the bound of planner/bounds.py with the best weights),
+solved by multiplicative updates on all mixes and batches together: exact to about a percent, but
+not a bound.
+``w_jk`` is the work of bucket j on scheme k, divided by the share of a replica's time that it
+works; the rest goes to the constant cost of micro-batches and to filling the pipeline.
 
-Whole sequences in whole micro-batches take longer than a fluid, some schemes more than others. By
-how much is learnt from mixes that the planner has judged: a stretch by the share of ranks that
-each scheme has, in pipelines, and in all.
+Sequences and micro-batches that cannot be divided take longer, on some schemes more than on others.
+How much is learnt from the planner's bounds of some mixes: a stretch factor by the share of ranks
+of each scheme, the share of pipelines, and a constant.
 
-It says which mixes are worth the planner's bound, and nothing else.
+The estimate only selects the mixes that get the planner's bound.
 """
 
 from collections.abc import Sequence
@@ -22,40 +22,39 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from megatron.hydraulis.planner.costs import SchemeCost
-from megatron.hydraulis.proposal.menu import Menu, Mix
+from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix
 
-__all__ = ["FluidModel"]
+__all__ = ["Estimator"]
+
 
 _NUM_BUCKETS = 12
 _NUM_UPDATES = (8, 5, 4)
-"""Of weights, in each round of time and share of work, which depend on each other."""
+"""Updates of the weights in each round; time and share of work depend on each other."""
 _LARGEST_STEP, _LEAST_STEP = 0.6, 0.15
 """Exponents of the first and the last update of weights."""
 _NUM_GRID_TIMES = 128
 _MOST_MICRO_BATCHES = 256
 _FULL = 0.97
-"""Tokens of a well-packed micro-batch over its limit."""
+"""Tokens of a well-packed micro-batch, as a share of its limit."""
 _LEAST_SHARE = 1e-4
 _AT_FLOOR = 1.005
-"""Where the longest sequence alone takes the whole time but for this, the rest is not known."""
+"""Nothing is learnt from times within this factor of the longest sequence's own time."""
 _RIDGE = 1.0
-"""What keeps schemes like one another, in judged mixes that consist of one scheme alone."""
+"""Weight of the assumption of no stretch, in observations of mixes of one scheme."""
 _MAX_ELEMENTS = 300_000
-"""Of an array, so that it stays in the cache; more mixes are taken in turns."""
-
-FloatArray = npt.NDArray[np.float64]
+"""Most elements of an array, so that it stays in the cache; more mixes are split."""
 
 
-class FluidModel:
-    """The estimate for batches of a menu's job.
+class Estimator:
+    """The estimate for batches of a job.
 
     Args:
-        batches: shape (num_batches, …), lengths in tokens; each fits some scheme of the menu.
+        batches: shape (num_batches, …), lengths in tokens; each fits some candidate.
     """
 
-    def __init__(self, menu: Menu, batches: Sequence[Sequence[int]]) -> None:
-        self._menu = menu
-        costs = menu.costs
+    def __init__(self, candidates: Candidates, batches: Sequence[Sequence[int]]) -> None:
+        self._candidates = candidates
+        costs = candidates.costs
         edges = _edges(batches, [cost.longest for cost in costs])
         shape = (len(batches), len(edges))
         tokens, squares, longest = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -74,7 +73,7 @@ class FluidModel:
         self._pass_ms = np.where(longest[..., None] <= held, stages * one_ms, np.inf)
         self._pass_ms[np.broadcast_to(is_empty, self._pass_ms.shape)] = 0.0
         self._grid_ms, self._grid_shares = _work_shares(costs, batches)
-        # Of each scheme, of pipelines, of all.
+        # Of each scheme, of pipelines, constant.
         self._stretches = np.zeros(len(costs) + 2)
 
     def mean_work_ms(self, batches: Sequence[int]) -> FloatArray:
@@ -83,34 +82,34 @@ class FluidModel:
         return mean
 
     def longest_pass_ms(self, batches: Sequence[int]) -> FloatArray:
-        """Longest way of a sequence of each bucket through all stages, (num_buckets, num_schemes).
+        """Time of the longest sequence of each bucket alone: shape (num_buckets, num_schemes).
 
-        inf where a scheme cannot hold one.
+        inf if a scheme cannot hold it.
         """
         longest: FloatArray = self._pass_ms[list(batches)].max(axis=0)
         return longest
 
     def work_shares(self, time_ms: float) -> FloatArray:
-        """Share of a time that a replica of each scheme works in, shape (num_schemes,)."""
+        """Share of a time that a replica of each scheme works, shape (num_schemes,)."""
         shares: FloatArray = self._grid_shares[int(self._places(np.array(time_ms)))]
         return shares
 
     def times_ms(self, mixes: Sequence[Mix], batches: Sequence[int]) -> FloatArray:
-        """Estimated makespans, shape (num_mixes, len(batches)); inf where a batch does not fit."""
+        """Estimated makespans, shape (num_mixes, len(batches)); inf if a batch does not fit."""
         spread_ms, floor_ms = self._parts_ms(mixes, batches)
         stretched_ms = spread_ms * (1.0 + self._features(mixes) @ self._stretches)[:, None]
         times: FloatArray = np.maximum(stretched_ms, floor_ms)
         return times
 
-    def learn(self, judged: Sequence[tuple[Mix, int, float]]) -> None:
-        """Take what mixes are expected to need for batches, ms, into later estimates."""
-        mixes = tuple(dict.fromkeys(mix for mix, _, _ in judged))
+    def learn(self, evaluated: Sequence[tuple[Mix, int, float]]) -> None:
+        """Fits later estimates to expected times: (mix, batch, ms) of each."""
+        mixes = tuple(dict.fromkeys(mix for mix, _, _ in evaluated))
         rows = {mix: row for row, mix in enumerate(mixes)}
         spread_ms, floor_ms = self._parts_ms(mixes, range(len(self._work_ms)))
         features = self._features(mixes)
-        num = len(self._menu.schemes)
+        num = len(self._candidates.schemes)
         known, ratios = [np.eye(num, num + 2) * np.sqrt(_RIDGE)], [np.zeros(num)]
-        for mix, batch, time_ms in judged:
+        for mix, batch, time_ms in evaluated:
             row = rows[mix]
             if time_ms > _AT_FLOOR * floor_ms[row, batch]:
                 known.append(features[row : row + 1])
@@ -119,15 +118,15 @@ class FluidModel:
 
     def _features(self, mixes: Sequence[Mix]) -> FloatArray:
         """Shares of all ranks of each scheme, of pipelines, and 1: (num_mixes, num_schemes + 2)."""
-        sizes = np.array(self._menu.sizes) / self._menu.num_ranks
-        is_pipeline = np.array([scheme.pp > 1 for scheme in self._menu.schemes])
+        sizes = np.array(self._candidates.sizes) / self._candidates.num_ranks
+        is_pipeline = np.array([scheme.pp > 1 for scheme in self._candidates.schemes])
         shares = np.array(mixes).reshape(-1, len(sizes)) * sizes
         return np.column_stack((shares, shares @ is_pipeline, np.ones(len(shares))))
 
     def _parts_ms(
         self, mixes: Sequence[Mix], batches: Sequence[int]
     ) -> tuple[FloatArray, FloatArray]:
-        """Times of the fluid and of the longest sequence alone, as times_ms each."""
+        """Times without stretch, and of the longest sequence alone: each as `times_ms`."""
         if not mixes:
             return np.zeros((0, len(batches))), np.zeros((0, len(batches)))
         counts = np.array(mixes, dtype=np.float64)
@@ -187,7 +186,7 @@ def _spread(
     weights: FloatArray,
     num_updates: int,
 ) -> tuple[FloatArray, FloatArray]:
-    """Time of spreading buckets over classes, and the weights of that."""
+    """Time of spreading buckets over classes, and the weights for it."""
     blocked = np.where(is_able, 0.0, np.inf)
     norm = (weights * num * is_there).sum(axis=2, keepdims=True)
     weights = weights / norm
@@ -223,7 +222,7 @@ def _columns(costs: Sequence[SchemeCost]) -> tuple[FloatArray, ...]:
 
 
 def _edges(batches: Sequence[Sequence[int]], limits: Sequence[int]) -> FloatArray:
-    """Longest lengths of the buckets, rising: the limits, and equal shares of all tokens."""
+    """Longest lengths of the buckets, ascending: the limits, and equal shares of all tokens."""
     lengths = np.sort(np.concatenate([np.asarray(batch) for batch in batches]))
     share = np.cumsum(lengths) / lengths.sum()
     quantiles = np.searchsorted(share, np.linspace(0.0, 1.0, _NUM_BUCKETS + 1)[1:-1])
@@ -234,7 +233,7 @@ def _edges(batches: Sequence[Sequence[int]], limits: Sequence[int]) -> FloatArra
 def _work_shares(
     costs: Sequence[SchemeCost], batches: Sequence[Sequence[int]]
 ) -> tuple[FloatArray, FloatArray]:
-    """A grid of times, and the share of each that a replica works in: (num_times, num_schemes).
+    """A grid of times, and the share of each that a replica works: (num_times, num_schemes).
 
     With v micro-batches of equal work, p stages and constant cost c, ``T·v/(v+p-1) - v·c`` is left
     for work, but no more than v micro-batches hold.

@@ -1,7 +1,7 @@
-"""What a mix takes for a batch, by the planner: its bound, and its plan. Everything is kept.
+"""Evaluates mixes with the planner: bounds and plans for given batches. All results are kept.
 
-A full plan takes a second. Most mixes are judged by less: a quick plan, which is the planner's
-first one after some moves and swaps, and the planner's bound. The full plan lies between them.
+A full plan takes a second. Most mixes get less: the planner's bound, and a quick plan, which is the
+planner's first one after some moves and swaps. The time of the full plan lies between them.
 """
 
 import math
@@ -17,53 +17,53 @@ from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.search import TARGET_GAP, StrategySearch
 from megatron.hydraulis.planner.solver import Deadline, Solver
-from megatron.hydraulis.proposal.menu import Menu, Mix
+from megatron.hydraulis.proposal.candidates import Candidates, Mix
 from megatron.hydraulis.strategy import Pool
 
-__all__ = ["Bounded", "Judge"]
+__all__ = ["Bounded", "Evaluator"]
+
 
 _MS_PER_S = 1e3
 _STEP = 0.04
-"""The first step by which times are asked for, as a share; the next ones are twice as long."""
+"""First step of the search for the bound, as a share of the time; each next one is doubled."""
 _BOUND_GAP = 0.02
-"""The bound is known to this share of the time: between it and the plan more is unknown."""
+"""Precision of the bound, as a share of the time; its distance to the plan is larger."""
 _TIGHT = 3e-3
-"""A quick plan this close to its bound is taken for what the full one will be."""
+"""A quick plan this close to its bound is expected to be as good as the full one."""
 _QUICK_EFFORT = 6e6
-"""Of a quick plan: chosen by hand, to be much less than what a full one may take."""
+"""Of a quick plan: chosen by hand, much less than what a full one may take."""
 _QUICK_STEPS = 200
 _PLAN_ABOVE_BOUND = 0.75
-"""A guess at where plans lie between bound and quick plan, for choosing what to plan: judged
-by eye from 44 plans of the 32B example on 64 ranks, neither fitted nor computed."""
+"""Assumed position of plans between bound and quick plan, to select what to plan: chosen by eye
+from 44 plans of the 32B example on 64 ranks, neither fitted nor computed."""
 _PLAN_BELOW_QUICK = 0.06
-"""By how much a full plan may be faster than a quick one, as a guess: judged by eye from the same
-plans, with the same use."""
+"""Assumed largest gain of a full plan over a quick one: chosen by eye from the same plans."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """Times that a plan lies between, overhead included."""
+    """Limits of the time of a plan, overhead included."""
 
     bound_ms: float
     """No plan takes less."""
     quick_ms: float
-    """The quick plan takes this."""
+    """Time of the quick plan."""
 
     @property
     def is_tight(self) -> bool:
-        """Whether a better plan than the quick one can hardly be."""
+        """Whether there is hardly a better plan than the quick one."""
         return self.quick_ms * (1.0 - _TIGHT) <= self.bound_ms
 
     @property
     def expected_ms(self) -> float:
-        """A guess at what the plan will take."""
+        """Expected time of the full plan."""
         if self.is_tight:
             return self.quick_ms
         between_ms = self.bound_ms + _PLAN_ABOVE_BOUND * (self.quick_ms - self.bound_ms)
         return max(between_ms, self.quick_ms * (1.0 - _PLAN_BELOW_QUICK))
 
 
-class Judge:
+class Evaluator:
     """Bounds and plans of mixes for given batches.
 
     Args:
@@ -72,13 +72,13 @@ class Judge:
 
     def __init__(
         self,
-        menu: Menu,
+        candidates: Candidates,
         cost_model: CostModel,
         batches: Sequence[Sequence[int]],
         *,
         seed: int = 0,
     ) -> None:
-        self._menu = menu
+        self._candidates = candidates
         self._cost_model = cost_model
         self.batches = batches
         self.longest = tuple(max(batch) for batch in batches)
@@ -91,8 +91,8 @@ class Judge:
         self._fastest_ms = [math.inf] * len(batches)
         """Of the quick plans known for each batch."""
 
-    def judged(self) -> Iterator[tuple[Mix, int, Bounded]]:
-        """Mixes and batches with what is known of them, in the order in which they were asked."""
+    def evaluated(self) -> Iterator[tuple[Mix, int, Bounded]]:
+        """Yields mixes and batches with their bounds, in the order in which they were computed."""
         for (mix, batch), bounded in self._bounds.items():
             yield mix, batch, bounded
 
@@ -108,19 +108,18 @@ class Judge:
 
     def holds(self, mix: Mix, batch: int) -> bool:
         """Whether some replica holds the longest sequence of a batch."""
-        return self._menu.limit(mix) >= self.longest[batch]
+        return self._candidates.limit(mix) >= self.longest[batch]
 
     def bounded(self, mix: Mix, batch: int, estimate_ms: float) -> Bounded:
         """Bound and quick plan of a mix that holds the batch.
 
-        estimate_ms: where the bound is looked for first; a wrong one costs time only. A quick plan
-        that is far slower than the fastest one known for the batch leaves the bound a rough one.
+        estimate_ms: where the search for the bound starts; a wrong one only costs time. If the
+        quick plan is far slower than the fastest one known for the batch, the bound is rough.
         """
-        known = self._bounds.get((mix, batch))
-        if known is None:
-            known = self._bounds[mix, batch] = self._bounded(mix, batch, estimate_ms)
-            self._fastest_ms[batch] = min(self._fastest_ms[batch], known.quick_ms)
-        return known
+        if (mix, batch) not in self._bounds:
+            found = self._bounds[mix, batch] = self._bounded(mix, batch, estimate_ms)
+            self._fastest_ms[batch] = min(self._fastest_ms[batch], found.quick_ms)
+        return self._bounds[mix, batch]
 
     def is_planned(self, mix: Mix, batch: int) -> bool:
         """Whether the time of the full plan is known."""
@@ -128,18 +127,16 @@ class Judge:
 
     def plan_ms(self, mix: Mix, batch: int) -> float:
         """The predicted time of the plan of a mix that holds the batch."""
-        known = self._plans_ms.get((mix, batch))
-        if known is None:
+        if not self.is_planned(mix, batch):
             pool, _ = self._pool(mix)
-            plan = CertifiedPlanner(pool, self._cost_model, seed=self._seed).plan(
-                self.batches[batch]
-            )
-            known = self._plans_ms[mix, batch] = plan.predicted_time_s * _MS_PER_S
-        return known
+            planner = CertifiedPlanner(pool, self._cost_model, seed=self._seed)
+            plan = planner.plan(self.batches[batch])
+            self._plans_ms[mix, batch] = plan.predicted_time_s * _MS_PER_S
+        return self._plans_ms[mix, batch]
 
     def _pool(self, mix: Mix) -> tuple[Pool, PoolCosts]:
         if mix not in self._pools:
-            pool = Pool.of(self._menu.strategy(mix))
+            pool = Pool.of(self._candidates.strategy(mix))
             self._pools[mix] = (pool, PoolCosts(pool, self._cost_model))
         return self._pools[mix]
 
@@ -180,10 +177,10 @@ class Judge:
 
 
 def _raise_bound(search: StrategySearch, estimate_ms: float, quick_ms: float) -> None:
-    """Raise the bound to within _BOUND_GAP of what the planner's program can prove.
+    """Raises the bound to within _BOUND_GAP of what the planner's program can prove.
 
-    In growing steps up or down from the estimate, then by halving: that asks for fewer programs
-    than halving from far away.
+    Growing steps up or down from the estimate, then bisection: this solves fewer programs than
+    bisection alone.
     """
     high_ms = quick_ms * (1.0 - _TIGHT)
     time_ms, step = min(estimate_ms, high_ms), _STEP

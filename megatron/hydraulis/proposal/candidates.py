@@ -1,28 +1,33 @@
-"""The schemes that proposed strategies are made of, and mixes of them.
+"""Candidate schemes for proposed strategies, mixes of them, and exchanges between mixes.
 
-A **mix** is a strategy without its placement: the number of replicas of every scheme of the menu.
-Times depend on nothing else, so this is what the search works on.
+A **mix** is a strategy without its placement: the number of replicas of each candidate scheme.
+Times depend on nothing else, so the search works on mixes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = ["Menu", "Mix"]
+__all__ = ["Candidates", "FloatArray", "Mix", "neighbours"]
 
+
+FloatArray = npt.NDArray[np.float64]
 Mix = tuple[int, ...]
 """Replicas of each scheme, shape (num_schemes,)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Menu:
-    """Admissible schemes, for a job of num_ranks ranks.
+class Candidates:
+    """The schemes that may be in a best strategy of a job of num_ranks ranks.
 
-    Raises ConfigurationError when there is none.
+    Raises ConfigurationError if there are none.
     """
 
     num_ranks: int
@@ -45,14 +50,14 @@ class Menu:
         num_ranks: int,
         ranks_per_node: int,
         allowed: Sequence[Scheme] | None = None,
-    ) -> "Menu":
-        """The schemes of a cost profile that can be in a best strategy.
+    ) -> "Candidates":
+        """The schemes of a cost profile that may be in a best strategy.
 
-        Left out are those not allowed (None allows all), those that are too large for the job,
-        those that do not hold the model, and those that another one of as many ranks beats in
-        everything. Where a profile has cp 1, 2, … up to some width, of the same tp, pp and layers,
-        the scheme that divides this width anew for every micro-batch (``cp8~``) is one as well.
-        Raises ConfigurationError for an allowed one that the profile lacks.
+        Excluded are schemes that are not allowed (None allows all), are too large for the job, do
+        not hold the model, or are worse in everything than another one of as many ranks. If a
+        profile has cp 1, 2, … up to some width with the same tp, pp and layers, the scheme that
+        divides this width per micro-batch (``cp8~``) is included. Raises ConfigurationError for an
+        allowed scheme that the profile lacks.
         """
         rows = {row.scheme: row for row in cost_model.schemes}
         known = (*rows, *_splitting(rows))
@@ -120,15 +125,15 @@ class Menu:
         return "+".join(what if num == 1 else f"{num}*{what}" for num, what in terms)
 
     def strategy(self, mix: Mix, *, name: str | None = None) -> Strategy:
-        """The mix placed on the ranks; without a name it is called by its text."""
+        """The mix placed on the ranks; the default name is its text."""
         return Strategy.parse(
             self.text(mix), self.num_ranks, name=name, ranks_per_node=self.ranks_per_node
         )
 
     def filled(self, mix: Mix, first: Sequence[int] = ()) -> Mix:
-        """The mix with idle ranks put to use: schemes of these places first, then the largest.
+        """The mix with idle ranks filled: schemes with these indices first, then the largest.
 
-        Ranks too few for any scheme stay idle.
+        Ranks that are too few for any scheme remain idle.
         """
         counts, idle = list(mix), self.num_idle(mix)
         rest = sorted(range(len(counts)), key=lambda index: (-self.sizes[index], index))
@@ -139,23 +144,23 @@ class Menu:
 
 
 def _splitting(schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
-    """Schemes with ``~`` of whose groups every width is there."""
-    there = set(schemes)
-    wide = (s for s in there if s.cp > 1 and s.cp & (s.cp - 1) == 0)
+    """Schemes with ``~`` for which all widths of groups are among the schemes."""
+    known = set(schemes)
+    wide = (s for s in known if s.cp > 1 and s.cp & (s.cp - 1) == 0)
     split = (Scheme(s.tp, s.cp, s.pp, s.layers, splits_cp=True) for s in wide)
-    return tuple(sorted((s for s in split if there.issuperset(s.group_schemes)), key=str))
+    return tuple(sorted((s for s in split if known.issuperset(s.group_schemes)), key=str))
 
 
 def _cost(scheme: Scheme, cost_model: ProfileCostModel) -> SchemeCost:
-    """As the planner sees it, limits with padding included."""
+    """Cost of a replica in the planner, whose limits include padding."""
     pool = Pool.of(Strategy.parse(str(scheme), scheme.num_ranks))
     return PoolCosts(pool, cost_model).replica_costs(pool.strategies[0])[0]
 
 
 def _beats(rival: SchemeCost, cost: SchemeCost, wins_ties: bool) -> bool:
-    """Whether a scheme is no worse in anything, and better in something unless it wins ties.
+    """Whether rival is worse in nothing, and better in something unless it wins ties.
 
-    Of a scheme that divides its width anew only bounds are known, so it beats none.
+    Only bounds are known of a scheme that divides its width per micro-batch, so it beats none.
     """
     if rival.waves is not None:
         return False
@@ -170,3 +175,70 @@ def _beats(rival: SchemeCost, cost: SchemeCost, wins_ties: bool) -> bool:
     return all(mine <= theirs for mine, theirs in pairs) and (
         wins_ties or any(mine < theirs for mine, theirs in pairs)
     )
+
+
+def neighbours(candidates: Candidates, mix: Mix) -> tuple[Mix, ...]:
+    """Every mix one exchange away, each once, in a fixed order.
+
+    All exchanges, whether ``2*tp4`` for ``tp8``, pp for tp or a pipeline for many single ranks,
+    remove replicas to make room for those of another scheme, and fill the ranks that remain.
+    Numbers of replicas double, so that a large job does not change one replica at a time.
+    """
+    present = [index for index, num in enumerate(mix) if num]
+    found: dict[Mix, None] = {}
+    for added in range(len(mix)):
+        for taken in present:
+            if taken == added:
+                continue
+            for num in _doubling(mix[taken]):
+                counts = list(mix)
+                counts[taken] -= num
+                _add_filled(candidates, counts, (added,), present, found)
+            for num in _doubling(candidates.num_ranks // candidates.sizes[added]):
+                made = _with_room(candidates, mix, added, num, taken, present)
+                if made is not None:
+                    _add_filled(candidates, made, (), [taken, added, *present], found)
+    found.pop(mix, None)
+    return tuple(found)
+
+
+def _doubling(most: int) -> Iterator[int]:
+    """1, 2, 4, … and most."""
+    num = 1
+    while num < most:
+        yield num
+        num *= 2
+    if most:
+        yield most
+
+
+def _with_room(
+    candidates: Candidates, mix: Mix, added: int, num: int, taken: int, present: list[int]
+) -> list[int] | None:
+    """With num more replicas of added, removing those of taken first; None without room."""
+    counts = list(mix)
+    missing = num * candidates.sizes[added] - candidates.num_idle(mix)
+    for index in (taken, *(other for other in present if other not in (taken, added))):
+        if missing <= 0:
+            break
+        removed = min(counts[index], -(-missing // candidates.sizes[index]))
+        counts[index] -= removed
+        missing -= removed * candidates.sizes[index]
+    if missing > 0:
+        return None
+    counts[added] += num
+    return counts
+
+
+def _add_filled(
+    candidates: Candidates,
+    counts: list[int],
+    first: tuple[int, ...],
+    others: list[int],
+    found: dict[Mix, None],
+) -> None:
+    """Adds the mixes whose idle ranks are filled with the first schemes, then one of the others."""
+    for other in dict.fromkeys(others):
+        filled = candidates.filled(tuple(counts), (*first, other))
+        if any(filled):
+            found[filled] = None
