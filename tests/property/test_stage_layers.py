@@ -147,13 +147,12 @@ def test_a_large_output_layer_takes_layers_from_the_last_stage() -> None:
     assert usual.balanced_scheme(Scheme(tp=2, pp=4), min_tokens=0) == Scheme(tp=2, pp=4)
 
 
-def test_where_a_limit_was_given_memory_is_not_asked() -> None:
+def test_layers_of_a_model_that_does_not_fit_are_balanced_without_a_number_of_tokens() -> None:
     device = device_constants("cpu")  # holds none of it
     model = AnalyticCostModel(
         shape=LLAMA_7B,
         device=device,
         cluster=device.cluster(8, 8),
-        max_tokens_per_micro_batch=4096,
     )
-    scheme = model.balanced_scheme(Scheme(pp=3), min_tokens=10**6)
+    scheme = model.balanced_scheme(Scheme(pp=3), min_tokens=0)
     assert scheme == Scheme(pp=3)  # 11 + 11 + (10 + 0.65)

@@ -107,7 +107,13 @@ def test_a_dry_run_shows_the_layers(tmp_path: Path) -> None:
     resolved = parse(tmp_path, *WIDE_OUTPUT, "--strategy", "tp2+2*pp3", BALANCE)
     planning = planning_of(resolved)
     text = format_description(
-        describe(resolved, planning.costs, cost_model=planning.source, left_out=())
+        describe(
+            resolved,
+            planning.pool.strategies,
+            planning.limits,
+            cost_model=planning.source,
+            left_out=(),
+        )
     )
     scheme = planning.pool.strategies[0].schemes[1]
     assert scheme.layers is not None
@@ -140,6 +146,8 @@ def test_a_profile_decides_among_what_was_measured(tmp_path: Path) -> None:
     assert chosen(BALANCE, "--seq-length", "100") == "4*pp2:6,2"
     # Of the rows that hold less than is asked for, the one that holds most.
     assert chosen(BALANCE, "--seq-length", "600") == "4*pp2"
+    # With a limit by the flag, that of the rows does not matter.
+    assert chosen(BALANCE, "--max-tokens-per-micro-batch", "600") == "4*pp2:6,2"
 
 
 def test_a_profile_needs_no_row_of_the_even_split(tmp_path: Path) -> None:
@@ -150,7 +158,8 @@ def test_a_profile_needs_no_row_of_the_even_split(tmp_path: Path) -> None:
         planning_of(parse(tmp_path, *typed))
     planning = planning_of(parse(tmp_path, *typed, BALANCE))
     assert str(planning.pool.strategies[0]) == "4*pp2:5,3"
-    assert planning.costs[0].max_tokens(planning.pool.strategies[0].schemes[0]) == 400
+    (strategy,) = planning.pool.strategies
+    assert planning.limits.max_tokens(strategy, strategy.schemes[0]) == 400
 
 
 def test_of_equally_fast_rows_the_even_split_stays(tmp_path: Path) -> None:

@@ -55,7 +55,11 @@ def describe(resolved: Resolved) -> dict[str, Any]:
     """As the program does on a CPU."""
     planning = Planning.of(resolved, device_constants("cpu"), None)
     return description_module.describe(
-        resolved, planning.costs, cost_model=planning.source, left_out=planning.left_out
+        resolved,
+        planning.pool.strategies,
+        planning.limits,
+        cost_model=planning.source,
+        left_out=planning.left_out,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def test_a_profile_gives_times_and_limits(tmp_path: Path) -> None:
     profile = write_profile(tmp_path, tp1=512, tp4=2048)
     plan_with = planning(tmp_path, "--cost-profile", profile, pool=pool)
     assert plan_with.source == f"cost profile {profile}, d"
-    limits = [costs.max_tokens(costs.strategy.schemes[0]) for costs in plan_with.costs]
+    limits = [plan_with.limits.max_tokens(s, s.schemes[0]) for s in plan_with.pool.strategies]
     assert limits == [99, 2048]
 
 
@@ -175,18 +176,19 @@ def test_a_given_limit_goes_before_that_of_the_profile(tmp_path: Path) -> None:
     profile = write_profile(tmp_path, tp1=512, tp4=0)
     typed = ("--cost-profile", profile, "--max-tokens-per-micro-batch", "255")
     plan_with = planning(tmp_path, *typed, pool=pool)
-    limits = [costs.max_tokens(costs.strategy.schemes[0]) for costs in plan_with.costs]
+    limits = [plan_with.limits.max_tokens(s, s.schemes[0]) for s in plan_with.pool.strategies]
     assert limits == [255, 252]
 
 
 def test_a_given_limit_is_that_of_a_whole_wave(tmp_path: Path) -> None:
     pool = write_pool(tmp_path, {"waves": "cp8~"})
     plan_with = planning(tmp_path, "--max-tokens-per-micro-batch", "1000", pool=pool)
-    (costs,) = plan_with.costs
-    limits = {str(of): costs.max_tokens(of) for of in costs.strategy.schemes[0].group_schemes}
+    (strategy,) = plan_with.pool.strategies
+    limit = partial(plan_with.limits.max_tokens, strategy)
+    limits = {str(of): limit(of) for of in strategy.schemes[0].group_schemes}
     # Of a group's share, what is a multiple of twice its ranks.
     assert limits == {"cp8": 992, "cp4": 496, "cp2": 248, "tp1": 124}
-    assert costs.max_tokens(costs.strategy.schemes[0]) == 992
+    assert limit(strategy.schemes[0]) == 992
 
 
 def small_device(memory_bytes: float) -> DeviceConstants:

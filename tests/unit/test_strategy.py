@@ -242,8 +242,7 @@ def limited_pool(**max_tokens: Any) -> dict[str, Any]:
 def test_limits_of_a_strategy_both_ways() -> None:
     content = limited_pool(tp8=4096)
     strategy = Pool.from_json(content | {"version": 1}).strategies[0]
-    assert strategy.token_limit(Scheme(tp=8)) == 4096
-    assert strategy.token_limit(Scheme(tp=2, pp=2)) is None
+    assert dict(strategy.token_limits) == {Scheme(tp=8): 4096}
     assert Pool.of(strategy).to_json() == content
 
 

@@ -4,7 +4,7 @@ from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
-from megatron.hydraulis.cost_model.limits import StrategyCosts
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import (
     FORWARD_SHARE,
@@ -23,12 +23,12 @@ __all__ = [
     "ContextCosts",
     "CostModel",
     "DeviceConstants",
+    "Limits",
     "MemoryModel",
     "ModelShape",
     "Operation",
     "ProfileCostModel",
     "Recompute",
-    "StrategyCosts",
     "device_constants",
     "pipeline_schedule",
     "pipeline_time_ms",

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.interface import Coefficients, given_limit
+from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
@@ -60,8 +60,7 @@ _NUM_PP_MESSAGES = 2
 class AnalyticCostModel:
     """CostModel out of the model's shape, device constants and cluster.
 
-    Raises ConfigurationError for a limit below 1 token and a size of parameters that is not
-    2 or 4 bytes.
+    Raises ConfigurationError for a size of parameters that is not 2 or 4 bytes.
     """
 
     shape: ModelShape
@@ -72,8 +71,6 @@ class AnalyticCostModel:
     sequence_parallel: bool = True
     recompute: Recompute = NO_RECOMPUTE
     """Which activations the backward computes again."""
-    max_tokens_per_micro_batch: int | None = None
-    """Takes the place of what the memory model says, for every scheme."""
     cp_comm_type: str = "p2p"
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
@@ -87,21 +84,12 @@ class AnalyticCostModel:
                 f"cost model: parameters have 2 or 4 bytes but {self.parameter_bytes} are given; "
                 f"give 2 for bf16 or 4 for fp32"
             )
-        limit = self.max_tokens_per_micro_batch
-        if limit is not None and limit < 1:
-            raise ConfigurationError(
-                f"cost model: a micro-batch holds at least 1 token but the limit is {limit}; "
-                f"give a positive limit or none"
-            )
 
     def max_tokens(self, scheme: Scheme) -> int:
-        """Most tokens of a micro-batch; see MemoryModel, or given_limit where one was given.
+        """Most tokens of a micro-batch that fit in memory; see MemoryModel.
 
         Raises StrategyError when the scheme cannot hold the model's layers.
         """
-        limit = self.max_tokens_per_micro_batch
-        if limit is not None:
-            return given_limit(limit, scheme)
         return self.memory.max_tokens(scheme)
 
     def overhead_ms(self, strategy: Strategy) -> float:
@@ -144,19 +132,16 @@ class AnalyticCostModel:
         )
 
     def balanced_scheme(self, scheme: Scheme, *, min_tokens: int) -> Scheme:
-        """The scheme with the layers for which b is least: embedding and output layer balanced.
+        """The scheme with the layers that minimise b: embedding and output layer are balanced.
 
-        A stage's time is stage_s_per_token, that of a micro-batch of many short sequences: the
-        square of a sequence's length adds to layers alone, so that the output layer weighs less.
-        A micro-batch of min_tokens must fit, or as many as fit with any layers, by the memory
-        model; where a limit was given it is not asked. The scheme stays as it is where the even
-        split is as fast and holds min_tokens.
+        A stage's time is stage_s_per_token, that of a micro-batch of many short sequences; with
+        long ones, attention in the layers makes the output layer weigh less. A micro-batch of
+        min_tokens must fit in memory, or as many tokens as fit with any layers. The scheme is
+        unchanged if the even split is as fast and holds min_tokens.
 
         Raises StrategyError when there are more stages than layers.
         """
         even = scheme.layers_per_stage(self.shape.num_layers)
-        if self.max_tokens_per_micro_batch is not None:
-            min_tokens = 0
 
         def time(stage: int, num_layers: int) -> float:
             return self.stage_s_per_token(scheme, num_layers, is_last=stage == scheme.pp - 1)

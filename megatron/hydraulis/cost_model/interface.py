@@ -1,4 +1,4 @@
-"""What the planner asks of a cost model, measured or analytic."""
+"""The interface of cost models, measured or analytic, for the planner."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Protocol
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = ["MOST_MS", "Coefficients", "CostModel", "given_limit"]
+__all__ = ["MOST_MS", "Coefficients", "CostModel"]
 
 MOST_MS = 1e100
-"""Nothing takes so long, and sums of squared lengths times it are still finite."""
+"""Upper limit of times; sums of squared lengths times it are still finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Coefficients:
     b_ms_per_token: float
     """Matrix products and communication: grow with the tokens."""
     c_ms: float
-    """What every micro-batch costs, however small."""
+    """Constant cost of a micro-batch."""
 
     def __post_init__(self) -> None:
         for value in (self.a_ms_per_token2, self.b_ms_per_token, self.c_ms):
@@ -46,7 +46,7 @@ class Coefficients:
     def time_ms(self, lengths: Iterable[int]) -> float:
         """Time of a micro-batch of sequences of these lengths, on one stage.
 
-        The sums are taken over integers first, so the order of the sequences does not matter.
+        Lengths are summed as integers, so the order of the sequences does not matter.
         """
         num_tokens = sum_of_squares = 0
         for length in lengths:
@@ -63,22 +63,11 @@ class CostModel(Protocol):
         ...
 
     def max_tokens(self, scheme: Scheme) -> int:
-        """Most tokens one micro-batch may hold, over all cp ranks; 0 where not even the weights
-        fit. A hard limit, unless a strategy has its own: see StrategyCosts."""
+        """Most tokens of a micro-batch that fit in memory, over all cp ranks; 0 if not even the
+        weights fit. `limits.Limits` decides which limit holds."""
         ...
 
     def overhead_ms(self, strategy: Strategy) -> float:
-        """What of regrouping and optimizer an iteration with a strategy takes beside its makespan.
-
-        Only what does not overlap with the replicas' work; 0.0 where nothing is known of it.
-        """
+        """Time of regrouping and optimizer that an iteration takes in addition to its makespan,
+        without what overlaps with the replicas' work; 0.0 if unknown."""
         ...
-
-
-def given_limit(max_tokens: int, scheme: Scheme) -> int:
-    """A limit of tokens per micro-batch that somebody gave, as it holds on a scheme.
-
-    It includes the padding that the scheme's tp and cp make necessary, so it is rounded down to
-    their multiple.
-    """
-    return max_tokens - max_tokens % scheme.token_quantum

@@ -1,73 +1,118 @@
-"""A cost model as one strategy of a pool sees it."""
+"""How many tokens a micro-batch may hold: limits that are set, that fit in memory, that were
+measured.
 
-from collections.abc import Iterable, Mapping
+Measured memory of a rank is assumed to be linear in the tokens of a micro-batch, as in the memory
+model (memory.py).
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron.hydraulis.cost_model.interface import Coefficients, CostModel, given_limit
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = [
-    "CappedCostModel",
-    "MemoryTrial",
-    "StrategyCosts",
-    "after_failure",
-    "allowed_tokens",
-    "caps_of_schemes",
-    "lower",
-    "with_lower_limits",
-]
+__all__ = ["Limits", "MemoryTrial", "after_failure", "allowed_tokens"]
+
+SHARE_AFTER_FAILURE = 0.75
+"""Limit after a micro-batch ran out of memory, as a share of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class StrategyCosts:
-    """Times and limits of the schemes of one strategy: the strategy's own limits come first."""
+class Limits:
+    """Decides the most tokens of a micro-batch, padding included, on a scheme of a strategy.
+
+    The first of these that exists is the limit:
+
+    1. --max-tokens-per-micro-batch, rounded down to the scheme's token_quantum;
+    2. the strategy's own ``max_tokens`` of the pool file (flags.checks refuses it beside the flag);
+    3. what fits in memory: `CostModel.max_tokens`.
+
+    Measured limits then reduce it; nothing raises it.
+
+    For ``cp8~``, 1 and 2 limit a wave: a group of c of its cp ranks holds c/8 of the limit, rounded
+    down to the group's token_quantum, unless the strategy also has the group's scheme. A measured
+    limit of a group thus reduces the wave and all its groups in proportion. By 3 each group has its
+    own limit.
+
+    Raises ConfigurationError for a flag below 1.
+    """
 
     cost_model: CostModel
-    strategy: Strategy
+    flag: int | None = None
+    """--max-tokens-per-micro-batch."""
+    measured: tuple[tuple[Scheme, int], ...] = ()
+    """Most tokens by measured memory, of schemes without ``~``."""
 
-    def coefficients(self, scheme: Scheme) -> Coefficients:
-        """The time of a micro-batch on the slowest stage of a scheme; as the cost model says."""
-        return self.cost_model.coefficients(scheme)
+    def __post_init__(self) -> None:
+        if self.flag is not None and self.flag < 1:
+            raise ConfigurationError(
+                f"limits: a micro-batch holds at least 1 token but the limit is {self.flag}; "
+                f"give a positive limit or none"
+            )
 
-    def max_tokens(self, scheme: Scheme) -> int:
-        """Most tokens of a micro-batch: what the strategy says, else what the cost model says.
+    def max_tokens(self, strategy: Strategy, scheme: Scheme) -> int:
+        """The limit of a scheme of a strategy, or of a context group of one; 0 if nothing fits.
 
-        What it says of ``cp8~`` holds for a group of c of its cp ranks as c/8 of it.
+        Raises StrategyError as the cost model does.
         """
-        limit = self.strategy.token_limit(scheme)
-        if limit is None and scheme not in self.strategy.schemes:
-            limit = self._limit_as_group(scheme)
-        return self.cost_model.max_tokens(scheme) if limit is None else limit
+        set_limits = self._set_limits(strategy)
+        if scheme in set_limits:
+            return set_limits[scheme]
+        if scheme not in strategy.schemes:
+            for split, limit in set_limits.items():
+                if split.splits_cp and split.of_context_group(scheme.cp) == scheme:
+                    return scheme.rounded_down(limit * scheme.cp // split.cp)
+        return self.of_scheme(scheme)
 
-    def _limit_as_group(self, scheme: Scheme) -> int | None:
-        """The strategy's limit of a scheme that splits its cp ranks into groups like this one."""
-        for split, limit in self.strategy.token_limits:
-            if split.splits_cp and split.of_context_group(scheme.cp) == scheme:
-                return given_limit(limit * scheme.cp // split.cp, scheme)
-        return None
+    def of_scheme(self, scheme: Scheme) -> int:
+        """The limit of a scheme in strategies without ``max_tokens``; raises as `max_tokens`."""
+        if self.flag is not None:
+            return self._reduced(scheme, scheme.rounded_down(self.flag))
+        return self._reduced(scheme, self.cost_model.max_tokens(scheme))
 
-    @property
-    def overhead_ms(self) -> float:
-        """What an iteration with this strategy takes beside its makespan."""
-        return self.cost_model.overhead_ms(self.strategy)
+    def holds(self, strategy: Strategy) -> bool:
+        """Whether every replica of a strategy has room for a token."""
+        return all(self.max_tokens(strategy, scheme) >= 1 for scheme in strategy.schemes)
 
+    def reduced(self, measured: Iterable[tuple[Scheme, int]]) -> "Limits":
+        """These limits with more measured ones; of several for a scheme the lowest counts."""
+        merged = dict(self.measured)
+        for scheme, limit in measured:
+            merged[scheme] = min(limit, merged.get(scheme, limit))
+        return replace(self, measured=tuple(merged.items()))
 
-SHARE_AFTER_FAILURE = 0.75
-"""What of a micro-batch that found no memory the next one may hold at most."""
+    def _set_limits(self, strategy: Strategy) -> dict[Scheme, int]:
+        """Limits by the flag or the pool file, reduced by the measured ones of all groups."""
+        limits = dict(strategy.token_limits)
+        if self.flag is not None:
+            limits = {scheme: scheme.rounded_down(self.flag) for scheme in strategy.schemes}
+        measured = dict(self.measured)
+        for scheme, limit in limits.items():
+            of_groups = [
+                measured[group] * scheme.cp // group.cp
+                for group in scheme.group_schemes
+                if group in measured
+            ]
+            limits[scheme] = min(limit, *of_groups) if of_groups else limit
+        return limits
+
+    def _reduced(self, scheme: Scheme, limit: int) -> int:
+        return min(limit, dict(self.measured).get(scheme.of_context_group(scheme.cp), limit))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTrial:
-    """What micro-batches of a scheme took on one rank, as many as are in flight at a time."""
+    """Memory that micro-batches of a scheme took on one rank, with all that are in flight."""
 
     num_tokens: int
     """Of each, over all cp ranks, padding included."""
     idle_bytes: int
-    """Before they were run, by this rank and whatever shares its device."""
+    """In use before they ran, by this rank and others on its device."""
     peak_bytes: int
-    """Most while they ran."""
+    """Peak while they ran."""
     capacity_bytes: int
-    """What there is."""
+    """Available on the device."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -75,14 +120,14 @@ class MemoryTrial:
         return max(0, self.peak_bytes - self.idle_bytes) / self.num_tokens
 
     def predicted_bytes(self, num_tokens: int) -> int:
-        """Peak with micro-batches of so many tokens."""
+        """Peak with micro-batches of num_tokens."""
         return round(self.idle_bytes + self.bytes_per_token * num_tokens)
 
 
 def allowed_tokens(limit: int, scheme: Scheme, trials: Iterable[MemoryTrial]) -> int:
-    """Most tokens of a micro-batch by the measurements of all ranks; never more than the limit.
+    """The limit, or fewer tokens if a rank's measurements allow only these.
 
-    A multiple of the scheme's token_quantum where it is less; 0 where not even one fits.
+    A multiple of the scheme's token_quantum if it is less; 0 if not even one quantum fits.
     """
     allowed = limit
     for trial in trials:
@@ -90,78 +135,10 @@ def allowed_tokens(limit: int, scheme: Scheme, trials: Iterable[MemoryTrial]) ->
             continue
         free = max(0, trial.capacity_bytes - trial.idle_bytes)
         fitting = int(free / trial.bytes_per_token) if trial.bytes_per_token else 0
-        allowed = min(allowed, fitting // scheme.token_quantum * scheme.token_quantum)
+        allowed = min(allowed, scheme.rounded_down(fitting))
     return allowed
 
 
 def after_failure(num_tokens: int, scheme: Scheme) -> int:
-    """A limit below a micro-batch that found no memory; 0 where there is none."""
-    return int(num_tokens * SHARE_AFTER_FAILURE) // scheme.token_quantum * scheme.token_quantum
-
-
-def caps_of_schemes(strategy: Strategy, allowed: Mapping[Scheme, int]) -> dict[Scheme, int]:
-    """What measured limits mean to the schemes of a strategy, and to their context groups.
-
-    Args:
-        strategy: the one in which they were measured.
-        allowed: most tokens by what was measured, schemes without ``~``: ``cp8~`` runs as cp 8, 4,
-            2 and 1, and what each of them holds was measured by itself.
-
-    Returns:
-        The same, and of a scheme with ``~`` what all its cp ranks hold together.
-    """
-    whole = {scheme: scheme.of_context_group(scheme.cp) for scheme in strategy.schemes}
-    return dict(allowed) | {
-        scheme: allowed[group] for scheme, group in whole.items() if group in allowed
-    }
-
-
-def lower(caps: Mapping[Scheme, int], more: Mapping[Scheme, int]) -> dict[Scheme, int]:
-    """Of each scheme the lower cap."""
-    return {
-        scheme: min(found for found in (caps.get(scheme), more.get(scheme)) if found is not None)
-        for scheme in (*caps, *more)
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class CappedCostModel:
-    """A cost model whose limits are no higher than memory allows; all else is the base's."""
-
-    base: CostModel
-    caps: tuple[tuple[Scheme, int], ...]
-
-    def coefficients(self, scheme: Scheme) -> Coefficients:
-        """The base's."""
-        return self.base.coefficients(scheme)
-
-    def max_tokens(self, scheme: Scheme) -> int:
-        """The base's, or the cap where that is lower."""
-        limit = self.base.max_tokens(scheme)
-        cap = dict(self.caps).get(scheme)
-        return limit if cap is None else min(limit, cap)
-
-    def overhead_ms(self, strategy: Strategy) -> float:
-        """The base's."""
-        return self.base.overhead_ms(strategy)
-
-
-def with_lower_limits(strategy: Strategy, caps: Mapping[Scheme, int]) -> Strategy | None:
-    """A strategy whose own limits are no higher than the caps; None where one would be below 1."""
-    limits = tuple(
-        (scheme, min(limit, _own_cap(scheme, caps, limit)))
-        for scheme, limit in strategy.token_limits
-    )
-    if any(caps.get(scheme, 1) < 1 for scheme in strategy.schemes):
-        return None
-    if any(limit < 1 for _, limit in limits):
-        return None
-    return replace(strategy, token_limits=limits)
-
-
-def _own_cap(scheme: Scheme, caps: Mapping[Scheme, int], limit: int) -> int:
-    """A strategy's own limit of ``cp8~`` holds for a group of c as c/8 of it: each caps it."""
-    of_groups = (
-        caps[group] * scheme.cp // group.cp for group in scheme.group_schemes if group in caps
-    )
-    return min(caps.get(scheme, limit), min(of_groups, default=limit))
+    """The limit after a micro-batch of num_tokens ran out of memory; 0 if nothing is left."""
+    return scheme.rounded_down(int(num_tokens * SHARE_AFTER_FAILURE))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.cost_model.interface import MOST_MS, Coefficients, given_limit
+from megatron.hydraulis.cost_model.interface import MOST_MS, Coefficients
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.strategy import Scheme, Strategy
@@ -121,13 +121,6 @@ class ProfileCostModel:
                 return row.regroup_ms + row.optimizer_ms
         return 0.0
 
-    def with_limit(self, max_tokens: int) -> "ProfileCostModel":
-        """The same times, with a limit that somebody gave for every scheme; see given_limit."""
-        rows = (
-            replace(row, max_tokens=given_limit(max_tokens, row.scheme)) for row in self.schemes
-        )
-        return replace(self, schemes=tuple(rows))
-
     def scaled(self, factor: float) -> "ProfileCostModel":
         """The same limits, with every time multiplied by a factor.
 
@@ -155,13 +148,17 @@ class ProfileCostModel:
         )
         return replace(self, schemes=tuple(rows), strategies=tuple(strategies))
 
-    def balanced_scheme(self, scheme: Scheme, *, num_layers: int, min_tokens: int) -> Scheme:
-        """The scheme with the layers, among those measured for its degrees, that are fastest.
+    def balanced_scheme(
+        self, scheme: Scheme, *, num_layers: int, min_tokens: int, limit: int | None = None
+    ) -> Scheme:
+        """The scheme with the fastest layers of those measured for its degrees.
 
-        Only rows for num_layers layers count, and of these those that hold min_tokens, or else
-        those that hold most. The fastest is that with the least ``b·T + c``, T the tokens that
-        all of them hold: a micro-batch of many short sequences. The scheme stays as it is where
-        no row fits, and where the even split is as fast.
+        Only rows for num_layers layers count, and of these the ones that hold min_tokens, or the
+        most tokens if none does. The fastest has the least ``b·T + c``, T the tokens that all of
+        them hold: a micro-batch of many short sequences. The scheme is unchanged if no row fits or
+        the even split is as fast.
+
+        limit: of every row, if a user set one that replaces those of the profile.
         """
         degrees = (scheme.tp, scheme.cp, scheme.pp)
         rows = [
@@ -172,9 +169,11 @@ class ProfileCostModel:
         ]
         if not rows:
             return scheme
-        needed = min(min_tokens, max(row.max_tokens for row in rows))
-        rows = [row for row in rows if row.max_tokens >= needed]
-        num_tokens = min(row.max_tokens for row in rows)
+        if limit is None:
+            needed = min(min_tokens, max(row.max_tokens for row in rows))
+            rows = [row for row in rows if row.max_tokens >= needed]
+            limit = min(row.max_tokens for row in rows)
+        num_tokens = limit
 
         def order(row: ProfiledScheme) -> tuple[float, bool]:
             times = row.coefficients

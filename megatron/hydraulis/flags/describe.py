@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.cost_model.limits import StrategyCosts
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint, communicators_text
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.strategy import Replica, Scheme
+from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 
 __all__ = ["describe", "format_description", "num_parameters_of_rank"]
 
@@ -70,11 +70,16 @@ def _num_layer_parameters(
 
 
 def describe(
-    resolved: Resolved, costs: Sequence[StrategyCosts], *, cost_model: str, left_out: Sequence[str]
+    resolved: Resolved,
+    strategies: Sequence[Strategy],
+    limits: Limits,
+    *,
+    cost_model: str,
+    left_out: Sequence[str],
 ) -> dict[str, Any]:
     """Strategies, replicas with their ranks, parameters and limits, model and all flags, for JSON.
 
-    costs: of every strategy that the run uses; cost_model: where they come from, in a few words;
+    strategies: those that the run uses; cost_model: where its costs come from, in a few words;
     left_out: one line for every strategy of the pool file that the run goes without.
     """
     pool, shape = resolved.pool, resolved.shape
@@ -89,7 +94,7 @@ def describe(
         "ranks_per_node": pool.ranks_per_node,
         "cost_model": cost_model,
         "most_communicators_of_a_rank": PoolFootprint.of(pool).num_communicators,
-        "strategies": [_describe_strategy(resolved, of_strategy) for of_strategy in costs],
+        "strategies": [_describe_strategy(resolved, strategy, limits) for strategy in strategies],
         "left_out": list(left_out),
         "model": dataclasses.asdict(shape)
         | {
@@ -108,15 +113,14 @@ def describe(
     }
 
 
-def _describe_strategy(resolved: Resolved, costs: StrategyCosts) -> dict[str, Any]:
-    strategy = costs.strategy
+def _describe_strategy(resolved: Resolved, strategy: Strategy, limits: Limits) -> dict[str, Any]:
     return {
         "name": strategy.name,
         "strategy": str(strategy),
         "idle_ranks": list(strategy.idle_ranks),
         "replicas": [
             _describe_replica(resolved, replica)
-            | {"max_tokens_per_micro_batch": costs.max_tokens(replica.scheme)}
+            | {"max_tokens_per_micro_batch": limits.max_tokens(strategy, replica.scheme)}
             for replica in strategy.replicas
         ],
     }

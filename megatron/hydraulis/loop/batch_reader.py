@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.cost_model.limits import StrategyCosts
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.data.sampler import GlobalBatch
@@ -61,7 +61,7 @@ class BatchReader:
         batches: the global batches, equal on every rank.
         exchange: where plans are published.
         pool: the strategies that plans may name.
-        cost_model: gives the limit of tokens in a micro-batch.
+        limits: of the tokens of a micro-batch.
         device: of the job.
         plan_dir: where this rank records each plan, if anywhere.
     """
@@ -73,7 +73,7 @@ class BatchReader:
         exchange: PlanExchange,
         pool: Pool,
         *,
-        cost_model: CostModel,
+        limits: Limits,
         device: torch.device,
         plan_dir: Path | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class BatchReader:
         self._plan_dir = plan_dir
         self._rank = dist.get_rank()
         self._pool = pool
-        self._costs = _costs_of(pool, cost_model)
+        self._limits = limits
 
     def read(self) -> PlannedBatch:
         """The next batch; waits for its plan. Raises PlanError, DataError."""
@@ -93,7 +93,7 @@ class BatchReader:
         plan, plan_wait_s = self._exchange.fetch(iteration)
         plan_fetch_s = time.perf_counter() - start_s
         strategy = self._pool.strategy(plan.strategy)
-        plan.validate(batch.lengths, strategy, self._costs[strategy.name].max_tokens)
+        plan.validate(batch.lengths, strategy, partial(self._limits.max_tokens, strategy))
         if self._plan_dir is not None:
             write_plan(self._plan_dir, plan)
         replica = plan.replica_of(self._rank)
@@ -107,13 +107,13 @@ class BatchReader:
             plan_fetch_s,
         )
 
-    def lower_limits(self, pool: Pool, cost_model: CostModel, *, repeats_last: bool) -> None:
+    def lower_limits(self, pool: Pool, limits: Limits, *, repeats_last: bool) -> None:
         """Read plans of lower limits from now on; see `PlannedData.lower_limits`."""
         if repeats_last:
             self.batches.put_back()
         self._exchange.restart()
         self._pool = pool
-        self._costs = _costs_of(pool, cost_model)
+        self._limits = limits
 
     def _pack(
         self, batch: GlobalBatch, replica: ReplicaPlan
@@ -164,7 +164,7 @@ class PlannedData:
     def lower_limits(
         self,
         pool: Pool,
-        cost_model: CostModel,
+        limits: Limits,
         planners: tuple[Planner, Planner] | None,
         *,
         repeats_last: bool,
@@ -175,15 +175,11 @@ class PlannedData:
 
         Args:
             pool: the strategies that plans may name from now on.
-            cost_model: of the lower limits.
+            limits: the lower ones.
             planners: on rank 0, the planner and the one that stands in for it.
             repeats_last: whether the batch that was read last is read again.
         """
-        self.reader.lower_limits(pool, cost_model, repeats_last=repeats_last)
+        self.reader.lower_limits(pool, limits, repeats_last=repeats_last)
         if self.feed is not None:
             assert planners is not None
             self.feed.replace_plans(*planners)
-
-
-def _costs_of(pool: Pool, cost_model: CostModel) -> dict[str, StrategyCosts]:
-    return {strategy.name: StrategyCosts(cost_model, strategy) for strategy in pool.strategies}

@@ -122,7 +122,8 @@ class RunCheckpoints:
                 },
                 configuration=describe(
                     self._resolved,
-                    self._planning.costs,
+                    self._planning.pool.strategies,
+                    self._planning.limits,
                     cost_model=self._planning.source,
                     left_out=self._planning.left_out,
                 ),

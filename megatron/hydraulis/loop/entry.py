@@ -207,7 +207,8 @@ class _Job:
         planning = self._planning
         description = describe(
             self._resolved,
-            planning.costs,
+            planning.pool.strategies,
+            planning.limits,
             cost_model=planning.source,
             left_out=planning.left_out,
         )
@@ -309,9 +310,7 @@ class _Job:
         metrics = MetricsWriter(run_dir) if is_last_rank else None
         trace = self._run_trace(store)
         memory = MemorySafety(self._planning, hydraulis, log=partial(print, flush=True))
-        refit = RunRefit.of(
-            hydraulis, self._planning, store, has_cuda=self._has_cuda, capped=memory.capped
-        )
+        refit = RunRefit.of(hydraulis, lambda: memory.planning, store, has_cuda=self._has_cuda)
         guard = HangGuard(
             store, rank, dist.get_world_size(), 60.0 * args.distributed_timeout_minutes
         )
@@ -480,7 +479,7 @@ class _Job:
                 batches,
                 exchange,
                 self._planning.pool,
-                cost_model=self._planning.cost_model,
+                limits=self._planning.limits,
                 device=device_of_job(),
                 plan_dir=plan_dir,
             )

@@ -15,16 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.cost_model.limits import (
-    CappedCostModel,
-    MemoryTrial,
-    StrategyCosts,
-    after_failure,
-    caps_of_schemes,
-    lower,
-    with_lower_limits,
-)
+from megatron.hydraulis.cost_model.limits import Limits, MemoryTrial, after_failure
 from megatron.hydraulis.errors import OutOfMemoryError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.loop.batch_reader import PlannedData
@@ -62,19 +53,12 @@ class MemorySafety:
         self, planning: Planning, hydraulis: HydraulisConfig, *, log: Callable[[str], None]
     ) -> None:
         self.planning = planning
-        self._given = planning
+        self._num_strategies = len(planning.pool.strategies)
         self._hydraulis = hydraulis
         self._log = log if dist.get_rank() == 0 else lambda line: None
-        self._caps: dict[Scheme, int] = {}
         self._trials: dict[tuple[str, Scheme], MemoryTrial] = {}
         self._data: list[tuple[PlannedData, bool]] = []
         self._failed_iteration: int | None = None
-
-    def capped(self, cost_model: CostModel) -> CostModel:
-        """A cost model whose limits memory allows."""
-        if not self._caps:
-            return cost_model
-        return CappedCostModel(cost_model, tuple(self._caps.items()))
 
     def watch(self, data: PlannedData, *, is_training: bool) -> None:
         """Plan this data under the limits from now on."""
@@ -96,12 +80,12 @@ class MemorySafety:
 
         Raises OutOfMemoryError where no strategy is left.
         """
+        measured: list[tuple[Scheme, int]] = []
         for strategy in self.planning.pool.strategies:
-            costs = StrategyCosts(self.planning.cost_model, strategy)
 
-            def limit(scheme: Scheme, costs: StrategyCosts = costs) -> int:
+            def limit(scheme: Scheme, strategy: Strategy = strategy) -> int:
                 try:
-                    held = costs.max_tokens(scheme)
+                    held = self.planning.limits.max_tokens(strategy, scheme)
                 except StrategyError:
                     return 0  # no plan has groups of a size that the cost profile lacks
                 return min(held, scheme.row_tokens((most_tokens,)))
@@ -118,13 +102,12 @@ class MemorySafety:
             for result in results:
                 self._log(result.text)
                 self._trials[strategy.name, result.scheme] = result.trial
-            lowered = {
-                result.scheme: result.allowed_tokens
+            measured += [
+                (result.scheme, result.allowed_tokens)
                 for result in results
                 if result.allowed_tokens < result.promised_tokens
-            }
-            self._caps = lower(self._caps, caps_of_schemes(strategy, lowered))
-        self._replan()
+            ]
+        self._plan_with(self.planning.limits.reduced(measured))
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -160,41 +143,41 @@ class MemorySafety:
                 f"{self._hydraulis.replay_plans}"
             )
         self._failed_iteration = iteration
-        for failure in failures:
-            cap = after_failure(failure.num_tokens, failure.group)
-            self._caps = lower(self._caps, {failure.group: cap})
-        limits = ", ".join(
-            f"{scheme}: {self._caps[scheme]:,} tokens"
-            for scheme in dict.fromkeys(failure.scheme for failure in failures)
+        limits = self.planning.limits.reduced(
+            (failure.group, after_failure(failure.num_tokens, failure.group))
+            for failure in failures
         )
-        self._log(f"warning: {what}; limits are now {limits}, and the iteration is planned again")
-        self._replan()
+        measured = dict(limits.measured)
+        now = ", ".join(
+            f"{scheme}: {measured[scheme]:,} tokens"
+            for scheme in dict.fromkeys(failure.group for failure in failures)
+        )
+        self._log(f"warning: {what}; limits are now {now}, and the iteration is planned again")
+        self._plan_with(limits)
 
-    def _replan(self) -> None:
-        if not self._caps:
+    def _plan_with(self, limits: Limits) -> None:
+        """Plan again with these limits, in the strategies that still have room."""
+        if not limits.measured:
             return
         kept: list[Strategy] = []
-        for strategy in self._given.pool.strategies:
-            lowered = with_lower_limits(strategy, self._caps)
-            if lowered is not None:
-                kept.append(lowered)
-            elif strategy.name in {each.name for each in self.planning.pool.strategies}:
+        for strategy in self.planning.pool.strategies:
+            if limits.holds(strategy):
+                kept.append(strategy)
+            else:
                 self._log(
                     f"warning: strategy '{strategy.name}' is skipped: none of its micro-batches "
                     f"fits in memory"
                 )
         if not kept:
             raise OutOfMemoryError(
-                f"no micro-batch of any of the {len(self._given.pool.strategies)} strategies fits "
+                f"no micro-batch of any of the {self._num_strategies} strategies fits "
                 "in memory; use more tp or pp ranks, or recompute activations"
             )
-        self.planning = replace(
-            self._given, cost_model=self.capped(self._given.cost_model), pool=Pool.of(*kept)
-        )
+        self.planning = replace(self.planning, limits=limits, pool=Pool.of(*kept))
         for data, is_training in self._data:
             data.lower_limits(
                 self.planning.pool,
-                self.planning.cost_model,
+                self.planning.limits,
                 planners(self.planning, self._hydraulis, is_training=is_training)
                 if dist.get_rank() == 0
                 else None,
@@ -209,7 +192,7 @@ class MemorySafety:
                 f"the memory trial predicted {num_bytes / _BYTES_PER_GIB:.2f} of "
                 f"{trial.capacity_bytes / _BYTES_PER_GIB:.2f} GiB"
             )
-        model = self._given.cost_model
+        model = self.planning.cost_model
         if not isinstance(model, AnalyticCostModel):
             return "the cost profile predicts limits, not bytes"
         scheme = failure.group

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.interface import CostModel, given_limit
-from megatron.hydraulis.cost_model.limits import StrategyCosts
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -53,8 +53,7 @@ def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
             f"--cost-profile {path}: every scheme that a strategy uses is measured but it lacks "
             f"{named} and has {known}; measure what is missing, or leave these strategies out"
         )
-    limit = resolved.hydraulis.max_tokens_per_micro_batch
-    return profile if limit is None else profile.with_limit(limit)
+    return profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +61,7 @@ class Planning:
     """Cost model and usable strategies of a run on given devices; equal on ranks of one kind."""
 
     cost_model: CostModel
+    limits: Limits
     pool: Pool
     """The strategies that can be run and hold the model."""
     left_out: tuple[str, ...]
@@ -85,12 +85,10 @@ class Planning:
         else:
             cost_model = _analytic(resolved, device)
             source = f"analytic, device '{device.name}'"
-        given = _with_given_limit(
-            _pool_with_layers(resolved, cost_model), resolved.hydraulis.max_tokens_per_micro_batch
-        )
+        limits = Limits(cost_model, resolved.hydraulis.max_tokens_per_micro_batch)
         reasons = {
-            strategy: _why_it_does_not_fit(StrategyCosts(cost_model, strategy), source)
-            for strategy in given.strategies
+            strategy: _why_it_does_not_fit(limits, strategy, source)
+            for strategy in _pool_with_layers(resolved, cost_model).strategies
         }
         kept = [strategy for strategy, why in reasons.items() if why is None]
         left_out = tuple(
@@ -107,12 +105,9 @@ class Planning:
             )
         pool = Pool.of(*kept)
         check_schedule(resolved.hydraulis, pool, left_out)
-        return cls(cost_model=cost_model, pool=pool, left_out=left_out, source=source)
-
-    @property
-    def costs(self) -> tuple[StrategyCosts, ...]:
-        """Of every strategy of the pool, in its order."""
-        return tuple(StrategyCosts(self.cost_model, strategy) for strategy in self.pool.strategies)
+        return cls(
+            cost_model=cost_model, limits=limits, pool=pool, left_out=left_out, source=source
+        )
 
     def check_longest(self, lengths: Mapping[str, int]) -> None:
         """Raise ConfigurationError for a longest sequence that no strategy holds.
@@ -120,7 +115,10 @@ class Planning:
         lengths: tokens of the longest sequence by the name of its data.
         """
         limit, strategy = max(
-            ((_most_tokens(costs), costs.strategy) for costs in self.costs),
+            (
+                (max(self.limits.max_tokens(strategy, s) for s in strategy.schemes), strategy)
+                for strategy in self.pool.strategies
+            ),
             key=lambda pair: pair[0],
         )
         for name, longest in lengths.items():
@@ -159,9 +157,12 @@ def planners(
 ) -> tuple[Planner, Planner]:
     """What plans, and what stands in for it without a native solver."""
     certified = partial(
-        CertifiedPlanner, cost_model=planning.cost_model, time_limit_s=hydraulis.plan_time_limit
+        CertifiedPlanner,
+        cost_model=planning.cost_model,
+        limits=planning.limits,
+        time_limit_s=hydraulis.plan_time_limit,
     )
-    greedy = partial(GreedyPlanner, cost_model=planning.cost_model)
+    greedy = partial(GreedyPlanner, cost_model=planning.cost_model, limits=planning.limits)
     names = hydraulis.scheduled_strategies if is_training else ()
     return _planner(planning, names, certified), _planner(planning, names, greedy)
 
@@ -169,7 +170,7 @@ def planners(
 def _planner(planning: Planning, names: Sequence[str], make: Callable[[Pool], Planner]) -> Planner:
     """A planner of the whole pool, or of a cycle of its strategies if there are names."""
     if names:
-        return ScheduledPlanner(planning.pool, planning.cost_model, names, make)
+        return ScheduledPlanner(planning.pool, planning.limits, names, make)
     return make(planning.pool)
 
 
@@ -182,7 +183,6 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
         parameter_bytes=2 if resolved.args.bf16 else 4,
         sequence_parallel=resolved.hydraulis.sequence_parallel,
         recompute=recompute_of(resolved.args),
-        max_tokens_per_micro_batch=resolved.hydraulis.max_tokens_per_micro_batch,
         cp_comm_type=resolved.args.cp_comm_type[0],
         qk_norms=resolved.args.qk_layernorm,
         pool=PoolFootprint.of(pool),
@@ -193,57 +193,38 @@ def _pool_with_layers(resolved: Resolved, cost_model: CostModel) -> Pool:
     """The pool that the flags describe, with the layers that --balance-pipeline-layers chooses."""
     if not resolved.hydraulis.balance_pipeline_layers:
         return resolved.pool
+    flag = resolved.hydraulis.max_tokens_per_micro_batch
 
-    def choose(scheme: Scheme, limit: int | None) -> Scheme:
-        # What a strategy says of its own micro-batches must fit; else the longest sequence.
-        min_tokens = resolved.args.seq_length if limit is None else limit
+    def choose(scheme: Scheme, own_limit: int | None) -> Scheme:
+        # The strategy's own limit must fit in memory, or else the longest sequence.
+        min_tokens = resolved.args.seq_length if own_limit is None else own_limit
         if isinstance(cost_model, ProfileCostModel):
             return cost_model.balanced_scheme(
-                scheme, num_layers=resolved.shape.num_layers, min_tokens=min_tokens
+                scheme,
+                num_layers=resolved.shape.num_layers,
+                min_tokens=min_tokens,
+                limit=None if flag is None else scheme.rounded_down(flag),
             )
         assert isinstance(cost_model, AnalyticCostModel)
-        return cost_model.balanced_scheme(scheme, min_tokens=min_tokens)
+        # With the flag, memory is not checked.
+        return cost_model.balanced_scheme(scheme, min_tokens=min_tokens if flag is None else 0)
 
     return balance_pool(resolved.pool, choose)
 
 
-def _with_given_limit(pool: Pool, limit: int | None) -> Pool:
-    """The pool with --max-tokens-per-micro-batch as the own limit of schemes that split their cp.
-
-    A micro-batch of ``cp8~`` is a whole wave: a group of c columns holds c/8 of the limit, which is
-    what a strategy's own limit means. Elsewhere the cost model's limit is the given one.
-    """
-    if limit is None:
-        return pool
-
-    def limited(strategy: Strategy) -> Strategy:
-        own = (
-            (scheme, given_limit(limit, scheme)) for scheme in strategy.schemes if scheme.splits_cp
-        )
-        # None below 1: the cost model says so, and why the strategy is left out.
-        return replace(strategy, token_limits=tuple(entry for entry in own if entry[1] >= 1))
-
-    return Pool.of(*map(limited, pool.strategies))
-
-
-def _most_tokens(costs: StrategyCosts) -> int:
-    return max(map(costs.max_tokens, costs.strategy.schemes))
-
-
-def _why_it_does_not_fit(costs: StrategyCosts, source: str) -> str | None:
-    for scheme in costs.strategy.schemes:
-        limit = costs.max_tokens(scheme)
+def _why_it_does_not_fit(limits: Limits, strategy: Strategy, source: str) -> str | None:
+    for scheme in strategy.schemes:
+        limit = limits.max_tokens(strategy, scheme)
         if limit < 1:
             return (
                 f"a micro-batch holds at least 1 token but on {scheme} it holds {limit} "
-                f"{_memory_said(costs, scheme, source)}"
+                f"{_memory_numbers(limits.cost_model, scheme, source)}"
             )
     return None
 
 
-def _memory_said(costs: StrategyCosts, scheme: Scheme, source: str) -> str:
+def _memory_numbers(model: CostModel, scheme: Scheme, source: str) -> str:
     """The numbers behind a limit."""
-    model = costs.cost_model
     if not isinstance(model, AnalyticCostModel):
         return f"by the {source}"
     device = model.device

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.json_object import write_json
@@ -66,10 +67,12 @@ class RunRefit:
         store: dist.Store,
         make_planners: Callable[[CostModel], Planners],
         *,
+        limits: Limits,
         has_cuda: bool,
         log: Callable[[str], None],
     ) -> None:
         self._refit = refit
+        self._limits = limits
         self._store = dist.PrefixStore("hydraulis_refit", store)
         self._make_planners = make_planners
         self._log = log
@@ -83,27 +86,26 @@ class RunRefit:
     def of(
         cls,
         hydraulis: HydraulisConfig,
-        planning: Planning,
+        current: Callable[[], Planning],
         store: dist.Store,
         *,
         has_cuda: bool,
-        capped: Callable[[CostModel], CostModel],
     ) -> RunRefit | None:
-        """What --refit-cost-profile asks for; None without it.
+        """The refit of --refit-cost-profile; None without the flag.
 
-        capped: puts the limits that memory allows at the time on a cost model.
+        current: the pool and limits to plan with at the time of the call.
         """
         if not hydraulis.refit_cost_profile:
             return None
+        planning = current()
         refit = None
         if dist.get_rank() == 0:
             refit = OnlineRefit(planning.cost_model, RefitSettings(drift=hydraulis.refit_drift))
         return cls(
             refit,
             store,
-            lambda cost_model: planners(
-                replace(planning, cost_model=capped(cost_model)), hydraulis
-            ),
+            lambda cost_model: planners(replace(current(), cost_model=cost_model), hydraulis),
+            limits=planning.limits,
             has_cuda=has_cuda,
             log=partial(print, flush=True),
         )
@@ -156,6 +158,7 @@ class RunRefit:
             return
         profile = self._refit.refitted().to_profile(
             planning.pool,
+            self._limits,
             device=f"{self._num_ranks} ranks as trained",
             source=f"refitted in training; before: {planning.source}",
             date=datetime.date.today().isoformat(),

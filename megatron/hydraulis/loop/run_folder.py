@@ -71,7 +71,11 @@ def write_configuration(
     run_dir = Path(resolved.hydraulis.run_dir)
     try:
         description = describe(
-            resolved, planning.costs, cost_model=planning.source, left_out=planning.left_out
+            resolved,
+            planning.pool.strategies,
+            planning.limits,
+            cost_model=planning.source,
+            left_out=planning.left_out,
         )
         write_json(run_dir / "config.json", description | {"corpus": corpus})
     except OSError as error:

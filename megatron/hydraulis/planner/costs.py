@@ -11,8 +11,8 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.hydraulis.cost_model.interface import Coefficients, CostModel, given_limit
-from megatron.hydraulis.cost_model.limits import StrategyCosts
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
@@ -79,26 +79,23 @@ class ReplicaClass:
 
 
 class PoolCosts:
-    """Costs of every scheme in every strategy of a pool.
+    """Costs of every scheme in every strategy of a pool; limits default to the cost model's.
 
     Raises StrategyError when a scheme of the pool does not fit the cost model's model.
     """
 
-    def __init__(self, pool: Pool, cost_model: CostModel) -> None:
+    def __init__(self, pool: Pool, cost_model: CostModel, limits: Limits | None = None) -> None:
         self.pool = pool
-        costs = {strategy: StrategyCosts(cost_model, strategy) for strategy in pool.strategies}
-        self.overheads_ms = {strategy.name: costs[strategy].overhead_ms for strategy in costs}
+        self.limits = limits or Limits(cost_model)
+        self.overheads_ms = {
+            strategy.name: cost_model.overhead_ms(strategy) for strategy in pool.strategies
+        }
         """By name of the strategy: time of an iteration besides its makespan."""
-        self._strategy_costs = {strategy.name: of for strategy, of in costs.items()}
         self._costs = {
-            (strategy.name, scheme): _scheme_cost(scheme, costs[strategy])
+            (strategy.name, scheme): _scheme_cost(scheme, strategy, cost_model, self.limits)
             for strategy in pool.strategies
             for scheme in strategy.schemes
         }
-
-    def max_tokens(self, strategy: Strategy, scheme: Scheme) -> int:
-        """Limit of a micro-batch, or of a context group that costs as much as the scheme."""
-        return self._strategy_costs[strategy.name].max_tokens(scheme)
 
     def replica_costs(self, strategy: Strategy) -> list[SchemeCost]:
         """Shape (num_replicas,), equal for replicas of one scheme."""
@@ -146,33 +143,38 @@ class PoolCosts:
         )
 
 
-def _scheme_cost(scheme: Scheme, costs: StrategyCosts) -> SchemeCost:
+def _scheme_cost(
+    scheme: Scheme, strategy: Strategy, cost_model: CostModel, limits: Limits
+) -> SchemeCost:
     if scheme.splits_cp:
-        waves = _wave_costs(scheme, costs)
+        waves = _wave_costs(scheme, strategy, cost_model, limits)
         return SchemeCost(
             coefficients=waves.mean_coefficients,
             max_tokens=waves.most_tokens,
             num_stages=scheme.pp,
             waves=waves,
         )
-    limit = costs.max_tokens(scheme)
+    limit = limits.max_tokens(strategy, scheme)
     return SchemeCost(
-        coefficients=costs.coefficients(scheme),
-        max_tokens=limit if scheme.cp == 1 else given_limit(limit, scheme),
+        coefficients=cost_model.coefficients(scheme),
+        max_tokens=limit if scheme.cp == 1 else scheme.rounded_down(limit),
         num_stages=scheme.pp,
         multiple=1 if scheme.cp == 1 else 2 * scheme.cp,
     )
 
 
-def _wave_costs(scheme: Scheme, costs: StrategyCosts) -> WaveCosts:
+def _wave_costs(
+    scheme: Scheme, strategy: Strategy, cost_model: CostModel, limits: Limits
+) -> WaveCosts:
     """Groups of a size that the cost model does not know can hold nothing."""
-    full_width = costs.coefficients(scheme)
+    full_width = cost_model.coefficients(scheme)
     groups = []
     size = 1
     while size <= scheme.cp:
         of_group = scheme.of_context_group(size)
         try:
-            coefficients, limit = costs.coefficients(of_group), costs.max_tokens(of_group)
+            coefficients = cost_model.coefficients(of_group)
+            limit = limits.max_tokens(strategy, of_group)
         except StrategyError:
             coefficients, limit = full_width, 0
         groups.append(GroupCost(size, coefficients, limit, tp=scheme.tp))

@@ -461,10 +461,9 @@ class PlanExplanation:
 class Planner(Protocol):
     """Turns the lengths of a global batch into an iteration plan.
 
-    Strategies are compared by makespan plus overhead. A planner takes both from
-    ``StrategyCosts(cost_model, strategy)``, as a strategy may have its own limits of tokens per
-    micro-batch and its own overhead. Objectives and bounds of dispatch and packing are about the
-    makespan alone, those of an explanation about the predicted time.
+    Strategies are compared by makespan plus the overhead of `CostModel.overhead_ms`; micro-batches
+    stay within `Limits`. Objectives and bounds of dispatch and packing are about the makespan
+    alone, those of an explanation about the predicted time.
     """
 
     def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:

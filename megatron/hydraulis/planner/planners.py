@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.cost_model.limits import StrategyCosts
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.json_object import read_json, write_json
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms, packing_bound_ms
@@ -59,6 +59,7 @@ class CertifiedPlanner:
     same plan on every machine and under any load.
 
     Args:
+        limits: of the tokens of a micro-batch; None for those of pool file and cost model.
         seed: for the solver's tie-breaking; another seed may give another, equally good plan.
         time_limit_s: wall-clock limit after which the best plan so far is used and marked
             'time limit'. Such a plan may differ between machines. None for no limit.
@@ -70,11 +71,12 @@ class CertifiedPlanner:
         self,
         pool: Pool,
         cost_model: CostModel,
+        limits: Limits | None = None,
         *,
         seed: int = 0,
         time_limit_s: float | None = None,
     ) -> None:
-        self._greedy = GreedyPlanner(pool, cost_model)
+        self._greedy = GreedyPlanner(pool, cost_model, limits)
         self._costs = self._greedy.costs
         self._seed = seed
         self._time_limit_s = time_limit_s
@@ -126,7 +128,9 @@ class CertifiedPlanner:
             ]
             best = _search_all(searches, solver)
             plan = best.candidate().to_plan(iteration, start_s)
-            plan.validate(batch, best.strategy, partial(self._costs.max_tokens, best.strategy))
+            plan.validate(
+                batch, best.strategy, partial(self._costs.limits.max_tokens, best.strategy)
+            )
         except Exception as error:  # Training continues with the greedy plan.
             logger.warning(
                 "plan of iteration %d: the search failed and the greedy plan is used: %r",
@@ -203,8 +207,8 @@ class GreedyPlanner:
     Raises StrategyError when a scheme of the pool does not fit the cost model's model.
     """
 
-    def __init__(self, pool: Pool, cost_model: CostModel) -> None:
-        self.costs = PoolCosts(pool, cost_model)
+    def __init__(self, pool: Pool, cost_model: CostModel, limits: Limits | None = None) -> None:
+        self.costs = PoolCosts(pool, cost_model, limits)
 
     def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
         """Plan one iteration; see Planner."""
@@ -246,7 +250,7 @@ class GreedyPlanner:
                 best = candidate
         assert best is not None  # some strategy is feasible
         plan = best.to_plan(iteration, start_s)
-        plan.validate(batch, best.strategy, partial(self.costs.max_tokens, best.strategy))
+        plan.validate(batch, best.strategy, partial(self.costs.limits.max_tokens, best.strategy))
         return plan, bounds_ms, found_ms
 
     def _outcome(
@@ -316,7 +320,7 @@ class ScheduledPlanner:
     def __init__(
         self,
         pool: Pool,
-        cost_model: CostModel,
+        limits: Limits,
         names: Sequence[str],
         make_planner: Callable[[Pool], Planner],
     ) -> None:
@@ -326,7 +330,7 @@ class ScheduledPlanner:
             name: make_planner(Pool.of(strategy)) for name, strategy in strategies.items()
         }
         self._max_tokens = {
-            name: max(map(StrategyCosts(cost_model, strategy).max_tokens, strategy.schemes))
+            name: max(limits.max_tokens(strategy, scheme) for scheme in strategy.schemes)
             for name, strategy in strategies.items()
         }
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
@@ -85,7 +86,9 @@ class RefittedCostModel:
         found = dict(self.overheads_ms).get(strategy.name)
         return self.base.overhead_ms(strategy) if found is None else found
 
-    def to_profile(self, pool: Pool, *, device: str, source: str, date: str) -> ProfileCostModel:
+    def to_profile(
+        self, pool: Pool, limits: Limits, *, device: str, source: str, date: str
+    ) -> ProfileCostModel:
         """As a cost profile of a pool's schemes; overheads stand as time of regrouping.
 
         Of a scheme that splits its cp ranks, with the sizes of groups that the base knows.
@@ -105,7 +108,7 @@ class RefittedCostModel:
                 ProfiledScheme(
                     scheme=scheme,
                     coefficients=self.coefficients(scheme),
-                    max_tokens=self.max_tokens(scheme),
+                    max_tokens=limits.of_scheme(scheme),
                 )
                 for scheme in schemes
             ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.hydraulis.cost_model.interface import given_limit
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledScheme,
@@ -57,7 +56,7 @@ def profile_of(
             ProfiledScheme(
                 scheme=scheme,
                 coefficients=fit.coefficients,
-                max_tokens=given_limit(max(whole, default=0), scheme),
+                max_tokens=scheme.rounded_down(max(whole, default=0)),
             )
         )
         slowest = [point for point in fitting if point.point.num_tokens == largest]

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
-from megatron.hydraulis.cost_model.limits import StrategyCosts
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, given_shape
 from megatron.hydraulis.errors import ConfigurationError, PlanError
@@ -341,8 +341,9 @@ def _num_atoms(pool: Pool, profile: ProfileCostModel) -> int:
 
 def _longest_held(pool: Pool, profile: ProfileCostModel) -> int:
     """Most tokens of a sequence that a strategy of the pool can hold."""
+    limits = Limits(profile)
     return max(
-        StrategyCosts(profile, strategy).max_tokens(scheme)
+        limits.max_tokens(strategy, scheme)
         for strategy in pool.strategies
         for scheme in strategy.schemes
     )

@@ -31,6 +31,7 @@ from functools import partial
 
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
@@ -158,10 +159,9 @@ class Ways:
     def _cost(self, strategy: Strategy) -> SchemeCost:
         """Cost of every replica of a homogeneous strategy."""
         scheme = strategy.schemes[0]
-        limit = strategy.token_limit(scheme)
         return SchemeCost(
             coefficients=self.profile.coefficients(scheme),
-            max_tokens=self.profile.max_tokens(scheme) if limit is None else limit,
+            max_tokens=Limits(self.profile).max_tokens(strategy, scheme),
             num_stages=scheme.pp,
         )
 

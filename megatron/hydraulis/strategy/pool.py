@@ -271,7 +271,7 @@ def balance_pool(pool: Pool, choose: ChooseLayers) -> Pool:
 
 def _balance(strategy: Strategy, choose: ChooseLayers) -> Strategy:
     chosen = {
-        scheme: choose(scheme, strategy.token_limit(scheme))
+        scheme: choose(scheme, dict(strategy.token_limits).get(scheme))
         if scheme.layers is None and scheme.pp > 1
         else scheme
         for scheme in strategy.schemes

@@ -78,6 +78,10 @@ class Scheme:
         """
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
+    def rounded_down(self, num_tokens: int) -> int:
+        """The largest multiple of token_quantum up to num_tokens: a limit that counts padding."""
+        return num_tokens - num_tokens % self.token_quantum
+
     def row_tokens(self, lengths: Iterable[int]) -> int:
         """Tokens of the row in which sequences of these lengths run, padding included.
 

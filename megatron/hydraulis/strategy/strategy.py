@@ -35,8 +35,8 @@ class Strategy:
     ranks_per_node: int = 0
     """Ranks of a node; 0, and any number above num_ranks, means a job of one node."""
     token_limits: tuple[tuple[Scheme, int], ...] = ()
-    """Most tokens of a micro-batch on a scheme, where this strategy's differ from those of the
-    cost model: how much memory the states leave depends on the whole strategy."""
+    """``max_tokens`` of the pool file: most tokens of a micro-batch on a scheme if they differ from
+    the cost model's, as free memory depends on all replicas; applied by `cost_model.limits`."""
 
     def __post_init__(self) -> None:
         nodes = whole_nodes(self.num_ranks, self.ranks_per_node, f"strategy {self.name!r}")
@@ -134,10 +134,6 @@ class Strategy:
 
     def _named(self, name: str) -> "Strategy":
         return replace(self, name=name)
-
-    def token_limit(self, scheme: Scheme) -> int | None:
-        """This strategy's own limit for a scheme; None leaves it to the cost model."""
-        return dict(self.token_limits).get(scheme)
 
     def to_json(self) -> dict[str, Any]:
         """The strategy's entry in a pool file."""

@@ -170,13 +170,6 @@ def test_unknown_device_names_the_known_ones() -> None:
         device_constants("tpu")
 
 
-def test_the_given_limit_takes_the_place_of_the_memory_model() -> None:
-    limited = replace(model(), max_tokens_per_micro_batch=777)
-    assert limited.max_tokens(Scheme()) == 777
-    with pytest.raises(ConfigurationError, match="at least 1 token but the limit is 0"):
-        replace(model(), max_tokens_per_micro_batch=0)
-
-
 def test_schemes_that_the_model_cannot_fill() -> None:
     with pytest.raises(StrategyError, match="33 stages"):
         model(LLAMA_7B).coefficients(Scheme(pp=33))

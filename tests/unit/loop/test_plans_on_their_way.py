@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.hydraulis.cost_model import ProfileCostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.sampler import GlobalBatch
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
@@ -82,7 +83,12 @@ def data(store: dist.Store, planner: SlowFirst, monkeypatch: pytest.MonkeyPatch)
     batches = SampledBatches(cast(Any, Sampler()))
     exchange = PlanExchange(store, "train")
     reader = BatchReader(
-        cast(Any, None), batches, exchange, POOL, cost_model=MODEL, device=torch.device("cpu")
+        cast(Any, None),
+        batches,
+        exchange,
+        POOL,
+        limits=Limits(MODEL),
+        device=torch.device("cpu"),
     )
     feed = PlanFeed(cast(Any, planner), exchange, batches, num_ahead=NUM_AHEAD)
     return PlannedData(reader, feed)
@@ -153,7 +159,7 @@ def test_lower_limits_repeat_the_last_batch_with_new_plans(
     data.next_batch()
     data.next_batch()
     planner.taken.clear()
-    data.lower_limits(POOL, MODEL, cast(Any, ("planner", "stand-in")), repeats_last=True)
+    data.lower_limits(POOL, Limits(MODEL), cast(Any, ("planner", "stand-in")), repeats_last=True)
     assert replaced == [("planner",)]
     assert data.reader.batches.iteration == 1
     assert [data.next_batch().plan.iteration for _ in range(3)] == [1, 2, 3]

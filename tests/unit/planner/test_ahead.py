@@ -11,6 +11,7 @@ import pytest
 
 from megatron.hydraulis.cost_model import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.planner import ahead as process_module
 from megatron.hydraulis.planner.ahead import LookAheadPlanner, PlannerProcess, PlannerProcessDied
@@ -44,9 +45,8 @@ def planner() -> GreedyPlanner:
         shape=LLAMA_7B,
         device=device,
         cluster=device.cluster(8, 8),
-        max_tokens_per_micro_batch=8192,
     )
-    return GreedyPlanner(pool, model)
+    return GreedyPlanner(pool, model, Limits(model, 8192))
 
 
 @pytest.fixture

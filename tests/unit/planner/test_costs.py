@@ -44,7 +44,7 @@ def test_replicas_of_one_scheme_cost_the_same() -> None:
     assert len(of_replicas) == 3
     assert len(set(of_replicas)) == 2
     assert [cost.num_stages for cost in costs.replica_costs(POOL.strategy("pp4"))] == [4]
-    assert costs.max_tokens(strategy, strategy.schemes[0]) == 4096
+    assert costs.limits.max_tokens(strategy, strategy.schemes[0]) == 4096
     assert costs.overheads_ms == {"4*tp1": 0.0, "tp2+2*tp1": 0.0, "pp4": 7.0}
 
 

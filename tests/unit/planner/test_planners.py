@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel, pipeline_time_ms
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.planner import planners, search
 from megatron.hydraulis.planner.plan import (
@@ -350,7 +351,7 @@ def pool() -> Pool:
 
 
 def _planner(pool: Pool, model: ProfileCostModel, *names: str) -> ScheduledPlanner:
-    return ScheduledPlanner(pool, model, names, lambda one: CertifiedPlanner(one, model))
+    return ScheduledPlanner(pool, Limits(model), names, lambda one: CertifiedPlanner(one, model))
 
 
 def test_strategies_come_in_turn_and_each_is_planned_alone(

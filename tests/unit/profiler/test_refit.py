@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfiledScheme
 from megatron.hydraulis.errors import ConfigurationError
@@ -187,7 +188,8 @@ def test_the_next_run_can_begin_with_the_newest_times() -> None:
     machine = Machine("4*tp1")
     machine.run(refit, 6, factor=2.0)
     newest = refit.refitted()
-    profile = newest.to_profile(Pool.of(machine.strategy), device="d", source="s", date="x")
+    pool = Pool.of(machine.strategy)
+    profile = newest.to_profile(pool, Limits(newest), device="d", source="s", date="x")
     again = ProfileCostModel.from_json(profile.to_json(), what="profile")
     assert again.coefficients(Scheme()) == newest.coefficients(Scheme())
     assert again.overhead_ms(machine.strategy) == newest.overhead_ms(machine.strategy)

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfiledScheme
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
@@ -74,6 +75,7 @@ def test_the_profile_has_a_row_for_every_size_that_was_known() -> None:
     for number in range(6):
         refit.add(iteration(draw, number))
     pool = Pool.of(Strategy.parse("cp2~pp2", 4))
-    profile = refit.refitted().to_profile(pool, device="d", source="s", date="2026-01-03")
+    newest = refit.refitted()
+    profile = newest.to_profile(pool, Limits(newest), device="d", source="s", date="2026-01-03")
     assert [row.scheme for row in profile.schemes] == [Scheme(cp=2, pp=2), Scheme(pp=2)]
     assert profile.coefficients(SCHEME) == refit.refitted().coefficients(Scheme(cp=2, pp=2))
