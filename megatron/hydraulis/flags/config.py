@@ -54,53 +54,52 @@ class HydraulisConfig:
     runs the one whose plan is predicted to be fastest. Default: one strategy."""
 
     refit_cost_profile: bool = False
-    """Fit the cost profile anew while training runs, to the measured time of every micro-batch, and
-    plan what is sampled from then on by it; drift and slow ranks are named in the log. Plans then
-    depend on measured times, updates do not."""
+    """Refit the cost profile during training to the measured time of every micro-batch, and plan
+    later batches with it; the log names drift and slow ranks. Plans then depend on measured times,
+    updates do not."""
 
     refit_drift: float = field(default=0.1, metadata=_flag("X"))
-    """With --refit-cost-profile: what a scheme, or a rank against others, may take more or less
-    (share of its time) before it is named. Default: 0.1."""
+    """With --refit-cost-profile: the deviation at which a scheme, or a rank compared with others,
+    is named in the log (share of its time). Default: 0.1."""
 
     strategy_schedule: str | None = field(default=None, metadata=_flag("NAMES"))
-    """Names of strategies of the pool, for example 'short,long,short': training iterations run
-    them in turn, whatever the planner would choose; evaluation is not bound by it. Default: the
-    planner chooses."""
+    """Names of strategies of the pool, for example 'short,long,short': training iterations use
+    them in turn, whatever the planner would choose; evaluation does not. Default: the planner
+    chooses."""
 
     balance_pipeline_layers: bool = False
-    """Choose the layers of each stage wherever a scheme lists none, so that the slowest stage, with
-    the output layer on the last one, is as fast as can be, and --seq-length still fits. Without it
-    layers are split evenly."""
+    """Choose the layers of each pipeline stage wherever a scheme lists none, so that the slowest
+    stage is as fast as possible and --seq-length still fits. Default: layers are split evenly."""
 
     cost_profile: Path | None = field(default=None, metadata=_flag("FILE"))
     """Cost profile: measured times and limits of every scheme, instead of the analytic cost model.
     Default: the analytic cost model."""
 
     no_sequence_parallel: bool = False
-    """Switch sequence parallelism off; it is on wherever a replica has tp > 1."""
+    """Turn sequence parallelism off. Default: on wherever a replica has tp > 1."""
 
     long_sequences: LongSequences = "split"
-    """What happens to a sequence longer than --seq-length (tokens): split it into several, keep its
-    beginning, leave it out, or stop with an error. Counted and logged. Default: split."""
+    """What to do with a sequence longer than --seq-length (tokens): split it into several, truncate
+    it, drop it, or stop with an error. The log says how many there were. Default: split."""
 
     global_batch_tokens: int | None = field(default=None, metadata=_flag("N"))
     """Size of a global batch (tokens), instead of --global-batch-size in sequences. A sequence that
-    does not fit waits for the next batch."""
+    does not fit waits for the next batch. Default: --global-batch-size."""
 
     core_attention: Literal["auto", "te", "torch", "sdpa"] = "auto"
     """Core attention over packed sequences: Transformer Engine's or torch's variable-length kernel,
     which need CUDA and bf16, or scaled_dot_product_attention sequence by sequence, which runs
-    everywhere. Default: auto, the first of these that is there; the log says which and why."""
+    everywhere. Default: auto, the first of these that is available; the log says which and why."""
 
     memory_trial: Literal["auto", "on", "off"] = "auto"
-    """Before the first iteration, run the largest micro-batch that each strategy may hold, without
-    training, and lower the limits of those that measure more memory than a rank has. Default: auto,
-    on with CUDA and off without."""
+    """Before the first iteration, run the largest micro-batch of each strategy without training,
+    and reduce limits that exceed the available memory. Default: auto, on with CUDA and off
+    without."""
 
     max_tokens_per_micro_batch: int | None = field(default=None, metadata=_flag("N"))
-    """Most tokens in one micro-batch, padding included (tokens); where a replica like cp8~ splits
-    its cp ranks, a group of c of them holds c/8 of it. Default: what the memory model, or the cost
-    profile, allows each scheme."""
+    """Most tokens in one micro-batch, padding included (tokens); where a replica such as cp8~
+    splits its cp ranks, a group of c ranks holds c/8 of it. Default: the limit of the memory model
+    or the cost profile for each scheme."""
 
     run_dir: Path = field(default_factory=default_run_dir, metadata=_flag("DIR"))
     """Folder of the run: metrics.jsonl, TensorBoard events, summary, resolved configuration.
@@ -110,59 +109,58 @@ class HydraulisConfig:
     """Folder for the plan of every iteration, one JSON file an iteration. Default: not written."""
 
     replay_plans: Path | None = field(default=None, metadata=_flag("DIR"))
-    """Folder that --plan-dir of an earlier run wrote: run its plans instead of planning anew.
+    """Folder that --plan-dir of an earlier run wrote: use its plans instead of making new ones.
     Default: plan."""
 
     plan_ahead: int = field(default=2, metadata=_flag("K"))
-    """Iterations planned ahead of training, in a process of their own (iterations); 0 plans each
+    """Iterations planned ahead of training, in a separate process (iterations); 0 plans each
     iteration when it begins. Default: 2."""
 
     plan_time_limit: float | None = field(default=None, metadata=_flag("SECONDS"))
-    """Wall-clock guard of planning one iteration (s): after it the best plan in hand is taken,
-    marked and counted. Such a plan need not be the same in another run. Default: none; the search
-    ends by itself."""
+    """Wall-clock limit for planning one iteration (s): when it is reached, the best plan so far is
+    used, marked and counted. Another run may find another plan. Default: none; the search ends by
+    itself."""
 
     keep_last: int | None = field(default=None, metadata=_flag("K"))
-    """Newest checkpoints kept in --save (checkpoints); older ones are deleted. Default: all
-    are kept."""
+    """Newest checkpoints kept in --save (checkpoints); older ones are deleted. Default: all."""
 
     load_fallback: bool = False
     """If the checkpoint that --load names is damaged or incomplete, load the newest earlier one
-    that is whole, and say so, instead of stopping with an error."""
+    that is complete, with a warning. Default: stop with an error."""
 
     trace: Path | None = field(default=None, metadata=_flag("DIR"))
-    """Folder for a trace to look at in Perfetto or Chrome: planned and measured spans of every
-    rank. Default: not written."""
+    """Folder for a trace for Perfetto or Chrome: planned and measured spans of every rank.
+    Default: not written."""
 
     trace_iterations: str | None = field(default=None, metadata=_flag("FIRST..LAST"))
     """Iterations that --trace records, for example 101..105. Default: the first 20 that this start
     of the run trains."""
 
     no_regroup_overlap: bool = False
-    """Gather before the first forward and scatter after the last backward, instead of beside them;
-    the results are the same bit by bit. For comparison."""
+    """Gather before the first forward and scatter after the last backward instead of overlapping
+    them with compute; the results are the same bit by bit. For comparison. Default: overlapped."""
 
     regroup_owners_for: str | None = field(default=None, metadata=_flag("STRATEGY"))
-    """Strategy of --strategy-pool in which ranks shall own what they hold, as far as may be: it
-    regroups with the fewest bytes, others with a few more or less. The pool's commonest is a good
-    choice. Default: rank r owns share r."""
+    """Strategy of --strategy-pool for which ranks own, as far as possible, the shards that they
+    use: it then regroups with the fewest bytes. The most frequent strategy is a good choice.
+    Default: rank r owns share r."""
 
     dry_run: bool = False
-    """Print the resolved configuration, the replicas with their ranks and the parameters per rank,
-    then exit; needs one process only."""
+    """Print the resolved configuration, replicas with their ranks, parameters per rank, the most
+    tokens of a micro-batch and what the corpus contains, then exit; one process is enough."""
 
     skip_nan_iterations: bool = False
-    """Skip the update of an iteration whose loss or gradient norm is not finite and go on; without
-    it the run stops with an error that names the iteration and its sequences."""
+    """Skip the update of an iteration whose loss or gradient norm is not finite, and continue.
+    Default: stop with an error that names the iteration and its sequences."""
 
     elastic: bool = False
-    """Go on with however many ranks there are: strategies for another number of ranks are fitted to
-    them or dropped, and the log says which. For torchrun --nnodes MIN:MAX. Without it their number
-    must be that of the strategies."""
+    """Continue with any number of ranks: strategies for another number are adapted or dropped, and
+    the log says which. For torchrun --nnodes MIN:MAX. Default: a wrong number of ranks is an
+    error."""
 
     max_skipped_in_a_row: int = field(default=10, metadata=_flag("K"))
-    """With --skip-nan-iterations: iterations that may be left out in a row; at one more the run
-    stops with an error (iterations). Default: 10."""
+    """With --skip-nan-iterations: updates that may be skipped in a row before the run stops with an
+    error (iterations). Default: 10."""
 
     ranks_per_node: int | None = field(default=None, metadata=_flag("N"))
     """Ranks of one node (ranks). Default: LOCAL_WORLD_SIZE, else all ranks of the job."""

@@ -13,7 +13,17 @@ from types import MappingProxyType
 
 from megatron.hydraulis.model_shape import NO_DROPOUT
 
-__all__ = ["FORMER", "HONOURED", "Family", "Honoured", "Need", "families", "family_of", "refusal"]
+__all__ = [
+    "FORMER",
+    "HONOURED",
+    "HONOURED_BY_TOPIC",
+    "Family",
+    "Honoured",
+    "Need",
+    "families",
+    "family_of",
+    "refusal",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,8 +338,21 @@ _LOGGING = {
     "--no-one-logger": _always("no metrics to One Logger"),
 }
 
+HONOURED_BY_TOPIC: Mapping[str, Mapping[str, Honoured]] = MappingProxyType(
+    {
+        "Model": _MODEL,
+        "Batch and length of training": _BATCH,
+        "Optimizer": _OPTIMIZER,
+        "Checkpoints": _CHECKPOINTS,
+        "Parallelism": _PARALLEL,
+        "Data and tokenizer": _DATA,
+        "Logging": _LOGGING,
+    }
+)
+"""Topic -> primary option string -> how it is honoured."""
+
 HONOURED: Mapping[str, Honoured] = MappingProxyType(
-    _MODEL | _BATCH | _OPTIMIZER | _CHECKPOINTS | _PARALLEL | _DATA | _LOGGING
+    {option: how for topic in HONOURED_BY_TOPIC.values() for option, how in topic.items()}
 )
 """Primary option string -> how it is honoured."""
 

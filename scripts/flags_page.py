@@ -1,0 +1,204 @@
+"""Writes docs/flags.md from the code: every flag of training with its meaning and default.
+
+    python scripts/flags_page.py            # writes the file
+    python scripts/flags_page.py --check    # fails if it is not up to date
+
+Our flags come from the fields and docstrings of `HydraulisConfig`, Megatron's from the table of
+options that are honoured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import sys
+import textwrap
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.hydraulis.flags.config import HydraulisConfig, option_of  # noqa: E402
+from megatron.hydraulis.flags.options import HONOURED_BY_TOPIC, Honoured  # noqa: E402
+
+PAGE = ROOT / "docs" / "flags.md"
+
+INTRODUCTION = """\
+# Flags
+
+<!-- Written by scripts/flags_page.py: edit the docstrings in flags/config.py, flags/options.py. -->
+
+This page lists every flag of training: those of this project, then the options of Megatron that it
+honours. `hydraulis train --help` prints both with Megatron's own descriptions.
+
+- If a flag is repeated, the last value wins.
+- Any other option of Megatron is refused by name, because ignoring it would train a different model
+  from the one requested: `--num-experts is not honoured: …`
+  ([all refused options](configuration-errors.md#refused-options-of-megatron)).
+"""
+
+TOPICS: dict[str, tuple[str, ...]] = {
+    "Strategies": (
+        "strategy",
+        "strategy_pool",
+        "strategy_schedule",
+        "balance_pipeline_layers",
+        "regroup_owners_for",
+        "ranks_per_node",
+        "elastic",
+    ),
+    "Batches and memory": (
+        "global_batch_tokens",
+        "long_sequences",
+        "max_tokens_per_micro_batch",
+        "memory_trial",
+        "core_attention",
+        "no_sequence_parallel",
+        "no_regroup_overlap",
+    ),
+    "Planning and costs": (
+        "cost_profile",
+        "refit_cost_profile",
+        "refit_drift",
+        "plan_ahead",
+        "plan_time_limit",
+        "plan_dir",
+        "replay_plans",
+    ),
+    "Run folder, traces, faults": (
+        "run_dir",
+        "trace",
+        "trace_iterations",
+        "keep_last",
+        "load_fallback",
+        "skip_nan_iterations",
+        "max_skipped_in_a_row",
+    ),
+    "Without training": ("dry_run", "num_ranks"),
+}
+"""Heading -> fields of HydraulisConfig; every field belongs to one of them."""
+
+DEFAULT = "Default: "
+
+UPSTREAM = """\
+## Options of Megatron that are honoured
+
+These take other values or mean something else here:
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of our flags."""
+
+    flag: str
+    """Option with its value, as it is typed."""
+    meaning: str
+    default: str
+
+
+def _docstrings() -> dict[str, str]:
+    """Field -> its docstring in one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(HydraulisConfig))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        match statement, following:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def _typed(field: dataclasses.Field[object]) -> str:
+    """The flag with a name, or the choices, for its value."""
+    if field.type is bool:
+        return option_of(field.name)
+    choices = typing.get_args(typing.get_type_hints(HydraulisConfig)[field.name])
+    value = field.metadata.get("argparse_meta", {}).get("metavar") or (
+        "{" + ",".join(map(str, choices)) + "}"
+    )
+    return f"{option_of(field.name)} {value}"
+
+
+def rows() -> dict[str, Row]:
+    """Field of HydraulisConfig -> its row."""
+    texts = _docstrings()
+    found = {}
+    for field in dataclasses.fields(HydraulisConfig):
+        meaning, mark, default = texts[field.name].partition(DEFAULT)
+        found[field.name] = Row(
+            _typed(field), meaning.strip(), default.removesuffix(".") if mark else "off"
+        )
+    return found
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _effect(honoured: Honoured) -> str:
+    """What an option of Megatron does here, with the values that it accepts."""
+    text = honoured.effect
+    if honoured.only is not None:
+        text += "; only " + ", ".join(f"`{value}`" for value in honoured.only)
+    return text
+
+
+def _upstream_rows() -> list[str]:
+    """Options of Megatron whose effect is not quite Megatron's, as rows of a table."""
+    return [
+        f"| `{option}` | {_cell(_effect(how))} |"
+        for options in HONOURED_BY_TOPIC.values()
+        for option, how in options.items()
+        if how.help_note
+    ]
+
+
+def _same_as_upstream(options: Mapping[str, Honoured]) -> str:
+    """Options that do what they do in Megatron."""
+    return ", ".join(f"`{option}`" for option, how in options.items() if not how.help_note)
+
+
+def page() -> str:
+    """The whole file."""
+    of_field = rows()
+    lines = [INTRODUCTION, "## Flags of this project", ""]
+    for topic, fields in TOPICS.items():
+        lines += [f"### {topic}", "", "| flag | meaning | default |", "|---|---|---|"]
+        for name in fields:
+            row = of_field[name]
+            lines.append(f"| `{_cell(row.flag)}` | {_cell(row.meaning)} | {_cell(row.default)} |")
+        lines.append("")
+    lines += [UPSTREAM, "| option | effect here |", "|---|---|", *_upstream_rows(), ""]
+    lines += ["As in Megatron:", "", "| topic | options |", "|---|---|"]
+    for topic, options in HONOURED_BY_TOPIC.items():
+        lines.append(f"| {topic} | {_same_as_upstream(options)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write or compare the file; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="compare only")
+    text = page()
+    if not parser.parse_args().check:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
+        print(f"error: {PAGE} is not up to date; run {Path(__file__).name}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
