@@ -1,4 +1,4 @@
-"""What the documentation says is there: commands, options, defaults, files and sections."""
+"""What the documentation says exists: commands, options, files and sections."""
 
 from __future__ import annotations
 
@@ -185,27 +185,6 @@ def test_every_option_that_a_page_names_is_one_of_some_program() -> None:
     assert not unknown, "there is no such option, or OF_OTHERS lacks another program's"
 
 
-def flag_rows() -> list[str]:
-    """The table of flags in README.md, a row a line."""
-    text = (ROOT / "README.md").read_text()
-    table = text[text.index("| flag | meaning | default |") :].partition("\n\n")[0]
-    return table.splitlines()[2:]
-
-
-@pytest.mark.parametrize("field", dataclasses.fields(HydraulisConfig), ids=lambda field: field.name)
-def test_readme_has_every_flag_of_ours_with_its_default(field: dataclasses.Field[object]) -> None:
-    option = option_of(field.name)
-    rows = [row for row in flag_rows() if re.search(rf"`{option}\b(?!-)", row)]
-    assert rows, f"{option} is not in the table"
-    default = field.default
-    if default is dataclasses.MISSING or default is None or default is False:
-        return
-    row = next((row for row in rows if row.startswith(f"| `{option}")), None)
-    # A flag has a row of its own, or stands beside another one with its default behind it.
-    told = row.rstrip("| ").rpartition(" | ")[2] if row else rows[0].partition(option)[2][:40]
-    assert re.search(rf"(?<![\w.]){re.escape(as_text(default))}(?!\w|\.\d)", told), told
-
-
 def as_text(default: object) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
@@ -261,11 +240,17 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert not set(PAGES) - reached
 
 
-def test_readme_names_every_part_of_the_package() -> None:
-    text = (ROOT / "README.md").read_text()
-    layout = text[text.index("## Layout") :]
+def test_the_architecture_names_every_part_of_the_package() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    packages = text[text.index("## Packages") :].partition("\n## ")[0]
     parts = [path.parent.name for path in (ROOT / "megatron" / "hydraulis").glob("*/__init__.py")]
-    assert not [part for part in parts if f"{part}/`" not in layout]
+    assert not [part for part in parts if f"{part}/`" not in packages]
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = (path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md"))
+    assert not [page for page in pages if f"]({page})" not in index and str(page) != "README.md"]
 
 
 def test_the_flags_that_operations_give_as_an_example_train_on_eight_nodes(tmp_path: Path) -> None:
