@@ -253,6 +253,20 @@ def test_every_page_is_in_the_index() -> None:
     assert not [page for page in pages if f"]({page})" not in index and str(page) != "README.md"]
 
 
+def test_what_contributing_says_decides_is_there() -> None:
+    """Every name of the table "Where is what decided" is defined in a module of its row."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text[text.index("| question | module | name |") :].partition("\n\n")[0]
+    rows = table.splitlines()[2:]
+    for row in rows:
+        sources = [(ROOT / path).read_text() for path in re.findall(r"\]\(([^)]+)\)", row)]
+        assert sources, row
+        for name in re.findall(r"`([^`]+)`", row.rpartition(" | ")[2]):
+            defines = rf"^ *((class|def) {name}\b|{name}\b.* = )"
+            assert any(re.search(defines, each, re.MULTILINE) for each in sources), (row, name)
+    assert len(rows) >= 15
+
+
 def test_the_flags_that_operations_give_as_an_example_train_on_eight_nodes(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
     block = re.search(r"^FLAGS=\(\n(.*?)^\)$", text, re.DOTALL | re.MULTILINE)
