@@ -9,8 +9,7 @@ from benchmarks.gpu.__main__ import main, markdown
 from benchmarks.gpu.packs import NUM_TOKENS, PACKS
 from benchmarks.gpu.programs import profile_flags, training_flags, write_corpus
 from megatron.hydraulis.flags.arguments import parse_arguments
-from megatron.hydraulis.profiler.command import add_arguments
-from megatron.hydraulis.profiler.settings import training_defaults
+from megatron.hydraulis.profiler.command import add_arguments, training_defaults
 
 
 def test_packs_have_equal_tokens_and_different_squares() -> None:

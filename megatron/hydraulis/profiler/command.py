@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import logging
 import os
+import platform
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config, parse_arguments
 from megatron.hydraulis.flags.checks import check_vocabulary_parts
 from megatron.hydraulis.json_object import write_json
@@ -32,42 +35,40 @@ from megatron.hydraulis.loop.devices import check_devices
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
 from megatron.hydraulis.loop.quiet import quieten_upstream
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.profiler.grid import MIXTURE, GridPoint, grid
 from megatron.hydraulis.profiler.measurements import (
+    GridPoint,
     MeasuredPoint,
     MeasuredStrategy,
     Measurements,
     measurements_path,
 )
-from megatron.hydraulis.profiler.profile_tables import profile_tables
-from megatron.hydraulis.profiler.results import profile_of
+from megatron.hydraulis.profiler.results import profile_of, profile_tables
 from megatron.hydraulis.profiler.rig import EngineRig, Repeats
-from megatron.hydraulis.profiler.settings import (
-    device_name,
-    parse_scheme,
-    profiled_pool,
-    setup_of,
-    today,
-    training_defaults,
-    versions,
-)
-from megatron.hydraulis.profiler.shared_ledger import SharedLedger
-from megatron.hydraulis.profiler.survey import Survey
+from megatron.hydraulis.profiler.survey import MIXTURE, grid, survey
 from megatron.hydraulis.runtime.core_attention import choose, surroundings_here
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.notation import parse_terms
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "training_defaults"]
 
 _EXIT_STATUS_OF_ERROR = 2
 _EPILOG = (
     "Run it as training is run, with as many ranks: torchrun --nproc-per-node 4 -m "
     "megatron.hydraulis profile --out profile.json -- MODEL FLAGS. MODEL FLAGS are those of "
-    "hydraulis train; data, --lr and other flags of training may be among them and change "
-    "nothing. A run that was interrupted goes on when it is started again."
+    "hydraulis train; data, --lr and other flags of training may be among them and have no "
+    "effect. To go on with a run that was interrupted, start it again."
 )
+_CPU_INFO = Path("/proc/cpuinfo")
+_PACKAGES = ("torch", "megatron-core", "numpy", "scipy")
+_TRAINING_DEFAULTS = (
+    (("--train-iters",), "1"),
+    (("--lr",), "1e-4"),
+    (("--global-batch-size", "--global-batch-tokens"), "1"),
+)
+"""Flags that training needs and a profile does not, with a value for the first of each group."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         required=True,
         metavar="FILE",
-        help="write the cost profile here, JSON; measurements lie beside it",
+        help="write the cost profile here, JSON; measurements go to the same folder",
     )
     schemes = parser.add_mutually_exclusive_group()
     schemes.add_argument(
@@ -115,8 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--lengths",
         metavar="FILE",
-        help="lengths of a corpus in tokens, as the command plan reads them: packings drawn from "
-        "them are measured as well",
+        help="lengths of a corpus in tokens, as for the command plan: also measure packings drawn "
+        "from them",
     )
     sizes.add_argument(
         "--memory-limit-bytes",
@@ -132,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="N",
-        help="runs before those that count (default: %(default)s)",
+        help="runs that are not counted, before those that are (default: %(default)s)",
     )
     repeats.add_argument(
         "--num-repeats",
@@ -142,14 +143,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="runs whose median counts (default: %(default)s)",
     )
     parser.add_argument(
-        "--restart", action="store_true", help="measure anew what an earlier run has measured"
+        "--restart", action="store_true", help="discard the measurements of an earlier run"
     )
     parser.add_argument("--json", action="store_true", help="print the profile as JSON")
     parser.add_argument("model_flags", nargs="*", metavar="MODEL FLAGS", help=argparse.SUPPRESS)
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Measure, fit, write; returns the exit status. Every rank of the job calls it."""
+    """Measure, fit, write; returns the exit status. Called on every rank of the job."""
     try:
         _run(namespace)
     except HydraulisError as error:
@@ -189,14 +190,14 @@ def _run(namespace: argparse.Namespace) -> None:
 
 @contextmanager
 def _process_group(job: _Job, *, num_ranks: int, rank: int) -> Iterator[None]:
-    """That of the launcher; of this process alone where there is no launcher."""
+    """The job of the launcher; without a launcher a job of this process alone."""
     timeout = timedelta(minutes=job.resolved.args.distributed_timeout_minutes)
     alone: dict[str, Any] = {}
     if "MASTER_ADDR" not in os.environ:
         if num_ranks > 1:
             raise ConfigurationError(
                 f"{num_ranks} ranks find each other by MASTER_ADDR, which is not set; start them "
-                f"by torchrun --nproc-per-node {num_ranks} -m megatron.hydraulis profile"
+                f"with torchrun --nproc-per-node {num_ranks} -m megatron.hydraulis profile"
             )
         alone = {"store": dist.HashStore(), "rank": rank, "world_size": num_ranks}
     dist.init_process_group(job.resolved.args.distributed_backend, timeout=timeout, **alone)
@@ -214,20 +215,21 @@ class _Job:
     filling: dict[Scheme, Strategy]
     """The strategy by which each scheme is measured."""
     pool: Pool
-    """These and the pool's own, as far as this job can run them."""
-    left_out: tuple[str, ...]
+    """These strategies and those of the given pool that this job can run."""
+    skipped: tuple[str, ...]
     points: tuple[GridPoint, ...]
     num_ranks_of_node: int
 
     @classmethod
     def of(cls, namespace: argparse.Namespace, *, num_ranks: int, rank: int) -> _Job:
         """Raises ConfigurationError, DataError."""
-        for option in ("num_warmup", "num_repeats"):
-            least = 0 if option == "num_warmup" else 1
-            if getattr(namespace, option) < least:
+        for option, value, least in (
+            ("--num-warmup", namespace.num_warmup, 0),
+            ("--num-repeats", namespace.num_repeats, 1),
+        ):
+            if value < least:
                 raise ConfigurationError(
-                    f"--{option.replace('_', '-')} must be at least {least} but is "
-                    f"{getattr(namespace, option)}; give more"
+                    f"{option} must be at least {least} but is {value}; give more"
                 )
         resolved = parse_arguments(
             training_defaults(namespace.model_flags),
@@ -239,15 +241,15 @@ class _Job:
         if namespace.pool is not None:
             pool = Pool.read(namespace.pool)
         if namespace.schemes is not None:
-            schemes = [parse_scheme(text) for text in namespace.schemes]
+            schemes = [_parse_scheme(text) for text in namespace.schemes]
             pool = None
         else:
             assert pool is not None
             schemes = [s for strategy in pool.strategies for s in strategy.schemes]
-        nodes = resolved.pool.ranks_per_node
-        filling, whole, left_out = profiled_pool(dict.fromkeys(schemes), pool, num_ranks, nodes)
-        whole.check_model(resolved.shape)
-        check_vocabulary_parts(whole, resolved.vocabulary.padded_size)
+        ranks_per_node = resolved.pool.ranks_per_node
+        filling, all_strategies, skipped = _profiled_pool(schemes, pool, num_ranks, ranks_per_node)
+        all_strategies.check_model(resolved.shape)
+        check_vocabulary_parts(all_strategies, resolved.vocabulary.padded_size)
         limit = resolved.hydraulis.max_tokens_per_micro_batch
         points = grid(
             namespace.max_tokens or limit or resolved.args.seq_length,
@@ -261,28 +263,33 @@ class _Job:
             namespace=namespace,
             resolved=resolved,
             filling=filling,
-            pool=whole,
-            left_out=left_out,
+            pool=all_strategies,
+            skipped=skipped,
             points=points,
-            num_ranks_of_node=min(nodes, num_ranks),
+            num_ranks_of_node=min(ranks_per_node, num_ranks),
         )
 
     def measure(self) -> ProfileCostModel:
         """Collective: everything that has not been measured yet."""
         rank, args = dist.get_rank(), self.resolved.args
-        device = device_name(self.num_ranks_of_node)
-        setup = setup_of(
-            self.namespace.model_flags,
-            device=device,
-            num_ranks=dist.get_world_size(),
-            num_warmup=self.namespace.num_warmup,
-            num_repeats=self.namespace.num_repeats,
-        )
+        device = _device_name(self.num_ranks_of_node)
+        versions = {"python": platform.python_version()} | {
+            name: importlib.metadata.version(name) for name in _PACKAGES
+        }
+        setup = {
+            "model_flags": list(self.namespace.model_flags),
+            "versions": versions,
+            "device": device,
+            "num_ranks": dist.get_world_size(),
+            "num_warmup": self.namespace.num_warmup,
+            "num_repeats": self.namespace.num_repeats,
+        }
         if rank == 0:
-            for line in self.left_out:
+            for line in self.skipped:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
-        ledger = SharedLedger(self._file(setup) if rank == 0 else None)
+        measurements = self._measurements(setup)
         meter = memory_meter(self.num_ranks_of_node)
+        limit_bytes = self._limit_bytes(meter)
         rig = EngineRig(
             self._engine,
             {str(scheme): strategy for scheme, strategy in self.filling.items()},
@@ -292,58 +299,70 @@ class _Job:
             seed=args.seed,
         )
         num_steps = len(self.filling) * len(self.points) + len(self.pool.strategies)
-        with _Told(num_steps, is_shown=rank == 0) as told:
-            survey = Survey(
-                rig, ledger, limit_bytes=self._limit_bytes(meter), told=lambda p, new: told.point(p)
-            )
-            measured = {scheme: survey.run(str(scheme), self.points) for scheme in self.filling}
-            strategies = self._strategies(rig, ledger, measured, told)
+        with _StepReport(num_steps, is_shown=rank == 0) as report:
+            points = {
+                scheme: survey(
+                    str(scheme),
+                    self.points,
+                    rig.run_point,
+                    measurements,
+                    limit_bytes=limit_bytes,
+                    report=report.point,
+                )
+                for scheme in self.filling
+            }
+            strategies = self._strategies(rig, measurements, points, report)
         rig.close()
         return profile_of(
-            measured,
+            points,
             strategies,
             device=device,
-            source=f"measured by hydraulis profile on {dist.get_world_size()} "
-            f"ranks, torch {versions()['torch']}, megatron-core {versions()['megatron-core']}",
-            date=today(),
+            source=f"measured by hydraulis profile on {dist.get_world_size()} ranks, "
+            f"torch {versions['torch']}, megatron-core {versions['megatron-core']}",
+            date=date.today().isoformat(),
             setup=setup,
         )
 
     def _strategies(
         self,
         rig: EngineRig,
-        ledger: SharedLedger,
-        measured: dict[Scheme, list[MeasuredPoint]],
-        told: _Told,
+        measurements: Measurements,
+        points: dict[Scheme, list[MeasuredPoint]],
+        report: _StepReport,
     ) -> list[MeasuredStrategy]:
-        """Of the strategies whose schemes all fit the memory."""
+        """Of the strategies whose schemes all fit in memory."""
         typical = {
             scheme: point
-            for scheme, points in measured.items()
-            if (point := _typical_point(points)) is not None
+            for scheme, measured in points.items()
+            if (point := _typical_point(measured)) is not None
         }
         found: list[MeasuredStrategy] = []
         for strategy in self.pool.strategies:
             if {scheme.group_schemes[0] for scheme in strategy.schemes} <= set(typical):
-                if strategy.name not in ledger.strategies:
-                    ledger.add_strategy(rig.run_strategy(strategy, typical))
-                found.append(ledger.strategies[strategy.name])
-            told.step(f"strategy {strategy.name}")
+                if strategy.name not in measurements.strategies:
+                    measurements.add_strategy(rig.run_strategy(strategy, typical))
+                found.append(measurements.strategies[strategy.name])
+            report.step(f"strategy {strategy.name}")
         return found
 
-    def _file(self, setup: dict[str, Any]) -> Measurements:
-        path = measurements_path(Path(self.namespace.out))
-        file = Measurements(path, setup, restart=self.namespace.restart)
-        if file.num_found:
-            print(
-                f"going on: {file.num_found} results of an earlier run are in {path}",
-                file=sys.stderr,
-                flush=True,
-            )
-        return file
+    def _measurements(self, setup: dict[str, Any]) -> Measurements:
+        """Collective: those of rank 0's file, which rank 0 goes on writing."""
+        shared: list[Any] = [None]
+        if dist.get_rank() == 0:
+            path = measurements_path(Path(self.namespace.out))
+            shared[0] = Measurements(path, setup, restart=self.namespace.restart)
+            if shared[0].num_found:
+                print(
+                    f"going on: {shared[0].num_found} results of an earlier run are in {path}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        dist.broadcast_object_list(shared, src=0)
+        measurements: Measurements = shared[0]
+        return measurements if dist.get_rank() == 0 else measurements.without_file()
 
     def _limit_bytes(self, meter: MemoryMeter) -> int | None:
-        """The same on every rank: rank 0's."""
+        """Rank 0's, on every rank. None where points of any size are tried."""
         limit: int | None = self.namespace.memory_limit_bytes
         if limit is None and not torch.cuda.is_available():
             limit = meter.capacity_bytes()
@@ -369,8 +388,8 @@ class _Job:
         )
 
 
-class _Told:
-    """A progress bar on rank 0's standard error, and a line for what does not fit."""
+class _StepReport:
+    """A progress bar on rank 0's standard error; lines where that is no terminal."""
 
     def __init__(self, num_steps: int, *, is_shown: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -381,10 +400,10 @@ class _Told:
             console=console,
             disable=not (is_shown and console.is_terminal),
         )
-        self._says_lines = is_shown and not console.is_terminal
+        self._prints_lines = is_shown and not console.is_terminal
         self._task = self._progress.add_task("profile", total=num_steps)
 
-    def __enter__(self) -> _Told:
+    def __enter__(self) -> _StepReport:
         self._progress.start()
         return self
 
@@ -392,15 +411,101 @@ class _Told:
         self._progress.stop()
 
     def point(self, point: MeasuredPoint) -> None:
-        """One point of the grid is known."""
+        """Report the result of a point as a step."""
         took = f"{point.time_ms:.2f} ms" if point.fits else f"does not fit: {point.why_not}"
         self.step(f"{point.scheme}, {point.point.num_tokens} tokens, {point.point.packing}: {took}")
 
     def step(self, text: str) -> None:
-        """One step of all is done; a line each where there is no terminal for a bar."""
+        """Report a step that has ended."""
         self._progress.update(self._task, advance=1, description=text)
-        if self._says_lines:
+        if self._prints_lines:
             print(text, file=sys.stderr, flush=True)
+
+
+def training_defaults(model_flags: Sequence[str]) -> list[str]:
+    """The flags of a model, with defaults for those that only training needs."""
+    added: list[str] = []
+    for options, value in _TRAINING_DEFAULTS:
+        if not any(word.split("=")[0] in options for word in model_flags):
+            added += [options[0], value]
+    return [*added, *model_flags]
+
+
+def _parse_scheme(text: str) -> Scheme:
+    """One scheme in the notation, ``tp2pp2:3,5``. Raises StrategyError for anything else."""
+    terms = parse_terms(text, label=text)
+    if len(terms) != 1 or terms[0].num_copies != 1 or terms[0].scheme is None:
+        raise StrategyError(
+            f"scheme {text!r}: one scheme is wanted but this is a strategy; write for example "
+            f"tp2pp2"
+        )
+    return terms[0].scheme
+
+
+def _profiled_pool(
+    schemes: Iterable[Scheme],
+    pool: Pool | None,
+    num_ranks: int,
+    ranks_per_node: int | None,
+) -> tuple[dict[Scheme, Strategy], Pool, tuple[str, ...]]:
+    """A strategy to measure each scheme with, all strategies, and a line for each skipped scheme.
+
+    Of a scheme that splits its cp ranks, every size of group is measured as a separate scheme. If
+    the pool is for the ranks of this job, the overheads of its strategies are measured as well.
+
+    Raises ConfigurationError where no scheme can be measured.
+    """
+    filling: dict[Scheme, Strategy] = {}
+    skipped: list[str] = []
+    for scheme in dict.fromkeys(group for whole in schemes for group in whole.group_schemes):
+        try:
+            filling[scheme] = _filling_strategy(scheme, num_ranks, ranks_per_node)
+        except StrategyError as error:
+            skipped.append(f"skipped: {error}")
+    if not filling:
+        raise ConfigurationError(
+            f"a profile needs at least 1 scheme that can be run but has 0: {'; '.join(skipped)}; "
+            f"start more ranks or name other schemes with --schemes"
+        )
+    used_ranks_per_node = next(iter(filling.values())).ranks_per_node
+    named = {strategy.name: strategy for strategy in filling.values()}
+    if pool is not None and (pool.num_ranks, pool.ranks_per_node) == (
+        num_ranks,
+        used_ranks_per_node,
+    ):
+        for strategy in pool.strategies:
+            if {scheme.group_schemes[0] for scheme in strategy.schemes} <= set(filling):
+                named.setdefault(strategy.name, strategy)
+    return filling, Pool.of(*named.values()), tuple(skipped)
+
+
+def _filling_strategy(scheme: Scheme, num_ranks: int, ranks_per_node: int | None) -> Strategy:
+    """As many replicas of a scheme as the ranks hold, so that the machine is busy as in training.
+
+    Raises StrategyError where the ranks hold none.
+    """
+    num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
+    if not num_replicas:
+        raise StrategyError(
+            f"scheme {scheme} needs {scheme.num_ranks} ranks but {num_ranks} were started"
+        )
+    text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
+    return Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
+
+
+def _device_name(num_ranks_of_node: int) -> str:
+    """The GPU, or the CPU with the number of ranks that share it."""
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    model = platform.processor() or platform.machine()
+    if _CPU_INFO.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
+        model = model if found is None else found.group(1)
+    num_cores = len(os.sched_getaffinity(0))
+    return (
+        f"CPU {model}: {num_ranks_of_node} ranks on {num_cores} cores, "
+        f"{torch.get_num_threads()} threads a rank"
+    )
 
 
 def _typical_point(points: Sequence[MeasuredPoint]) -> MeasuredPoint | None:

@@ -1,26 +1,28 @@
-"""What was measured so far, in a JSON lines file beside the profile: a rerun goes on from there.
+"""What was measured so far, in a JSON lines file beside the profile, from which a rerun goes on.
 
-The first line says what is measured (``setup``); a file of another setup is refused. A line
-``attempt`` stands before every measurement: one that ends the process, by memory or otherwise, is
-known by an attempt without a result. After `MAX_ATTEMPTS` of these a point counts as not fitting.
+The first line is the setup of the measurements; a file of another setup is refused. A line
+``attempt`` is written before every measurement, so that a measurement which ends the process, for
+lack of memory or otherwise, shows as an attempt without a result. After `MAX_ATTEMPTS` of these a
+point counts as not fitting.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.profiler.grid import GridPoint
 
 __all__ = [
     "MAX_ATTEMPTS",
+    "GridPoint",
     "MeasuredPoint",
     "MeasuredStrategy",
     "Measurements",
@@ -29,29 +31,48 @@ __all__ = [
 ]
 
 MAX_ATTEMPTS = 2
-"""An interrupted measurement is begun again once; a second end without a result says that the
-point itself ends the process."""
+"""An interrupted measurement is repeated once; a second end without a result means that the point
+ends the process."""
 
 
 def measurements_path(profile: Path) -> Path:
-    """Where measurements of a profile lie: beside it."""
+    """The file of measurements of a profile, in the same folder."""
     return profile.with_name(profile.name + ".measurements.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class GridPoint:
+    """One micro-batch to measure."""
+
+    packing: str
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Σ s_i."""
+        return sum(self.lengths)
+
+    @property
+    def sum_of_squares(self) -> int:
+        """Σ s_i²."""
+        return sum(length * length for length in self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredPoint:
-    """A micro-batch of a scheme: how long it took, or why it could not be run."""
+    """A micro-batch of a scheme: its time and memory, or why it could not be run."""
 
     scheme: str
     point: GridPoint
     stage_ms: tuple[float, ...] = ()
-    """Forward and backward on each stage, of the median replica; empty where it does not fit."""
+    """Forward and backward on each stage, of the median replica; empty where it was not run."""
     forward_ms: float = 0.0
-    """Of that, the forward, on the slowest stage."""
+    """Of the forward alone, on the slowest stage."""
     peak_bytes: int = 0
     """Most memory that a rank held meanwhile, see `runtime.memory.MemoryMeter`."""
     why_not: str = ""
-    """Why it does not fit; empty where it does."""
+    """Why it was not run; empty where it was."""
 
     @property
     def fits(self) -> bool:
@@ -80,7 +101,7 @@ class MeasuredPoint:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> MeasuredPoint:
-        """What `to_json` gave."""
+        """The inverse of `to_json`."""
         lengths = tuple(n for n, times in line["lengths"] for _ in range(times))
         return cls(
             scheme=line["scheme"],
@@ -94,88 +115,66 @@ class MeasuredPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegroupSpeed:
-    """Regrouping of a strategy by itself, nothing beside it."""
+    """Regrouping of a strategy without anything that overlaps with it."""
 
     gather_bytes: int
-    """That a rank receives, the most of all ranks."""
+    """Received by a rank, the most of all ranks."""
     gather_ms: float
     scatter_bytes: int
-    """That a rank sends, the most of all ranks."""
+    """Sent by a rank, the most of all ranks."""
     scatter_ms: float
 
     def to_json(self) -> dict[str, Any]:
-        """With the bandwidths, None where nothing travels."""
-        return {
-            "gather_bytes": self.gather_bytes,
-            "gather_ms": self.gather_ms,
+        """With bandwidths, which are None where no bytes travel."""
+        return asdict(self) | {
             "gather_bytes_per_s": _per_s(self.gather_bytes, self.gather_ms),
-            "scatter_bytes": self.scatter_bytes,
-            "scatter_ms": self.scatter_ms,
             "scatter_bytes_per_s": _per_s(self.scatter_bytes, self.scatter_ms),
         }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredStrategy:
-    """What an iteration of a strategy takes beside its micro-batches."""
+    """Time of an iteration of a strategy, and what of it is not micro-batches."""
 
     name: str
     iteration_ms: float
-    """Of whole iterations of a few micro-batches."""
+    """Of an iteration with a few micro-batches."""
     makespan_ms: float
-    """Of their micro-batches alone, by the measured time of each."""
+    """Of its micro-batches alone, by the measured time of each."""
     optimizer_ms: float
     regroup: RegroupSpeed
 
     @property
     def regroup_ms(self) -> float:
-        """What is neither micro-batches nor optimizer: gather and scatter as far as they do not
-        overlap, messages between stages, waits."""
+        """The rest: gather and scatter as far as they do not overlap, messages between stages,
+        waits."""
         return max(0.0, self.iteration_ms - self.makespan_ms - self.optimizer_ms)
 
     def to_json(self) -> dict[str, Any]:
         """One line of the file."""
-        return {
-            "kind": "strategy",
-            "name": self.name,
-            "iteration_ms": self.iteration_ms,
-            "makespan_ms": self.makespan_ms,
-            "optimizer_ms": self.optimizer_ms,
-            "regroup": self.regroup.to_json(),
-        }
+        return {"kind": "strategy"} | asdict(self) | {"regroup": self.regroup.to_json()}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> MeasuredStrategy:
-        """What `to_json` gave."""
-        regroup = line["regroup"]
-        return cls(
-            name=line["name"],
-            iteration_ms=line["iteration_ms"],
-            makespan_ms=line["makespan_ms"],
-            optimizer_ms=line["optimizer_ms"],
-            regroup=RegroupSpeed(
-                gather_bytes=regroup["gather_bytes"],
-                gather_ms=regroup["gather_ms"],
-                scatter_bytes=regroup["scatter_bytes"],
-                scatter_ms=regroup["scatter_ms"],
-            ),
-        )
+        """The inverse of `to_json`."""
+        regroup = RegroupSpeed(**_fields_of(RegroupSpeed, line["regroup"]))
+        return cls(**_fields_of(cls, line) | {"regroup": regroup})
 
 
 class Measurements:
-    """The file, open for one profile.
+    """The measurements for one profile, and their file.
 
     Args:
-        path: of the file; made if there is none.
-        setup: what is measured, as JSON values.
-        restart: forget what the file holds.
+        path: of the file, which is created if there is none.
+        setup: of the measurements, as JSON values.
+        restart: discard the content of the file.
 
     Raises ConfigurationError for a file of another setup or one that cannot be read or written.
     """
 
     def __init__(self, path: Path, setup: Mapping[str, Any], *, restart: bool = False) -> None:
-        self._path = path
-        self.points: dict[tuple[str, tuple[int, ...]], MeasuredPoint] = {}
+        self._path: Path | None = path
+        self._points: dict[str, MeasuredPoint] = {}
         self.strategies: dict[str, MeasuredStrategy] = {}
         self._attempts: Counter[str] = Counter()
         try:
@@ -184,7 +183,7 @@ class Measurements:
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = _whole_lines(path)
         except OSError as error:
-            raise self._unusable(error) from error
+            raise _unusable(path, error) from error
         if not lines:
             self._append({"kind": "setup"} | dict(setup))
             return
@@ -193,40 +192,39 @@ class Measurements:
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"measurements {path}: a line is not what this version writes ({error!r}); measure "
-                f"anew with --restart, or give another --out"
+                f"again with --restart, or give another --out"
             ) from error
 
     @property
     def num_found(self) -> int:
-        """Results that an earlier run left."""
-        return len(self.points) + len(self.strategies)
+        """Number of results."""
+        return len(self._points) + len(self.strategies)
 
-    def has_point(self, scheme: str, point: GridPoint) -> bool:
-        """Whether there is a result."""
-        return (scheme, point.lengths) in self.points
+    def without_file(self) -> Measurements:
+        """The same content in memory alone, for ranks that do not write the file."""
+        other = copy.copy(self)
+        other._path = None
+        return other
 
-    def begin(self, scheme: str, point: GridPoint) -> bool:
-        """Note that a point is about to be measured; False where it was begun too often.
+    def find(self, scheme: str, point: GridPoint) -> MeasuredPoint | None:
+        """The result of a point, if there is one."""
+        return self._points.get(_key(scheme, point.lengths))
 
-        Then it counts as not fitting.
+    def begin(self, scheme: str, point: GridPoint) -> str:
+        """Record that a point is about to be measured.
+
+        Returns why it must not be, because it has ended the process too often; else nothing.
         """
         key = _key(scheme, point.lengths)
         if self._attempts[key] >= MAX_ATTEMPTS:
-            self.add_point(
-                MeasuredPoint(
-                    scheme=scheme,
-                    point=point,
-                    why_not=f"{MAX_ATTEMPTS} attempts ended the process",
-                )
-            )
-            return False
+            return f"{MAX_ATTEMPTS} attempts ended the process"
         self._attempts[key] += 1
         self._append({"kind": "attempt", "key": key})
-        return True
+        return ""
 
-    def add_point(self, point: MeasuredPoint) -> None:
+    def add(self, point: MeasuredPoint) -> None:
         """Keep the result of a point."""
-        self.points[point.scheme, point.point.lengths] = point
+        self._points[_key(point.scheme, point.point.lengths)] = point
         self._append(point.to_json())
 
     def add_strategy(self, strategy: MeasuredStrategy) -> None:
@@ -244,19 +242,21 @@ class Measurements:
             raise ConfigurationError(
                 f"measurements {self._path}: a rerun goes on with the same setup but "
                 f"{', '.join(differing)} differ{'s' if len(differing) == 1 else ''}; give "
-                f"--restart to measure anew, or another --out"
+                f"--restart to measure again, or another --out"
             )
         for line in rest:
             if line["kind"] == "attempt":
                 self._attempts[line["key"]] += 1
             elif line["kind"] == "point":
                 point = MeasuredPoint.from_json(line)
-                self.points[point.scheme, point.point.lengths] = point
+                self._points[_key(point.scheme, point.point.lengths)] = point
             elif line["kind"] == "strategy":
                 strategy = MeasuredStrategy.from_json(line)
                 self.strategies[strategy.name] = strategy
 
     def _append(self, line: Mapping[str, Any]) -> None:
+        if self._path is None:
+            return
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -264,13 +264,18 @@ class Measurements:
                 # The next measurement may take the machine down.
                 os.fsync(file.fileno())
         except OSError as error:
-            raise self._unusable(error) from error
+            raise _unusable(self._path, error) from error
 
-    def _unusable(self, error: OSError) -> ConfigurationError:
-        return ConfigurationError(
-            f"measurements {self._path}: must be a file that can be written but: "
-            f"{error.strerror or error}; give another --out"
-        )
+
+def _unusable(path: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"measurements {path}: must be a file that can be written but: "
+        f"{error.strerror or error}; give another --out"
+    )
+
+
+def _fields_of(kind: type[Any], line: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: line[field.name] for field in fields(kind)}
 
 
 def _key(scheme: str, lengths: tuple[int, ...]) -> str:
@@ -279,7 +284,7 @@ def _key(scheme: str, lengths: tuple[int, ...]) -> str:
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """The complete lines; one that a killed run left unfinished is cut off the file."""
+    """The complete lines; a last one that a killed run left unfinished is cut off the file."""
     if not path.exists():
         return []
     content = path.read_bytes()

@@ -1,26 +1,26 @@
-"""From measurements to a cost profile."""
+"""From measurements to a cost profile, and its tables."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledScheme,
     ProfiledStrategy,
 )
-from megatron.hydraulis.profiler.fit import Fit, Sample, fit_coefficients
+from megatron.hydraulis.profiler.fit import Sample, fit_coefficients
 from megatron.hydraulis.profiler.measurements import MeasuredPoint, MeasuredStrategy
 from megatron.hydraulis.strategy import Scheme
 
-__all__ = ["fit_points", "profile_of"]
+__all__ = ["profile_of", "profile_tables"]
 
-
-def fit_points(points: Sequence[MeasuredPoint]) -> Fit | None:
-    """The fit of one scheme's points; None where none fits the memory."""
-    samples = [Sample.of(p.point.lengths, p.time_ms) for p in points if p.fits]
-    return fit_coefficients(samples) if samples else None
+_WIDTH = 100
 
 
 def profile_of(
@@ -32,34 +32,33 @@ def profile_of(
     date: str,
     setup: Mapping[str, Any],
 ) -> ProfileCostModel:
-    """The cost profile of what was measured.
+    """The cost profile of measured points.
 
-    ``max_tokens`` of a scheme is the largest size that was run in every packing, and 0 where there
-    is none. A scheme of which nothing fits is left out: there are no coefficients for it.
+    ``max_tokens`` of a scheme is the largest size that ran in every packing, and 0 where there is
+    none. A scheme is skipped if no point of it fits, since there is nothing to fit to.
 
-    setup: versions, settings; goes into the profile as it is.
+    setup: versions and settings, recorded in the profile.
 
     Raises ConfigurationError when no scheme is left.
     """
     rows: list[ProfiledScheme] = []
     notes: dict[str, Any] = {}
     for scheme, points in schemes.items():
-        fit = fit_points(points)
-        if fit is None:
+        fitting = [point for point in points if point.fits]
+        if not fitting:
             notes[str(scheme)] = {"fits": False, "why_not": points[0].why_not if points else ""}
             continue
-        fitting = [point for point in points if point.fits]
+        fit = fit_coefficients([Sample.of(p.point.lengths, p.time_ms) for p in fitting])
+        sizes = {point.point.num_tokens for point in fitting}
         refused = {point.point.num_tokens for point in points if not point.fits}
-        largest = max(point.point.num_tokens for point in fitting)
-        whole = {point.point.num_tokens for point in fitting} - refused
         rows.append(
             ProfiledScheme(
                 scheme=scheme,
                 coefficients=fit.coefficients,
-                max_tokens=scheme.rounded_down(max(whole, default=0)),
+                max_tokens=scheme.rounded_down(max(sizes - refused, default=0)),
             )
         )
-        slowest = [point for point in fitting if point.point.num_tokens == largest]
+        slowest = [point for point in fitting if point.point.num_tokens == max(sizes)]
         notes[str(scheme)] = fit.to_json() | {
             "num_points_that_do_not_fit": len(points) - len(fitting),
             "peak_bytes": max(point.peak_bytes for point in slowest),
@@ -81,3 +80,51 @@ def profile_of(
             "regroup": {s.name: s.regroup.to_json() for s in strategies},
         },
     )
+
+
+def profile_tables(profile: ProfileCostModel) -> str:
+    """A row for each scheme with its fit, and one for each strategy with its overhead, as text."""
+    schemes = Table(title="Time of a micro-batch, a·Σs² + b·Σs + c", title_justify="left")
+    for name in ("scheme", "a, ns/token²", "b, µs/token", "c, ms", "R²", "residual", "max tokens"):
+        schemes.add_column(name, justify="left" if name == "scheme" else "right")
+    schemes.add_column("peak, GB", justify="right")
+    notes = profile.measurement.get("schemes", {})
+    for row in profile.schemes:
+        note, times = notes[str(row.scheme)], row.coefficients
+        schemes.add_row(
+            str(row.scheme),
+            f"{times.a_ms_per_token2 * 1e6:.4g}",
+            f"{times.b_ms_per_token * 1e3:.4g}",
+            f"{times.c_ms:.4g}",
+            f"{note['r_squared']:.4f}",
+            f"{note['median_residual']:.1%} ({note['worst_residual']:.1%})",
+            f"{row.max_tokens:,}",
+            f"{note['peak_bytes'] / 1e9:.2f}",
+        )
+    for scheme, note in notes.items():
+        if not note.get("fits", True):
+            schemes.add_row(scheme, "–", "–", "–", "–", "–", "0", note["why_not"])
+    strategies = Table(title="Overhead of an iteration", title_justify="left")
+    for name in ("strategy", "regroup, ms", "optimizer, ms", "gather, GB/s", "scatter, GB/s"):
+        strategies.add_column(name, justify="left" if name == "strategy" else "right")
+    speeds = profile.measurement.get("regroup", {})
+    for strategy in profile.strategies:
+        speed = speeds[strategy.name]
+        strategies.add_row(
+            strategy.name,
+            f"{strategy.regroup_ms:.2f}",
+            f"{strategy.optimizer_ms:.2f}",
+            _gb_per_s(speed["gather_bytes_per_s"]),
+            _gb_per_s(speed["scatter_bytes_per_s"]),
+        )
+    text = io.StringIO()
+    console = Console(file=text, width=_WIDTH, force_terminal=False, highlight=False)
+    console.print(schemes)
+    console.print("residual: median (worst) of |predicted/measured - 1|")
+    if profile.strategies:
+        console.print(strategies)
+    return text.getvalue()
+
+
+def _gb_per_s(bytes_per_s: float | None) -> str:
+    return "–" if bytes_per_s is None else f"{bytes_per_s / 1e9:.3f}"

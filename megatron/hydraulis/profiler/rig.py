@@ -1,7 +1,7 @@
-"""Runs micro-batches and iterations through the training engine and takes their times.
+"""Runs micro-batches and iterations through the training engine and measures their times.
 
-What is measured is what trains: the engine's models, schedules, messages and regrouping, on random
-tokens. Nothing but a `SpanRecorder`, as for a trace, is added.
+Models, schedules, messages and regrouping are those of training, on random tokens. Only a
+`SpanRecorder` is added, as for a trace.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import torch.distributed as dist
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.profiler.grid import GridPoint
 from megatron.hydraulis.profiler.measurements import (
+    GridPoint,
     MeasuredPoint,
     MeasuredStrategy,
     RegroupSpeed,
 )
-from megatron.hydraulis.profiler.survey import PointOutcome
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import ForwardStep, make_forward_step
 from megatron.hydraulis.runtime.memory import MemoryMeter, is_out_of_memory
@@ -47,7 +46,7 @@ _MS_PER_S = 1e3
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """How often things are run."""
+    """How often a measurement is repeated."""
 
     num_warmup: int
     """Runs that are not counted."""
@@ -57,12 +56,13 @@ class Repeats:
 
 @dataclass(frozen=True)
 class _RankTimes:
-    """What one rank tells of a point."""
+    """The times of a point on one rank."""
 
     replica: int | None
     stage: int
     forward_ms: float
-    backward_ms: float
+    total_ms: float
+    """Of forward and backward."""
     peak_bytes: int
 
 
@@ -70,13 +70,13 @@ class EngineRig:
     """Collective over all ranks of the job, as its engine.
 
     Args:
-        make_engine: builds the engine, its work told to a recorder; called once, and anew after
-            memory has run out, as nobody knows in which state that leaves an engine.
+        make_engine: builds an engine that records its work; called again after memory has run
+            out, because the state of the engine is then unknown.
         strategies: by scheme, the strategy that fills the job with its replicas.
-        repeats: of everything.
+        repeats: of every measurement.
         meter: of this rank's memory.
-        vocab_size: random tokens lie below.
-        seed: of these.
+        vocab_size: random tokens are below it.
+        seed: of these tokens.
         forward_step: upstream's signature.
     """
 
@@ -105,21 +105,20 @@ class EngineRig:
 
     @property
     def engine(self) -> Engine:
-        """The engine at hand, built when there is something to measure."""
+        """Built when there is something to measure."""
         if self._engine is None:
             self._engine = self._make_engine(self._recorder)
         return self._engine
 
-    def run_point(self, scheme: str, point: GridPoint) -> PointOutcome:
-        """A micro-batch on every replica of a scheme at once, several times over.
+    def run_point(self, scheme: str, point: GridPoint) -> MeasuredPoint:
+        """Measure a micro-batch on every replica of a scheme at once, several times.
 
-        Times are those of the slowest stage of the median replica; a stage's is the median of its
-        micro-batches and the mean over its tp ranks, which work in step. The first micro-batches
-        warm up. During the last ones the pipeline runs dry and gradients are on their way already,
-        so that they are not counted.
+        The time of a stage is the median over its micro-batches and the mean over its tp ranks,
+        which work in step. The first micro-batches warm up; the last ones are not counted either,
+        because the pipeline drains and gradients are already sent.
 
-        Raises HydraulisError where memory runs out on a job of several ranks: the others wait for
-        this one and cannot be told. The attempt is on record, and a rerun goes on.
+        Raises HydraulisError where memory runs out in a job of several ranks, because the others
+        wait for this one. The attempt is recorded, and a rerun goes on.
         """
         strategy = self._strategies[scheme]
         try:
@@ -136,18 +135,18 @@ class EngineRig:
             self._engine = None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            return PointOutcome(why_not="out of memory")
+            return MeasuredPoint(scheme=scheme, point=point, why_not="out of memory")
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
-        return _outcome(everyone)
+        return _measured(scheme, point, everyone)
 
     def run_strategy(
         self, strategy: Strategy, points: Mapping[Scheme, MeasuredPoint]
     ) -> MeasuredStrategy:
-        """Whole iterations, and regrouping by itself.
+        """Measure iterations, and regrouping alone.
 
-        points: for each scheme of the strategy, a measured micro-batch to run iterations of. Cp
-        ranks that may split run as one group.
+        points: for each scheme of the strategy, a measured micro-batch of which iterations are
+        made. Cp ranks that may split run as one group.
         """
         engine = self.engine
         mine = strategy.replica_of(self._rank)
@@ -166,7 +165,7 @@ class EngineRig:
             self._wait_for_device()
             wall_ms = (time.perf_counter() - start_s) * _MS_PER_S
             optimizer_ms = sum(map(_duration_ms, _named(self._recorder.take(), "optimizer")))
-            # The first also gathers what later ones find gathered.
+            # In later iterations the parameters are gathered already.
             if number > self._repeats.num_warmup:
                 walls_ms.append(wall_ms)
                 optimizers_ms.append(optimizer_ms)
@@ -222,11 +221,12 @@ class EngineRig:
         position = mine.position_of(self._rank)
         assert position is not None
         counted = range(self._repeats.num_warmup, self._repeats.num_warmup + num_measured)
+        forward_ms = _median_ms(spans, "forward", counted)
         return _RankTimes(
             strategy.replicas.index(mine),
             position.stage,
-            _median_ms(spans, "forward", counted),
-            _median_ms(spans, "backward", counted),
+            forward_ms,
+            forward_ms + _median_ms(spans, "backward", counted),
             peak_bytes,
         )
 
@@ -241,7 +241,7 @@ class EngineRig:
             engine.finish_regrouping()
             gathers_ms.append(_extent_ms(_named(self._recorder.take(), "gather")))
             dist.barrier()
-            # Nobody has a micro-batch: what is left is the scatter.
+            # Without micro-batches only the scatter is left.
             engine.forward_backward(strategy.name, [], self._forward_step)
             scatters_ms.append(_extent_ms(_named(self._recorder.take(), "scatter")))
         traffic = engine.setting(strategy.name).regrouper.traffic
@@ -269,11 +269,11 @@ class EngineRig:
 
 
 def _num_micro_batches(scheme: Scheme) -> int:
-    """Of an iteration that is measured: enough for the pipeline to fill."""
+    """Of a measured iteration: enough to fill the pipeline."""
     return 2 * scheme.pp
 
 
-def _outcome(everyone: Sequence[_RankTimes]) -> PointOutcome:
+def _measured(scheme: str, point: GridPoint, everyone: Sequence[_RankTimes]) -> MeasuredPoint:
     stages: dict[tuple[int, int], list[_RankTimes]] = {}
     for times in everyone:
         if times.replica is not None:
@@ -283,27 +283,21 @@ def _outcome(everyone: Sequence[_RankTimes]) -> PointOutcome:
     forward_ms, total_ms = (
         [
             statistics.median(
-                statistics.fmean(part(times) for times in stages[replica, stage])
+                statistics.fmean(getattr(times, part) for times in stages[replica, stage])
                 for replica in replicas
             )
             for stage in range(num_stages)
         ]
-        for part in (_forward_ms, _total_ms)
+        for part in ("forward_ms", "total_ms")
     )
     slowest = max(range(num_stages), key=total_ms.__getitem__)
-    return PointOutcome(
+    return MeasuredPoint(
+        scheme=scheme,
+        point=point,
         stage_ms=tuple(total_ms),
         forward_ms=forward_ms[slowest],
         peak_bytes=max(times.peak_bytes for times in everyone),
     )
-
-
-def _forward_ms(times: _RankTimes) -> float:
-    return times.forward_ms
-
-
-def _total_ms(times: _RankTimes) -> float:
-    return times.forward_ms + times.backward_ms
 
 
 def _named(spans: Sequence[RecordedSpan], name: str) -> list[RecordedSpan]:
@@ -321,7 +315,7 @@ def _median_ms(spans: Sequence[RecordedSpan], name: str, counted: range) -> floa
 
 
 def _extent_ms(spans: Sequence[RecordedSpan]) -> float:
-    """From the first beginning to the last end; 0 where nothing was on its way."""
+    """From the first begin to the last end; 0 without spans."""
     if not spans:
         return 0.0
     return (max(s.end_ns for s in spans) - min(s.start_ns for s in spans)) / _NS_PER_MS

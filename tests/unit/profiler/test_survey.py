@@ -10,16 +10,16 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.profiler.grid import GridPoint, grid
 from megatron.hydraulis.profiler.measurements import (
     MAX_ATTEMPTS,
+    GridPoint,
     MeasuredPoint,
     MeasuredStrategy,
     Measurements,
     RegroupSpeed,
 )
 from megatron.hydraulis.profiler.results import profile_of
-from megatron.hydraulis.profiler.survey import PointOutcome, Survey, expected_peak_bytes
+from megatron.hydraulis.profiler.survey import expected_peak_bytes, grid, survey
 from megatron.hydraulis.strategy import Scheme
 
 TRUTH = Coefficients(a_ms_per_token2=1e-5, b_ms_per_token=0.01, c_ms=2.0)
@@ -41,39 +41,25 @@ class PretendingRig:
     """Number of the call that never comes back."""
     calls: list[GridPoint] = field(default_factory=list)
 
-    def run_point(self, scheme: str, point: GridPoint) -> PointOutcome:
+    def run_point(self, scheme: str, point: GridPoint) -> MeasuredPoint:
         self.calls.append(point)
         if len(self.calls) - 1 == self.dies_at:
             raise Interrupted
         if point.num_tokens > self.num_fitting_tokens:
-            return PointOutcome(why_not="out of memory")
+            return MeasuredPoint(scheme=scheme, point=point, why_not="out of memory")
         time_ms = TRUTH.time_ms(point.lengths)
-        return PointOutcome(
+        return MeasuredPoint(
+            scheme=scheme,
+            point=point,
             stage_ms=(0.5 * time_ms, time_ms),
             forward_ms=time_ms / 4,
             peak_bytes=STATE_BYTES + BYTES_PER_TOKEN * point.num_tokens,
         )
 
 
-class FileLedger:
-    """Measurements as a survey sees them in a job of one rank."""
-
-    def __init__(self, file: Measurements) -> None:
-        self.file = file
-
-    def find(self, scheme: str, point: GridPoint) -> MeasuredPoint | None:
-        return self.file.points.get((scheme, point.lengths))
-
-    def begin(self, scheme: str, point: GridPoint) -> bool:
-        return self.file.begin(scheme, point)
-
-    def add(self, point: MeasuredPoint) -> None:
-        self.file.add_point(point)
-
-
-def survey(path: Path, rig: PretendingRig, limit_bytes: int | None = None) -> list[MeasuredPoint]:
-    ledger = FileLedger(Measurements(path, SETUP))
-    return Survey(rig, ledger, limit_bytes=limit_bytes).run("tp1", POINTS)
+def surveyed(path: Path, rig: PretendingRig, limit_bytes: int | None = None) -> list[MeasuredPoint]:
+    measurements = Measurements(path, SETUP)
+    return survey("tp1", POINTS, rig.run_point, measurements, limit_bytes=limit_bytes)
 
 
 def profile(points: list[MeasuredPoint]) -> ProfileCostModel:
@@ -83,7 +69,7 @@ def profile(points: list[MeasuredPoint]) -> ProfileCostModel:
 
 def test_all_points_are_measured_and_the_slowest_stage_counts(tmp_path: Path) -> None:
     rig = PretendingRig()
-    points = survey(tmp_path / "m.jsonl", rig)
+    points = surveyed(tmp_path / "m.jsonl", rig)
     assert rig.calls == list(POINTS)
     found = profile(points)
     times = found.coefficients(Scheme())
@@ -99,16 +85,16 @@ def test_a_rerun_goes_on_where_the_first_run_was_killed(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     first = PretendingRig(dies_at=5)
     with pytest.raises(Interrupted):
-        survey(path, first)
+        surveyed(path, first)
     with path.open("a") as file:
         file.write('{"kind": "point", "sch')  # a line that was being written
     second = PretendingRig()
-    points = survey(path, second)
+    points = surveyed(path, second)
     assert second.calls == list(POINTS[5:])
     assert [point.point for point in points] == list(POINTS)
-    assert points == survey(tmp_path / "other.jsonl", PretendingRig())
+    assert points == surveyed(tmp_path / "other.jsonl", PretendingRig())
     third = PretendingRig()
-    assert survey(path, third) == points
+    assert surveyed(path, third) == points
     assert third.calls == []
 
 
@@ -119,8 +105,8 @@ def test_a_point_that_ends_the_process_again_and_again_does_not_fit(tmp_path: Pa
         # Killed at the same point: the first call after those that are on record.
         rig = PretendingRig(dies_at=0 if path.exists() else num_before)
         with pytest.raises(Interrupted):
-            survey(path, rig)
-    points = survey(path, PretendingRig())
+            surveyed(path, rig)
+    points = surveyed(path, PretendingRig())
     assert [point.fits for point in points] == [index < num_before for index in range(len(POINTS))]
     assert "attempts" in points[num_before].why_not
     # Another packing of the same size did fit: a limit has to hold for all of them.
@@ -130,7 +116,7 @@ def test_a_point_that_ends_the_process_again_and_again_does_not_fit(tmp_path: Pa
 
 def test_what_does_not_fit_is_on_record_and_larger_ones_are_not_tried(tmp_path: Path) -> None:
     rig = PretendingRig(num_fitting_tokens=300)
-    points = survey(tmp_path / "m.jsonl", rig)
+    points = surveyed(tmp_path / "m.jsonl", rig)
     tried = [point for point in POINTS if point.num_tokens <= 256]
     assert rig.calls[: len(tried)] == tried
     assert len(rig.calls) == len(tried) + 1
@@ -145,7 +131,7 @@ def test_what_does_not_fit_is_on_record_and_larger_ones_are_not_tried(tmp_path: 
 
 def test_what_is_expected_not_to_fit_is_not_tried(tmp_path: Path) -> None:
     rig = PretendingRig()
-    points = survey(tmp_path / "m.jsonl", rig, limit_bytes=STATE_BYTES + BYTES_PER_TOKEN * 600)
+    points = surveyed(tmp_path / "m.jsonl", rig, limit_bytes=STATE_BYTES + BYTES_PER_TOKEN * 600)
     assert max(point.num_tokens for point in rig.calls) == 512
     refused = [point for point in points if not point.fits]
     assert {point.point.num_tokens for point in refused} == {1024}
@@ -163,10 +149,10 @@ def test_memory_is_expected_along_the_two_largest_sizes() -> None:
 
 
 def test_a_scheme_of_which_nothing_fits_is_left_out(tmp_path: Path) -> None:
-    nothing = survey(tmp_path / "m.jsonl", PretendingRig(num_fitting_tokens=0))
+    nothing = surveyed(tmp_path / "m.jsonl", PretendingRig(num_fitting_tokens=0))
     with pytest.raises(ConfigurationError, match="at least 1 scheme"):
         profile(nothing)
-    some = survey(tmp_path / "n.jsonl", PretendingRig())
+    some = surveyed(tmp_path / "n.jsonl", PretendingRig())
     both = profile_of(
         {Scheme(): some, Scheme(tp=2): nothing}, [], device="d", source="s", date="x", setup={}
     )
@@ -176,7 +162,7 @@ def test_a_scheme_of_which_nothing_fits_is_left_out(tmp_path: Path) -> None:
 
 def test_another_setup_is_refused_unless_told_to_measure_anew(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    survey(path, PretendingRig())
+    surveyed(path, PretendingRig())
     with pytest.raises(ConfigurationError, match=r"num_ranks differs; give --restart"):
         Measurements(path, SETUP | {"num_ranks": 2})
     assert Measurements(path, SETUP | {"num_ranks": 2}, restart=True).num_found == 0

@@ -13,8 +13,7 @@ import torch
 
 from benchmarks.gpu.__main__ import main as benchmark
 from megatron.hydraulis.flags.arguments import parse_arguments
-from megatron.hydraulis.profiler.command import add_arguments
-from megatron.hydraulis.profiler.settings import training_defaults
+from megatron.hydraulis.profiler.command import add_arguments, training_defaults
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/results/README.md").read_text("utf-8")
