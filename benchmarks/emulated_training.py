@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.emulated_training --emulate-device COST_PROFILE FLAGS
 
-FLAGS are those of `pretrain_gpt.py`. Plans are made with the times of the emulated device. Losses
+FLAGS are those of `hydraulis train`. Plans are made with the times of the emulated device. Losses
 and trained weights mean nothing: see `benchmarks.emulated_device`.
 """
 
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train; exits with status 2 and one line for flags that cannot be run."""
     parser = argparse.ArgumentParser(
         prog="torchrun -m benchmarks.emulated_training",
-        description="Train on an emulated device; all other flags are those of pretrain_gpt.py.",
+        description="Train on an emulated device; all other flags are those of hydraulis train.",
         allow_abbrev=False,
     )
     parser.add_argument(
