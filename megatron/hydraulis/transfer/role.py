@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,28 +48,19 @@ class Role:
         return contribution is not Contribution.REPLICATED or self.tp_rank == 0
 
 
-def role_of(
-    strategy: Strategy, rank: int, *, num_layers: int, tied_embeddings: bool
-) -> Role | None:
-    """The role of ``rank`` in ``strategy``; None if the rank is idle."""
-    replica = strategy.replica_of(rank)
-    position = None if replica is None else replica.position_of(rank)
-    if replica is None or position is None:
-        return None
-    layers = replica.scheme.layers_per_stage(num_layers)
-    return Role(
-        tp=replica.scheme.tp,
-        tp_rank=position.tp,
-        first_layer=sum(layers[: position.stage]),
-        num_layers=layers[position.stage],
-        num_layers_of_model=num_layers,
-        tied_embeddings=tied_embeddings,
-    )
-
-
 def roles_of(strategy: Strategy, num_layers: int, tied_embeddings: bool) -> list[Role | None]:
     """The role of every rank, None for idle ranks: shape (num_ranks,)."""
-    return [
-        role_of(strategy, rank, num_layers=num_layers, tied_embeddings=tied_embeddings)
-        for rank in range(strategy.num_ranks)
-    ]
+    roles: list[Role | None] = [None] * strategy.num_ranks
+    for replica in strategy.replicas:
+        scheme = replica.scheme
+        layers = scheme.layers_per_stage(num_layers)
+        for stage, cp, tp in itertools.product(*map(range, (scheme.pp, scheme.cp, scheme.tp))):
+            roles[replica.rank_at(stage, cp, tp)] = Role(
+                tp=scheme.tp,
+                tp_rank=tp,
+                first_layer=sum(layers[:stage]),
+                num_layers=layers[stage],
+                num_layers_of_model=num_layers,
+                tied_embeddings=tied_embeddings,
+            )
+    return roles

@@ -7,6 +7,7 @@ import pytest
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer import collective as collective_module
+from megatron.hydraulis.transfer import role
 from megatron.hydraulis.transfer.canonical import (
     Bucket,
     CanonicalLayout,
@@ -32,7 +33,7 @@ from megatron.hydraulis.transfer.plan import (
     scatter_plan,
 )
 from megatron.hydraulis.transfer.ranges import Range, buckets_with_equal_plans
-from megatron.hydraulis.transfer.role import Role, role_of
+from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.two_step import RelayCopy, two_step_gather, two_step_scatter
 
 WEIGHT = ParameterSpec("weight", (16, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
@@ -43,10 +44,7 @@ BUCKET = LAYOUT.buckets[0]
 
 def roles_of(text: str, num_ranks: int = 4, *, num_layers: int = 1) -> list[Role | None]:
     strategy = Strategy.parse(text, num_ranks)
-    return [
-        role_of(strategy, rank, num_layers=num_layers, tied_embeddings=False)
-        for rank in range(num_ranks)
-    ]
+    return role.roles_of(strategy, num_layers, False)
 
 
 class TestKindOfAStrategy:

@@ -4,6 +4,7 @@ import pytest
 
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.transfer import role
 from megatron.hydraulis.transfer.canonical import (
     CanonicalLayout,
     Contribution,
@@ -16,7 +17,7 @@ from megatron.hydraulis.transfer.plan import (
     scatter_plan,
 )
 from megatron.hydraulis.transfer.ranges import Range, contributed_ranges, held_ranges
-from megatron.hydraulis.transfer.role import Role, role_of
+from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.traffic import link_elements
 
 WEIGHT = ParameterSpec("weight", (8, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
@@ -27,10 +28,7 @@ BUCKET = LAYOUT.buckets[0]
 
 def roles_of(text: str, num_ranks: int, *, num_layers: int = 1, tied: bool = False) -> list:
     strategy = Strategy.parse(text, num_ranks)
-    return [
-        role_of(strategy, rank, num_layers=num_layers, tied_embeddings=tied)
-        for rank in range(num_ranks)
-    ]
+    return role.roles_of(strategy, num_layers, tied)
 
 
 def test_gather_of_tp2_and_tp1() -> None:

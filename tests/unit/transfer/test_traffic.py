@@ -5,6 +5,7 @@ import pytest
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer import plan as plan_module
+from megatron.hydraulis.transfer import role
 from megatron.hydraulis.transfer import two_step as two_step_module
 from megatron.hydraulis.transfer.canonical import (
     Bucket,
@@ -16,7 +17,7 @@ from megatron.hydraulis.transfer.canonical import (
 from megatron.hydraulis.transfer.collective import equal_shares
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
 from megatron.hydraulis.transfer.plan import gather_plan, scatter_plan
-from megatron.hydraulis.transfer.role import Role, role_of
+from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.traffic import (
     LinkElements,
     RegroupBytes,
@@ -34,10 +35,7 @@ BUCKET = LAYOUT.buckets[0]
 
 def roles_of(text: str, num_ranks: int = 4, *, num_layers: int = 1) -> list[Role | None]:
     strategy = Strategy.parse(text, num_ranks)
-    return [
-        role_of(strategy, rank, num_layers=num_layers, tied_embeddings=False)
-        for rank in range(num_ranks)
-    ]
+    return role.roles_of(strategy, num_layers, False)
 
 
 class TestBytes:
@@ -144,9 +142,7 @@ def job() -> tuple[CanonicalLayout, Bucket, list[Role | None]]:
     ]
     layout = CanonicalLayout.build(parameters, num_atoms=16, num_ranks=NUM_RANKS)
     strategy = Strategy.parse("16*tp16+192*tp4", NUM_RANKS, ranks_per_node=RANKS_PER_NODE)
-    roles = [
-        role_of(strategy, rank, num_layers=1, tied_embeddings=False) for rank in range(NUM_RANKS)
-    ]
+    roles = role.roles_of(strategy, 1, False)
     return layout, layout.buckets[0], roles
 
 
