@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import counted_progress, import_on_cpu, positive, wide_console
+from benchmarks.fixed_length import fixed_length_plan, padded_time_s
 from benchmarks.paired_statistics import RatioEstimate, ratio_of_totals
 from benchmarks.rank_set import RankSet, Worker
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -35,7 +36,6 @@ from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.simulator.fixed_length import fixed_length_plan, padded_time_s
 from megatron.hydraulis.strategy import Pool, Strategy
 
 ROOT = Path(__file__).parents[1]

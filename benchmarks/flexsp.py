@@ -29,7 +29,6 @@ from benchmarks.planner_batches import DATA
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
-from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.simulation import ReplicaTasks
 from megatron.hydraulis.simulator.ways import (
@@ -176,7 +175,7 @@ def run_cell(cell: Cell, reference: Mapping[str, Any]) -> CellResult:
     static = Strategy.parse(
         f"{NUM_RANKS // STATIC_WIDTH}*cp{STATIC_WIDTH}", NUM_RANKS, ranks_per_node=RANKS_PER_NODE
     )
-    setting = SimulationSettings(stage_costs=StageCosts(profile))
+    setting = SimulationSettings()
 
     def ways(pool: Pool, seq_length: int | None) -> Ways:
         return Ways(

@@ -29,7 +29,7 @@ from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
+from megatron.hydraulis.simulator.costs import RegroupCosts
 from megatron.hydraulis.simulator.output import result_table, strategy_use_table
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
@@ -94,7 +94,7 @@ def simulate(
         link_fraction=device.link_fraction,
     )
     setting = SimulationSettings(
-        stage_costs=StageCosts(profile, shape if options.regroup else None),
+        shape=shape if options.regroup else None,
         regroup=regroup if options.regroup else None,
         keeps=lambda _: False,
     )

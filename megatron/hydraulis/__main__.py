@@ -74,7 +74,7 @@ _COMMANDS_BY_TOPIC = {
         Command(
             "simulate",
             "simulate iterations without a GPU: the pool against simpler ways to train",
-            "megatron.hydraulis.simulator.simulate_command",
+            "megatron.hydraulis.simulator.command",
         ),
         Command(
             "recommend-layout",

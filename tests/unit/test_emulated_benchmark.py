@@ -21,16 +21,12 @@ from benchmarks.emulated_cluster import (
     plan_sides,
     static_strategies,
 )
+from benchmarks.fixed_length import fixed_length_plan, padded_time_s
 from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.simulator.fixed_length import (
-    equal_rows,
-    first_fit_decreasing,
-    fixed_length_plan,
-    padded_time_s,
-)
+from megatron.hydraulis.simulator.ways import equal_rows, first_fit_decreasing
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
 from megatron.hydraulis.simulator.simulation import IterationTasks, ReplicaTasks, Simulator
 from megatron.hydraulis.simulator.work import IterationWork
@@ -40,7 +41,8 @@ def _keeps_all(_: int) -> bool:
 class SimulationSettings:
     """Settings that all ways have in common."""
 
-    stage_costs: StageCosts
+    shape: ModelShape | None = None
+    """See `StageCosts`."""
     regroup: RegroupCosts | None = None
     plan_ahead: int = 2
     overlaps_regrouping: bool = True
@@ -50,7 +52,7 @@ class SimulationSettings:
     def simulator(self, cost_model: CostModel) -> Simulator:
         """The simulator for the cost model of a way."""
         return Simulator(
-            StageCosts(cost_model, self.stage_costs.shape),
+            StageCosts(cost_model, self.shape),
             regroup=self.regroup,
             plan_ahead=self.plan_ahead,
             overlaps_regrouping=self.overlaps_regrouping,
@@ -319,14 +321,10 @@ def _gaps_ms(replica: ReplicaTasks, from_ms: float, to_ms: float, number: int) -
 
 def _imbalance(iteration: IterationTasks, slowest_ms: float) -> float:
     begin_ms = iteration.begin_ms
-    shares: Sequence[tuple[int, float]] = [
-        (replica.replica.num_ranks, end_ms - begin_ms)
-        for replica, end_ms in zip(iteration.replicas, iteration.replica_ends_ms, strict=True)
-    ]
-    total_ms = math.fsum(num_ranks * time_ms for num_ranks, time_ms in shares)
-    if total_ms == 0.0:
-        return 1.0
-    return (slowest_ms - begin_ms) * sum(num_ranks for num_ranks, _ in shares) / total_ms
+    nums = [replica.replica.num_ranks for replica in iteration.replicas]
+    ends = zip(nums, iteration.replica_ends_ms, strict=True)
+    total_ms = math.fsum(num_ranks * (end_ms - begin_ms) for num_ranks, end_ms in ends)
+    return (slowest_ms - begin_ms) * sum(nums) / total_ms if total_ms else 1.0
 
 
 def _check_sum(number: int, what: str, found_ms: float, wanted_ms: float) -> None:

@@ -40,7 +40,6 @@ __all__ = [
     "OperationTasks",
     "ReplicaTasks",
     "Simulator",
-    "StagePart",
     "Task",
     "stage_parts",
     "stage_program",
@@ -149,32 +148,31 @@ class Simulator:
         """
         loop = EventLoop()
         iterations: list[IterationTasks] = []
-        for index, work in enumerate(works):
-            iterations.append(self._add(loop, index, work, iterations))
+        for work in works:
+            iterations.append(self._add(loop, work, iterations))
         loop.run()
         return iterations
 
     def _add(
         self,
         loop: EventLoop,
-        index: int,
         work: IterationWork,
         before: Sequence[IterationTasks],
     ) -> IterationTasks:
-        asked = None
-        if index:
-            asked = (
-                before[max(0, index - self._plan_ahead)].begin
-                if self._plan_ahead
-                else before[-1].end
-            )
-        plan = loop.add(_PLANNER, _MS_PER_S * work.plan_time_s if index else 0.0, [asked])
+        index = len(before)
+        requested = None
+        if index and self._plan_ahead:
+            requested = before[max(0, index - self._plan_ahead)].begin
+        elif index:
+            requested = before[-1].end
+        plan = loop.add(_PLANNER, _MS_PER_S * work.plan_time_s if index else 0.0, [requested])
         begin = loop.add(_ITERATION, 0.0, [plan])
         times = self.regroup_times(work.strategy)
         gathers: list[Task] = []
         gathered: dict[Unit, Task] = {}
         if times is not None:
-            updated, ended = _updates(before[-1]) if before else ({}, None)
+            ended = before[-1].end if before else None
+            updated = {each.index: each.update for each in before[-1].buckets} if before else {}
             for bucket in times.buckets:
                 when = [plan, updated.get(bucket.index, ended)] if self._overlaps else [begin]
                 gathers.append(loop.add(_REGROUP, bucket.gather_ms, when))
@@ -244,20 +242,6 @@ class Simulator:
         )
 
 
-def _updates(iteration: IterationTasks) -> tuple[dict[int, Task], Task]:
-    """What a bucket's next gather waits for: its update, or the end if there was none."""
-    return {bucket.index: bucket.update for bucket in iteration.buckets}, iteration.end
-
-
-@dataclass(frozen=True, slots=True)
-class StagePart:
-    """The part of a stage's forward between the arrivals of two units of parameters."""
-
-    unit: Unit
-    share: float
-    """Share of the stage's time."""
-
-
 def stage_program(
     stage: int, num_stages: int, num_micro_batches: int
 ) -> Iterator[tuple[bool, int]]:
@@ -275,8 +259,12 @@ def stage_program(
         yield False, micro_batch
 
 
-def stage_parts(stage: int, layers: Sequence[int], output_share: float) -> tuple[StagePart, ...]:
-    """A stage's forward by unit: the embedding takes no time, layers take equal times.
+def stage_parts(
+    stage: int, layers: Sequence[int], output_share: float
+) -> tuple[tuple[Unit, float], ...]:
+    """Units of a stage in the order of its forward, each with its share of the stage's time.
+
+    The embedding takes no time, layers take equal times.
 
     Args:
         stage: counted from 0.
@@ -284,14 +272,12 @@ def stage_parts(stage: int, layers: Sequence[int], output_share: float) -> tuple
         output_share: the output layer's share of this stage's time.
     """
     first = sum(layers[:stage])
-    parts = [
-        StagePart(Unit.layer(first + i), (1.0 - output_share) / layers[stage])
-        for i in range(layers[stage])
-    ]
+    units = range(first, first + layers[stage])
+    parts = [(Unit.layer(index), (1.0 - output_share) / layers[stage]) for index in units]
     if stage == 0:
-        parts.insert(0, StagePart(Unit.embedding(), 0.0))
+        parts.insert(0, (Unit.embedding(), 0.0))
     if stage == len(layers) - 1:
-        parts.append(StagePart(Unit.output(), output_share))
+        parts.append((Unit.output(), output_share))
     return tuple(parts)
 
 
@@ -349,7 +335,7 @@ class ReplicaTasks:
         self.replica = replica
         scheme = replica.scheme
         self._num_stages, self._num_micro_batches = scheme.pp, len(micro_batches)
-        self._parts: tuple[tuple[StagePart, ...], ...] = ()
+        self._parts: tuple[tuple[tuple[Unit, float], ...], ...] = ()
         if (gathered or splits_last_backward) and costs.shape is not None:
             layers = scheme.layers_per_stage(costs.shape.num_layers)
             self._parts = tuple(
@@ -361,19 +347,20 @@ class ReplicaTasks:
         self._found: dict[tuple[bool, int, int], OperationTasks] = {}
         stage_times_ms = [batch.times_ms(scheme, costs.coefficients) for batch in micro_batches]
         for stage in range(scheme.pp):
-            times_ms = [of_stages[stage] for of_stages in stage_times_ms]
             operations = []
             for is_forward, number in stage_program(stage, scheme.pp, len(micro_batches)):
-                forward_ms = times_ms[number] * FORWARD_SHARE
-                operation = self._add(
+                time_ms = stage_times_ms[number][stage]
+                forward_ms = time_ms * FORWARD_SHARE
+                tasks = self._add(
                     loop,
                     (lane, stage),
                     (is_forward, stage, number),
-                    micro_batches[number].num_tokens,
-                    forward_ms if is_forward else times_ms[number] - forward_ms,
+                    forward_ms if is_forward else time_ms - forward_ms,
                     gathered,
                     splits_last_backward,
                 )
+                num_tokens = micro_batches[number].num_tokens
+                operation = OperationTasks(is_forward, stage, number, num_tokens, tasks)
                 operations.append(operation)
                 self._found[is_forward, stage, number] = operation
             self.by_stage.append(operations)
@@ -386,24 +373,21 @@ class ReplicaTasks:
         self,
         loop: EventLoop,
         lane: tuple[str, int],
-        key: tuple[bool, int, int],
-        num_tokens: int,
+        operation: tuple[bool, int, int],
         duration_ms: float,
         gathered: Mapping[Unit, Task],
         splits_last_backward: bool,
-    ) -> OperationTasks:
-        is_forward, stage, number = key
+    ) -> tuple[Task, ...]:
+        is_forward, stage, number = operation
         if is_forward and number == 0 and gathered:
-            tasks = tuple(
-                loop.add(lane, part.share * duration_ms, [gathered.get(part.unit)])
-                for part in self._parts[stage]
+            return tuple(
+                loop.add(lane, share * duration_ms, [gathered.get(unit)])
+                for unit, share in self._parts[stage]
             )
-        elif not is_forward and number == self._num_micro_batches - 1 and splits_last_backward:
+        if not is_forward and number == self._num_micro_batches - 1 and splits_last_backward:
             parts = reversed(self._parts[stage])
-            tasks = tuple(loop.add(lane, part.share * duration_ms) for part in parts)
-        else:
-            tasks = (loop.add(lane, duration_ms),)
-        return OperationTasks(is_forward, stage, number, num_tokens, tasks)
+            return tuple(loop.add(lane, share * duration_ms) for _, share in parts)
+        return (loop.add(lane, duration_ms),)
 
     def _input_of(self, is_forward: bool, stage: int, number: int) -> Task | None:
         """The task that an operation gets its input from: on the previous stage, or on the next one
@@ -434,8 +418,8 @@ class ReplicaTasks:
         for stage, operations in enumerate(self.by_stage):
             if operations:
                 parts = reversed(self._parts[stage])
-                for part, task in zip(parts, operations[-1].tasks, strict=True):
-                    yield part.unit, task
+                for (unit, _), task in zip(parts, operations[-1].tasks, strict=True):
+                    yield unit, task
 
 
 @dataclass(slots=True, eq=False)

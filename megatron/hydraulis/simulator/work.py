@@ -58,15 +58,13 @@ class MicroBatchWork:
     @classmethod
     def of_plan(cls, micro_batch: MicroBatch) -> MicroBatchWork:
         """A plan's micro-batch, without padding."""
-        packed = cls.packed(micro_batch.lengths)
         width = sum(group.size for group in micro_batch.groups)
-        return replace(
-            packed,
-            groups=tuple(
-                (share.group.size, sum(share.lengths), sum(s * s for s in share.lengths))
-                for share in (micro_batch.shares(width) if micro_batch.groups else ())
-            ),
+        shares = micro_batch.shares(width) if micro_batch.groups else ()
+        groups = (
+            (share.group.size, sum(share.lengths), sum(s * s for s in share.lengths))
+            for share in shares
         )
+        return replace(cls.packed(micro_batch.lengths), groups=tuple(groups))
 
     def times_ms(
         self, scheme: Scheme, stages: Callable[[Scheme], Sequence[Coefficients]]

@@ -9,7 +9,6 @@ from megatron.hydraulis.cost_model import Coefficients, device_constants
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
     BALANCED,
@@ -70,7 +69,7 @@ def ways(*, context: bool = True, seq_length: int | None = None) -> Ways:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, WayResult]:
-    setting = SimulationSettings(stage_costs=StageCosts(profile()))
+    setting = SimulationSettings()
     found = {}
     for way in WAYS:
         result = simulate_way(way, ways().candidates(way), setting)
@@ -120,7 +119,7 @@ def test_shares_of_a_way_add_up(results: dict[str, WayResult]) -> None:
 
 
 def test_tasks_are_kept_of_the_iterations_that_are_asked_for() -> None:
-    setting = SimulationSettings(stage_costs=StageCosts(profile()))
+    setting = SimulationSettings()
     candidates = ways().candidates(POOL)
     everything = simulate_way(POOL, candidates, setting)
     second = simulate_way(POOL, candidates, replace(setting, keeps=lambda number: number == 2))
@@ -135,7 +134,7 @@ def test_tasks_are_kept_of_the_iterations_that_are_asked_for() -> None:
 
 
 def test_a_profile_s_own_time_of_a_strategy_counts() -> None:
-    setting = SimulationSettings(stage_costs=StageCosts(profile()))
+    setting = SimulationSettings()
     free, costly = (
         simulate_way(
             POOL,

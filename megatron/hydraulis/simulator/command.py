@@ -37,7 +37,7 @@ from megatron.hydraulis.simulator.batches import (
     read_corpus_lengths,
     sample_batches,
 )
-from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
+from megatron.hydraulis.simulator.costs import RegroupCosts
 from megatron.hydraulis.simulator.output import (
     draw_results,
     iteration_spans,
@@ -52,6 +52,7 @@ from megatron.hydraulis.simulator.ways import CP_ONLY, PACKING, POOL, WAYS, Ways
 from megatron.hydraulis.strategy import Pool
 
 __all__ = ["add_arguments", "run"]
+
 
 _WIDTH = 100
 """Columns of the tables if the output is not a terminal."""
@@ -282,7 +283,7 @@ def _settings(
     """Shape of the model, settings of all ways, and costs of context parallelism."""
     shape = given_shape(namespace)
     settings = SimulationSettings(
-        stage_costs=StageCosts(profile, shape),
+        shape=shape,
         plan_ahead=namespace.plan_ahead,
         overlaps_regrouping=not namespace.no_regroup_overlap,
     )
