@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of  # noqa: E402
-from megatron.hydraulis.flags.options import HONOURED_BY_TOPIC, Honoured  # noqa: E402
+from megatron.hydraulis.flags.options import HONOURED, HONOURED_BY_TOPIC, Honoured  # noqa: E402
 
 PAGE = ROOT / "docs" / "flags.md"
 
@@ -84,6 +84,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
 """Heading -> fields of HydraulisConfig; every field belongs to one of them."""
 
 DEFAULT = "Default: "
+ALWAYS = ": always so"
+"""Part of the effect of an option that changes nothing."""
 
 UPSTREAM = """\
 ## Options of Megatron that are honoured
@@ -156,9 +158,8 @@ def _upstream_rows() -> list[str]:
     """Options of Megatron whose effect is not quite Megatron's, as rows of a table."""
     return [
         f"| `{option}` | {_cell(_effect(how))} |"
-        for options in HONOURED_BY_TOPIC.values()
-        for option, how in options.items()
-        if how.help_note
+        for option, how in HONOURED.items()
+        if how.help_note and ALWAYS not in how.effect
     ]
 
 
@@ -178,6 +179,8 @@ def page() -> str:
             lines.append(f"| `{_cell(row.flag)}` | {_cell(row.meaning)} | {_cell(row.default)} |")
         lines.append("")
     lines += [UPSTREAM, "| option | effect here |", "|---|---|", *_upstream_rows(), ""]
+    always = [f"`{option}`" for option, how in HONOURED.items() if ALWAYS in how.effect]
+    lines += [f"These ask for what is always so here: {', '.join(always)}.", ""]
     lines += ["As in Megatron:", "", "| topic | options |", "|---|---|"]
     for topic, options in HONOURED_BY_TOPIC.items():
         lines.append(f"| {topic} | {_same_as_upstream(options)} |")
