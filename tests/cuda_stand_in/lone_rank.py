@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
-from megatron.hydraulis.optimizer.shards import CanonicalShards
+from megatron.hydraulis.runtime import engine
 from megatron.hydraulis.runtime.engine import Engine, LocalGradients, StepVote
 from tests.cuda_stand_in.device import mark
 from tests.cuda_stand_in.order import COMMUNICATOR_MARK
@@ -150,7 +150,7 @@ def alone(rank: int, num_ranks: int) -> Iterator[None]:
     model_parallel_cuda_manual_seed(SEED, tp_rank=0, ep_rank=0, etp_rank=0)
     with ExitStack() as stack:
         stack.enter_context(ZerosFromDevice())
-        stack.enter_context(patch.object(CanonicalShards, "initialise", lambda *_: None))
+        stack.enter_context(patch.object(engine, "initialise_shards", lambda *_: None))
         stack.enter_context(patch.object(Engine, "_vote", _given_vote(Engine._vote)))
         stack.enter_context(
             patch.object(ShardedAdamW, "gradient_norm", _given_norm(ShardedAdamW.gradient_norm))
@@ -166,10 +166,10 @@ def _all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None
 
 def _given_vote(real: Callable[..., Any]) -> Callable[..., Any]:
     def vote(
-        engine: Engine, gradients: LocalGradients, next_strategy: str | None = None
+        of_rank: Engine, gradients: LocalGradients, next_strategy: str | None = None
     ) -> tuple[StepVote, tuple[int, ...]]:
-        real(engine, gradients, next_strategy)
-        names = [strategy.name for strategy in engine.pool.strategies]
+        real(of_rank, gradients, next_strategy)
+        names = [strategy.name for strategy in of_rank.pool.strategies]
         given = StepVote(
             loss_sum=GIVEN_LOSS_SUM,
             num_tokens=GIVEN_NUM_TOKENS,

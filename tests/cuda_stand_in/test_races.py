@@ -150,7 +150,8 @@ def test_memory_that_the_allocator_gives_away_too_early(
     run_alone(give_back_too_early, records_stream, num_ranks=1, logs=tmp_path)
     found = [(race.earlier.what, race.later.what) for race in find_races(log_of(tmp_path, 0))]
     what = [tuple(text.partition("@")[0] for text in pair) for pair in found]
-    assert what == ([] if records_stream else [("mul", "memset")])
+    # By torch's version zeros are set by a memset or by a kernel.
+    assert what in ([[]] if records_stream else [[("mul", "memset")], [("mul", "zeros")]])
 
 
 @pytest.mark.parametrize(
