@@ -12,7 +12,7 @@ _TRAINING = "megatron.training.training:"
 
 
 class LoopReplacements(Protocol):
-    """What the patched loop calls; see `megatron.hydraulis.loop.training_loop`."""
+    """What the patched loop calls; see `megatron.hydraulis.loop.step`."""
 
     @property
     def train_step(self) -> Callable[..., Any]:

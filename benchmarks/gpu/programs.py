@@ -20,8 +20,8 @@ from benchmarks.gpu.packs import MODEL_FLAGS, NUM_TOKENS, SEQ_LENGTH, VOCAB_SIZE
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.flags.arguments import parse_arguments
-from megatron.hydraulis.loop.devices import constants_of_this_rank
 from megatron.hydraulis.loop.planning import Planning
+from megatron.hydraulis.loop.startup import constants_of_this_rank
 from megatron.hydraulis.observability.records import read_metrics
 from megatron.hydraulis.profiler.measurements import measurements_path
 from megatron.hydraulis.strategy import Scheme

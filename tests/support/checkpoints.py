@@ -21,7 +21,7 @@ from megatron.hydraulis.checkpoint.torch_dist import (
     write_file,
     write_metadata,
 )
-from megatron.hydraulis.loop.checkpointing import _optimizer_entry
+from megatron.hydraulis.loop.checkpoints import _optimizer_entry
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.model_building import ModelDefinition

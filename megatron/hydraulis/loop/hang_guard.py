@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.hydraulis.loop.error_report import end_process
+from megatron.hydraulis.loop.faults import end_process
 
 __all__ = ["HangGuard", "Place", "missing_ranks", "report_of"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
@@ -16,6 +17,7 @@ from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_schedule, recompute_of
 from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.describe import describe
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import Planner
 from megatron.hydraulis.planner.planners import (
@@ -107,6 +109,16 @@ class Planning:
         check_schedule(resolved.hydraulis, pool, left_out)
         return cls(
             cost_model=cost_model, limits=limits, pool=pool, left_out=left_out, source=source
+        )
+
+    def description_of(self, resolved: Resolved) -> dict[str, Any]:
+        """The resolved configuration with these strategies: see `flags.describe`."""
+        return describe(
+            resolved,
+            self.pool.strategies,
+            self.limits,
+            cost_model=self.source,
+            left_out=self.left_out,
         )
 
     def check_longest(self, lengths: Mapping[str, int]) -> None:

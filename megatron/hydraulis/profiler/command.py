@@ -30,10 +30,9 @@ from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config, parse
 from megatron.hydraulis.flags.checks import check_vocabulary_parts
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import read_lengths
-from megatron.hydraulis.loop import error_report
-from megatron.hydraulis.loop.devices import check_devices
+from megatron.hydraulis.loop.faults import quieten_upstream, report_error
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
-from megatron.hydraulis.loop.quiet import quieten_upstream
+from megatron.hydraulis.loop.startup import check_devices
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.profiler.measurements import (
     GridPoint,
@@ -154,7 +153,7 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         _run(namespace)
     except HydraulisError as error:
-        error_report.report(error, ranks_have_met=dist.is_initialized())
+        report_error(error, ranks_have_met=dist.is_initialized())
         return _EXIT_STATUS_OF_ERROR
     return 0
 

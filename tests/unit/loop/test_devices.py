@@ -8,7 +8,7 @@ import torch
 
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.loop.devices import (
+from megatron.hydraulis.loop.startup import (
     check_devices,
     common_constants,
     constants_of_this_rank,

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.hydraulis.loop.hang_guard import HangGuard, Place, missing_ranks, report_of
-from megatron.hydraulis.loop.job_store import fresh_store
+from megatron.hydraulis.loop.startup import fresh_store
 
 NOW_S, SILENT_S, TIMEOUT_S = 1000.0, 10.0, 60.0
 

@@ -7,15 +7,15 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from megatron.hydraulis.loop import training_loop
-from megatron.hydraulis.loop.training_loop import TrainingLoop
+from megatron.hydraulis.loop import step
+from megatron.hydraulis.loop.step import TrainingLoop
 from megatron.hydraulis.runtime.outcome import LossTotal
 
 
 def test_every_batch_is_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     args = SimpleNamespace(eval_iters=2, consumed_valid_samples=0)
-    monkeypatch.setattr(training_loop, "get_args", lambda: args)
-    monkeypatch.setattr(training_loop, "get_timers", MagicMock())
+    monkeypatch.setattr(step, "get_args", lambda: args)
+    monkeypatch.setattr(step, "get_timers", MagicMock())
     guard = MagicMock()
     unused: Any = MagicMock()
     loop = TrainingLoop(unused, unused, None, checkpoints=unused, memory=unused, guard=guard)

@@ -14,8 +14,8 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.sampler import GlobalBatch
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
-from megatron.hydraulis.loop.log_interval import LogInterval
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
+from megatron.hydraulis.loop.step import LogInterval
 from megatron.hydraulis.planner.plan import PlanText
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy

@@ -15,7 +15,7 @@ from megatron.hydraulis.errors import (
     StrategyError,
     UpstreamVersionError,
 )
-from megatron.hydraulis.loop.error_report import report, seconds_before_speaking
+from megatron.hydraulis.loop.faults import report_error, seconds_before_report
 
 ALL = (
     HydraulisError,
@@ -29,7 +29,7 @@ ALL = (
 
 
 def seconds(kind: type[HydraulisError], rank: int, local_rank: int, have_met: bool) -> float:
-    return seconds_before_speaking(
+    return seconds_before_report(
         kind("wrong"), rank=rank, local_rank=local_rank, ranks_have_met=have_met
     )
 
@@ -63,7 +63,7 @@ def test_a_rank_that_nobody_ended_speaks_with_host_and_rank(
     monkeypatch.setenv("LOCAL_RANK", "2")
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        report(PlanError("the plan has another digest; start anew"), ranks_have_met=True)
+        report_error(PlanError("the plan has another digest; start anew"), ranks_have_met=True)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -76,7 +76,7 @@ def test_rank_0_needs_no_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    report(DataError("no documents"), ranks_have_met=False)
+    report_error(DataError("no documents"), ranks_have_met=False)
     assert capsys.readouterr().err == "error: no documents\n"
 
 
@@ -86,6 +86,6 @@ def test_notes_are_told(
     monkeypatch.setenv("RANK", "0")
     error = DataError("no documents")
     error.add_note("rank 0, phase 'scatter', strategy 'short'")
-    report(error, ranks_have_met=True)
+    report_error(error, ranks_have_met=True)
     told = capsys.readouterr().err
     assert told == "error: no documents (rank 0, phase 'scatter', strategy 'short')\n"

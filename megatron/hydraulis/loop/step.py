@@ -1,37 +1,43 @@
-"""The names of upstream's loop that are replaced, as methods of one object."""
+"""What replaces functions of upstream's loop: train step, evaluation, data and log lines."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+import statistics
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers
 
-from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.data.corpus import Corpus
+from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
-from megatron.hydraulis.loop.checkpointing import RunCheckpoints
+from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
 from megatron.hydraulis.loop.hang_guard import HangGuard
-from megatron.hydraulis.loop.log_interval import LogInterval
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ModelContainer
-from megatron.hydraulis.loop.non_finite import NonFiniteIterations
 from megatron.hydraulis.loop.refitting import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
 from megatron.hydraulis.observability.records import IterationRecord, MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.planner.plan import IterationPlan, is_marked, plan_status
+from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.memory import allocator_peaks
 from megatron.hydraulis.runtime.outcome import StepOutcome
 from megatron.hydraulis.runtime.process_groups import to_device
+
+__all__ = ["Iterators", "LogInterval", "TrainingLoop"]
 
 LossDict = dict[str, torch.Tensor]
 Iterators = tuple[PlannedData | None, PlannedData | None, PlannedData | None]
@@ -44,21 +50,30 @@ TIMER_OF_PHASE = {
 }
 """Upstream's log prints timers of a fixed list of names: these fit best."""
 
+AVERAGED = ("imbalance", "iteration_time_s", "plan_time_s", "plan_wait_s", "predicted_time_s")
+"""Fields of the record of which a log line shows the mean over its iterations."""
+
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+"""Fields of which it shows the largest value."""
+
+MAX_SEQUENCES_NAMED = 16
+"""Sequences that an error names before it only counts the rest."""
+
 _BATCH_SIZE = re.compile(r" global batch size: +\d+ \|")
 
 
 class TrainingLoop:
-    """Train step, evaluation, data and log line of one run.
+    """The functions of upstream's loop that are replaced, as methods of one object.
 
     Args:
         hydraulis: our flags.
         make_iterators: builds training, validation and test data once the loop asks for them.
         metrics: where records go; None on ranks that do not log.
         trace: of this rank; None where nothing is traced.
-        refit: of the cost profile; None where it is not asked for.
+        refit: of the cost profile; None without --refit-cost-profile.
         checkpoints: of the run.
-        memory: limits of the run as memory allows them.
-        guard: is told where this rank is.
+        memory: lowers limits where memory runs out.
+        guard: notes the phase of this rank and reports waits that take too long.
     """
 
     def __init__(
@@ -76,9 +91,8 @@ class TrainingLoop:
         self._guard = guard
         self._memory = memory
         self._checkpoints = checkpoints
-        self._non_finite = NonFiniteIterations(
-            hydraulis.max_skipped_in_a_row if hydraulis.skip_nan_iterations else 0,
-            checkpoints.counters,
+        self._max_skipped_in_a_row = (
+            hydraulis.max_skipped_in_a_row if hydraulis.skip_nan_iterations else 0
         )
         self._refit = refit
         self._trace = trace
@@ -88,9 +102,9 @@ class TrainingLoop:
         self._eta: EtaEstimator | None = None
         self._interval = LogInterval()
         self._num_sequences = 0
-        """Of the last global batch."""
+        """Size of the last global batch."""
         self._num_consumed: int | None = None
-        """Sequences after the last step, by the plans."""
+        """Sequences in the plans of all iterations so far."""
         self._is_logging = False
 
     # --- replaced: get_megatron_optimizer ---------------------------------------------------
@@ -144,26 +158,15 @@ class TrainingLoop:
         self._checkpoints.poll()
         self._check_consumed(args)
         start_s = time.perf_counter()
-        planned = self._next(number, data_iterator)
-        if self._refit is not None:
-            self._refit.begin()
-        phase = self._guard.around(_upstreams_timer)
-        while True:
-            with self._traced(number, planned), self._memory.explained():
-                gradients = engine.compute_gradients(
-                    planned.plan.strategy, planned.micro_batches, forward_step_func, phase=phase
-                )
-                # By now the planner has had the time of the backward passes.
-                is_last = number >= args.train_iters
-                next_strategy = None if is_last else data_iterator.publish_ready()
-                outcome = engine.update(gradients, next_strategy=next_strategy, phase=phase)
-            if not outcome.num_ranks_without_memory:
-                break
-            self._memory.lower_after(number, outcome)
-            if self._refit is not None:
-                self._refit.spans.take()
-            planned = self._next(number, data_iterator)
-        self._non_finite.note(number, planned, outcome, data_iterator.reader.corpus)
+        planned, outcome = self._run(number, engine, data_iterator, forward_step_func)
+        count_skipped(
+            number,
+            planned,
+            outcome,
+            data_iterator.reader.corpus,
+            self._checkpoints.counters,
+            num_allowed=self._max_skipped_in_a_row,
+        )
         if outcome.updated:
             # Nominal under a token budget, so that the schedule counts iterations.
             opt_param_scheduler.step(increment=args.global_batch_size)
@@ -171,13 +174,37 @@ class TrainingLoop:
         # Upstream is about to count a full nominal batch.
         args.consumed_train_samples += planned.batch.num_sequences - args.global_batch_size
         iteration_time_s = time.perf_counter() - start_s
-        self._note(args, number, planned, outcome, optimizer, iteration_time_s)
+        self._record(args, number, planned, outcome, optimizer, iteration_time_s)
         if self._refit is not None:
             self._refit.end(number, planned, iteration_time_s, data_iterator.feed)
         loss = to_device(torch.tensor([outcome.loss.mean], dtype=torch.float32), engine.device)
         losses = {"lm loss": loss} if outcome.loss.num_tokens else {}
         skipped = 0 if outcome.updated else 1
         return losses, skipped, False, False, 0, outcome.gradient_norm, None, None
+
+    def _run(
+        self, number: int, engine: Engine, data: PlannedData, forward_step: Any
+    ) -> tuple[PlannedBatch, StepOutcome]:
+        """The next batch, run; once more with lower limits if memory runs out."""
+        planned = self._next(number, data)
+        if self._refit is not None:
+            self._refit.begin()
+        phase = self._guard.around(_upstreams_timer)
+        while True:
+            with self._traced(number, planned), self._memory.explained():
+                gradients = engine.compute_gradients(
+                    planned.plan.strategy, planned.micro_batches, forward_step, phase=phase
+                )
+                # Only now, as the planner has been working during the backward passes.
+                is_last = number >= get_args().train_iters
+                next_strategy = None if is_last else data.publish_ready()
+                outcome = engine.update(gradients, next_strategy=next_strategy, phase=phase)
+            if not outcome.num_ranks_without_memory:
+                return planned, outcome
+            self._memory.lower_after(number, outcome)
+            if self._refit is not None:
+                self._refit.spans.take()
+            planned = self._next(number, data)
 
     # --- replaced: save_checkpoint, load_checkpoint -----------------------------------------
 
@@ -222,7 +249,7 @@ class TrainingLoop:
         loss_sum, num_tokens = 0.0, 0
         with nullcontext() if self._trace is None else self._trace.evaluation():
             for _ in range(args.eval_iters if eval_iters is None else eval_iters):
-                # Anew for every batch: the timeout is that of one wait, not of them all.
+                # For every batch, because the timeout applies to a single wait.
                 self._guard.enter("evaluation", plan="")
                 planned = data_iterator.next_batch()
                 self._guard.enter("evaluation", plan=_named(planned.plan))
@@ -241,7 +268,7 @@ class TrainingLoop:
     # --- replaced: training_log, print_rank_last --------------------------------------------
 
     def around_training_log(self, training_log: Callable[..., Any]) -> Callable[..., Any]:
-        """Upstream's log of one iteration, told what a token budget and packing change."""
+        """Upstream's log of one iteration, corrected for a token budget and packing."""
 
         def log(*positional: Any, is_first_iteration: bool = False, **named: Any) -> Any:
             args = get_args()
@@ -274,8 +301,7 @@ class TrainingLoop:
     def around_print_rank_last(self, print_rank_last: Callable[[str], None]) -> Callable[..., None]:
         """Appends our fields and the time left to upstream's line.
 
-        As upstream's loss and time, what the line tells of batches and plans is the mean since the
-        last line that ended an interval.
+        Like upstream's loss and time, they are means since the last line that ended an interval.
         """
 
         def print_with_suffix(message: str) -> None:
@@ -291,7 +317,7 @@ class TrainingLoop:
         return print_with_suffix
 
     def _check_consumed(self, args: Namespace) -> None:
-        """Upstream's loop counts samples by a nominal batch: it must have come to ours."""
+        """Raise HydraulisError unless upstream has counted as many samples as the plans hold."""
         if self._num_consumed is not None and args.consumed_train_samples != self._num_consumed:
             raise HydraulisError(
                 f"upstream's loop has counted {args.consumed_train_samples} consumed samples but "
@@ -324,7 +350,7 @@ class TrainingLoop:
     def _traced(self, number: int, planned: PlannedBatch) -> AbstractContextManager[None]:
         return nullcontext() if self._trace is None else self._trace.iteration(number, planned.plan)
 
-    def _note(
+    def _record(
         self,
         args: Namespace,
         number: int,
@@ -377,7 +403,7 @@ class TrainingLoop:
 
 
 def _named(plan: IterationPlan) -> str:
-    """As errors and the hang guard tell it."""
+    """The plan's name in errors and for the hang guard."""
     return f"strategy '{plan.strategy}', plan {plan.digest[:12]}"
 
 
@@ -388,3 +414,142 @@ def _upstreams_timer(phase: str) -> Iterator[None]:
     timer.start(barrier=get_args().barrier_with_L1_time)
     yield
     timer.stop()
+
+
+class LogInterval:
+    """The iterations between two lines of the log: with ``--log-interval`` n, n iterations."""
+
+    def __init__(self) -> None:
+        self._records: list[IterationRecord] = []
+        self._sums: list[tuple[float, float]] = []
+
+    def add(self, record: IterationRecord, lengths: tuple[int, ...]) -> None:
+        """Add an iteration and the lengths of its sequences, in tokens."""
+        self._records.append(record)
+        squares = sum(length * length for length in lengths)
+        self._sums.append((float(sum(lengths)), float(squares)))
+
+    def clear(self) -> None:
+        """Begin the next interval."""
+        self._records.clear()
+        self._sums.clear()
+
+    @property
+    def last_sums(self) -> tuple[float, float] | tuple[None, None]:
+        """(Σ s, Σ s²) of the last iteration."""
+        return self._sums[-1] if self._sums else (None, None)
+
+    @property
+    def mean_sums(self) -> tuple[float, float] | tuple[None, None]:
+        """Means of (Σ s, Σ s²): upstream divides by the mean time of an iteration."""
+        if not self._sums:
+            return None, None
+        tokens, squares = zip(*self._sums, strict=True)
+        return statistics.fmean(tokens), statistics.fmean(squares)
+
+    @property
+    def mean_record(self) -> IterationRecord | None:
+        """The last iteration's record with means for what a line shows of a batch and its plan."""
+        if not self._records:
+            return None
+        num_tokens = sum(record.num_tokens for record in self._records)
+        num_padding = sum(record.num_padding for record in self._records)
+        num_all = num_tokens + num_padding
+        means = {
+            name: statistics.fmean(getattr(record, name) for record in self._records)
+            for name in AVERAGED
+        }
+        peaks = {
+            name: max(found, default=None)
+            for name in PEAKS
+            if (found := [n for r in self._records if (n := getattr(r, name)) is not None])
+        }
+        return dataclasses.replace(
+            self._records[-1],
+            strategy=self._strategies,
+            num_tokens=round(num_tokens / len(self._records)),
+            num_sequences=round(statistics.fmean(r.num_sequences for r in self._records)),
+            padding_fraction=num_padding / num_all if num_all else 0.0,
+            **means,  # type: ignore[arg-type]
+            **peaks,  # type: ignore[arg-type]
+        )
+
+    @property
+    def _strategies(self) -> str:
+        """The strategy, or each with the iterations that it ran."""
+        counts = Counter(record.strategy for record in self._records)
+        if len(counts) == 1:
+            return next(iter(counts))
+        return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+
+
+def count_skipped(
+    iteration: int,
+    planned: PlannedBatch,
+    outcome: StepOutcome,
+    corpus: Corpus,
+    counters: LoopCounters,
+    *,
+    num_allowed: int,
+) -> None:
+    """Count an iteration that updated nothing because its loss or gradient norm is not finite.
+
+    The engine has then updated nothing on any rank: parameters, moments and learning rate are those
+    of the iteration before. Collective in that case.
+
+    Args:
+        num_allowed: iterations in a row that may be skipped; 0 stops at the first.
+
+    Raises:
+        NonFiniteLossError: it is one more in a row than allowed; names the sequences.
+    """
+    if outcome.updated:
+        counters.num_skipped_in_a_row = 0
+    if outcome.updated or not outcome.loss.num_tokens:
+        return
+    counters.num_skipped += 1
+    counters.num_skipped_in_a_row += 1
+    in_a_row = counters.num_skipped_in_a_row
+    what, sequences = _cause(planned, outcome, corpus)
+    if in_a_row > num_allowed:
+        before = (
+            f"; it is iteration {in_a_row} in a row and --max-skipped-in-a-row is {num_allowed}"
+            if num_allowed
+            else ""
+        )
+        fix = "" if num_allowed else "; --skip-nan-iterations leaves such updates out and goes on"
+        raise NonFiniteLossError(
+            f"iteration {iteration}: {what}, {sequences}{before}; lower --lr or look at these "
+            f"sequences{fix}"
+        )
+    if dist.get_rank() == 0:
+        print(
+            f"warning: iteration {iteration} is left out: {what}, {sequences} "
+            f"({in_a_row} in a row, of at most {num_allowed}; {counters.num_skipped} in all)",
+            flush=True,
+        )
+
+
+def _cause(planned: PlannedBatch, outcome: StepOutcome, corpus: Corpus) -> tuple[str, str]:
+    """Collective: what is not finite, and in which sequences of any rank."""
+    own = [
+        sequence_id
+        for index in outcome.bad_micro_batches
+        for sequence_id in planned.micro_batch_sequences[index]
+    ]
+    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    bad = sorted({sequence_id for ids in everyone for sequence_id in ids})
+    if outcome.loss.is_finite:
+        what = f"the gradient norm is {outcome.gradient_norm}"
+        bad = sorted(planned.batch.sequence_ids)
+        where = "the loss is finite, so any sequence of the batch may be the cause: "
+    else:
+        what = f"the loss is {outcome.loss.loss_sum}"
+        where = "in micro-batches with sequences "
+    named = ", ".join(
+        f"{sequence_id} ({corpus.describe(sequence_id)})"
+        for sequence_id in bad[:MAX_SEQUENCES_NAMED]
+    )
+    more = f" and {len(bad) - MAX_SEQUENCES_NAMED} more" if len(bad) > MAX_SEQUENCES_NAMED else ""
+    return what, f"{where}{named}{more}"

@@ -34,7 +34,6 @@ from megatron.hydraulis.checkpoint.names import sharding_metadata, stored_parame
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved
-from megatron.hydraulis.flags.describe import describe
 from megatron.hydraulis.loop.batch_reader import PlannedData
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planning import Planning
@@ -120,13 +119,7 @@ class RunCheckpoints:
                         "num_marked_plans": self.counters.num_marked_plans,
                     },
                 },
-                configuration=describe(
-                    self._resolved,
-                    self._planning.pool.strategies,
-                    self._planning.limits,
-                    cost_model=self._planning.source,
-                    left_out=self._planning.left_out,
-                ),
+                configuration=self._planning.description_of(self._resolved),
                 upstream={
                     "args": _plain_arguments(args),
                     "checkpoint_version": UPSTREAM_VERSION,

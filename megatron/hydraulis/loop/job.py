@@ -1,0 +1,465 @@
+"""One run: its parts and folders, and the order in which they start and end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hydraulis_patches.training_loop import apply_training_loop
+from megatron.hydraulis.cost_model.context import te_all_to_all_refusal
+from megatron.hydraulis.data.corpus import Corpus
+from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
+from megatron.hydraulis.data.sources import load_corpora_from_arguments
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.arguments import (
+    Resolved,
+    gpt_model_config,
+    install_globals,
+)
+from megatron.hydraulis.flags.checks import check_all_to_all
+from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
+from megatron.hydraulis.flags.describe import format_description
+from megatron.hydraulis.json_object import write_json
+from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
+from megatron.hydraulis.loop.checkpoints import RunCheckpoints
+from megatron.hydraulis.loop.faults import heed_both_signals
+from megatron.hydraulis.loop.hang_guard import HangGuard
+from megatron.hydraulis.loop.memory_safety import MemorySafety
+from megatron.hydraulis.loop.model_container import HydraulisModelConfig
+from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
+from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
+from megatron.hydraulis.loop.refitting import RunRefit
+from megatron.hydraulis.loop.startup import (
+    common_constants,
+    constants_of_this_rank,
+)
+from megatron.hydraulis.loop.step import Iterators, TrainingLoop
+from megatron.hydraulis.loop.tracing import RunTrace
+from megatron.hydraulis.observability.console import closing_table
+from megatron.hydraulis.observability.earlier_run import (
+    set_aside_earlier_run,
+    set_aside_earlier_trace,
+)
+from megatron.hydraulis.observability.records import METRICS_FILE_NAME, MetricsWriter
+from megatron.hydraulis.observability.report_data import read_run
+from megatron.hydraulis.observability.report_figures import write_summary
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, surroundings_here
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.executor import (
+    ForwardStep,
+    LossFunction,
+    loss_func,
+    make_forward_step,
+)
+from megatron.hydraulis.runtime.memory import memory_meter
+from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.runtime.process_groups import (
+    device_of_job,
+    group_of_self,
+    training_loop_collection,
+)
+from megatron.hydraulis.runtime.spans import SpanRecorder, combine_recorders
+
+__all__ = ["Job", "UserHooks"]
+
+Corpora = tuple[Corpus | None, Corpus | None, Corpus | None]
+"""Training, validation and test data."""
+
+_PLAN_FILES = "iteration_*.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserHooks:
+    """What a user may replace, with upstream's signatures."""
+
+    loss_func: LossFunction = loss_func
+    """``loss_func(loss_mask, output_tensor) -> (sum of losses, tokens, report)``."""
+    model_provider: Callable[..., torch.nn.Module] | None = None
+    """``model_provider(pre_process, post_process, config=, pg_collection=)``: one stage."""
+    engine: Callable[..., Engine] = Engine
+    """What builds the engine: a subclass can watch, or replace, what it is given to run."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What one run consists of besides engine and data."""
+
+    metrics: MetricsWriter | None
+    """On the last rank, which logs."""
+    trace: RunTrace | None
+    memory: MemorySafety
+    refit: RunRefit | None
+    checkpoints: RunCheckpoints
+    guard: HangGuard
+
+
+class Job:
+    """One run, as one rank sees it."""
+
+    def __init__(self, resolved: Resolved, hooks: UserHooks, *, has_cuda: bool) -> None:
+        self._resolved = resolved
+        self._run_dir = Path(resolved.hydraulis.run_dir)
+        self._hooks = hooks
+        self._has_cuda = has_cuda
+        self._engine: Engine | None = None
+        self._core_attention = CoreAttention("sdpa", "not chosen")
+        self._profile = read_cost_profile(resolved)
+        rank = int(os.environ.get("RANK", "0"))
+        self._device = constants_of_this_rank(
+            has_cuda=has_cuda, speaks=rank == 0 and self._profile is None
+        )
+        self._planning = Planning.of(resolved, self._device, self._profile)
+
+    def print_description(self) -> None:
+        """What --dry-run prints; also raises what is wrong with the data."""
+        corpora = self.load_corpora()
+        print(format_description(self._planning.description_of(self._resolved)))
+        for corpus in corpora:
+            if corpus is not None:
+                print(f"{corpus.name + ' data':<12} {corpus.report}")
+                print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
+
+    def choose_core_attention(self) -> None:
+        """Choose the core attention for this rank's device, which has to be the current one.
+
+        Raises ConfigurationError if the one that the flags name is not available, or does not
+        support the exchange among cp ranks.
+        """
+        args, resolved = self._resolved.args, self._resolved
+        here = surroundings_here(dtype=args.params_dtype, head_size=args.kv_channels)
+        self._core_attention = choose(resolved.hydraulis.core_attention, here)
+        if self._core_attention.name == "te":
+            check_all_to_all(args, resolved.pool, resolved.shape, te_all_to_all_refusal)
+
+    def load_corpora(self) -> Corpora:
+        """Training, validation and test data, of which only the index is read.
+
+        Raises ConfigurationError, DataError.
+        """
+        corpora = load_corpora_from_arguments(
+            self._resolved.args, long_sequences=self._resolved.hydraulis.long_sequences
+        )
+        if corpora.train is None:
+            raise ConfigurationError(
+                "no training data: --split leaves the training part no document of 2 tokens or "
+                "more; give more data or another --split"
+            )
+        return corpora.train, corpora.valid, corpora.test
+
+    def check_limits(self, corpora: Corpora) -> None:
+        """Raise an error unless every sequence fits, before any rank waits for another.
+
+        The ranks share the check of the vocabulary. Raises ConfigurationError, DataError.
+        """
+        self._check_longest(corpora)
+        share, num_shares = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        for corpus in corpora:
+            if corpus is not None:
+                corpus.check_vocabulary(
+                    self._resolved.vocabulary.size, share=share, num_shares=num_shares
+                )
+
+    def make_folders(self) -> None:
+        """Make the folders of the run, on every rank, before ranks wait for each other.
+
+        Raises ConfigurationError for one that cannot be written, and for a --plan-dir that already
+        holds plans, unless the run continues from a checkpoint: plans of two runs could not be told
+        apart.
+        """
+        args, hydraulis = self._resolved.args, self._resolved.hydraulis
+        folders = {
+            "--run-dir": hydraulis.run_dir,
+            "--plan-dir": hydraulis.plan_dir,
+            "--trace": hydraulis.trace,
+            "--tensorboard-dir": args.tensorboard_dir,
+            "--save": args.save,
+        }
+        if hydraulis.plan_dir is not None and args.load is None:
+            num_plans = sum(1 for _ in Path(hydraulis.plan_dir).glob(_PLAN_FILES))
+            if num_plans:
+                raise ConfigurationError(
+                    f"--plan-dir {hydraulis.plan_dir} is for the plans of one run but holds "
+                    f"{num_plans} of an earlier one; name another folder or empty it"
+                )
+        for option, folder in folders.items():
+            if folder is None:
+                continue
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _cannot_write(option, folder, error.strerror or str(error)) from error
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise _cannot_write(option, folder, "no permission")
+
+    def _check_longest(self, corpora: Corpora) -> None:
+        self._planning.check_longest(
+            {corpus.name: int(corpus.lengths.max()) for corpus in corpora if corpus is not None}
+        )
+
+    def train(self, corpora: Corpora, store: dist.Store) -> None:
+        """Train, with upstream's pretrain() around our step. Collective."""
+        if self._has_cuda:
+            self._agree_on_device(corpora)
+        if dist.get_rank() == 0:
+            self._start_run_folder(corpora)
+            self._print_notices(corpora)
+        dist.barrier()
+        parts = self._make_parts(store)
+        try:
+            self._pretrain(parts, corpora, store)
+        except SystemExit:  # an exit condition of upstream
+            self._finish(parts)
+            raise
+        except BaseException:
+            self._abandon(parts)
+            raise
+        self._finish(parts)
+
+    def _agree_on_device(self, corpora: Corpora) -> None:
+        """Collective: all ranks plan with the same device."""
+        devices: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(devices, self._device)
+        self._device = common_constants(devices)
+        self._planning = Planning.of(self._resolved, self._device, self._profile)
+        self._check_longest(corpora)
+
+    def _start_run_folder(self, corpora: Corpora) -> None:
+        """Move what an earlier run left out of the way and write ``config.json``."""
+        hydraulis = self._resolved.hydraulis
+        earlier = set_aside_earlier_run(self._run_dir)
+        if earlier is not None:
+            print(f"what an earlier run left in this folder is now in {earlier}", flush=True)
+        if hydraulis.trace is not None:
+            set_aside_earlier_trace(hydraulis.trace)
+        corpus = {
+            part.name: {"datasets": [str(prefix) for prefix in part.prefixes]}
+            | dataclasses.asdict(part.report)
+            for part in corpora
+            if part is not None
+        }
+        configuration = self._planning.description_of(self._resolved) | {"corpus": corpus}
+        try:
+            write_json(self._run_dir / "config.json", configuration)
+        except OSError as error:
+            raise _cannot_write("--run-dir", self._run_dir, error.strerror or str(error)) from error
+
+    def _print_notices(self, corpora: Corpora) -> None:
+        print(
+            f"core attention: {self._core_attention.name} ({self._core_attention.why})", flush=True
+        )
+        if self._has_cuda and not has_fused_weight_gradients():
+            print(
+                "weight gradients: each is added by a separate kernel (apex's "
+                "fused_weight_gradient_mlp_cuda is not installed)",
+                flush=True,
+            )
+        for line in (*self._resolved.pool_changes, *self._planning.left_out):
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+        for corpus in corpora:
+            if corpus is not None:
+                print(f"{corpus.name} data: {corpus.report}", flush=True)
+
+    def _make_parts(self, store: dist.Store) -> _Parts:
+        """Collective."""
+        args, hydraulis = self._resolved.args, self._resolved.hydraulis
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        metrics = MetricsWriter(self._run_dir) if rank == num_ranks - 1 else None
+        trace = None
+        if hydraulis.trace is not None:
+            trace = RunTrace(
+                Path(hydraulis.trace),
+                hydraulis.trace_window,
+                self._planning.cost_model,
+                store,
+                has_cuda=self._has_cuda,
+            )
+        memory = MemorySafety(self._planning, hydraulis, log=partial(print, flush=True))
+        refit = RunRefit.of(hydraulis, lambda: memory.planning, store, has_cuda=self._has_cuda)
+        checkpoints = RunCheckpoints(self._resolved, self._planning)
+        guard = HangGuard(store, rank, num_ranks, 60.0 * args.distributed_timeout_minutes)
+        checkpoints.check_save_folder()
+        return _Parts(metrics, trace, memory, refit, checkpoints, guard)
+
+    def _pretrain(self, parts: _Parts, corpora: Corpora, store: dist.Store) -> None:
+        """Hand our step, data and model to upstream's pretrain()."""
+        from megatron.core.enums import ModelType
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+        from megatron.training.training import pretrain
+
+        args = self._resolved.args
+        forward_step = make_forward_step(self._hooks.loss_func)
+
+        def make_iterators() -> Iterators:
+            self._try_memory_out(parts.memory, forward_step, corpora)
+            train, valid, test = (
+                None
+                if corpus is None
+                else self._planned_data(corpus, store, parts, is_training=corpus is corpora[0])
+                for corpus in corpora
+            )
+            return train, valid, test
+
+        loop = TrainingLoop(
+            self._resolved.hydraulis,
+            make_iterators,
+            parts.metrics,
+            parts.trace,
+            parts.refit,
+            checkpoints=parts.checkpoints,
+            memory=parts.memory,
+            guard=parts.guard,
+        )
+        install_globals(self._resolved)
+        if args.exit_signal_handler:
+            heed_both_signals(args.exit_signal)
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        of_self = group_of_self(timeout, "hydraulis_loop")
+        apply_training_loop(loop, has_cuda=self._has_cuda)
+        pretrain(
+            pretrain_cfg_container_from_args(args, self._model_config(parts)),
+            None,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            pg_collection=training_loop_collection(of_self),
+            skip_model_parallel_init=True,
+        )
+
+    def _model_config(self, parts: _Parts) -> HydraulisModelConfig:
+        resolved = self._resolved
+        recorders = (each.spans for each in (parts.trace, parts.refit) if each is not None)
+        config = gpt_model_config(resolved.args, HydraulisModelConfig)
+        config.engine_factory = partial(self._make_engine, spans=combine_recorders(*recorders))
+        config.num_tokens_in_vocabulary = resolved.vocabulary.size
+        config.uses_sequence_parallel = resolved.hydraulis.sequence_parallel
+        config.model_provider = self._hooks.model_provider
+        config.core_attention = self._core_attention.name
+        return config
+
+    def _make_engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> Engine:
+        args = self._resolved.args
+        self._engine = self._hooks.engine(
+            definition,
+            self._planning.pool,
+            AdamWSettings(
+                lr=args.lr,
+                min_lr=args.min_lr or 0.0,
+                weight_decay=args.weight_decay,
+                beta1=args.adam_beta1,
+                beta2=args.adam_beta2,
+                eps=args.adam_eps,
+                clip_grad=args.clip_grad,
+            ),
+            seed=args.seed,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            owners_for=self._resolved.hydraulis.regroup_owners_for,
+            overlap=not self._resolved.hydraulis.no_regroup_overlap,
+            spans=spans,
+        )
+        return self._engine
+
+    def _try_memory_out(
+        self, memory: MemorySafety, forward_step: ForwardStep, corpora: Corpora
+    ) -> None:
+        """Collective: what --memory-trial asks for; parameters and optimizer are in place."""
+        wish = self._resolved.hydraulis.memory_trial
+        if wish == "off" or (wish == "auto" and not self._has_cuda):
+            return
+        args, hydraulis = self._resolved.args, self._resolved.hydraulis
+        longest = max(int(corpus.lengths.max()) for corpus in corpora if corpus is not None)
+        assert self._engine is not None
+        memory.try_out(
+            self._engine,
+            forward_step,
+            memory_meter(int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))),
+            longest_tokens=longest,
+            most_tokens=hydraulis.global_batch_tokens or args.global_batch_size * longest,
+            vocab_size=self._resolved.vocabulary.size,
+        )
+        self._planning = memory.planning
+        self._check_longest(corpora)
+
+    def _planned_data(
+        self, corpus: Corpus, store: dist.Store, parts: _Parts, *, is_training: bool
+    ) -> PlannedData:
+        args, hydraulis = self._resolved.args, self._resolved.hydraulis
+        checkpoints, planning = parts.checkpoints, self._planning
+        batch_tokens = hydraulis.global_batch_tokens
+        size = {
+            "global_batch_size": None if batch_tokens else args.global_batch_size,
+            "global_batch_tokens": batch_tokens,
+        }
+        sampler = (
+            LengthSampler(corpus.lengths, corpus.groups, seed=args.seed, **size)
+            if is_training
+            else EvaluationSampler(corpus.lengths, corpus.groups, **size)
+        )
+        if is_training and checkpoints.sampler_state is not None:
+            sampler.load_state_dict(checkpoints.sampler_state)
+        batches = SampledBatches(
+            sampler, first_iteration=checkpoints.first_iteration if is_training else 0
+        )
+        exchange = PlanExchange(store, corpus.name)
+        feed, plan_dir = None, None
+        if dist.get_rank() == 0:
+            feed = PlanFeed(
+                look_ahead_planner(planning, hydraulis, is_training=is_training),
+                exchange,
+                batches,
+                num_ahead=hydraulis.plan_ahead if is_training else 0,
+            )
+            plan_dir = hydraulis.plan_dir if is_training else None
+        reader = BatchReader(
+            corpus,
+            batches,
+            exchange,
+            planning.pool,
+            limits=planning.limits,
+            device=device_of_job(),
+            plan_dir=plan_dir,
+        )
+        data = PlannedData(reader, feed)
+        parts.memory.watch(data, is_training=is_training)
+        return data
+
+    def _finish(self, parts: _Parts) -> None:
+        """Complete what the run has begun and write its results. Collective."""
+        parts.checkpoints.finish()
+        if self._engine is not None:
+            self._engine.close()
+        if parts.metrics is not None:
+            parts.metrics.close()
+            if (self._run_dir / METRICS_FILE_NAME).stat().st_size:
+                run = read_run(self._run_dir, only_last_start=True)
+                write_summary(run)
+                print(closing_table(run), flush=True)
+        if parts.trace is not None:
+            parts.trace.close(merges=True)
+        if parts.refit is not None:
+            parts.refit.write(self._run_dir, self._planning)
+        parts.guard.close()
+
+    def _abandon(self, parts: _Parts) -> None:
+        """End after an error, without waiting for other ranks."""
+        parts.checkpoints.abandon()
+        if parts.metrics is not None:
+            parts.metrics.close()
+        if parts.trace is not None:
+            parts.trace.close(merges=False)
+        parts.guard.close()
+
+
+def _cannot_write(option: str, folder: object, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot write to {option} {folder}: {reason}; make room or name another folder"
+    )
