@@ -1,8 +1,9 @@
-"""Coefficients of the time model out of measured times.
+"""Coefficients of the time model, fitted to measured times.
 
 ``t = a·Σs² + b·Σs + c`` with a, b, c ≥ 0: non-negative least squares (Lawson and Hanson, *Solving
-Least Squares Problems*, ch. 23; ``scipy.optimize.nnls``) on relative errors: each measured point
-weighs 1/t², so that small micro-batches, of which an iteration has many, count as large ones do.
+Least Squares Problems*, ch. 23; ``scipy.optimize.nnls``) on relative errors. Each point has the
+weight 1/t², so that small micro-batches, of which an iteration has many, count as much as large
+ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Fit", "Sample", "fit_coefficients", "fit_near"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured micro-batch. Raises ConfigurationError for what cannot be one."""
+    """A measured micro-batch. Raises ConfigurationError for numbers that are not positive."""
 
     sum_of_squares: float
     """Σ s_i², tokens²."""
@@ -48,7 +49,7 @@ class Sample:
         return cls(float(sum(n * n for n in lengths)), float(sum(lengths)), time_ms)
 
     def predicted_ms(self, coefficients: Coefficients) -> float:
-        """What coefficients say that it takes."""
+        """Time by the coefficients."""
         return (
             coefficients.a_ms_per_token2 * self.sum_of_squares
             + coefficients.b_ms_per_token * self.num_tokens
@@ -58,14 +59,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Coefficients and how well they describe what was measured."""
+    """Coefficients and how well they describe the samples."""
 
     coefficients: Coefficients
     residuals: tuple[float, ...]
     """predicted/measured - 1 of each sample, in their order."""
     r_squared: float
-    """Share of the variance of the measured times that is described; 1 is perfect. Of times that
-    are all the same, 1 if they are met and 0 if not."""
+    """Share of the variance of the measured times that is described; 1 is perfect. For times that
+    are all equal, 1 if the fit meets them and 0 if not."""
 
     @property
     def median_residual(self) -> float:
@@ -96,13 +97,13 @@ def fit_coefficients(samples: Sequence[Sample]) -> Fit:
 
 
 def fit_near(samples: Sequence[Sample], prior: Coefficients, *, prior_weight: float) -> Fit:
-    """As `fit_coefficients`, drawn towards known coefficients where samples do not tell.
+    """As `fit_coefficients`, close to known coefficients where samples do not determine them.
 
-    A training run's micro-batches are much alike: full packs hardly vary in Σs, so that b and c
-    cannot be told apart by them. The term ``prior_weight · Σ_j (x_j - prior_j)²`` decides then,
-    with x_j the share of the j-th term in the mean predicted time.
+    Micro-batches of a training run are similar: full packs hardly vary in Σs, so they cannot
+    separate b from c. Then the term ``prior_weight · Σ_j (x_j - prior_j)²`` decides, with x_j the
+    share of the j-th term in the mean predicted time.
 
-    prior_weight: in samples: the prior counts as much as so many of them.
+    prior_weight: number of samples that the prior counts for.
     """
     return _fit(samples, prior, prior_weight)
 
@@ -111,12 +112,12 @@ def _fit(samples: Sequence[Sample], prior: Coefficients | None, prior_weight: fl
     if not samples:
         raise ConfigurationError(
             "coefficients are fitted to measured micro-batches but there is none; measure at "
-            "least one that fits the memory"
+            "least one that fits in memory"
         )
     features = np.array([(s.sum_of_squares, s.num_tokens, 1.0) for s in samples])
     times_ms = np.array([s.time_ms for s in samples])
     rows = features / times_ms[:, None]
-    # Every column to a mean of 1: the coefficients differ by ten orders of magnitude.
+    # Columns get a mean of 1, because the coefficients differ by ten orders of magnitude.
     scales = rows.mean(axis=0)
     rows, wanted = rows / scales, np.ones(len(samples))
     if prior is not None and prior_weight > 0.0:

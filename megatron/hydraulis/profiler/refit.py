@@ -1,9 +1,8 @@
-"""Coefficients fitted anew while training runs, drift against the profile, slow ranks.
+"""Coefficients fitted while training runs, drift from the profile, slow ranks.
 
-Every iteration gives the time of each micro-batch on each rank. Over a window of iterations they
-are fitted as a profile's are, near the profile's own coefficients scaled by the drift: see
-`fit.fit_near`. An iteration that is the first of its strategy counts for nothing, as it also builds
-models.
+Every iteration gives the time of each micro-batch on each rank. Times of the last iterations are
+fitted as those of a profile are, close to the profile's coefficients scaled by the drift: see
+`fit.fit_near`. The first iteration of a strategy is ignored, because it also builds models.
 """
 
 from __future__ import annotations
@@ -32,66 +31,66 @@ __all__ = ["IterationTimes", "OnlineRefit", "RefitSettings", "RefittedCostModel"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefitSettings:
-    """How soon and how much a refit believes what it sees."""
+    """How fast a refit follows measured times, and what it reports."""
 
     drift: float = 0.1
-    """A scheme whose times differ from the profile's by more than this share of them is named, and
-    a rank that takes longer than others of its stage by more than it."""
+    """Share by which the times of a scheme must differ from the profile's, or those of a rank
+    exceed those of other ranks of its stage, to be reported."""
     num_iterations: int = 20
-    """Of the window."""
+    """Iterations that are fitted."""
     min_iterations: int = 3
-    """Of a scheme or a rank, before anything is said about it or planned by it."""
+    """Iterations of a scheme or a rank before it is reported or planned by."""
     prior_weight: float = 8.0
-    """Micro-batches that the profile counts for, see `fit.fit_near`."""
+    """Weight of the profile, in micro-batches, see `fit.fit_near`."""
 
     def __post_init__(self) -> None:
         if self.drift <= 0.0:
             raise ConfigurationError(
-                f"a drift to be named is positive but is {self.drift}; give 0.1 for a tenth"
+                f"the drift to report must be positive but is {self.drift}; give 0.1 for a tenth"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationTimes:
-    """What was measured of one iteration."""
+    """Measured times of one iteration."""
 
     plan: IterationPlan
     rank_times_ms: Mapping[int, Sequence[float]]
     """By rank: forward and backward of each micro-batch of its replica."""
     iteration_ms: float
-    """From plan and sequences at hand to the update, waits for the planner left out."""
+    """Up to the update, without waits for the planner."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefittedCostModel:
-    """A cost model with newer times and the limits of the one before."""
+    """A cost model with measured times and the limits of its base."""
 
     base: CostModel
     times: tuple[tuple[Scheme, Coefficients], ...]
-    """Of the schemes that were fitted anew; the others keep theirs."""
+    """Of the schemes that were fitted; the others keep those of the base."""
     overheads_ms: tuple[tuple[str, float], ...]
     """By the name of a strategy."""
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
-        """The newest; those of cp8~ are those of cp8."""
+        """The fitted ones; those of cp8~ are those of cp8."""
         found = dict(self.times).get(scheme.of_context_group(scheme.cp))
         return self.base.coefficients(scheme) if found is None else found
 
     def max_tokens(self, scheme: Scheme) -> int:
-        """As before."""
+        """The base's."""
         return self.base.max_tokens(scheme)
 
     def overhead_ms(self, strategy: Strategy) -> float:
-        """The newest."""
+        """The measured one."""
         found = dict(self.overheads_ms).get(strategy.name)
         return self.base.overhead_ms(strategy) if found is None else found
 
     def to_profile(
         self, pool: Pool, limits: Limits, *, device: str, source: str, date: str
     ) -> ProfileCostModel:
-        """As a cost profile of a pool's schemes; overheads stand as time of regrouping.
+        """A cost profile of a pool's schemes, which gives overheads as time of regrouping.
 
-        Of a scheme that splits its cp ranks, with the sizes of groups that the base knows.
+        A scheme that splits its cp ranks has a row for each size of group that the base knows.
         """
         schemes = dict.fromkeys(
             scheme
@@ -128,29 +127,21 @@ class RefittedCostModel:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Ranks of one place do the same work."""
+    """A stage of a scheme: all its ranks do the same work."""
 
     scheme: Scheme
     stage: int
 
-
-@dataclass(frozen=True, slots=True)
-class _RankRatio:
-    """Measured over predicted time of a rank's micro-batches in an iteration."""
-
-    place: _Place
-    ratio: float
-    """By the coefficients of the slowest stage, so below 1 on others."""
+    def __str__(self) -> str:
+        return f"stage {self.stage} of {self.scheme}" if self.scheme.pp > 1 else f"{self.scheme}"
 
 
 class OnlineRefit:
-    """Takes an iteration's times, gives coefficients and says what is new.
-
-    Pure: it is handed times, it looks at no clock.
+    """Turns the times of iterations into coefficients and reports; reads no clock.
 
     Args:
         base: the cost model that the run began with.
-        settings: how soon and how much.
+        settings: how fast it follows, and what it reports.
     """
 
     def __init__(self, base: CostModel, settings: RefitSettings | None = None) -> None:
@@ -158,14 +149,16 @@ class OnlineRefit:
         self._settings = RefitSettings() if settings is None else settings
         self._samples: dict[Scheme, deque[list[Sample]]] = defaultdict(self._window)
         self._overheads_ms: dict[str, deque[float]] = defaultdict(self._window)
-        self._ratios: dict[int, deque[_RankRatio]] = defaultdict(self._window)
+        self._ratios: dict[int, deque[tuple[_Place, float]]] = defaultdict(self._window)
+        """By rank: measured over predicted time of its micro-batches in an iteration. Predictions
+        are for the slowest stage, so the ratio is below 1 on others."""
         self._replica_mates: dict[tuple[_Place, int], frozenset[int]] = {}
         self._seen: set[str] = set()
-        self._told_drift: dict[Scheme, float] = {}
-        self._told_slow: dict[int, float] = {}
+        self._reported_drift: dict[Scheme, float] = {}
+        self._reported_slow: dict[int, float] = {}
 
     def add(self, times: IterationTimes) -> bool:
-        """Take note of an iteration; returns whether it changes anything."""
+        """Add an iteration; returns whether it changes anything."""
         plan = times.plan
         if plan.strategy not in self._seen:
             self._seen.add(plan.strategy)
@@ -192,7 +185,7 @@ class OnlineRefit:
         return True
 
     def refitted(self) -> RefittedCostModel:
-        """Newest coefficients of every scheme, and overheads of every strategy, seen enough."""
+        """With the times of all schemes and strategies that ran often enough."""
         fitted = []
         for scheme, ratio in self._drifts().items():
             before = self._base.coefficients(scheme)
@@ -212,8 +205,8 @@ class OnlineRefit:
         return RefittedCostModel(self._base, tuple(fitted), overheads_ms)
 
     def news(self) -> list[str]:
-        """What was not so when this was called last: drift that began, changed or ended, and ranks
-        that became slow or did not stay so."""
+        """Changes since the last call: drift that began, changed or ended, and ranks that became
+        slow or are no longer slow."""
         return [*self._news_of_drift(), *self._news_of_ranks()]
 
     def _window(self) -> deque:  # type: ignore[type-arg]
@@ -222,7 +215,7 @@ class OnlineRefit:
     def _note_ratios(
         self, replica: ReplicaPlan, rank_times_ms: Mapping[int, Sequence[float]]
     ) -> None:
-        """Measured over predicted time of every rank: of its own groups, where it has several."""
+        """Add the ratio of each rank, in waves over the groups that it belongs to."""
         for rank in replica.ranks:
             position = replica.replica.position_of(rank)
             assert position is not None
@@ -238,11 +231,10 @@ class OnlineRefit:
             place = _Place(replica.scheme, position.stage)
             self._replica_mates[place, rank] = frozenset(replica.ranks)
             if predicted_ms > 0.0:
-                ratio = sum(rank_times_ms[rank]) / predicted_ms
-                self._ratios[rank].append(_RankRatio(place, ratio))
+                self._ratios[rank].append((place, sum(rank_times_ms[rank]) / predicted_ms))
 
     def _drifts(self) -> dict[Scheme, float]:
-        """Median of measured over profiled time, of the schemes seen in enough iterations."""
+        """Median of measured over profiled time, for the schemes that ran often enough."""
         found = {}
         for scheme, window in self._samples.items():
             samples = [sample for each in window for sample in each]
@@ -261,10 +253,10 @@ class OnlineRefit:
     def _news_of_drift(self) -> Iterator[str]:
         limit = self._settings.drift
         for scheme, ratio in self._drifts().items():
-            told = self._told_drift.get(scheme, 1.0)
-            if abs(ratio / told - 1.0) <= limit:
+            reported = self._reported_drift.get(scheme, 1.0)
+            if abs(ratio / reported - 1.0) <= limit:
                 continue
-            self._told_drift[scheme] = ratio
+            self._reported_drift[scheme] = ratio
             num_samples = sum(map(len, self._samples[scheme]))
             if abs(ratio - 1.0) > limit:
                 yield (
@@ -281,30 +273,30 @@ class OnlineRefit:
     def _news_of_ranks(self) -> Iterator[str]:
         limit = self._settings.drift
         for rank, (place, ratio) in sorted(self._compared().items()):
-            told = self._told_slow.get(rank)
+            reported = self._reported_slow.get(rank)
             if ratio > 1.0 + limit:
-                if told is not None and abs(ratio / told - 1.0) <= limit:
+                if reported is not None and abs(ratio / reported - 1.0) <= limit:
                     continue
-                self._told_slow[rank] = ratio
+                self._reported_slow[rank] = ratio
                 yield (
                     f"slow rank: rank {rank} takes {ratio:.2f} times as long as the other ranks "
-                    f"that run {_told_place(place)}; look at its device, clock and neighbours"
+                    f"that run {place}; look at its device, clock and neighbours"
                 )
-            elif told is not None:
-                del self._told_slow[rank]
+            elif reported is not None:
+                del self._reported_slow[rank]
                 yield f"slow rank: rank {rank} is as fast as the others again"
 
     def _compared(self) -> dict[int, tuple[_Place, float]]:
-        """By rank, how long it takes against those who do the same in other replicas.
+        """By rank, its time relative to that of ranks which do the same in other replicas.
 
-        Ranks of one replica wait for each other, so that one slow rank slows them all: they are
-        named together. Without another replica of the scheme there is nobody to compare with.
+        Ranks of one replica wait for each other, so one slow rank slows them all, and all are
+        reported. Without another replica of the scheme there is nothing to compare with.
         """
         medians: dict[_Place, dict[int, float]] = defaultdict(dict)
         for rank, window in self._ratios.items():
             of_place: dict[_Place, list[float]] = defaultdict(list)
-            for each in window:
-                of_place[each.place].append(each.ratio)
+            for place, ratio in window:
+                of_place[place].append(ratio)
             for place, ratios in of_place.items():
                 if len(ratios) >= self._settings.min_iterations:
                     medians[place][rank] = statistics.median(ratios)
@@ -337,7 +329,3 @@ def _slowest_stage_ms(
         )
         for stage in range(scheme.pp)
     )
-
-
-def _told_place(place: _Place) -> str:
-    return f"stage {place.stage} of {place.scheme}" if place.scheme.pp > 1 else f"{place.scheme}"

@@ -26,8 +26,8 @@ from megatron.hydraulis.profiler.measurements import (
     RegroupSpeed,
 )
 from megatron.hydraulis.runtime.engine import Engine
-from megatron.hydraulis.runtime.executor import ForwardStep, make_forward_step
-from megatron.hydraulis.runtime.memory import MemoryMeter, is_out_of_memory
+from megatron.hydraulis.runtime.executor import make_forward_step
+from megatron.hydraulis.runtime.memory import MemoryMeter, is_out_of_memory, release_cached_memory
 from megatron.hydraulis.runtime.spans import (
     COMPUTE,
     REGROUP,
@@ -77,7 +77,6 @@ class EngineRig:
         meter: of this rank's memory.
         vocab_size: random tokens are below it.
         seed: of these tokens.
-        forward_step: upstream's signature.
     """
 
     def __init__(
@@ -89,14 +88,13 @@ class EngineRig:
         *,
         vocab_size: int,
         seed: int,
-        forward_step: ForwardStep | None = None,
     ) -> None:
         self._make_engine = make_engine
         self._strategies = strategies
         self._repeats = repeats
         self._vocab_size = vocab_size
         self._seed = seed
-        self._forward_step = make_forward_step() if forward_step is None else forward_step
+        self._forward_step = make_forward_step()
         self._rank = dist.get_rank()
         self._meter = meter
         self._recorder = MemoryRecorder(CudaClock() if torch.cuda.is_available() else None)
@@ -128,17 +126,14 @@ class EngineRig:
                 raise
             if dist.get_world_size() > 1:
                 raise HydraulisError(
-                    f"rank {self._rank} has no memory left for a micro-batch of "
+                    f"rank {self._rank} ran out of memory in a micro-batch of "
                     f"{point.num_tokens} tokens on {scheme}; run the same command again, which "
-                    f"goes on and leaves it out after a second attempt, or lower --max-tokens"
+                    f"goes on and skips it after a second attempt, or lower --max-tokens"
                 ) from error
             self._engine = None
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            release_cached_memory()
             return MeasuredPoint(scheme=scheme, point=point, why_not="out of memory")
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        return _measured(scheme, point, everyone)
+        return _measured(scheme, point, _of_all_ranks(own))
 
     def run_strategy(
         self, strategy: Strategy, points: Mapping[Scheme, MeasuredPoint]
@@ -162,7 +157,8 @@ class EngineRig:
             engine.train_step(
                 strategy.name, batches, self._forward_step, next_strategy=strategy.name
             )
-            self._wait_for_device()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             wall_ms = (time.perf_counter() - start_s) * _MS_PER_S
             optimizer_ms = sum(map(_duration_ms, _named(self._recorder.take(), "optimizer")))
             # In later iterations the parameters are gathered already.
@@ -170,21 +166,23 @@ class EngineRig:
                 walls_ms.append(wall_ms)
                 optimizers_ms.append(optimizer_ms)
         regroup = self._regroup_speed(strategy)
-        own = (statistics.median(walls_ms), statistics.median(optimizers_ms), regroup)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
+        all_walls_ms, all_optimizers_ms, speeds = zip(
+            *_of_all_ranks(
+                (statistics.median(walls_ms), statistics.median(optimizers_ms), regroup)
+            ),
+            strict=True,
+        )
         makespan_ms = max(
             pipeline_time_ms(
                 [points[scheme.group_schemes[0]].time_ms] * _num_micro_batches(scheme), scheme.pp
             )
             for scheme in strategy.schemes
         )
-        speeds: list[RegroupSpeed] = [speed for _, _, speed in everyone]
         return MeasuredStrategy(
             name=strategy.name,
-            iteration_ms=max(wall_ms for wall_ms, _, _ in everyone),
+            iteration_ms=max(all_walls_ms),
             makespan_ms=makespan_ms,
-            optimizer_ms=max(optimizer_ms for _, optimizer_ms, _ in everyone),
+            optimizer_ms=max(all_optimizers_ms),
             regroup=RegroupSpeed(
                 gather_bytes=max(speed.gather_bytes for speed in speeds),
                 gather_ms=max(speed.gather_ms for speed in speeds),
@@ -263,9 +261,11 @@ class EngineRig:
         part = pack(sequences, scheme.tp, context_size=scheme.cp, context_rank=position.cp)
         return part.to(self.engine.device)
 
-    def _wait_for_device(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+
+def _of_all_ranks(own: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
 
 
 def _num_micro_batches(scheme: Scheme) -> int:
