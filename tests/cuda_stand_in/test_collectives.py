@@ -1,4 +1,4 @@
-"""NCCL on the stand-in: what its calls move between processes, what they refuse, what hangs."""
+"""NCCL on the stand-in: what its calls move between processes, what they reject, what hangs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """On the CPU; small whole numbers, whose sums every type holds."""
+    """On the CPU; small integers, whose sums every type represents exactly."""
     return ((torch.arange(size) * (rank + 2)) % 11).to(dtype)
 
 
 def wrong_results(size: int, dtype: torch.dtype) -> list[str]:
-    """On every rank: the collectives whose result is not what it should be."""
+    """Run on every rank; the collectives with a wrong result."""
     rank, wrong = dist.get_rank(), []
     parts = [values(r, size, dtype) for r in range(NUM_RANKS)]
     total = torch.stack([part.double() for part in parts]).sum(0).to(dtype)
@@ -82,7 +82,7 @@ def wrong_results(size: int, dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_collectives_give_what_they_should(dtype: torch.dtype) -> None:
+def test_collectives_give_the_right_results(dtype: torch.dtype) -> None:
     assert pool_of(NUM_RANKS, "cuda").run(wrong_results, SMALL, dtype) == [[]] * NUM_RANKS
 
 
@@ -92,7 +92,7 @@ def test_large_collectives_are_cut_into_chunks() -> None:
 
 
 def around_a_ring() -> bool:
-    """On every rank: each sends to its neighbour in one group, first a large then a small one."""
+    """Run on every rank: send a large and a small message to the neighbour, in one group."""
     rank = dist.get_rank()
     after, before = (rank + 1) % NUM_RANKS, (rank - 1) % NUM_RANKS
     given = [values(rank, size, torch.float32).cuda() for size in (LARGE, 5)]
@@ -105,12 +105,12 @@ def around_a_ring() -> bool:
     return all(torch.equal(x.cpu(), y) for x, y in zip(taken, expected, strict=True))
 
 
-def test_all_messages_of_a_group_are_under_way_at_once() -> None:
+def test_all_messages_of_a_group_are_in_flight_at_once() -> None:
     assert pool_of(NUM_RANKS, "cuda").run(around_a_ring) == [True] * NUM_RANKS
 
 
 def turned_round() -> list[int]:
-    """On every rank: groups whose ranks are not sorted, and a rank outside."""
+    """Run on every rank: groups whose ranks are not sorted, and a rank outside."""
     group = dist.new_group([2, 0], sort_ranks=False)
     if not isinstance(group, dist.ProcessGroup):  # outside
         return []
@@ -124,12 +124,12 @@ def test_groups_keep_their_order() -> None:
 
 
 def differ() -> None:
-    """On every rank: one of them reduces another number of elements."""
+    """Run on every rank: one of them reduces another number of elements."""
     dist.all_reduce(torch.ones(4 + (dist.get_rank() == 1), device="cuda"))
 
 
 def hang(first: int) -> None:
-    """On every rank: two ranks wait for each other's second call."""
+    """Run on every rank: two ranks wait for each other's second call."""
     os.environ["STAND_IN_TIMEOUT_S"] = "1"
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
@@ -139,7 +139,7 @@ def hang(first: int) -> None:
 
 
 def send_alone() -> None:
-    """On rank 0: a message that nobody takes is not sent."""
+    """On rank 0: a message that no rank receives is not sent."""
     os.environ["STAND_IN_TIMEOUT_S"] = "1"
     warm_up = torch.ones(1, device="cuda")
     dist.all_reduce(warm_up)

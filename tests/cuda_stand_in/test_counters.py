@@ -1,4 +1,4 @@
-"""Launches, NCCL's calls and waits of the host, beside plain megatron-core's."""
+"""Launches, NCCL calls and waits of the host, compared with plain megatron-core."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from tests.cuda_stand_in.counters import Case, Counts, Side, count, counts_of
 
 MOST_LAUNCHES = 1.05
-"""Of plain megatron-core's."""
+"""Share of plain megatron-core's launches."""
 PACKED = (100, 17, 60)
-"""Lengths of sequences in a row, with padding behind each of them under cp."""
+"""Lengths of sequences in a row, each followed by padding under cp."""
 NUM_LAYERS = 32
 
 
@@ -31,8 +31,8 @@ def test_the_host_waits_for_no_layer_and_no_micro_batch(tp: int, cp: int, tmp_pa
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_layer_launches_no_more_than_upstream_s(tp: int, fused: bool, tmp_path: Path) -> None:
-    """Even where upstream has our core attention in the place of its unfused one."""
+def test_a_layer_launches_no_more_than_upstream(tp: int, fused: bool, tmp_path: Path) -> None:
+    """Even if upstream uses our core attention instead of its unfused one."""
 
     def of_a_layer(side: Side) -> int:
         case = Case(
@@ -44,16 +44,16 @@ def test_a_layer_launches_no_more_than_upstream_s(tp: int, fused: bool, tmp_path
     assert of_a_layer("ours") <= MOST_LAUNCHES * of_a_layer("plain")
 
 
-def test_weight_gradients_are_added_by_the_layers_where_apex_is_there(tmp_path: Path) -> None:
+def test_weight_gradients_are_added_by_the_layers_with_apex(tmp_path: Path) -> None:
     case = Case("ours", layers=2, micro_batches=2)
     plain = count(case, tmp_path)
     fused = count(replace(case, fused_gradients=True), tmp_path)
-    # Of a layer's four and the output's, an addition each.
+    # One addition for each of a layer's four matrices and for the output's.
     assert plain.launches["additions"] - fused.launches["additions"] == 9 * case.micro_batches
     assert plain.num_launches - fused.num_launches == 9 * case.micro_batches
 
 
-def test_messages_go_to_ranks_that_have_a_part_of_the_same(tmp_path: Path) -> None:
+def test_messages_go_only_between_ranks_that_exchange_data(tmp_path: Path) -> None:
     counts = count(Case("ours", layers=2, tp=2), tmp_path)
     assert counts.calls["Send of 8 ranks"] == counts.calls["Recv of 8 ranks"] > 0
     num_exchanges, num_peers = 2 * 4, 7
@@ -61,7 +61,7 @@ def test_messages_go_to_ranks_that_have_a_part_of_the_same(tmp_path: Path) -> No
     assert counts.sent_bytes["Send of 8 ranks"] > 0
 
 
-def test_what_stands_between_the_marks_is_counted() -> None:
+def test_what_is_between_the_marks_is_counted() -> None:
     log = """0 COMM 1 id x size 8 rank 0
         1 KERNEL stream 1 cublasGemmEx
         2 MARK counted begin
@@ -83,9 +83,7 @@ def test_what_stands_between_the_marks_is_counted() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_an_iteration_launches_no_more_than_upstream_s(
-    tp: int, fused: bool, tmp_path: Path
-) -> None:
+def test_an_iteration_launches_no_more_than_upstream(tp: int, fused: bool, tmp_path: Path) -> None:
     """The tables of docs/gpu.md: run with ``-s``."""
     for micro_batches in (1, 8):
         case = Case("ours", NUM_LAYERS, tp=tp, micro_batches=micro_batches, fused_gradients=fused)

@@ -14,7 +14,7 @@ PAUSE_S = 0.2
 
 
 def take_stamps() -> tuple[float | None, float | None]:
-    """On a lone rank: the time between two stamps, and to one that the stream has not come to."""
+    """On a lone rank: the time between two stamps, and to one that the stream has not reached."""
     first = CudaStamp()
     time.sleep(PAUSE_S)
     known = first.s_until(CudaStamp())
@@ -22,7 +22,7 @@ def take_stamps() -> tuple[float | None, float | None]:
         return known, first.s_until(CudaStamp())
 
 
-def test_a_time_is_known_once_the_stream_has_come_to_its_end() -> None:
+def test_a_time_is_known_once_the_stream_has_reached_its_end() -> None:
     ((known, unknown),) = run_alone(take_stamps, num_ranks=1)
     assert known == pytest.approx(PAUSE_S, rel=0.5)
     assert unknown is None

@@ -1,4 +1,4 @@
-"""The stand-in's device under torch's own CUDA build: memory, copies, events, refusals, log."""
+"""The stand-in's device under torch's own CUDA build: memory, copies, events, errors, log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def probe(log: Path) -> dict[str, Any]:
     return found
 
 
-def test_devices_are_there(probe: dict[str, Any]) -> None:
+def test_devices_are_visible(probe: dict[str, Any]) -> None:
     assert probe["devices"] == NUM_DEVICES
     assert "A100" in probe["name"]
 
@@ -62,7 +62,7 @@ def test_copies_move_values(probe: dict[str, Any]) -> None:
     assert probe["copies"] == {"equal": True, "zero": "cuda"}
 
 
-def test_what_a_device_would_refuse_is_an_error(probe: dict[str, Any]) -> None:
+def test_what_a_device_would_reject_is_an_error(probe: dict[str, Any]) -> None:
     assert probe["refusals"] == {
         "free of host memory": INVALID_VALUE,
         "free of an inner address": INVALID_VALUE,
@@ -79,7 +79,7 @@ def test_elapsed_times(probe: dict[str, Any]) -> None:
     assert probe["events"]["no timing"] != "no error"
 
 
-def test_calls_leave_their_lines(probe: dict[str, Any], log: Path) -> None:
+def test_calls_are_logged(probe: dict[str, Any], log: Path) -> None:
     lines = [line.split() for line in log.read_text().splitlines()]
     assert [int(number) for number, *_ in lines] == list(range(len(lines)))
     kinds = {line[1] for line in lines}

@@ -35,7 +35,7 @@ def fail_on_rank(rank: int) -> None:
         raise ValueError("on purpose")
 
 
-def test_each_takes_itself_for_a_rank_of_the_job(tmp_path: Path) -> None:
+def test_each_runs_as_a_rank_of_the_job(tmp_path: Path) -> None:
     found = run_alone(exchange, 8, num_ranks=3, logs=tmp_path, STAND_IN_MEMORY_BYTES=4 * GIB)
     assert found == [(rank, 4 * GIB, 0.0) for rank in range(3)]
     logs = [read_log(log_of(tmp_path, rank)) for rank in range(3)]
@@ -46,11 +46,11 @@ def test_each_takes_itself_for_a_rank_of_the_job(tmp_path: Path) -> None:
     assert len(shapes) == 2, "ids of communicators differ, their names are the same on all ranks"
 
 
-def test_some_of_many() -> None:
+def test_some_ranks_of_a_larger_job() -> None:
     assert [found[0] for found in run_alone(exchange, 8, num_ranks=64, ranks=(1, 62))] == [1, 6]
 
 
-def test_the_first_failure_is_told() -> None:
+def test_the_first_failure_is_reported() -> None:
     with pytest.raises(LoneRankFailure, match=r"(?s)rank 1 failed:.*ValueError: on purpose"):
         run_alone(fail_on_rank, 1, num_ranks=2)
     with pytest.raises(LoneRankFailure, match=r"rank \d took more than 1 s"):

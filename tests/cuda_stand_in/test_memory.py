@@ -1,4 +1,4 @@
-"""Memory of real roles on the stand-in, beside what the memory model predicts."""
+"""Memory of real roles on the stand-in, compared with the memory model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cuda_stand_in.role_memory import Role, measure, try_out
 GIB = 2**30
 DEVICE = device_constants("a100-80")
 MOST_OVERESTIMATED = 0.03
-"""Of a run's peak."""
+"""Of the peak of a run."""
 OTHER_PHASES = 0.10
 NOT_OF_TORCH_BYTES = 0.5e9 + 3.3e9
 """The context, and connections to all ranks of the node, as device.py assumes them."""
@@ -65,7 +65,7 @@ ATTENTION = Recompute(granularity="selective", modules=("core_attn",))
 BOTH = Recompute(granularity="selective", modules=("core_attn", "mlp"))
 MIXED = "tp16+2*tp8pp3"
 
-# The kernel is torch's varlen_attn, and for fp32, which it does not take, sdpa.
+# The kernel is torch's varlen_attn, or sdpa for fp32, which the former does not support.
 FEW = (
     Role(shape=M32, strategy=MIXED, rank=16),
     Role(shape=M8, strategy="4*tp4cp4", cp_comm_type="a2a"),
@@ -130,7 +130,7 @@ def model_of(role: Role) -> MemoryModel:
 
 
 def check(role: Role) -> str:
-    """A row of the table: the role at its planned limit, on a device that holds no more."""
+    """A row of the table: the role at its planned limit, on a device without further memory."""
     model, pool = model_of(role), PoolFootprint.of(role.pool)
     scheme = role.scheme.of_context_group(role.context_size or role.scheme.cp)
     num_tokens = model.max_tokens(scheme)
@@ -173,14 +173,14 @@ def test_every_role_takes_what_is_predicted(role: Role) -> None:
     print(check(role))
 
 
-def test_a_trial_bears_a_planned_limit_out() -> None:
+def test_a_trial_confirms_a_planned_limit() -> None:
     role = FEW[0]
     limit = model_of(role).max_tokens(role.scheme)
     (result,) = run_alone(
         try_out, role, limit, num_ranks=role.num_ranks, ranks=[role.rank], **DEVICE_SETTINGS
     )
     assert result.allowed_tokens == result.promised_tokens == limit
-    # State and communicators are there before tokens are counted: the line is the model's.
+    # State and communicators exist before tokens are counted: the line is the model's.
     slope = max(
         moment.bytes_per_token for moment in model_of(role).moments(role.scheme, role.stage)
     )
@@ -214,7 +214,7 @@ def peaks_of_a_meter() -> tuple[int, int, int]:
     return meter.peak_bytes(), tensors, device.peak_bytes(torch.cuda.current_device())
 
 
-def test_a_trial_counts_what_fits_nothing() -> None:
+def test_a_trial_counts_unused_blocks_of_the_allocator() -> None:
     measured, tensors, in_use = run_alone(peaks_of_a_meter, num_ranks=1)[0]
     assert measured == in_use
     assert measured > tensors
@@ -226,7 +226,7 @@ SMALL_BYTES = 64 * 2**20
 
 
 def optimizer_peaks() -> dict[str, int]:
-    """Bytes that each step of an update takes beside the shards."""
+    """Bytes that each step of an update needs besides the shards."""
     shards = _FlatShards(NUM_ELEMENTS)
     optimizer: Any = ShardedAdamW(shards, AdamWSettings(lr=1e-3))  # type: ignore[arg-type]
     steps = {
@@ -244,7 +244,7 @@ def optimizer_peaks() -> dict[str, int]:
 
 
 class _FlatShards:
-    """What the optimizer asks of the shards, in one bucket."""
+    """One bucket of shards for the optimizer."""
 
     def __init__(self, num_elements: int) -> None:
         self.parameters = torch.empty(num_elements, device="cuda")

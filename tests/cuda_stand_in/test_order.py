@@ -85,7 +85,7 @@ def test_calls_that_differ_are_named(tmp_path: Path, ours: str, theirs: str, tex
     assert report.cycle == ()
 
 
-def test_a_rank_that_never_joins_is_missed(tmp_path: Path) -> None:
+def test_a_rank_that_never_joins_is_reported(tmp_path: Path) -> None:
     report = check(tmp_path, pair(collective(), place=0), [])
     assert report.mismatches == ("communicator both of size [2] was joined by ranks [0] only",)
 
@@ -106,7 +106,7 @@ def test_a_communicator_may_have_another_id_on_every_rank(tmp_path: Path) -> Non
 
 
 def test_a_communicator_is_joined_by_all_of_its_ranks_at_once(tmp_path: Path) -> None:
-    """Two of three exchange a message; the third comes to the communicator later, or too late."""
+    """Two of three exchange a message; the third joins the communicator later, or too late."""
 
     def log(rank: int, *lines: str) -> list[str]:
         return [joins(1, "pair", rank - 1), *lines] if rank else list(lines)
@@ -141,7 +141,7 @@ def test_two_ranks_that_wait_for_one_another(tmp_path: Path) -> None:
     )
 
 
-def test_the_circle_is_as_short_as_can_be(tmp_path: Path) -> None:
+def test_the_shortest_cycle_is_reported(tmp_path: Path) -> None:
     """Ranks 1 and 2 wait for one another; 0 waits for 1, 3 for 0, and 1 also for 3."""
 
     def log(rank: int, *calls: str) -> list[str]:
@@ -164,8 +164,8 @@ def test_the_circle_is_as_short_as_can_be(tmp_path: Path) -> None:
     assert sorted(wait.rank for wait in report.cycle) == [1, 2]
 
 
-def test_the_calls_of_a_group_are_under_way_together(tmp_path: Path) -> None:
-    """Each sends and receives: in a group that ends, one after the other it does not."""
+def test_the_calls_of_a_group_are_in_flight_together(tmp_path: Path) -> None:
+    """Each sends and receives: this ends in a group, but not one after the other."""
 
     def calls(peer: int) -> tuple[str, str]:
         return message("Send", peer), message("Recv", peer)

@@ -1,4 +1,4 @@
-"""One order holds the NCCL calls of all ranks: strategies, pools, and two mutations."""
+"""One order contains the NCCL calls of all ranks: strategies, pools, and two mutations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.gloo_pool import pool_of
         *(pytest.param(case, id=case.name, marks=pytest.mark.nightly) for case in NIGHTLY),
     ],
 )
-def test_one_order_holds_all_calls(case: OrderCase, tmp_path: Path) -> None:
+def test_one_order_contains_all_calls(case: OrderCase, tmp_path: Path) -> None:
     report = order_of(case, tmp_path)
     assert not report.mismatches, str(report)
     assert not report.cycle, str(report)

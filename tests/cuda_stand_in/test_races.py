@@ -1,4 +1,4 @@
-"""Races between streams: the checker on small logs, then whole jobs, and jobs without our waits."""
+"""Races between streams: the checker on small logs, complete jobs, and jobs without our waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wait(stream: int, event: str) -> str:
 
 
 def races(folder: Path, *lines: str) -> list[Race]:
-    """Of one rank's lines."""
+    """The races in the lines of one rank."""
     path = folder / "log"
     path.write_text("\n".join(f"{i} {line}" for i, line in enumerate(lines)))
     return find_races(path)
@@ -78,7 +78,7 @@ def test_events_and_waits_of_the_host_order(
     assert len(races(tmp_path, WRITE, *between, READ)) == num_races
 
 
-def test_an_event_orders_what_came_before_it_alone(tmp_path: Path) -> None:
+def test_an_event_orders_only_what_came_before_it(tmp_path: Path) -> None:
     (race,) = races(
         tmp_path, record("e", FIRST), WRITE, wait(SECOND, "e"), READ, wait(SECOND, "e"), READ
     )
@@ -90,7 +90,7 @@ def test_only_writes_race_and_only_with_the_same_bytes(tmp_path: Path) -> None:
     assert not races(tmp_path, access(FIRST, "a", "w0-100"), access(SECOND, "b", "w100-200"))
     assert not races(tmp_path, access(FIRST, "a", "w0-100"), access(FIRST, "b", "w0-100"))
     assert len(races(tmp_path, access(FIRST, "a", "r0-100"), access(SECOND, "b", "wff-100"))) == 1
-    # Each of several readers is looked at, also after the range was cut by others.
+    # Each of several readers is checked, also after others have cut the range.
     found = races(
         tmp_path,
         access(FIRST, "a", "r0-100"),
@@ -100,7 +100,7 @@ def test_only_writes_race_and_only_with_the_same_bytes(tmp_path: Path) -> None:
     assert {race.earlier.what for race in found} == {"a", "b"}
 
 
-def test_what_nccl_and_copies_touch_counts(tmp_path: Path) -> None:
+def test_accesses_of_nccl_and_copies_count(tmp_path: Path) -> None:
     reduce = (
         "NCCL AllReduce comm 0 count 4 dtype 7 peer -1 stream 0x20 read 0x100 16 write 0x100 16 "
         "redop 0"
@@ -130,7 +130,7 @@ def test_the_bytes_of_views() -> None:
 
 
 def give_back_too_early(records_stream: bool) -> None:
-    """On a lone rank: memory that a stream still reads is given to the next who asks for it."""
+    """On a lone rank: memory that a stream still reads is allocated again."""
     side = torch.cuda.Stream()
     with events_never_ready(), AccessMarks():
         values = torch.ones(1000, device="cuda")
@@ -144,9 +144,7 @@ def give_back_too_early(records_stream: bool) -> None:
 
 
 @pytest.mark.parametrize("records_stream", [False, True])
-def test_memory_that_the_allocator_gives_away_too_early(
-    records_stream: bool, tmp_path: Path
-) -> None:
+def test_memory_that_the_allocator_reuses_too_early(records_stream: bool, tmp_path: Path) -> None:
     run_alone(give_back_too_early, records_stream, num_ranks=1, logs=tmp_path)
     found = [(race.earlier.what, race.later.what) for race in find_races(log_of(tmp_path, 0))]
     what = [tuple(text.partition("@")[0] for text in pair) for pair in found]

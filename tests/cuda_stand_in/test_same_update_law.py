@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 
 FP32_MODEL = replace(MAIN_MODEL, dtype=torch.float32)
 BF16_MODEL = replace(MAIN_MODEL, dtype=torch.bfloat16, hidden_size=64, core_attention="torch")
-"""Heads of a size that torch's kernel for packed rows takes."""
+"""Heads of a size that torch's kernel for packed rows supports."""
 BF16_ON_THE_CPU = replace(BF16_MODEL, core_attention="sdpa")
 
 
@@ -59,7 +59,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_in_fp32(name: str, tmp_path: Path) -> None:
-    """And one order holds all NCCL calls, by the backend that torch takes for NCCL by itself."""
+    """One order contains all NCCL calls, too, with torch's default backend for NCCL."""
     job = JOBS[name](FP32_MODEL)
     runs: list[RankRun] = pool_of(4, "cuda").run(run_logged, tmp_path, run_job, job)
     assert_law(job, runs)

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py` on `cuda`: losses of the CPU, resumed runs, memory that runs out, traces."""
+"""`pretrain_gpt.py` on `cuda`: losses of the CPU, resumed runs, running out of memory, traces."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ TRACED = (1, 3)
 BF16_LOSS_RTOL = 1e-3
 SMALL_DEVICE_BYTES = 3 * 2**30
 SCRATCH_BYTES = 4000
-"""What the loss needs for the square of a token: of a micro-batch of 1,024 tokens more than the
-small device has, of three quarters of it less."""
+"""Bytes that the loss needs for the square of a token: a micro-batch of 1,024 tokens needs more
+than the small device has, three quarters of it less."""
 TRIED = (1024, 768)
 """Tokens of the micro-batches of the trial that fail and that fit."""
 LARGE_ENOUGH = 150
@@ -85,7 +85,7 @@ def train(corpus: str, folder: Path, num_ranks: int, *extra: str, **options: Any
 def uninterrupted(
     corpus: str, pool_flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Run, Path]:
-    """Traced, saved in the background, evaluated."""
+    """A run with trace, asynchronous saves and evaluation."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     flags = ("--save", str(folder / "saved"), "--save-interval", str(SAVED_AT), "--async-save")
     trace = ("--trace", str(folder / "trace"), "--trace-iterations", f"{TRACED[0]}..{TRACED[1]}")
@@ -120,7 +120,7 @@ def test_losses_in_bf16_are_near_those_of_the_cpu(
     assert run.losses == pytest.approx(on_cpu.losses, rel=BF16_LOSS_RTOL)
 
 
-def test_memory_is_tried_out_and_measured(uninterrupted: tuple[Run, Path]) -> None:
+def test_memory_is_tried_and_measured(uninterrupted: tuple[Run, Path]) -> None:
     run, _ = uninterrupted
     trials = [line for line in run.outcome.stdout.splitlines() if line.startswith("memory trial:")]
     assert len(trials) == 3, "one line a scheme"
@@ -173,7 +173,7 @@ def test_a_trace_by_cuda_events_shows_1f1b(uninterrupted: tuple[Run, Path]) -> N
 
 def with_little_memory(argv: Sequence[str]) -> None:
     """The program with a loss that needs more memory than a line through small micro-batches
-    says, and with another process on the device of rank 1 from a micro-batch of training on."""
+    predicts, and with another process on the device of rank 1 after a micro-batch of training."""
     from tests.cuda_stand_in import device
 
     rank = int(os.environ["RANK"])
@@ -197,7 +197,7 @@ def with_little_memory(argv: Sequence[str]) -> None:
     entry.main(argv, entry.UserHooks(loss_func=loss))
 
 
-def test_memory_that_runs_out_in_trial_and_training_is_mended(corpus: str, tmp_path: Path) -> None:
+def test_training_recovers_from_running_out_of_memory(corpus: str, tmp_path: Path) -> None:
     flags = ("--strategy", "2*tp1", "--max-tokens-per-micro-batch", str(TRIED[0]))
     alone = train(corpus, tmp_path / "alone", 2, *flags)
     run = train(
@@ -214,7 +214,7 @@ def test_memory_that_runs_out_in_trial_and_training_is_mended(corpus: str, tmp_p
     assert run.losses == pytest.approx(alone.losses, rel=ROUNDING)
 
 
-def test_memory_that_runs_out_on_a_replica_of_two_ranks_ends_the_run(
+def test_running_out_of_memory_on_a_replica_of_two_ranks_ends_the_run(
     corpus: str, tmp_path: Path
 ) -> None:
     flags = ("--strategy", "tp2", "--max-tokens-per-micro-batch", str(TRIED[0]))

@@ -1,4 +1,4 @@
-"""What operations on the stand-in's device give, against the CPU's own results."""
+"""Results of operations on the stand-in's device, compared with those of the CPU."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _run(name: str, dtype: torch.dtype, device: str) -> list[Tensor]:
     ]
     out = operation(*inputs)
     if out.requires_grad:
-        # Unequal weights: a sum of squares of what is normalised has almost no gradient.
+        # Unequal weights: a sum of squares of normalised values has almost no gradient.
         weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device)
         (out.double().flatten() * weights).square().sum().backward()
     grads = [x.grad for x in inputs if x.grad is not None]
@@ -98,7 +98,7 @@ def _run(name: str, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 
 def errors(dtype_name: str) -> dict[str, float]:
-    """In a worker: by operation the largest error relative to the largest value."""
+    """In a worker: the largest error of each operation relative to the largest value."""
     found = {}
     for name in OPERATIONS:
         results = [_run(name, DTYPES[dtype_name], device) for device in ("cpu", "cuda")]
@@ -125,7 +125,7 @@ def _segment(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def packed_rows(num_groups: int) -> float:
-    """In a worker: torch's kernel for packed rows, against one call a segment in fp32."""
+    """In a worker: torch's kernel for packed rows, against one call per segment in fp32."""
     from torch.nn.attention.varlen import varlen_attn
 
     generator = torch.Generator().manual_seed(1)
@@ -163,7 +163,7 @@ def test_attention_of_packed_rows(num_groups: int) -> None:
 
 
 def optimizer_steps() -> list[list[float]]:
-    """In a worker: three updates by each of torch's ways to write AdamW."""
+    """In a worker: three updates by each of torch's implementations of AdamW."""
     found = []
     for device, options in [
         ("cpu", {}),
@@ -235,7 +235,7 @@ def test_threads_have_values() -> None:
 
 
 def call(name: str) -> None:
-    """In a worker: something that nobody computes."""
+    """In a worker: something that is not computed."""
     if name == "an operation":
         q = torch.randn(1, 2, 4, 8, device="cuda", dtype=torch.bfloat16)
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
