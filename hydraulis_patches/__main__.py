@@ -7,15 +7,16 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-import megatron.hydraulis.loop  # quietens upstream's imports  # noqa: F401
 from hydraulis_patches.cpu_backend import CPU_BACKEND, RNG_STATE, RNG_TRACKER
 from hydraulis_patches.registry import Patch
 from hydraulis_patches.training_loop import ALL, MEMORY_BUFFER
 from megatron.hydraulis.errors import UpstreamVersionError
+from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
 
 def main() -> int:
     """List all patches; exit status 1 if one does not fit the installed upstream."""
+    silence_warnings_of_imports()
     table = Table(title="patches to megatron-core", show_lines=True)
     for column in ("patch", "targets", "why", "until", "fits"):
         table.add_column(column)

@@ -14,7 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from benchmarks.gpu.packs import NUM_TOKENS, PACKS
-from megatron.hydraulis.runtime.core_attention import CORE_ATTENTIONS, builder_of, surroundings_here
+from megatron.hydraulis.runtime.core_attention import (
+    CORE_ATTENTIONS,
+    MODULE_OF,
+    current_environment,
+)
 
 NUM_HEADS, NUM_GROUPS, HEAD_SIZE = 16, 8, 128
 NUM_WARMUP, NUM_REPEATS = 3, 10
@@ -25,7 +29,7 @@ MIXED_LENGTHS = (16_384, 4096, 4096, 2048, 2048, 1024, *(512,) * 4, *(128,) * 8)
 def run() -> dict[str, Any]:
     """Median ms of each way on each pack; interleaved, so that drift meets all alike."""
     torch.cuda.set_device(0)
-    here = surroundings_here(dtype=torch.bfloat16, head_size=HEAD_SIZE)
+    here = current_environment(dtype=torch.bfloat16, head_size=HEAD_SIZE)
     left_out = {name: why for name in CORE_ATTENTIONS if (why := here.obstacle(name)) is not None}
     names = [name for name in CORE_ATTENTIONS if name not in left_out]
     rest = NUM_TOKENS - sum(MIXED_LENGTHS)
@@ -79,7 +83,7 @@ def _packed(name: Any, lengths: Sequence[int]) -> Callable[[], None]:
         bf16=True,
         params_dtype=torch.bfloat16,
     )
-    attention = builder_of(name)(config, 1, AttnMaskType.causal, "self")
+    attention = MODULE_OF[name](config, 1, AttnMaskType.causal, "self")
     borders = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
     row = PackedSeqParams(
         qkv_format="thd",

@@ -9,7 +9,11 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megatron.hydraulis.runtime.core_attention import CORE_ATTENTIONS, builder_of, surroundings_here
+from megatron.hydraulis.runtime.core_attention import (
+    CORE_ATTENTIONS,
+    MODULE_OF,
+    current_environment,
+)
 from tests.gpu.reference import attention_fp64, errors
 from tests.support.context_probes import packed, run_attention
 from tests.support.models import SmallModel
@@ -52,7 +56,7 @@ def errors_of(name: str, lengths: tuple[int, ...]) -> list[float]:
         num_groups=NUM_GROUPS,
         dtype=torch.bfloat16,
     )
-    attention = builder_of(name)(model.transformer(), 1, AttnMaskType.causal, "self")  # type: ignore[arg-type]
+    attention = MODULE_OF[name](model.transformer(), 1, AttnMaskType.causal, "self")  # type: ignore[arg-type]
     row = packed(list(lengths), list(lengths))
     for field in ("q", "kv"):
         for kind in ("", "_padded"):
@@ -66,7 +70,7 @@ def errors_of(name: str, lengths: tuple[int, ...]) -> list[float]:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", CORE_ATTENTIONS)
 def test_error_is_at_most_twice_that_of_one_sequence_at_a_time(name: str, lengths: str) -> None:
-    here = surroundings_here(dtype=torch.bfloat16, head_size=HEAD_SIZE)
+    here = current_environment(dtype=torch.bfloat16, head_size=HEAD_SIZE)
     why_not = here.obstacle(name)  # type: ignore[arg-type]
     if why_not is not None:
         pytest.skip(f"core attention '{name}' is not there: {why_not}")

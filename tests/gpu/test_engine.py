@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.runtime.core_attention import CoreAttentionName, surroundings_here
+from megatron.hydraulis.runtime.core_attention import CoreAttentionName, current_environment
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory, run_memory_trial
@@ -78,7 +78,7 @@ def gradients(dtype: torch.dtype, way: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "sdpa"])
 def test_gradients(way: str) -> None:
-    why_not = surroundings_here(dtype=torch.bfloat16, head_size=64).obstacle(WAYS[way][0])
+    why_not = current_environment(dtype=torch.bfloat16, head_size=64).obstacle(WAYS[way][0])
     if why_not is not None:
         pytest.skip(f"core attention '{WAYS[way][0]}' is not there: {why_not}")
     exact = gradients(torch.float32, "sdpa")

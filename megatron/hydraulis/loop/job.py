@@ -54,7 +54,7 @@ from megatron.hydraulis.observability.records import METRICS_FILE_NAME, MetricsW
 from megatron.hydraulis.observability.report_data import read_run
 from megatron.hydraulis.observability.report_figures import write_summary
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, surroundings_here
+from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, current_environment
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import (
     ForwardStep,
@@ -137,7 +137,7 @@ class Job:
         support the exchange among cp ranks.
         """
         args, resolved = self._resolved.args, self._resolved
-        here = surroundings_here(dtype=args.params_dtype, head_size=args.kv_channels)
+        here = current_environment(dtype=args.params_dtype, head_size=args.kv_channels)
         self._core_attention = choose(resolved.hydraulis.core_attention, here)
         if self._core_attention.name == "te":
             check_all_to_all(args, resolved.pool, resolved.shape, te_all_to_all_refusal)

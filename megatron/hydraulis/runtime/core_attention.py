@@ -1,4 +1,4 @@
-"""Which core attention a run uses: what is asked for, what is there, and why."""
+"""Selection of a run's core attention: what is requested, what is available, and why."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ from typing import Any, Literal
 import torch
 
 from megatron.hydraulis.errors import ConfigurationError
-
-__all__ = [
-    "CORE_ATTENTIONS",
-    "CoreAttention",
-    "CoreAttentionName",
-    "Surroundings",
-    "builder_of",
-    "choose",
-    "surroundings_here",
-]
+from megatron.hydraulis.runtime.attention import ContextAttention
+from megatron.hydraulis.runtime.attention_gpu import TEAttention, VarlenAttention
 
 CoreAttentionName = Literal["te", "torch", "sdpa"]
 
-CORE_ATTENTIONS: tuple[CoreAttentionName, ...] = ("te", "torch", "sdpa")
-"""The best first."""
+MODULE_OF: dict[CoreAttentionName, Any] = {
+    "te": TEAttention,
+    "torch": VarlenAttention,
+    "sdpa": ContextAttention,
+}
+"""The class for ``core_attention`` in a layer spec, with upstream's signature; the best first."""
+
+CORE_ATTENTIONS = tuple(MODULE_OF)
 
 _HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 _HEAD_SIZE_MULTIPLE = 8
 _MAX_HEAD_SIZE = 256
-"""What the kernel of ``varlen_attn``, FlashAttention 2, takes."""
+"""Limits of the kernel of ``varlen_attn``, FlashAttention 2."""
 _MAJOR_OF_AMPERE = 8
-"""Compute capability from which it runs."""
-_TRANSFORMER_ENGINE = "transformer_engine"
+"""Compute capability that it needs."""
+_NO_CUDA = "there is no CUDA device"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What a choice depends on."""
+class Environment:
+    """What the selection depends on."""
 
     compute_capability: tuple[int, int] | None
     """Of this rank's GPU; None without CUDA."""
@@ -49,14 +47,15 @@ class Surroundings:
     """Why this torch has no ``varlen_attn``; None where it has."""
 
     def obstacle(self, name: CoreAttentionName) -> str | None:
-        """Why a core attention cannot be used, with the numbers; None where it can."""
+        """Why a core attention cannot be used; None where it can."""
         if name == "sdpa":
             return None
         capability = self.compute_capability
         if capability is None:
-            return "there is no CUDA device"
+            return _NO_CUDA
         if self.dtype not in _HALF_PRECISIONS:
-            return f"its kernels take bf16 but the model computes in {_name(self.dtype)}"
+            name_of_dtype = str(self.dtype).removeprefix("torch.")
+            return f"its kernels take bf16 but the model computes in {name_of_dtype}"
         if name == "te":
             return self.why_no_te
         if capability[0] < _MAJOR_OF_AMPERE:
@@ -78,85 +77,56 @@ class CoreAttention:
 
     name: CoreAttentionName
     why: str
-    """For the log: ``core attention: te (asked for)``."""
+    """For the log: ``core attention: te (requested)``."""
 
 
-def choose(wish: str, here: Surroundings) -> CoreAttention:
-    """What ``--core-attention`` comes to: the best that is there, or what was asked for.
+def choose(wish: str, here: Environment) -> CoreAttention:
+    """The core attention for a value of ``--core-attention``: the best available, or a given one.
 
     Raises:
-        ConfigurationError: what was asked for is not there, or is no core attention.
+        ConfigurationError: it cannot be used here, or is no core attention.
     """
+    obstacles = {name: here.obstacle(name) for name in CORE_ATTENTIONS}
+    usable = [name for name, obstacle in obstacles.items() if obstacle is None]
     if wish == "auto":
-        obstacles: list[str] = []
-        for name in CORE_ATTENTIONS:
-            why_not = here.obstacle(name)
-            if why_not is None:
-                reason = "; ".join(obstacles) if obstacles else "the best there is"
-                return CoreAttention(name, reason)
-            obstacles.append(f"not {name}: {why_not}")
-    known: dict[str, CoreAttentionName] = {name: name for name in CORE_ATTENTIONS}
-    if wish not in known:
-        raise ConfigurationError(
-            f"--core-attention {wish} is none of the {len(known) + 1} that are known; choose one "
-            f"of auto, {', '.join(known)}"
-        )
-    why_not = here.obstacle(known[wish])
-    if why_not is not None:
-        usable = [name for name in CORE_ATTENTIONS if here.obstacle(name) is None]
-        raise ConfigurationError(
-            f"--core-attention {wish} cannot be used: {why_not}; choose {' or '.join(usable)}, or "
-            "auto for the best that is there"
-        )
-    return CoreAttention(known[wish], "asked for")
-
-
-def surroundings_here(*, dtype: torch.dtype, head_size: int) -> Surroundings:
-    """Those of this process and its current CUDA device."""
-    has_cuda = torch.cuda.is_available()
-    return Surroundings(
-        compute_capability=torch.cuda.get_device_capability() if has_cuda else None,
-        dtype=dtype,
-        head_size=head_size,
-        why_no_te=_why_no_te() if has_cuda else "there is no CUDA device",
-        why_no_varlen=_why_no_varlen(),
+        better = CORE_ATTENTIONS[: CORE_ATTENTIONS.index(usable[0])]
+        why = "; ".join(f"not {name}: {obstacles[name]}" for name in better)
+        return CoreAttention(usable[0], why or "the best available")
+    for name, obstacle in obstacles.items():
+        if name == wish and obstacle is None:
+            return CoreAttention(name, "requested")
+        if name == wish:
+            raise ConfigurationError(
+                f"--core-attention {wish} cannot be used: {obstacle}; choose {' or '.join(usable)},"
+                " or auto for the best available"
+            )
+    raise ConfigurationError(
+        f"--core-attention {wish} is none of the {len(CORE_ATTENTIONS) + 1} that are known; choose "
+        f"one of auto, {', '.join(CORE_ATTENTIONS)}"
     )
 
 
-def builder_of(name: CoreAttentionName) -> Any:
-    """What stands in a layer spec as ``core_attention``, with upstream's signature.
-
-    Modules are imported here, when they are needed: Transformer Engine must not be, on a CPU.
-    """
-    if name == "te":
-        from megatron.hydraulis.runtime.attention_gpu import TEAttention
-
-        return TEAttention
-    if name == "torch":
-        from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
-
-        return VarlenAttention
-    from megatron.hydraulis.runtime.attention import ContextAttention
-
-    return ContextAttention
+def current_environment(*, dtype: torch.dtype, head_size: int) -> Environment:
+    """The environment of this process and its current CUDA device."""
+    has_cuda = torch.cuda.is_available()
+    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    return Environment(
+        compute_capability=torch.cuda.get_device_capability() if has_cuda else None,
+        dtype=dtype,
+        head_size=head_size,
+        why_no_te=_why_no_te() if has_cuda else _NO_CUDA,
+        why_no_varlen=(
+            None if has_varlen else f"torch {torch.__version__} has no torch.nn.attention.varlen"
+        ),
+    )
 
 
 def _why_no_te() -> str | None:
-    if importlib.util.find_spec(_TRANSFORMER_ENGINE) is None:
+    if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # built for another torch or CUDA: it raises what it likes
+    except Exception as error:  # built for another torch or CUDA, it may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         return f"Transformer Engine cannot be imported ({reason})"
     return None
-
-
-def _why_no_varlen() -> str | None:
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

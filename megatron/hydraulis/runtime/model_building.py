@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import require_no_dropout
-from megatron.hydraulis.runtime.core_attention import CoreAttentionName, builder_of
+from megatron.hydraulis.runtime.core_attention import MODULE_OF, CoreAttentionName
 from megatron.hydraulis.runtime.packed_rope import follow_rows
 from megatron.hydraulis.transfer.role import Role
 
@@ -225,7 +225,7 @@ def packed_block_spec(
         layer_spec = TransformerBlockSubmodules(
             layer_specs=[layer_spec] * num_layers, layer_norm=WrappedTorchNorm
         )
-    attention = builder_of(core_attention)
+    attention = MODULE_OF[core_attention]
     replaced = {WrappedTorchNorm: PackedNorm, DotProductAttention: attention}
     packed: TransformerBlockSubmodules = _with_replaced(
         layer_spec, replaced | _te_replacements(attention)

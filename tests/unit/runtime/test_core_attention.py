@@ -6,13 +6,13 @@ import torch
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.core_attention import (
     CORE_ATTENTIONS,
-    Surroundings,
-    builder_of,
+    MODULE_OF,
+    Environment,
     choose,
-    surroundings_here,
+    current_environment,
 )
 
-HOPPER = Surroundings(
+HOPPER = Environment(
     compute_capability=(9, 0),
     dtype=torch.bfloat16,
     head_size=128,
@@ -24,13 +24,13 @@ HOPPER = Surroundings(
 @pytest.mark.parametrize(
     ("changes", "name", "why"),
     [
-        ({}, "te", "the best there is"),
+        ({}, "te", "the best available"),
         (
             {"why_no_te": "Transformer Engine is not installed"},
             "torch",
             "not te: Transformer Engine is not installed",
         ),
-        ({"compute_capability": (7, 5)}, "te", "the best there is"),
+        ({"compute_capability": (7, 5)}, "te", "the best available"),
         (
             {"compute_capability": (7, 5), "why_no_te": "it is not installed"},
             "sdpa",
@@ -67,12 +67,12 @@ def test_auto_takes_the_best_and_says_why(changes: dict[str, object], name: str,
 
 
 @pytest.mark.parametrize("name", CORE_ATTENTIONS)
-def test_what_is_asked_for_is_taken(name: str) -> None:
+def test_what_is_requested_is_taken(name: str) -> None:
     assert choose(name, HOPPER).name == name
-    assert choose(name, HOPPER).why == "asked for"
+    assert choose(name, HOPPER).why == "requested"
 
 
-def test_what_is_not_there_is_refused_with_what_is() -> None:
+def test_what_is_unavailable_is_refused_with_alternatives() -> None:
     here = dataclasses.replace(HOPPER, why_no_te="Transformer Engine is not installed")
     with pytest.raises(
         ConfigurationError,
@@ -85,8 +85,8 @@ def test_what_is_not_there_is_refused_with_what_is() -> None:
 
 
 def test_on_this_machine() -> None:
-    here = surroundings_here(dtype=torch.bfloat16, head_size=64)
+    here = current_environment(dtype=torch.bfloat16, head_size=64)
     if not torch.cuda.is_available():
         assert choose("auto", here).name == "sdpa"
     for name in CORE_ATTENTIONS:
-        assert isinstance(builder_of(name), type)
+        assert isinstance(MODULE_OF[name], type)
