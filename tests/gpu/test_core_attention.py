@@ -56,7 +56,7 @@ def errors_of(name: str, lengths: tuple[int, ...]) -> list[float]:
         num_groups=NUM_GROUPS,
         dtype=torch.bfloat16,
     )
-    attention = MODULE_OF[name](model.transformer(), 1, AttnMaskType.causal, "self")  # type: ignore[arg-type]
+    attention = MODULE_OF[name](model.transformer(), 1, AttnMaskType.causal, "self")  # type: ignore[index]
     row = packed(list(lengths), list(lengths))
     for field in ("q", "kv"):
         for kind in ("", "_padded"):

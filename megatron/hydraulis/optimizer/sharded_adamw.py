@@ -1,4 +1,4 @@
-"""AdamW on the canonical shards: its state never moves, whatever strategy computed a gradient."""
+"""AdamW on the canonical shards: its state never moves when the strategy changes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Run = tuple[int, int]
 """Elements [start, stop) of the flat shards."""
 
 NORM_CHUNK_ELEMENTS = 1 << 22
-"""Elements of the gradient whose norm is taken at a time: 32 MiB in fp64."""
+"""Elements of the gradient whose norm is computed at once: 32 MiB in fp64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings:
-    """Hyper-parameters; learning rate and weight decay are those of the first iteration."""
+    """Hyper-parameters; learning rate and weight decay of the first iteration."""
 
     lr: float
     min_lr: float = 0.0
@@ -47,11 +47,10 @@ class AdamWSettings:
 
 
 class ShardedAdamW:
-    """torch's fused AdamW over runs of the flat shards, with what upstream's loop asks for.
+    """torch's fused AdamW over runs of the flat shards, with the interface of upstream's loop.
 
-    No weight decay on biases and norms. Gradients arrive as sums over tokens and are divided by
-    the number of trained tokens of the global batch here, once. The moments lie as the shards do,
-    so that what says where a parameter lies says where its state lies.
+    Biases and norms have no weight decay. Gradients arrive as sums over tokens and are divided once
+    by the number of trained tokens of the global batch. The moments have the layout of the shards.
     """
 
     is_stub_optimizer = False
@@ -108,13 +107,13 @@ class ShardedAdamW:
             pass
 
     def step_by_bucket(self, gradient_norm: float) -> Iterator[int]:
-        """As `step`, giving the index of every bucket as soon as it is updated, in their order.
+        """As `step`, yielding the index of every bucket in order, as soon as it is updated.
 
-        Once begun it must be gone through to the end.
+        The iterator must be exhausted.
         """
         limit = self.settings.clip_grad
         if limit and gradient_norm > limit:
-            # The small term is torch's and upstream's: it keeps the quotient away from 1 / 0.
+            # torch and upstream add the same small term.
             self._shards.gradients.mul_(limit / (gradient_norm + 1.0e-6))
         self.num_steps += 1
         for bucket, runs in enumerate(self._runs):
@@ -123,7 +122,7 @@ class ShardedAdamW:
             yield bucket
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's shards, laid out as torch lays out that of one parameter."""
+        """The state of this rank's shards in torch's format for one parameter."""
         state = {"step": self.num_steps, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -132,7 +131,7 @@ class ShardedAdamW:
         return {"state": {0: state}, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, on the same rank of an equal layout."""
+        """Load what `state_dict` returned on the same rank with an equal layout."""
         of_shards = state["state"][0]
         self.num_steps.copy_(of_shards["step"])
         self.exp_avg.copy_(of_shards["exp_avg"])
@@ -141,7 +140,7 @@ class ShardedAdamW:
             group.update(saved)
 
     def _group(self, decays: bool, weight_decay: float) -> dict[str, Any]:
-        """One of upstream's parameter groups; hyper-parameters as torch's AdamW names them."""
+        """A parameter group of upstream's, with the names of torch's AdamW."""
         settings = self.settings
         return {
             "params": [
@@ -166,7 +165,7 @@ class ShardedAdamW:
             return
         shards = self._shards
         beta1, beta2 = group["betas"]
-        # The kernel adds 1 to the steps of every tensor it is given.
+        # The kernel adds 1 to the steps of every tensor.
         steps = [self.num_steps - 1 for _ in runs]
         adamw(
             [shards.parameters[start:stop] for start, stop in runs],
@@ -187,7 +186,7 @@ class ShardedAdamW:
 
 
 def _runs_of_buckets(shards: CanonicalShards) -> list[dict[bool, list[Run]]]:
-    """Of each bucket, neighbouring owned rectangles of equal decay, by whether they decay."""
+    """By bucket and weight decay: runs of adjacent owned rectangles."""
     parameters = shards.layout.parameters
     found: list[dict[bool, list[Run]]] = []
     for bucket in shards.layout.buckets:

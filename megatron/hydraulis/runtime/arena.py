@@ -1,4 +1,4 @@
-"""Two flat storages a rank, parameters and gradients, that the models of all its roles share."""
+"""Two flat storages per rank, parameters and gradients, shared by the models of all its roles."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.role import Role
 
 ALIGNMENT_ELEMENTS = 64
-"""Every parameter starts at a multiple of this: 256 bytes in fp32, what CUDA kernels like."""
+"""Every parameter starts at a multiple of this: 256 bytes in fp32, as CUDA kernels prefer."""
 
 
 class ArenaMemory:
-    """The memory of all arenas of a rank: the size of what the strategy at hand needs.
+    """The memory of all arenas of a rank, sized for the current strategy.
 
-    Storages are resized, not remade: the views of every role stay valid, though only those of the
-    role that the memory was sized for last may be used.
+    Storages are resized, not replaced: the views of every role stay valid, but only those of the
+    role for which the memory was last sized may be used.
 
     Args:
         dtype: of parameters.
@@ -43,22 +43,22 @@ class ArenaMemory:
         return sum(flat.untyped_storage().nbytes() for flat in (self._parameters, self._gradients))
 
     def size_parameters(self, num_elements: int) -> None:
-        """Room for so many parameters; where the size changes, contents are undefined."""
+        """Resize for parameters; if the size changes, contents are undefined."""
         _resize(self._parameters, num_elements)
 
     def size_gradients(self, num_elements: int) -> None:
-        """Room for so many gradients; where the size changes, contents are undefined."""
+        """Resize for gradients; if the size changes, contents are undefined."""
         _resize(self._gradients, num_elements)
 
     def release_gradients_unless(self, num_elements: int) -> None:
-        """Give the gradients' memory back where it is not of this size already."""
+        """Free the gradients' memory unless it has this size already."""
         if self._gradients.untyped_storage().nbytes() != (
             num_elements * self._gradients.element_size()
         ):
             _resize(self._gradients, 0)
 
     def views(self, num_elements: int) -> tuple[Tensor, Tensor]:
-        """Flat parameters and gradients from the storages' beginning; within `reaching` only."""
+        """Flat parameters and gradients from the start of the storages; only within `reaching`."""
         return tuple(
             torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
                 flat.untyped_storage(), 0, (num_elements,), (1,)
@@ -68,9 +68,9 @@ class ArenaMemory:
 
     @contextmanager
     def reaching(self, num_elements: int) -> Iterator[None]:
-        """Keeps both storages at least so large, with their contents, while views are made.
+        """Enlarge both storages temporarily, keeping their contents, so that views can be created.
 
-        torch refuses a view beyond its storage, though it does not mind the storage shrinking.
+        torch refuses a view beyond its storage, but allows a storage to shrink below its views.
         """
         before = []
         for flat in (self._parameters, self._gradients):
@@ -88,13 +88,13 @@ class ArenaMemory:
 def _resize(flat: Tensor, num_elements: int) -> None:
     storage, num_bytes = flat.untyped_storage(), num_elements * flat.element_size()
     if storage.nbytes() != num_bytes:
-        storage.resize_(0)  # what was there is not worth copying, nor holding beside the new
+        storage.resize_(0)  # free the old contents first: neither copy them nor hold both
         storage.resize_(num_bytes)
 
 
 @dataclass(frozen=True)
 class BoundParameter:
-    """A parameter of the role and its places in the arenas, both flat."""
+    """A parameter of the role and its flat views of the arena."""
 
     name: str
     values: Tensor
@@ -102,7 +102,7 @@ class BoundParameter:
 
 
 class Arena:
-    """One role's places in the shared memory: parameters and gradients at its own offsets."""
+    """One role's layout of the shared memory: the offset of every parameter and gradient."""
 
     def __init__(self, layout: CanonicalLayout, role: Role, memory: ArenaMemory) -> None:
         self._layout = layout
@@ -124,11 +124,11 @@ class Arena:
         """By index into ``layout.parameters``."""
 
     def bind(self, model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
-        """Give every parameter of a model on `meta` its place here, gradients included.
+        """Give every parameter of a model on `meta`, and its gradient, memory of the arena.
 
-        A parameter's gradient is ``main_grad``, as upstream calls it: a view of the arena, in its
-        type. Linear layers with ``config.gradient_accumulation_fusion`` add to it themselves; what
-        else a backward makes is added when it is complete, and then forgotten: ``grad`` is None.
+        A parameter's gradient is ``main_grad``, upstream's name: a view of the arena, in its dtype.
+        Linear layers with ``config.gradient_accumulation_fusion`` add to it directly; other
+        gradients are added when autograd completes them, and ``grad`` is set to None.
 
         Args:
             model: the role's model; its parameters are replaced by views into the arena that carry
@@ -138,7 +138,7 @@ class Arena:
             The new parameters, by index into ``layout.parameters``.
 
         Raises:
-            ConfigurationError: the model's parameters are not those of the catalogue.
+            ConfigurationError: the model's parameters differ from those of the catalogue.
         """
         parameters: dict[int, torch.nn.Parameter] = {}
         with self.in_memory():
@@ -149,11 +149,11 @@ class Arena:
         return parameters
 
     def in_memory(self) -> AbstractContextManager[None]:
-        """Within, views of the arena can be made, whatever the memory was sized for."""
+        """Within, views of the arena can be created, whatever the current size of the memory."""
         return self._memory.reaching(self.num_elements)
 
     def zero_gradients(self) -> None:
-        """Start accumulating anew."""
+        """Set all gradients to zero."""
         self.gradients.zero_()
 
     def _bound(
@@ -174,13 +174,13 @@ class Arena:
                 f"{spec.shape} cut over tp={self._role.tp} gives {shape}"
             )
         bound = self._views(index, name)
-        # `Parameter(view)` would share the arena's version counter, and autograd would raise
-        # as soon as another parameter's gather writes to the arena.
+        # `Parameter(view)` would share the arena's version counter: autograd would raise as soon
+        # as the gather of another parameter writes to the arena.
         parameter = torch.nn.Parameter(torch.empty(0, dtype=bound.values.dtype))
         parameter.data = bound.values.view(shape)
         for key, value in vars(original).items():
             setattr(parameter, key, value)
-        accumulated: Any = parameter  # it carries attributes that torch's type does not know
+        accumulated: Any = parameter  # its attributes are unknown to torch's type
         accumulated.main_grad = bound.gradient.view(shape)
         accumulated.grad_added_to_main_grad = False
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
@@ -197,8 +197,8 @@ class Arena:
 
 
 def _add_to_main_grad(parameter: Any) -> None:
-    """By upstream's rules: a layer that has added to ``main_grad`` gives autograd a tensor of no
-    meaning in the gradient's place, or zeros where a second use of the weight has a true one."""
+    """By upstream's rules: a layer that has added to ``main_grad`` returns a meaningless gradient,
+    or zeros where another use of the weight has a real gradient."""
     if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
         parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
@@ -211,7 +211,7 @@ def _replace_parameter(
     original: torch.nn.Parameter,
     parameter: torch.nn.Parameter,
 ) -> None:
-    """Put ``parameter`` wherever the original is registered: tied weights have several places."""
+    """Replace the original wherever it is registered: tied weights are registered repeatedly."""
     replaced = 0
     for module in model.modules():
         for key, registered in module._parameters.items():

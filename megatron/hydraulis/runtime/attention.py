@@ -273,9 +273,10 @@ class ContextAttention(SegmentAttention):
         # The shares of a rank are adjacent, so that one collective moves all three tensors.
         shares = [each.unflatten(1, (row.size, -1)) for each in (query, key, value)]
         num_heads = [share.size(2) for share in shares]
-        exchanged: Tensor = _TokensForHeads.apply(torch.cat(shares, dim=2), row)
+        exchanged: Tensor = _HeadExchange.apply(torch.cat(shares, dim=2), row, True)
         q, k, v = exchanged.split(num_heads, dim=1)
-        return _HeadsForTokens.apply(self._attend_to_row(q, k, v, row), row).flatten(1, 2)
+        attended = self._attend_to_row(q, k, v, row)
+        return _HeadExchange.apply(attended, row, False).flatten(1, 2)
 
     def _attend_to_row(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Tensor:
         """Attend with all tokens of the row and this rank's share of the heads."""
@@ -451,10 +452,10 @@ def attend_and_forget(
         again: gathers them in the backward, once. Collective, so it runs at a fixed place.
     """
     memory = _GatheredAgain(gathered, again)
-    gathered = _BackwardEnds.apply(gathered, memory)
+    gathered = _InBackward.apply(gathered, memory.end)
     with torch.autograd.graph.saved_tensors_hooks(memory.forget, memory.recall):
         attended = attend(gathered)
-    return _BackwardBegins.apply(attended, memory)
+    return _InBackward.apply(attended, memory.begin)
 
 
 class _GatheredAgain:
@@ -491,62 +492,35 @@ class _GatheredAgain:
         self._again = None
 
 
-class _BackwardBegins(Function):
-    """Identity on the result of all blocks: its backward runs before theirs."""
+class _InBackward(Function):
+    """Identity; the backward calls ``action`` when it reaches this place."""
 
     @staticmethod
-    def forward(ctx: Any, attended: Tensor, again: _GatheredAgain) -> Tensor:
-        ctx.again = again
-        return attended.view_as(attended)
+    def forward(ctx: Any, tensor: Tensor, action: Callable[[], None]) -> Tensor:
+        ctx.action = action
+        return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.again.begin()
+        ctx.action()
         return gradient, None
 
 
-class _BackwardEnds(Function):
-    """Identity on what was gathered: its backward runs after that of the blocks."""
+class _HeadExchange(Function):
+    """(T, c, heads of a rank, size) into (R, heads of this rank, size) in the order of the row, or
+    back."""
 
     @staticmethod
-    def forward(ctx: Any, gathered: Tensor, again: _GatheredAgain) -> Tensor:
-        ctx.again = again
-        return gathered.view_as(gathered)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.again.end()
-        return gradient, None
-
-
-class _TokensForHeads(Function):
-    """(T, c, heads of a rank, size) into (R, heads of this rank, size) in the order of the row."""
-
-    @staticmethod
-    def forward(ctx: Any, shares: Tensor, row: SharedRow) -> Tensor:
-        ctx.row = row
-        return _scatter_heads(shares, row)
+    def forward(ctx: Any, given: Tensor, row: SharedRow, scatters: bool) -> Tensor:
+        ctx.row, ctx.scatters = row, scatters
+        return _scatter_heads(given, row) if scatters else _gather_heads(given, row)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather_heads(gradient, ctx.row), None
-
-
-class _HeadsForTokens(Function):
-    """(R, heads of this rank, size) into (T, c, heads of a rank, size): the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, row: SharedRow) -> Tensor:
-        ctx.row = row
-        return _gather_heads(whole, row)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _scatter_heads(gradient, ctx.row), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        inverse = _gather_heads if ctx.scatters else _scatter_heads
+        return inverse(gradient, ctx.row), None, None
 
 
 def _scatter_heads(shares: Tensor, row: SharedRow) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an engine tells of an iteration, and how its parts are timed."""
+"""The result of an iteration, and how its parts are timed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from megatron.hydraulis.runtime.memory import OutOfMemory
 
 Phase = Callable[[str], AbstractContextManager[object]]
-"""``phase(name)`` is entered around every part of an iteration, by all ranks alike, idle ones
-included: 'gather' (left out where the parameters are there already or on their way),
-'forward-backward', 'scatter', 'optimizer' (left out where there is nothing to update). With overlap
-'gather' is no more than its beginning, and 'scatter' what is left of it after the last backward.
+"""``phase(name)`` is entered around every part of an iteration, by all ranks, including idle ones:
+'gather' (skipped where the parameters have been gathered or are on their way), 'forward-backward',
+'scatter', 'optimizer' (skipped where there is nothing to update). With overlap 'gather' is only the
+beginning of the gather, and 'scatter' the part of the scatter after the last backward.
 """
 
 
@@ -42,7 +42,7 @@ class LossTotal:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one iteration did."""
+    """The result of one iteration."""
 
     loss: LossTotal
     gradient_norm: float | None
@@ -55,10 +55,10 @@ class StepOutcome:
     """What this rank receives from others and sends to them in one gather and one scatter of the
     iteration's strategy."""
     gather_wait_s: float = 0.0
-    """How long this rank's compute stood still for parameters."""
+    """Time for which this rank's compute waited for parameters."""
     scatter_wait_s: float = 0.0
-    """How long it stood still for gradients."""
+    """Time for which it waited for gradients."""
     num_ranks_without_memory: int = 0
-    """Ranks whose memory ran out; equal on every rank. Where there are any, nothing is updated."""
+    """Ranks that ran out of memory; equal on every rank. If there are any, nothing is updated."""
     out_of_memory: OutOfMemory | None = None
-    """What happened on this rank, if it is one of them."""
+    """Set if this rank is one of them."""

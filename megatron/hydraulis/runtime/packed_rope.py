@@ -1,17 +1,16 @@
 """Rotary positions of packed rows, and the context-parallel group that an attention runs in.
 
 Upstream's attention rotates queries and keys of a packed row sequence by sequence: it reads the
-borders from the device, which the host waits for four times a layer, and takes a rank's chunks from
-``self.pg_collection.cp``, the group that the model was built with, whatever group
-``packed_seq_params`` names. A micro-batch that runs in another group would get the positions of
-other tokens.
+borders from the device, so that the host waits four times per layer, and selects a rank's chunks by
+``self.pg_collection.cp``, the group that the model was built with, ignoring the group in
+``packed_seq_params``. A micro-batch that runs in another group would get wrong positions.
 
-`follow_rows` sets hooks on the built modules, which reach a user's own layers as well and need no
-patch. A row that says where its tokens stand (`PackedRow.positions`) is rotated by them in front of
-core attention; upstream's attention is given no table. Cosines and sines are looked up once a
-micro-batch. Where upstream rotates by itself (Transformer Engine's fused kernel, attentions with a
-forward of their own, rows without positions), it is handed a collection whose ``cp`` is the
-micro-batch's. A core attention that would take a part of a row for the row itself is refused.
+`follow_rows` sets hooks on the built modules, which include a user's layers, without a patch. A row
+with `PackedRow.positions` is rotated by them before core attention, and upstream's attention gets
+no table. Cosines and sines are looked up once per micro-batch. Where upstream rotates (Transformer
+Engine's fused kernel, attentions that override ``forward``, rows without positions), it gets a
+collection whose ``cp`` is the micro-batch's group. A core attention that does not support parts of
+a row is refused.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from megatron.hydraulis.runtime.process_groups import LocalGroup
 __all__ = ["MARK", "follow_rows", "rotate"]
 
 MARK = "takes_context_group"
-"""Attribute by which a core attention says that it attends over ``packed_seq_params.cp_group``."""
+"""Attribute of core attentions that attend over ``packed_seq_params.cp_group``."""
 
 
 def follow_rows(model: torch.nn.Module) -> None:
-    """Have every attention of a model take positions and context group from each micro-batch.
+    """Make every attention of a model take positions and context group from each micro-batch.
 
-    Rows without a group, and unpacked ones, are whole: the group is this rank alone.
+    Rows without a group, and unpacked input, belong to this rank alone.
 
     Args:
-        model: holds upstream's attentions, or subclasses of them; called once when it is built.
+        model: contains upstream's attentions or subclasses; call once, when it is built.
     """
     alone = LocalGroup()
     for module in model.modules():
@@ -57,19 +56,19 @@ def follow_rows(model: torch.nn.Module) -> None:
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Any:
-    """Queries and keys turned by the places of their tokens.
+    """Rotate queries and keys by the positions of their tokens.
 
-    Three kernels a tensor, forward as well as backward; autograd keeps only ``cos`` and ``sin``.
+    Three kernels per tensor, in forward and backward; autograd saves only ``cos`` and ``sin``.
 
     Args:
         query: (T, heads, head size).
         key: (T, query groups, head size).
-        cos: (T, 1, size) for the first ``size`` channels of a head; the others stay as they are.
+        cos: (T, 1, size) for the first ``size`` channels of a head; the others are copied.
         sin: likewise.
-        interleaved: channels 2i and 2i + 1 turn together, otherwise i and i + size / 2.
+        interleaved: channels 2i and 2i + 1 form a pair, otherwise i and i + size / 2.
 
     Returns:
-        Both, in memory of their own.
+        Both, in new memory.
     """
     return _Rotation.apply(query, key, cos, sin, interleaved)
 
@@ -92,7 +91,7 @@ class _Rotation(Function):
 
 
 def _turned(given: Tensor, cos: Tensor, sin: Tensor, way: int, interleaved: bool) -> Tensor:
-    """(T, heads, head size), turned forwards (``way`` 1) or back (-1)."""
+    """(T, heads, head size), rotated forwards (``way`` 1) or back (-1)."""
     size = cos.size(-1)
     turned = torch.empty(given.shape, dtype=given.dtype, device=given.device)
     inner, result = given[..., :size], turned[..., :size]
@@ -104,7 +103,7 @@ def _turned(given: Tensor, cos: Tensor, sin: Tensor, way: int, interleaved: bool
         else (slice(0, size // 2), slice(size // 2, None))
     )
     torch.mul(inner, cos, out=result)
-    # Each way a channel takes the sine of the output: on the way back the other channel's.
+    # A channel uses the sine of its output; rotating back, that of the other channel.
     first, second = (sin[..., channels] for channels in (firsts, seconds)[::way])
     result[..., firsts].addcmul_(inner[..., seconds], first, value=-way)
     result[..., seconds].addcmul_(inner[..., firsts], second, value=way)
@@ -137,15 +136,15 @@ def _rotation_of(row: PackedRow, table: Tensor, attention: Any) -> tuple[Tensor,
     dtype = attention.config.params_dtype
 
     def look_up() -> tuple[Tensor, Tensor]:
-        # As upstream: angles in the table's type, rounded to the model's when they are turned.
+        # As upstream: angles in the table's dtype, rounded to the model's for the rotation.
         angles = table.flatten(0, 2).index_select(0, positions).unsqueeze(1)
         cos, sin = angles.cos(), angles.sin_()
         if scale != 1.0:
             cos, sin = cos.mul_(scale), sin.mul_(scale)
         return cos.to(dtype), sin.to(dtype)
 
-    # Recomputed layers get the table as another tensor in the same storage. A weak reference does
-    # not keep its memory, but no other storage is equal to it, as one at the same address would be.
+    # Recomputed layers get the table as another tensor in the same storage. A weak reference to it
+    # does not keep its memory and, unlike its address, cannot equal that of a later storage.
     storage = StorageWeakRef(table.untyped_storage())
     view = (table.storage_offset(), table.shape, table.stride())
     cos, sin = once_a_row(row, ("rotation", storage, view, scale, dtype), look_up)
@@ -160,7 +159,7 @@ def _is_rotated_here(attention: Any) -> bool:
 
 
 def _keeps_fused_output(attention: Any) -> bool:
-    """Whether norms of queries or keys keep what the fused linear layer gave them."""
+    """Whether norms of queries or keys save the output of the fused linear layer."""
     norms = (getattr(attention, name, None) for name in ("q_layernorm", "k_layernorm"))
     return any(norm is not None and not isinstance(norm, IdentityOp) for norm in norms)
 
@@ -178,14 +177,13 @@ def _before_core_attention(
         query, key, cos.to(query.dtype), sin.to(query.dtype), interleaved=interleaved
     )
     if not keeps_fused_output:
-        # A view of the fused linear layer's output would keep all of it until the backward.
+        # A view would keep the complete output of the fused linear layer until the backward.
         value = value.contiguous()
     return (query, key, value, *others), named
 
 
 def _forget_tables(rotary: torch.nn.Module, *_: Any) -> None:
-    """Upstream keeps the tables of the last 32 lengths, and rows are of as many lengths as there
-    are micro-batches."""
+    """Upstream caches tables of the last 32 lengths, but almost every row has another length."""
     type(rotary).forward.cache_clear()  # type: ignore[attr-defined]
 
 
@@ -195,15 +193,15 @@ def _take_group(alone: LocalGroup, attention: Any, row: Any) -> None:
         size = None if row is None else row.local_cp_size
         if size not in (None, 1):
             raise ConfigurationError(
-                f"a packed row says it is shared by {size} ranks but names no context-parallel "
-                "group; set PackedSeqParams.cp_group"
+                f"a packed row is shared by {size} ranks but has no context-parallel group; set "
+                "PackedSeqParams.cp_group"
             )
         group = alone
     if group.size() > 1 and not getattr(attention.core_attention, MARK, False):
         raise ConfigurationError(
-            f"core attention {type(attention.core_attention).__name__} was given the part of a row "
-            f"that {group.size()} ranks share but is not known to attend to the others' parts; use "
-            f"strategies without cp, or let it attend over packed_seq_params.cp_group and set "
+            f"core attention {type(attention.core_attention).__name__} got a part of a row that "
+            f"{group.size()} ranks share but is not known to support parts of rows; use strategies "
+            "without cp, or let it attend over packed_seq_params.cp_group and set "
             f"{MARK} = True on it"
         )
     if attention.pg_collection.cp is not group:

@@ -41,9 +41,9 @@ def _as_member(group: Any) -> dist.ProcessGroup:
 class GroupRegistry:
     """All process groups of a job, keyed by rank tuple.
 
-    Creation is collective: every rank makes the same registry from the same strategies, in the
-    same order. Look-up is local. Ranks keep the order they have in the strategy: sorted ones would
-    turn a pipeline on ranks (3, 1) round without a word.
+    Creation is collective: every rank creates the same registry from the same strategies, in the
+    same order. Look-up is local. Ranks keep their order in the strategy: sorting would silently
+    reverse a pipeline on ranks (3, 1).
     """
 
     def __init__(self, strategies: Iterable[Strategy], *, timeout: timedelta | None = None) -> None:
@@ -54,24 +54,24 @@ class GroupRegistry:
         self.regroup: dist.ProcessGroup = _as_member(
             dist.new_group(timeout=timeout, group_desc="hydraulis_regroup")
         )
-        """All ranks, for regrouping alone: no other collective comes between its own."""
+        """All ranks, for regrouping only: no other collectives are interleaved with it."""
         if dist.get_backend() == "nccl":
-            # A communicator is made at its first use, by all of its ranks; in an exchange by pairs
-            # some have nothing to do.
+            # All ranks create a communicator at its first use, but in an exchange by pairs some
+            # ranks have nothing to do.
             dist.all_reduce(torch.zeros(1, device=device_of_job()), group=self.regroup)
         self.num_created = 2
         for strategy in strategies:
             self.add_strategy(strategy)
 
     def add_strategy(self, strategy: Strategy) -> None:
-        """Create what ``strategy`` needs and is not there yet. Collective over all ranks."""
+        """Create the groups of ``strategy`` that do not exist yet. Collective over all ranks."""
         for ranks in groups_of(strategy):
             if ranks in self._groups:
                 continue
             group = dist.new_group(
                 list(ranks), timeout=self._timeout, sort_ranks=False, group_desc="hydraulis"
             )
-            # Ranks outside get a marker object; kept so that look-up can tell the two apart.
+            # Ranks outside get a marker object, which look-up returns as well.
             self._groups[ranks] = _as_member(group)
             self.num_created += 1
         logger.info("process groups after strategy '%s': %d", strategy, self.num_created)
@@ -85,8 +85,8 @@ class GroupRegistry:
         found = self._groups.get(tuple(ranks))
         if found is None:
             raise StrategyError(
-                f"ranks {tuple(ranks)} have no process group; groups are created collectively at "
-                "start-up: name every strategy of the run before it starts"
+                f"ranks {tuple(ranks)} have no process group; all groups are created at start-up: "
+                "name every strategy of the run before it starts"
             )
         return found
 
@@ -96,12 +96,11 @@ class GroupRegistry:
         return self._groups[(self._rank,)]
 
     def collection(self, strategy: Strategy) -> ProcessGroupCollection | None:
-        """What Megatron's modules and schedules take for this rank; None where it is idle.
+        """The groups for Megatron's modules and schedules on this rank; None where it is idle.
 
-        The embedding group is None: gradients of tied embeddings meet on the canonical shards.
-        To modules and schedules a rank is alone in its cp group (docs/architecture.md says what
-        that keeps upstream from doing): the ranks that really share a micro-batch come with it, see
-        `context_group`.
+        The embedding group is None: gradients of tied embeddings are added on the canonical shards.
+        For modules and schedules a rank is alone in its cp group (docs/architecture.md explains
+        what this prevents); each micro-batch carries its own group, see `context_group`.
         """
         replica = strategy.replica_of(self._rank)
         if replica is None:
@@ -114,7 +113,7 @@ class GroupRegistry:
         return collection
 
     def context_group(self, strategy: Strategy, size: int, place: int) -> dist.ProcessGroup:
-        """The group of so many cp ranks in which this rank has a place, from 0.
+        """The group of ``size`` cp ranks in which this rank is number ``place``, from 0.
 
         Raises:
             StrategyError: this rank is idle, or such a group is not cut from its replica.
@@ -124,7 +123,7 @@ class GroupRegistry:
         if replica is None or position is None:
             raise StrategyError(
                 f"rank {self._rank} is idle in strategy '{strategy.name}' and in no context group; "
-                f"a plan gives work to replicas only"
+                "a plan gives work to replicas only"
             )
         offset = position.cp - place
         scheme = replica.scheme
@@ -154,11 +153,11 @@ def single_rank_collection(of_self: dist.ProcessGroup) -> ProcessGroupCollection
 
 
 def training_loop_collection(of_self: dist.ProcessGroup) -> ProcessGroupCollection:
-    """What upstream's loop is told: one model per rank, all ranks one data-parallel group.
+    """The groups for upstream's loop: one model per rank, all ranks one data-parallel group.
 
-    The loop takes numbers of samples not from this group but from ``args.data_parallel_size``,
-    which is 1, so that they count once and not once a rank; the train step checks its count against
-    the plans.
+    The loop takes numbers of samples from ``args.data_parallel_size``, not from this group: it is
+    1, so that samples are counted once and not once per rank. The train step checks the count
+    against the plans.
     """
     collection = single_rank_collection(of_self)
     world = dist.group.WORLD
@@ -170,7 +169,7 @@ def training_loop_collection(of_self: dist.ProcessGroup) -> ProcessGroupCollecti
 
 
 class LocalGroup:
-    """Stands in for a process group where a model is only looked at (on `meta`), never run."""
+    """Replaces a process group for models on `meta`, which are never run."""
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self._size = size
@@ -198,14 +197,14 @@ def device_of_job() -> torch.device:
 
 
 def to_device(on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy there, for which the host does not wait."""
+    """A copy on the device, for which the host does not wait."""
     if device.type == "cuda":
         on_host = on_host.pin_memory()
     return on_host.to(device, non_blocking=True)
 
 
 def provide_memory_buffer() -> None:
-    """Sequence-parallel linear layers gather their input into a buffer that upstream makes along
-    with the global groups, which stay uninitialised here."""
+    """Create the buffer into which sequence-parallel linear layers gather their input: upstream
+    creates it with its global groups, which stay uninitialised here."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()

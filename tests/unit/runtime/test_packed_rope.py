@@ -173,7 +173,7 @@ def test_a_part_without_its_group_is_refused() -> None:
     description.cp_group = None
     given, padded, _ = row_of(2)
     attention, rotary = attention_in(LocalGroup(2, 0))
-    with pytest.raises(ConfigurationError, match="shared by 2 ranks but names no"):
+    with pytest.raises(ConfigurationError, match="shared by 2 ranks but has no"):
         rotated(attention, rotary, [x[local_places(padded, 2, 0)] for x in given], description)
 
 
@@ -183,7 +183,9 @@ def test_a_core_attention_that_knows_no_groups_is_refused() -> None:
     attention.core_attention.takes_context_group = False
     given, padded, _ = row_of(2)
     mine = [x[local_places(padded, 2, 0)] for x in given]
-    with pytest.raises(ConfigurationError, match=r"Recorder was given the part .* 2 ranks share"):
+    with pytest.raises(
+        ConfigurationError, match=r"Recorder got a part of a row that 2 ranks share"
+    ):
         rotated(attention, rotary, mine, description_of(LocalGroup(2, 0)))
     given, padded, _ = row_of(1)
     rotated(attention, rotary, given, description_of(LocalGroup(1, 0)))
