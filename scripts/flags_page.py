@@ -148,7 +148,7 @@ def _cell(text: str) -> str:
 
 def _effect(honoured: Honoured) -> str:
     """What an option of Megatron does here, with the values that it accepts."""
-    text = honoured.effect
+    text = honoured.here
     if honoured.only is not None:
         text += "; only " + ", ".join(f"`{value}`" for value in honoured.only)
     return text
@@ -159,7 +159,7 @@ def _upstream_rows() -> list[str]:
     return [
         f"| `{option}` | {_cell(_effect(how))} |"
         for option, how in HONOURED.items()
-        if how.help_note and ALWAYS not in how.effect
+        if how.help_note and ALWAYS not in how.here
     ]
 
 
@@ -179,7 +179,7 @@ def page() -> str:
             lines.append(f"| `{_cell(row.flag)}` | {_cell(row.meaning)} | {_cell(row.default)} |")
         lines.append("")
     lines += [UPSTREAM, "| option | effect here |", "|---|---|", *_upstream_rows(), ""]
-    always = [f"`{option}`" for option, how in HONOURED.items() if ALWAYS in how.effect]
+    always = [f"`{option}`" for option, how in HONOURED.items() if ALWAYS in how.here]
     lines += [f"These ask for what is always so here: {', '.join(always)}.", ""]
     lines += ["As in Megatron:", "", "| topic | options |", "|---|---|"]
     for topic, options in HONOURED_BY_TOPIC.items():

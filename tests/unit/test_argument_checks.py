@@ -56,7 +56,11 @@ _BAD_INPUT = [
         (),
         ["--recompute-activations", "selective", "is full", "give one of them"],
     ),
-    ("--recompute-granularity full", (), ["which layers", "give --recompute-method uniform"]),
+    (
+        "--recompute-granularity full",
+        (),
+        ["the layers to recompute", "give --recompute-method uniform"],
+    ),
     (
         "--recompute-granularity full --recompute-method block",
         (),
@@ -77,7 +81,7 @@ _BAD_INPUT = [
     (
         "--recompute-activations --recompute-modules mlp",
         (),
-        ["without biases only", "--disable-bias-linear"],
+        ["only an MLP without biases", "--disable-bias-linear"],
     ),
     ("--num-ranks 8", (), ["--num-ranks 8 is for --dry-run only", "add --dry-run"]),
     ("--dry-run --num-ranks 4", (), ["--num-ranks 4", "8 were started", "start one process"]),

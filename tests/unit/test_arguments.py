@@ -58,9 +58,9 @@ def test_help_says_what_is_so_here_and_which_values_are_taken(
         "--transformer-impl {local,transformer_engine} ",
         "Here: layers of megatron-core, or with CUDA of Transformer Engine; only local, "
         "transformer_engine.",
-        "Here: cp stands in the strategy; only 1.",
+        "Here: the strategy names cp; only 1.",
         "Here: on wherever tp > 1, unless --no-sequence-parallel.",
-        "Here: state sharded over all ranks: always so here.",
+        "Here: state sharded over all ranks: always so.",
         "--exit-signal NAME ",
     ):
         assert text in shown

@@ -266,11 +266,11 @@ def test_a_row_for_every_honoured_option_and_for_no_other() -> None:
     assert set(ROWS) == set(HONOURED)
 
 
-def test_every_honoured_option_says_where_it_takes_effect() -> None:
-    assert [option for option, honoured in HONOURED.items() if not honoured.effect] == []
+def test_an_option_with_few_values_says_in_the_help_which_and_in_the_error_why() -> None:
     restricted = [honoured for honoured in HONOURED.values() if honoured.only is not None]
     assert restricted
     assert all("; use " in honoured.otherwise for honoured in restricted)
+    assert all("; only " in honoured.help_note for honoured in restricted)
 
 
 class _Tokenizer:

@@ -92,7 +92,7 @@ def test_help_of_train_says_how_it_is_started(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as exit_:
         main(["train", "--help"])
     assert exit_.value.code == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]" in text
     assert "torchrun [TORCHRUN OPTIONS] -m megatron.hydraulis train [FLAGS]" in text
     assert "--strategy-pool" in text

@@ -95,10 +95,14 @@ _REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "--max-tokens-per-micro-batch 256",
         {"max_tokens": {"tp1": 512}},
-        ["--max-tokens-per-micro-batch 256", "'short'", "max_tokens of its own", "remove one"],
+        ["--max-tokens-per-micro-batch 256", "'short'", "also has max_tokens", "remove one"],
     ),
     ("--strategy-schedule short,wide", {}, ["'wide'", "its 3", "'short', 'long', 'mixed'"]),
-    ("--strategy-schedule short,,long", {}, ["comma between", "'short,,long'", "for example"]),
+    (
+        "--strategy-schedule short,,long",
+        {},
+        ["separated by commas", "'short,,long'", "for example"],
+    ),
     ("--regroup-owners-for wide", {}, ["--regroup-owners-for", "'wide'", "its 3", "'short'"]),
     (
         "--strategy-schedule short --replay-plans plans",

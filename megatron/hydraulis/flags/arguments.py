@@ -1,9 +1,8 @@
-"""From a command line to a checked configuration, before any rank waits for another.
+"""From a command line to a checked configuration, before any communication between ranks.
 
-Flags are upstream's and ours in one parser. To upstream's arithmetic the job is one data-parallel
-group, so its checks run with all parallel sizes and the world size at 1; what the ranks really do
-is in the strategy. Nothing here touches torch.distributed or, but for install_globals, upstream's
-process-wide variables.
+One parser reads upstream's flags and ours. Upstream's checks run as for a job of one rank, with all
+parallel sizes 1, because the strategy defines what the ranks do. Nothing here uses
+torch.distributed, and only install_globals changes upstream's process-wide variables.
 """
 
 import argparse
@@ -25,26 +24,13 @@ from megatron.training.models import GPTModelConfig
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags import checks
-from megatron.hydraulis.flags.checks import (
-    check_context,
-    check_recompute,
-    check_vocabulary_parts,
-    resolve_pool,
-)
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.defaults import Vocabulary, resolve_vocabulary, set_defaults
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool
 
-__all__ = [
-    "FlagParser",
-    "ParsedFlags",
-    "Resolved",
-    "gpt_model_config",
-    "install_globals",
-    "parse_arguments",
-]
+__all__ = ["Resolved", "gpt_model_config", "install_globals", "parse_arguments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +38,13 @@ class Resolved:
     """A command line, checked and completed."""
 
     args: argparse.Namespace
-    """Upstream's arguments as its validate_args leaves them, without ours. Parallel sizes are 1 and
-    data_parallel_size is 1; world_size and rank are the job's."""
+    """Upstream's arguments after its validate_args, without ours. All parallel sizes are 1;
+    world_size and rank are the job's."""
     hydraulis: HydraulisConfig
     pool: Pool
-    """The strategies that the run may use, as far as flags and files tell."""
+    """The strategies of the flags and the pool file."""
     pool_changes: tuple[str, ...]
-    """What --elastic made of them, a line each; none where it changed nothing."""
+    """How --elastic adapted them, one line per change."""
     explicit: frozenset[str]
     """Option strings that were given, as typed."""
     settings: tuple[str, ...]
@@ -75,14 +61,14 @@ def parse_arguments(
     flag_parser: FlagParser | None = None,
     needs_data: bool = True,
 ) -> Resolved:
-    """Read, complete and check a command line; None reads ``sys.argv``.
+    """Parse, complete and check a command line; None reads ``sys.argv``.
 
-    The outcome is the same on every rank but for ``args.rank``. A flag_parser, which takes a
-    quarter of a second to build, may be handed in when many command lines are read. Without
-    needs_data a training corpus may be absent and is not looked for.
+    All ranks get the same result except for ``args.rank``. Callers that parse many command lines
+    can pass a flag_parser, which takes a quarter of a second to build. Without needs_data the
+    training corpus is not checked.
 
     An unknown flag or a value of the wrong type ends the process with status 2. Raises
-    ConfigurationError, StrategyError among them, for all else that cannot be run as asked.
+    ConfigurationError, including StrategyError, for anything else that cannot run.
     """
     flag_parser = flag_parser or FlagParser()
     flags = flag_parser.parse(argv)
@@ -92,7 +78,7 @@ def parse_arguments(
     has_cuda = torch.cuda.is_available()
 
     checks.check_required(args)
-    fitted = resolve_pool(
+    fitted = checks.resolve_pool(
         args,
         hydraulis,
         num_ranks=num_ranks,
@@ -107,7 +93,7 @@ def parse_arguments(
         # Nominal: the number of sequences varies, and the step corrects the consumed samples.
         args.global_batch_size = 1
     checks.check_model(args)
-    check_recompute(args)
+    checks.check_recompute(args)
     checks.check_spec(args.spec)
     checks.check_learning_rate(args)
     checks.check_device(args, has_cuda=has_cuda)
@@ -121,9 +107,9 @@ def parse_arguments(
     vocabulary = resolve_vocabulary(args)
     args.padded_vocab_size = vocabulary.padded_size
     shape = _model_shape(args)
-    check_vocabulary_parts(pool, vocabulary.padded_size)
+    checks.check_vocabulary_parts(pool, vocabulary.padded_size)
     pool.check_model(shape)
-    check_context(args, pool, shape)
+    checks.check_context(args, pool, shape)
     with _upstream_errors():
         gpt_model_config(args)
     args.world_size = num_ranks
@@ -140,7 +126,7 @@ def parse_arguments(
 
 
 def install_globals(resolved: Resolved) -> None:
-    """Hand the arguments to upstream's process-wide variables: once a process, before pretrain().
+    """Set upstream's process-wide variables; call once per process, before pretrain().
 
     Builds tokenizer, timers and, on the last rank, the TensorBoard and W&B writers.
     """
@@ -150,7 +136,7 @@ def install_globals(resolved: Resolved) -> None:
 def gpt_model_config(
     args: argparse.Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig
 ) -> Any:
-    """Upstream's model configuration of validated arguments, an instance of model_config_cls.
+    """Upstream's model configuration for validated arguments, an instance of model_config_cls.
 
     Upstream's own function (0.19.2) forgets --rope-scaling-factor.
     """
@@ -160,7 +146,7 @@ def gpt_model_config(
 
 
 def _take_our_flags(flags: ParsedFlags) -> HydraulisConfig:
-    """Move our attributes out of the parsed arguments, so that each has one place to be read."""
+    """Move our attributes out of the parsed arguments."""
     values = {}
     for field in dataclasses.fields(HydraulisConfig):
         values[field.name] = getattr(flags.args, field.name)
@@ -170,13 +156,13 @@ def _take_our_flags(flags: ParsedFlags) -> HydraulisConfig:
         for option, _ in flags.given
         if option in ("--sequence-parallel", "--no-sequence-parallel")
     ]
-    # Two flags for one switch: the last wins, as with a repeated flag.
+    # Two flags for one switch: the last one wins, as with a repeated flag.
     values["no_sequence_parallel"] = wishes[-1:] == ["--no-sequence-parallel"]
     return HydraulisConfig(**values)
 
 
 def _num_ranks(hydraulis: HydraulisConfig, num_started: int) -> int:
-    """Ranks of the job: those started, but for a dry run on one process what it asks for."""
+    """Number of ranks of the job: those started, or --num-ranks of a dry run."""
     if hydraulis.num_ranks is None:
         return num_started
     if num_started > 1 and hydraulis.num_ranks != num_started:
@@ -188,7 +174,7 @@ def _num_ranks(hydraulis: HydraulisConfig, num_started: int) -> int:
 
 
 def _ranks_per_node(hydraulis: HydraulisConfig) -> int | None:
-    """Ranks of a node, None where nobody has said it."""
+    """Number of ranks per node, None if unknown."""
     if hydraulis.ranks_per_node is not None:
         return hydraulis.ranks_per_node
     if hydraulis.num_ranks is not None:
@@ -204,7 +190,7 @@ def _validate_as_one_group(args: argparse.Namespace, rank: int) -> None:
     args._is_global_batch_size_explicitly_specified = True
     args.rank = rank
     args.world_size = 1
-    # Upstream has --async-save only with a worker that needs CUDA; ours is another.
+    # Upstream allows --async-save only with its persistent worker, which needs CUDA; ours does not.
     args.use_persistent_ckpt_worker = args.async_save
     with _upstream_errors():
         validate_args(args)
@@ -213,10 +199,8 @@ def _validate_as_one_group(args: argparse.Namespace, rank: int) -> None:
 
 @contextlib.contextmanager
 def _upstream_errors() -> Iterator[None]:
-    """Turn what upstream raises into one ConfigurationError, and keep its 800-line table quiet.
-
-    The table of all arguments is part of the run's resolved configuration instead.
-    """
+    """Turn upstream's errors into a ConfigurationError, and suppress its printed table of all
+    arguments, which RUN_DIR/config.json holds."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Checks of a command line that need no other rank, so that none waits for one that stops."""
+"""Checks of a command line on one rank, before any communication, and the pool it describes."""
 
 import argparse
 import importlib
@@ -12,7 +12,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.hydraulis.cost_model.context import CP_COMM_TYPES, all_to_all_refusal
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
-from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import FittedPool, fit_pool, num_ranks_of
@@ -72,22 +72,18 @@ _POSITIVE = (
     "pipeline_model_parallel_size",
 )
 _MAX_SEED = 2**32 - 1
-"""NumPy's generator, which upstream seeds as well, takes no larger one."""
+"""The largest seed of NumPy's generator, which upstream seeds too."""
 _TOKENIZED_ELSEWHERE = "--tokenizer-type NullTokenizer --vocab-size N"
 
 
-def _option(dest: str) -> str:
-    return "--" + dest.replace("_", "-")
-
-
 def check_required(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for flags without which there is no run, and for sizes below 1."""
+    """Raise ConfigurationError for missing flags and for sizes below 1."""
     missing = [dest for dest in _REQUIRED if getattr(args, dest) is None]
     if missing:
-        flags = ", ".join(_option(dest) for dest in missing)
+        flags = ", ".join(option_of(dest) for dest in missing)
         hint = ""
         if "tokenizer_type" in missing:
-            hint = f" (data tokenized elsewhere goes with {_TOKENIZED_ELSEWHERE})"
+            hint = f" (for data tokenized elsewhere: {_TOKENIZED_ELSEWHERE})"
         raise ConfigurationError(
             f"{len(missing)} flags without a default are missing; give {flags}{hint}"
             if len(missing) > 1
@@ -97,7 +93,7 @@ def check_required(args: argparse.Namespace) -> None:
         value = getattr(args, dest)
         if value is not None and value < 1:
             raise ConfigurationError(
-                f"{_option(dest)} must be at least 1 but is {value}; give a positive number"
+                f"{option_of(dest)} must be at least 1 but is {value}; give a positive number"
             )
     if args.seed > _MAX_SEED:
         raise ConfigurationError(
@@ -108,7 +104,7 @@ def check_required(args: argparse.Namespace) -> None:
 def check_batch(
     args: argparse.Namespace, hydraulis: HydraulisConfig, *, batch_size_given: bool
 ) -> None:
-    """Raise ConfigurationError unless one global batch, and any sequence in it, is possible."""
+    """Raise ConfigurationError unless the global batch has one size, which holds any sequence."""
     budget = hydraulis.global_batch_tokens
     if budget is None and not batch_size_given:
         raise ConfigurationError(
@@ -138,7 +134,7 @@ def check_batch(
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError when heads cannot share the hidden size."""
+    """Raise ConfigurationError when heads or position embeddings do not fit the sizes."""
     if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
         raise ConfigurationError(
             f"without --kv-channels the heads share the hidden size evenly but --hidden-size "
@@ -226,7 +222,7 @@ def check_data(args: argparse.Namespace) -> None:
     for dest in ("valid_data_path", "test_data_path"):
         if getattr(args, dest) and args.data_path:
             raise ConfigurationError(
-                f"{_option(dest)} goes with {train}, whereas --data-path is cut by --split; "
+                f"{option_of(dest)} goes with {train}, whereas --data-path is cut by --split; "
                 f"give {train} instead of --data-path"
             )
     if not args.data_path and not args.train_data_path:
@@ -234,7 +230,7 @@ def check_data(args: argparse.Namespace) -> None:
     for dest in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         blend = getattr(args, dest)
         if blend:
-            _check_files(_option(dest), blend)
+            _check_files(option_of(dest), blend)
 
 
 def _check_files(option: str, blend: list[str]) -> None:
@@ -256,13 +252,13 @@ def _check_files(option: str, blend: list[str]) -> None:
 
 
 def check_layers(args: argparse.Namespace, *, has_cuda: bool) -> None:
-    """Raise ConfigurationError for layers that this machine, or a spec of the user's, rules out."""
+    """Raise ConfigurationError for layers that this machine or --spec rules out."""
     if args.transformer_impl != "transformer_engine":
         return
     option = "--transformer-impl transformer_engine"
     if args.spec is not None:
         raise ConfigurationError(
-            f"{option} builds layers of its own but --spec {' '.join(args.spec)} names others; "
+            f"{option} selects the layers but --spec {' '.join(args.spec)} names others; "
             f"remove one of the two"
         )
     if not has_cuda:
@@ -277,7 +273,7 @@ def check_layers(args: argparse.Namespace, *, has_cuda: bool) -> None:
 
 
 def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
-    """Raise ConfigurationError for a backend that does not go with this machine's devices."""
+    """Raise ConfigurationError for a backend that does not match this machine's devices."""
     if args.distributed_backend == "nccl" and not has_cuda:
         raise ConfigurationError(
             "--distributed-backend nccl needs CUDA, which this machine does not have; "
@@ -285,17 +281,17 @@ def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
         )
     if args.distributed_backend == "gloo" and has_cuda:
         raise ConfigurationError(
-            "--distributed-backend gloo sends tensors of the CPU but this machine has CUDA, on "
-            "which the model would be; set CUDA_VISIBLE_DEVICES= to train on the CPU, or leave "
+            "--distributed-backend gloo sends CPU tensors but this machine has CUDA, where the "
+            "model would be; set CUDA_VISIBLE_DEVICES= to train on the CPU, or leave "
             "the flag out to train on the GPU"
         )
 
 
 def check_checkpoints(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
-    """Raise ConfigurationError for flags of checkpoints that say nothing without another one."""
+    """Raise ConfigurationError for checkpoint flags that need another one."""
     if args.save is not None and args.save_interval is None:
         raise ConfigurationError(
-            f"--save {args.save} says where but not when; give --save-interval in iterations"
+            f"--save {args.save} needs an interval; give --save-interval in iterations"
         )
     for option, is_set, needed, value in (
         ("--keep-last", hydraulis.keep_last is not None, "--save", args.save),
@@ -308,7 +304,7 @@ def check_checkpoints(args: argparse.Namespace, hydraulis: HydraulisConfig) -> N
 
 
 def check_wandb(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError when Weights & Biases is wanted but not installed."""
+    """Raise ConfigurationError when --wandb-project is given but wandb is not installed."""
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigurationError(
             f"--wandb-project {args.wandb_project} needs the package wandb, which is not "
@@ -317,13 +313,7 @@ def check_wandb(args: argparse.Namespace) -> None:
 
 
 def check_context(args: argparse.Namespace, pool: Pool, shape: ModelShape) -> None:
-    """Raise ConfigurationError for a --cp-comm-type that is unknown, or that the heads rule out.
-
-    Args:
-        args: as parsed, our default in place.
-        pool: the strategies of the run; each is checked in every size of group that it may run in.
-        shape: of the model.
-    """
+    """Raise ConfigurationError for a --cp-comm-type that is unknown or does not fit the heads."""
     types = args.cp_comm_type
     if len(types) != 1 or types[0] not in CP_COMM_TYPES:
         raise ConfigurationError(
@@ -339,13 +329,11 @@ def check_all_to_all(
     shape: ModelShape,
     refusal_of: Callable[[int, int, int], str | None],
 ) -> None:
-    """Raise ConfigurationError where --cp-comm-type a2a cannot share the heads out.
+    """Raise ConfigurationError where --cp-comm-type a2a cannot distribute the heads.
 
-    Args:
-        args: as parsed, our default in place.
-        pool: the strategies of the run; each is checked in every size of group that it may run in.
-        shape: of the model.
-        refusal_of: from heads and query groups on a tp rank, and ranks of a group, to why not.
+    refusal_of: reason against a2a, or None, from the number of heads and of query groups of a tp
+    rank and the number of ranks of a context-parallel group. Every size of group that a strategy
+    may use is checked.
     """
     if args.cp_comm_type[0] != "a2a":
         return
@@ -358,19 +346,19 @@ def check_all_to_all(
             if refusal is not None:
                 raise ConfigurationError(
                     f"--cp-comm-type a2a: scheme {scheme}: {refusal}; use --cp-comm-type auto, or "
-                    f"a scheme of less cp or tp"
+                    f"a scheme with less cp or tp"
                 )
 
 
 def _group_sizes(scheme: Scheme) -> list[int]:
-    """Ranks of the context-parallel groups that a replica may run in, those of one rank apart."""
+    """Sizes above 1 of the context-parallel groups that a replica may use."""
     if not scheme.splits_cp:
         return [scheme.cp] if scheme.cp > 1 else []
     return [1 << power for power in range(1, scheme.cp.bit_length())]
 
 
 _WHY_NOT = {
-    "layernorm": "upstream recomputes norms by code that needs Transformer Engine",
+    "layernorm": "upstream recomputes norms only with Transformer Engine",
     "moe_act": "the model has no experts",
     "moe": "the model has no experts",
     "shared_experts": "the model has no experts",
@@ -380,10 +368,10 @@ _WHY_NOT = {
 
 
 def check_recompute(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for flags of recompute that contradict each other or lack one.
+    """Raise ConfigurationError for recompute flags that contradict each other or lack one.
 
-    args: as parsed, before upstream's own checks, which turn --recompute-activations into
-    --recompute-granularity selective without a word about another granularity.
+    args: before upstream's checks, in which --recompute-activations silently overrides another
+    granularity.
     """
     granularity = args.recompute_granularity
     if args.recompute_activations and granularity == "full":
@@ -402,8 +390,8 @@ def check_recompute(args: argparse.Namespace) -> None:
 def _check_full(args: argparse.Namespace) -> None:
     if args.recompute_method is None:
         raise ConfigurationError(
-            "--recompute-granularity full needs to know which layers are recomputed; give "
-            "--recompute-method uniform, or block for the first layers of a stage alone"
+            "--recompute-granularity full needs the layers to recompute; give --recompute-method "
+            "uniform, or block for only the first layers of a stage"
         )
     num_layers = args.recompute_num_layers
     if num_layers is None or num_layers < 1:
@@ -429,17 +417,14 @@ def _check_modules(args: argparse.Namespace, granularity: str | None) -> None:
             )
     if "mlp" in args.recompute_modules and args.add_bias_linear:
         raise ConfigurationError(
-            "--recompute-modules mlp: upstream recomputes an MLP without biases only, with them "
-            "the bias behind it would get no gradient; add --disable-bias-linear or use "
+            "--recompute-modules mlp: upstream recomputes only an MLP without biases, because "
+            "its output bias would get no gradient; add --disable-bias-linear or use "
             "--recompute-granularity full"
         )
 
 
 def recompute_of(args: argparse.Namespace) -> Recompute:
-    """What is recomputed.
-
-    args: checked by check_recompute and completed by upstream's own checks.
-    """
+    """The recomputation of arguments that upstream's checks have completed."""
     if args.recompute_granularity is None:
         return Recompute()
     if args.recompute_granularity == "selective":
@@ -461,13 +446,11 @@ def resolve_pool(
 ) -> FittedPool:
     """The strategies that the flags describe, placed on the job's ranks.
 
-    With --elastic those for another number of ranks are fitted to it.
+    --elastic adapts those for another number of ranks. If ranks_per_node is None, the pool file
+    defines it, and a single strategy assumes one node.
 
-    ranks_per_node: None where neither flags nor launcher tell it: then the pool file does, and a
-    single strategy takes the job for one node.
-
-    Raises ConfigurationError when strategies are described twice and when the pool is for another
-    job; StrategyError when one cannot be read or placed.
+    Raises ConfigurationError when strategies are described twice or the pool is for another job;
+    StrategyError when one cannot be read or placed.
     """
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     source = None
@@ -487,7 +470,7 @@ def resolve_pool(
     if degrees_given:
         raise ConfigurationError(
             f"{source} and --tensor-model-parallel-size {tp}, --pipeline-model-parallel-size {pp} "
-            f"both lay out the replicas; give {source.split()[0]} or the sizes"
+            f"both describe the replicas; give {source.split()[0]} or the sizes"
         )
     if hydraulis.strategy is not None:
         if hydraulis.elastic and num_ranks_of(hydraulis.strategy) != num_ranks:
@@ -526,7 +509,7 @@ def _check_job(
         raise ConfigurationError(
             f"{what}: a pool is for the ranks of its job but this one is for {pool.num_ranks} "
             f"ranks and the job has {num_ranks}; {'give' if hydraulis.dry_run else 'start'} "
-            f"{start}, write a pool for {num_ranks}, or let it be fitted by --elastic"
+            f"{start}, write a pool for {num_ranks}, or add --elastic to adapt this one"
         )
     if ranks_per_node is not None and pool.ranks_per_node != min(ranks_per_node, num_ranks):
         raise ConfigurationError(
@@ -539,14 +522,14 @@ def _check_job(
 def check_schedule(hydraulis: HydraulisConfig, pool: Pool, left_out: Sequence[str] = ()) -> None:
     """Raise ConfigurationError when --strategy-schedule names a strategy that is not in the pool.
 
-    left_out: the lines about strategies of the file that the run goes without.
+    left_out: one line for each strategy of the file that the run skips.
     """
     for name in hydraulis.scheduled_strategies:
         _check_name("--strategy-schedule names strategies", name, pool, left_out)
 
 
 def _check_name(what: str, name: str, pool: Pool, left_out: Sequence[str] = ()) -> None:
-    """Raise ConfigurationError for a flag's name that no strategy of the pool has."""
+    """Raise ConfigurationError unless a strategy of the pool has this name."""
     names = [strategy.name for strategy in pool.strategies]
     if name not in names:
         why = "".join(f" ({line})" for line in left_out if f"strategy {name!r} " in line)
@@ -562,15 +545,15 @@ def _check_limits_given_once(pool: Pool, hydraulis: HydraulisConfig) -> None:
         if limit is not None and strategy.token_limits:
             raise ConfigurationError(
                 f"--max-tokens-per-micro-batch {limit} is for all strategies but "
-                f"{strategy.name!r} of --strategy-pool {hydraulis.strategy_pool} has a max_tokens "
-                f"of its own; remove one of them"
+                f"{strategy.name!r} of --strategy-pool {hydraulis.strategy_pool} also has "
+                f"max_tokens; remove one of them"
             )
 
 
 def check_vocabulary_parts(pool: Pool, padded_size: int) -> None:
-    """Raise StrategyError unless the vocabulary is cut evenly by every tp of the pool at once.
+    """Raise StrategyError unless every tp of the pool divides the padded vocabulary.
 
-    The padded vocabulary belongs to the model, so it does not follow the pool.
+    The padded vocabulary is part of the model, so it does not depend on the pool.
     """
     num_parts = pool.tp_lcm
     if padded_size % num_parts:

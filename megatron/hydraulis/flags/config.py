@@ -18,8 +18,8 @@ from megatron.hydraulis.observability.trace import TraceWindow
 __all__ = ["HydraulisConfig", "default_run_dir", "option_of"]
 
 
-# Named by the launcher, so every rank of a job reads the same value. torchrun without --rdzv-id
-# sets its own to "none".
+# Set by the launcher, so every rank of a job reads the same value. torchrun without --rdzv-id sets
+# "none".
 _RUN_NAME_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 _NO_RUN_NAME = ("", "none")
 
@@ -46,12 +46,12 @@ class HydraulisConfig:
 
     strategy: str | None = field(default=None, metadata=_flag("SPEC"))
     """Replicas and the ranks they run on, for example 'tp4+2*tp2pp2' or 'tp2@0,3+pp2:5,3@1,2';
-    every rank is used or named idle. Default: one replica of one rank on every rank, or what
-    --tensor-model-parallel-size and --pipeline-model-parallel-size describe."""
+    every rank is used or named idle. Default: equal replicas, of one rank each or of the
+    --tensor-model-parallel-size and --pipeline-model-parallel-size given."""
 
     strategy_pool: Path | None = field(default=None, metadata=_flag("FILE"))
-    """Pool file with the strategies that the run may use, instead of --strategy: every iteration
-    runs the one whose plan is predicted to be fastest. Default: one strategy."""
+    """Pool file with the strategies that the run may use, instead of --strategy: each iteration
+    uses the one whose plan is predicted to be fastest. Default: one strategy."""
 
     refit_cost_profile: bool = False
     """Refit the cost profile during training to the measured time of every micro-batch, and plan
@@ -106,7 +106,7 @@ class HydraulisConfig:
     Default: runs/<Slurm job or torchrun run id>, else runs/latest."""
 
     plan_dir: Path | None = field(default=None, metadata=_flag("DIR"))
-    """Folder for the plan of every iteration, one JSON file an iteration. Default: not written."""
+    """Folder for the plans, one JSON file per iteration. Default: not written."""
 
     replay_plans: Path | None = field(default=None, metadata=_flag("DIR"))
     """Folder that --plan-dir of an earlier run wrote: use its plans instead of making new ones.
@@ -163,14 +163,13 @@ class HydraulisConfig:
     error (iterations). Default: 10."""
 
     ranks_per_node: int | None = field(default=None, metadata=_flag("N"))
-    """Ranks of one node (ranks). Default: LOCAL_WORLD_SIZE, else all ranks of the job."""
+    """Number of ranks per node (ranks). Default: LOCAL_WORLD_SIZE, else all ranks of the job."""
 
     num_ranks: int | None = field(default=None, metadata=_flag("N"))
-    """Ranks of the job to describe (ranks), with --dry-run only. Default: WORLD_SIZE."""
+    """Number of ranks of the job that --dry-run describes (ranks). Default: WORLD_SIZE."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError for a number below 1, for flags of a pool that contradict each
-        other, and for --num-ranks in a real job."""
+        """Raise ConfigurationError for values out of range and flags that contradict each other."""
         for name in (
             "global_batch_tokens",
             "max_tokens_per_micro_batch",
@@ -217,8 +216,8 @@ class HydraulisConfig:
             )
         if self.refit_cost_profile and self.replay_plans is not None:
             raise ConfigurationError(
-                f"--refit-cost-profile is for plans that are made anew but --replay-plans "
-                f"{self.replay_plans} has them all; give one of them"
+                f"--refit-cost-profile is for new plans but --replay-plans "
+                f"{self.replay_plans} supplies all of them; give one of them"
             )
 
     def _check_elastic_flags(self) -> None:
@@ -254,20 +253,20 @@ class HydraulisConfig:
             )
         if not all(self.scheduled_strategies):
             raise ConfigurationError(
-                f"--strategy-schedule is names with a comma between them but is "
+                f"--strategy-schedule is a list of names separated by commas but is "
                 f"{self.strategy_schedule!r}; write for example 'short,long,short'"
             )
 
     @property
     def scheduled_strategies(self) -> tuple[str, ...]:
-        """The names of --strategy-schedule in their order; none without it."""
+        """The names in --strategy-schedule, in order; none without it."""
         if self.strategy_schedule is None:
             return ()
         return tuple(name.strip() for name in self.strategy_schedule.split(","))
 
     @property
     def trace_window(self) -> TraceWindow | None:
-        """What --trace-iterations says; None without it. Raises ConfigurationError."""
+        """The iterations of --trace-iterations; None without it. Raises ConfigurationError."""
         if self.trace_iterations is None:
             return None
         return TraceWindow.parse(self.trace_iterations)

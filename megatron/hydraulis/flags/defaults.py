@@ -1,4 +1,4 @@
-"""Defaults that differ from upstream's, with the reason, and the size of the vocabulary."""
+"""Defaults that differ from upstream's, and the size of the vocabulary."""
 
 import argparse
 import copy
@@ -35,12 +35,12 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         # Upstream's default is an error where apex is not installed.
         "gradient_accumulation_fusion": has_cuda and has_fused_weight_gradients(),
         "tensorboard_dir": str(run_dir / "tensorboard"),
-        # Upstream would put it into the folder of checkpoints.
+        # Upstream would write to the folder of checkpoints.
         "wandb_save_dir": str(run_dir / "wandb"),
     }
     if flags.args.eval_interval is None:
-        # Upstream computes with the interval even where nothing is evaluated: take one that is
-        # never reached, and evaluate nothing after the last iteration either.
+        # Upstream uses the interval even without evaluation: set one that is never reached, and
+        # evaluate nothing after the last iteration either.
         defaults["eval_interval"] = (flags.args.train_iters or 0) + 1
         defaults["eval_iters"] = 0
     if not has_cuda:
@@ -51,7 +51,7 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
 
 
 def has_fused_weight_gradients() -> bool:
-    """Whether apex's kernel is there that adds a weight's gradient to what there is of it."""
+    """Whether apex's kernel that accumulates weight gradients is installed."""
     return importlib.util.find_spec(_FUSED_WEIGHT_GRADIENTS) is not None
 
 
@@ -69,10 +69,9 @@ _CPU_DEFAULTS: dict[str, object] = {
 
 
 def _set_always(args: argparse.Namespace) -> None:
-    """What follows from canonical shards and packing; its options are accepted and change nothing.
+    """Set what canonical shards and packing require; options for these attributes change nothing.
 
-    To upstream's arithmetic the job is one data-parallel group that takes a global batch in
-    micro-batches of one sequence.
+    For upstream, the job is one data-parallel group with micro-batches of one sequence.
     """
     args.micro_batch_size = 1
     args.tensor_model_parallel_size = 1
@@ -82,18 +81,18 @@ def _set_always(args: argparse.Namespace) -> None:
     args.calculate_per_token_loss = True
     args.use_distributed_optimizer = True
     args.accumulate_allreduce_grads_in_fp32 = True
-    # Fused rotation and persistent norms are kernels of apex or of Transformer Engine.
+    # Fused rotation and persistent norms need apex or Transformer Engine.
     args.apply_rope_fusion = False
     args.no_persist_layer_norm = True
     args.reset_position_ids = True
     args.reset_attention_mask = True
     args.log_throughput = True
     args.enable_one_logger = False
-    # What we write: every rectangle of the state in global coordinates.
+    # Checkpoints hold the state in global coordinates.
     args.dist_ckpt_optim_fully_reshardable = True
 
 
-# What each tokenizer is made from. HuggingFaceTokenizer also takes the name of a published one.
+# The flags that each tokenizer needs. HuggingFaceTokenizer also takes the name of a published one.
 _MADE_FROM_FILES = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "SentencePieceTokenizer": ("tokenizer_model",),
@@ -105,7 +104,7 @@ _MADE_FROM_VALUES = {
     "HuggingFaceTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
 }
-# These take --vocab-size to build the tokenizer with; for others it is a wish about the model.
+# Tokenizers built from --vocab-size; for others the flag is the least vocabulary of the model.
 _SIZED_BY_FLAG = ("NullTokenizer", "TikTokenizer")
 
 
@@ -125,13 +124,13 @@ def padded_vocabulary_size(size: int, divisible_by: int) -> int:
 
 
 def resolve_vocabulary(args: argparse.Namespace) -> Vocabulary:
-    """Read the tokenizer and size the model's vocabulary after it.
+    """Load the tokenizer and derive the size of the model's vocabulary.
 
-    A given --padded-vocab-size is taken as it is. Otherwise the vocabulary, or a larger
+    --padded-vocab-size is used unchanged if given. Otherwise the vocabulary, or a larger
     --vocab-size, is padded to a multiple of --make-vocab-size-divisible-by.
 
-    Raises ConfigurationError when the tokenizer is missing or cannot be read, and when its
-    vocabulary is larger than the model's.
+    Raises ConfigurationError when the tokenizer is missing or cannot be read, or its vocabulary is
+    larger than the model's.
     """
     _check_sources(args)
     size = _tokenizer_size(args)

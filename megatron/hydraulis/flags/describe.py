@@ -15,8 +15,8 @@ from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 __all__ = ["describe", "format_description", "num_parameters_of_rank"]
 
 
-# Always 1, and said by the strategy.
-_SAID_BY_STRATEGY = (
+# Always 1; the strategy defines them.
+_DEFINED_BY_STRATEGY = (
     "context_parallel_size",
     "pipeline_model_parallel_size",
     "tensor_model_parallel_size",
@@ -80,13 +80,13 @@ def describe(
     """Strategies, replicas with their ranks, parameters and limits, model and all flags, for JSON.
 
     strategies: those that the run uses; cost_model: where its costs come from, in a few words;
-    left_out: one line for every strategy of the pool file that the run goes without.
+    left_out: one line for each strategy of the pool file that the run skips.
     """
     pool, shape = resolved.pool, resolved.shape
     arguments = {
         key: _to_json(value)
         for key, value in sorted(vars(resolved.args).items())
-        # The rank is left out: the description is that of the job.
+        # Without the rank: this describes the job.
         if not key.startswith("_") and key != "rank"
     }
     return {
@@ -127,7 +127,7 @@ def _describe_strategy(resolved: Resolved, strategy: Strategy, limits: Limits) -
 
 
 def _num_parameters(resolved: Resolved) -> int:
-    """Parameters of the whole model: those of a replica of one rank."""
+    """Parameters of the model: those of a replica of one rank."""
     replica = Replica(Scheme(), (0,))
     return num_parameters_of_rank(resolved.args, resolved.shape, replica, 0)
 
@@ -154,7 +154,7 @@ def _to_json(value: object) -> Any:
 
 
 def format_description(description: dict[str, Any]) -> str:
-    """The description as a page of text: a table a strategy, model, flags that were given."""
+    """The description as text: one table per strategy, the model and the settings."""
     model, hydraulis = description["model"], description["hydraulis"]
     lines = [f"ranks        {description['num_ranks']} ({description['ranks_per_node']} a node)"]
     for strategy in description["strategies"]:
@@ -175,13 +175,13 @@ def format_description(description: dict[str, Any]) -> str:
     lines += [
         f"  {key} {_text(settings[key])}"
         for key in sorted(settings)
-        if key not in _SAID_BY_STRATEGY
+        if key not in _DEFINED_BY_STRATEGY
     ]
     return "\n".join(lines)
 
 
 def _strategy_lines(strategy: dict[str, Any]) -> list[str]:
-    """A line of the strategy, then a table with a row for each stage of its replicas."""
+    """One line for the strategy, then a table with one row per stage of its replicas."""
     name, text = strategy["name"], strategy["strategy"]
     idle = _ranges(strategy["idle_ranks"]) or "none"
     rows = [("replica", "scheme", "stage", "ranks", "layers", "parameters a rank", "most tokens")]
@@ -211,7 +211,7 @@ def _strategy_lines(strategy: dict[str, Any]) -> list[str]:
 
 
 def _ranges(ranks: list[int]) -> str:
-    """Ranks in their order, neighbours that rise by one drawn together: 0-3, 8."""
+    """Ranks in order, with consecutive ones combined: 0-3, 8."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -2,13 +2,13 @@
 
 Every option of upstream's parser that is not in ``HONOURED`` is refused by name when given. The
 families of refused options only word the message: an option that none of them covers, such as one
-of a later upstream, is refused all the same.
-``tests/unit/test_arguments_honoured.py`` has one row per entry, and only for entries.
+of a later upstream, is refused too.
+``tests/unit/test_arguments_honoured.py`` has one row per honoured option.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megatron.hydraulis.model_shape import NO_DROPOUT
@@ -42,57 +42,107 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Honoured:
-    """How one option is honoured."""
+    """How one option is honoured: by default as upstream's help says."""
 
-    effect: str
-    """Where it takes effect, one phrase."""
+    here: str = ""
+    """What the option does here if upstream's help says something else, one phrase."""
     only: tuple[object, ...] | None = None
     """The values that are accepted; None accepts all that the parser does."""
     otherwise: str = ""
     """Why another value is refused and what to do instead: ``why; fix``."""
     need: Need | None = None
-    differs: bool = False
-    """Whether upstream's help says what is not true here, although every value is accepted."""
 
     @property
     def help_note(self) -> str:
         """What --help says after upstream's own words; empty where those are true."""
-        if self.only is None and not self.differs:
+        if not self.here:
             return ""
         values = "" if self.only is None else f"; only {', '.join(map(str, self.only))}"
-        return f"Here: {self.effect}{values}."
+        return f"Here: {self.here}{values}."
 
 
-def _always(effect: str) -> Honoured:
-    """An option that asks for what is so without it as well."""
-    return Honoured(f"{effect}: always so here", differs=True)
+_TOPICS = {
+    "Model": """
+        --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels
+        --group-query-attention --num-query-groups --max-position-embeddings
+        --position-embedding-type --rotary-base --rotary-percent --rotary-interleaved
+        --rotary-seq-len-interpolation-factor --use-rope-scaling --rope-scaling-factor
+        --normalization --norm-epsilon --swiglu --disable-bias-linear --add-qkv-bias --qk-layernorm
+        --untie-embeddings-and-output-weights --init-method-std --make-vocab-size-divisible-by
+        --hidden-dropout --attention-dropout --recompute-granularity --recompute-activations
+        --recompute-method --recompute-num-layers --recompute-modules --spec --transformer-impl
+        --use-mcore-models --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
+        --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
+        --no-gradient-accumulation-fusion --disable-jit-fuser""",
+    "Batch and length of training": """
+        --global-batch-size --seq-length --train-iters --seed --calculate-per-token-loss
+        --reset-position-ids --reset-attention-mask --exit-interval --exit-duration-in-mins
+        --exit-signal-handler --exit-signal --eval-interval --eval-iters --start-eval-at-iter
+        --manual-gc --manual-gc-interval --no-manual-gc-eval""",
+    "Optimizer": """
+        --optimizer --lr --min-lr --lr-decay-style --lr-decay-iters --lr-warmup-iters
+        --lr-warmup-fraction --lr-warmup-init --lr-wsd-decay-style --lr-wsd-decay-iters
+        --weight-decay --start-weight-decay --end-weight-decay --weight-decay-incr-style --clip-grad
+        --adam-beta1 --adam-beta2 --adam-eps --use-distributed-optimizer --bf16
+        --accumulate-allreduce-grads-in-fp32""",
+    "Checkpoints": """
+        --save --save-interval --async-save --load --ckpt-step --finetune
+        --exit-on-missing-checkpoint --ckpt-format --dist-ckpt-optim-fully-reshardable
+        --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler""",
+    "Parallelism": """
+        --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size
+        --cp-comm-type --sequence-parallel --distributed-backend --distributed-timeout-minutes""",
+    "Data and tokenizer": """
+        --data-path --split --train-data-path --valid-data-path --test-data-path --num-workers
+        --tokenizer-type --tokenizer-model --vocab-file --merge-file --vocab-size
+        --padded-vocab-size --tokenizer-metadata --tokenizer-special-tokens --tiktoken-pattern
+        --tiktoken-num-special-tokens --tokenizer-sentencepiece-legacy
+        --no-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-no-use-fast
+        --tokenizer-hf-no-include-special-tokens --trust-remote-code --null-tokenizer-eod-id
+        --null-tokenizer-pad-id""",
+    "Logging": """
+        --log-interval --log-throughput --timing-log-level --timing-log-option --logging-level
+        --tensorboard-dir --tensorboard-log-interval --tensorboard-queue-size
+        --log-timers-to-tensorboard --no-log-loss-scale-to-tensorboard
+        --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --wandb-project
+        --wandb-exp-name --wandb-save-dir --wandb-entity --no-one-logger""",
+}
+"""Topic -> primary option strings that are honoured: as upstream's help says, except for those in
+the tables below."""
 
+_ALWAYS = {
+    "--use-mcore-models": "models of megatron-core",
+    "--no-rope-fusion": "unfused rotation",
+    "--no-persist-layer-norm": "no persistent norm kernel",
+    "--calculate-per-token-loss": "loss is a mean over tokens",
+    "--reset-position-ids": "positions restart in every sequence",
+    "--reset-attention-mask": "attention stays inside a sequence",
+    "--use-distributed-optimizer": "state sharded over all ranks",
+    "--accumulate-allreduce-grads-in-fp32": "fp32 gradients",
+    "--dist-ckpt-optim-fully-reshardable": "optimizer state in global coordinates",
+    "--log-throughput": "TFLOP/s in the log line",
+    "--no-one-logger": "no metrics to One Logger",
+}
+"""Options that ask for what this program does in any case."""
 
-_ROPE = Need("position_embedding_type", "--position-embedding-type rope", values=("rope",))
-_GROUPED = Need("group_query_attention", "--group-query-attention")
-_DATA_PATH = Need("data_path", "--data-path")
-_WSD = Need("lr_decay_style", "--lr-decay-style WSD", values=("WSD",))
-_DECAY_CHANGES = Need(
-    "weight_decay_incr_style",
-    "--weight-decay-incr-style linear or cosine",
-    values=("linear", "cosine"),
-)
-_NULL = Need("tokenizer_type", "--tokenizer-type NullTokenizer", values=("NullTokenizer",))
-_TIK = Need("tokenizer_type", "--tokenizer-type TikTokenizer", values=("TikTokenizer",))
-_SENTENCE_PIECE = Need(
-    "tokenizer_type",
-    "--tokenizer-type SentencePieceTokenizer, GPTSentencePieceTokenizer or Llama2Tokenizer",
-    values=("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"),
-)
-_HUGGING_FACE = Need(
-    "tokenizer_type",
-    "--tokenizer-type HuggingFaceTokenizer or GPT2BPETokenizer",
-    values=("HuggingFaceTokenizer", "GPT2BPETokenizer"),
-)
-_FULL = Need("recompute_granularity", "--recompute-granularity full", values=("full",))
-_SAVE = Need("save", "--save")
-_LOAD = Need("load", "--load")
-_WANDB = Need("wandb_project", "--wandb-project")
+_DIFFERENT = {
+    "--make-vocab-size-divisible-by": "the vocabulary is padded to a multiple of it under every "
+    "strategy",
+    "--recompute-modules": "modules of selective recompute: core_attn, and mlp without biases",
+    "--no-gradient-accumulation-fusion": "a separate kernel adds each weight gradient; always so "
+    "without apex",
+    "--seq-length": "longest sequence in tokens; --long-sequences says what happens to longer ones",
+    "--async-save": "a fork of each rank writes while training goes on",
+    "--load": "folder of the checkpoint to continue from; a folder without one is an error, except "
+    "at the first start of a run whose --save is the same folder",
+    "--exit-on-missing-checkpoint": "a missing checkpoint is an error even in the folder of --save",
+    "--cp-comm-type": "one of auto, p2p, all_gather, a2a for all layers; auto, the default, takes "
+    "the one that moves the fewest bytes; p2p is run as all_gather",
+    "--sequence-parallel": "on wherever tp > 1, unless --no-sequence-parallel",
+}
+"""Options whose effect differs from upstream's help, although every value is accepted."""
+
+_NO_DROPOUT = Honoured("no dropout", only=(0.0,), otherwise=NO_DROPOUT)
 _TOKENIZERS = (
     "GPT2BPETokenizer",
     "SentencePieceTokenizer",
@@ -102,193 +152,40 @@ _TOKENIZERS = (
     "TikTokenizer",
     "NullTokenizer",
 )
-
-_MODEL = {
-    "--num-layers": Honoured("layers of the model, shared out over the stages of a replica"),
-    "--hidden-size": Honoured("width of the model"),
-    "--ffn-hidden-size": Honoured("width inside the MLP"),
-    "--num-attention-heads": Honoured("query heads"),
-    "--kv-channels": Honoured("size of one head"),
-    "--group-query-attention": Honoured("query heads share key and value heads"),
-    "--num-query-groups": Honoured("key and value heads", need=_GROUPED),
-    "--max-position-embeddings": Honoured("rows of a learned position embedding"),
+_RESTRICTED = {
     "--position-embedding-type": Honoured(
-        "how positions enter the model; they restart in every sequence",
+        "positions restart in every sequence",
         only=("rope", "learned_absolute", "none"),
         otherwise="this position embedding was not shown to work on packed sequences; "
         "use rope, learned_absolute or none",
     ),
-    "--rotary-base": Honoured("base of the rotary frequencies", need=_ROPE),
-    "--rotary-percent": Honoured("part of a head that is rotated", need=_ROPE),
-    "--rotary-interleaved": Honoured("pairs neighbouring channels for rotation", need=_ROPE),
-    "--rotary-seq-len-interpolation-factor": Honoured("stretches rotary positions", need=_ROPE),
-    "--use-rope-scaling": Honoured("frequency scaling of Llama 3", need=_ROPE),
-    "--rope-scaling-factor": Honoured(
-        "factor of that scaling, by gpt_model_config",
-        need=Need("use_rope_scaling", "--use-rope-scaling"),
-    ),
-    "--normalization": Honoured("LayerNorm or RMSNorm throughout the model"),
-    "--norm-epsilon": Honoured("epsilon of every norm"),
-    "--swiglu": Honoured("gated MLP with SiLU"),
-    "--disable-bias-linear": Honoured("linear layers without bias"),
-    "--add-qkv-bias": Honoured("bias of the query-key-value projection"),
-    "--qk-layernorm": Honoured("norms of queries and keys"),
-    "--untie-embeddings-and-output-weights": Honoured("output layer with weights of its own"),
-    "--init-method-std": Honoured("standard deviation of initial weights"),
-    "--make-vocab-size-divisible-by": Honoured(
-        "the vocabulary is padded to a multiple of it, whatever the strategy",
-        differs=True,
-        need=Need("padded_vocab_size", "no --padded-vocab-size", absent=True),
-    ),
-    "--hidden-dropout": Honoured("no dropout", only=(0.0,), otherwise=NO_DROPOUT),
-    "--attention-dropout": Honoured("no dropout", only=(0.0,), otherwise=NO_DROPOUT),
-    "--recompute-granularity": Honoured("activations computed again in the backward"),
-    "--recompute-activations": Honoured("selective recompute"),
-    "--recompute-method": Honoured("which layers of a stage full recompute takes", need=_FULL),
-    "--recompute-num-layers": Honoured(
-        "layers of a chunk, or of a stage that full recompute takes", need=_FULL
-    ),
-    "--recompute-modules": Honoured(
-        "modules of selective recompute: core_attn, and mlp without biases", differs=True
-    ),
-    "--spec": Honoured("layer spec of the user, as module and name"),
+    "--hidden-dropout": _NO_DROPOUT,
+    "--attention-dropout": _NO_DROPOUT,
     "--transformer-impl": Honoured(
         "layers of megatron-core, or with CUDA of Transformer Engine",
         only=("local", "transformer_engine"),
-        otherwise="only layers that train are built; use local or transformer_engine",
+        otherwise="only layers for training are built; use local or transformer_engine",
     ),
-    "--use-mcore-models": _always("models of megatron-core"),
-    "--no-masked-softmax-fusion": Honoured("unfused softmax of the model"),
-    "--no-bias-gelu-fusion": Honoured("unfused bias and GELU"),
-    "--no-bias-swiglu-fusion": Honoured("unfused bias and SwiGLU"),
-    "--no-bias-dropout-fusion": Honoured("unfused bias, dropout and residual"),
-    "--no-rope-fusion": _always("unfused rotation"),
-    "--no-persist-layer-norm": _always("no persistent norm kernel"),
-    "--no-gradient-accumulation-fusion": Honoured(
-        "a separate kernel adds each weight gradient; always so without apex", differs=True
-    ),
-    "--disable-jit-fuser": Honoured("no compiled fusions"),
-}
-
-_BATCH = {
-    "--global-batch-size": Honoured("sequences of a global batch"),
-    "--seq-length": Honoured(
-        "longest sequence in tokens; longer ones by --long-sequences", differs=True
-    ),
-    "--train-iters": Honoured("iterations of the whole run"),
-    "--seed": Honoured("data order and initial weights"),
-    "--calculate-per-token-loss": _always("loss is a mean over tokens"),
-    "--reset-position-ids": _always("positions restart in every sequence"),
-    "--reset-attention-mask": _always("attention stays inside a sequence"),
-    "--exit-interval": Honoured("upstream's loop ends after a multiple of it"),
-    "--exit-duration-in-mins": Honoured("upstream's loop ends after that time (minutes)"),
-    "--exit-signal-handler": Honoured("upstream's loop saves, if --save says where, and ends"),
-    "--exit-signal": Honoured(
-        "which signal that is", need=Need("exit_signal_handler", "--exit-signal-handler")
-    ),
-    "--eval-interval": Honoured("iterations between two evaluations"),
-    "--eval-iters": Honoured("global batches of one evaluation"),
-    "--start-eval-at-iter": Honoured(
-        "no evaluation before it", need=Need("eval_interval", "--eval-interval")
-    ),
-    "--manual-gc": Honoured("upstream's loop collects garbage itself"),
-    "--manual-gc-interval": Honoured(
-        "iterations between two collections", need=Need("manual_gc", "--manual-gc")
-    ),
-    "--no-manual-gc-eval": Honoured(
-        "no collection around evaluation", need=Need("manual_gc", "--manual-gc")
-    ),
-}
-
-_OPTIMIZER = {
     "--optimizer": Honoured(
         "AdamW on canonical shards",
         only=("adam",),
         otherwise="canonical shards are updated by AdamW; use adam",
-    ),
-    "--lr": Honoured("highest learning rate"),
-    "--min-lr": Honoured("lowest learning rate"),
-    "--lr-decay-style": Honoured("upstream's schedule"),
-    "--lr-decay-iters": Honoured("iterations of the decay"),
-    "--lr-warmup-iters": Honoured("iterations of the warm-up"),
-    "--lr-warmup-fraction": Honoured("warm-up as a part of the decay"),
-    "--lr-warmup-init": Honoured("learning rate at the start of the warm-up"),
-    "--lr-wsd-decay-style": Honoured("annealing of the WSD schedule", need=_WSD),
-    "--lr-wsd-decay-iters": Honoured("iterations of that annealing", need=_WSD),
-    "--weight-decay": Honoured("decay of all weights but biases and norms"),
-    "--start-weight-decay": Honoured("decay at the start", need=_DECAY_CHANGES),
-    "--end-weight-decay": Honoured("decay at the end", need=_DECAY_CHANGES),
-    "--weight-decay-incr-style": Honoured("how decay changes over the run"),
-    "--clip-grad": Honoured("largest global gradient norm; 0 switches clipping off"),
-    "--adam-beta1": Honoured("AdamW: first moment"),
-    "--adam-beta2": Honoured("AdamW: second moment"),
-    "--adam-eps": Honoured("AdamW: epsilon"),
-    "--use-distributed-optimizer": _always("state sharded over all ranks"),
-    "--bf16": Honoured("bf16 parameters with fp32 master weights"),
-    "--accumulate-allreduce-grads-in-fp32": _always("fp32 gradients"),
-}
-
-_CHECKPOINTS = {
-    "--save": Honoured("folder of the checkpoints"),
-    "--save-interval": Honoured("iterations between two checkpoints", need=_SAVE),
-    "--async-save": Honoured(
-        "written beside training by a fork of each rank", need=_SAVE, differs=True
-    ),
-    "--load": Honoured(
-        "folder of the checkpoint to go on from; without one only the first start of a run, with "
-        "--save the same, begins with iteration 1",
-        differs=True,
-    ),
-    "--ckpt-step": Honoured("iteration of that checkpoint, instead of the latest", need=_LOAD),
-    "--finetune": Honoured("its weights alone, training begins with iteration 1", need=_LOAD),
-    "--exit-on-missing-checkpoint": Honoured(
-        "an error also where the folder is that of --save", need=_LOAD, differs=True
     ),
     "--ckpt-format": Honoured(
         "format of checkpoints",
         only=("torch_dist",),
         otherwise="this format cannot be read by other layouts of ranks; use torch_dist",
     ),
-    "--dist-ckpt-optim-fully-reshardable": _always("optimizer state in global coordinates"),
-    "--override-opt_param-scheduler": Honoured(
-        "learning-rate schedule of the flags, not of the checkpoint", need=_LOAD
-    ),
-    "--use-checkpoint-opt_param-scheduler": Honoured(
-        "learning-rate schedule of the checkpoint, not of the flags", need=_LOAD
-    ),
-}
-
-_PARALLEL = {
-    "--tensor-model-parallel-size": Honoured("tp of a strategy of equal replicas"),
-    "--pipeline-model-parallel-size": Honoured("pp of a strategy of equal replicas"),
     "--context-parallel-size": Honoured(
-        "cp stands in the strategy",
+        "the strategy names cp",
         only=(1,),
         otherwise="how many ranks share a sequence belongs to a replica, not to the job; use 1, "
         "and name cp in --strategy or --strategy-pool, for example cp2 or tp2cp4",
     ),
-    "--cp-comm-type": Honoured(
-        "one of auto, p2p, all_gather, a2a for all layers; auto, the default, takes the one that "
-        "moves fewest bytes; p2p is run as all_gather",
-        differs=True,
-    ),
-    "--sequence-parallel": Honoured(
-        "on wherever tp > 1, unless --no-sequence-parallel", differs=True
-    ),
-    "--distributed-backend": Honoured("backend of torch.distributed"),
-    "--distributed-timeout-minutes": Honoured("longest wait in a collective (minutes)"),
-}
-
-_DATA = {
-    "--data-path": Honoured("prefixes of the corpus, with weights or without, cut by --split"),
-    "--split": Honoured("parts for training, validation and test", need=_DATA_PATH),
-    "--train-data-path": Honoured("prefixes of the training part"),
-    "--valid-data-path": Honoured("prefixes of the validation part"),
-    "--test-data-path": Honoured("prefixes of the test part"),
     "--num-workers": Honoured(
         "no loader processes",
         only=(0,),
-        otherwise="a rank reads its own sequences itself, memory-mapped; use 0",
+        otherwise="each rank reads its sequences from memory-mapped files; use 0",
     ),
     "--tokenizer-type": Honoured(
         "upstream's tokenizer",
@@ -296,65 +193,74 @@ _DATA = {
         otherwise="this tokenizer is not one for causal language models of text; "
         f"use {', '.join(_TOKENIZERS)}",
     ),
-    "--tokenizer-model": Honoured("file or name of the tokenizer"),
-    "--vocab-file": Honoured("vocabulary of a BPE tokenizer"),
-    "--merge-file": Honoured("merges of a BPE tokenizer"),
-    "--vocab-size": Honoured("vocabulary of the model before padding"),
-    "--padded-vocab-size": Honoured("vocabulary of the model with padding"),
-    "--tokenizer-metadata": Honoured("metadata of the tokenizer"),
-    "--tokenizer-special-tokens": Honoured("additional special tokens of the tokenizer"),
-    "--tiktoken-pattern": Honoured("pattern that splits words", need=_TIK),
-    "--tiktoken-num-special-tokens": Honoured("special tokens of the vocabulary", need=_TIK),
-    "--tokenizer-sentencepiece-legacy": Honoured("special tokens in text", need=_SENTENCE_PIECE),
-    "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": Honoured(
-        "keeps repeated blanks", need=_SENTENCE_PIECE
-    ),
-    "--tokenizer-hf-no-use-fast": Honoured("the slow tokenizer", need=_HUGGING_FACE),
-    "--tokenizer-hf-no-include-special-tokens": Honoured(
-        "no special tokens around a text", need=_HUGGING_FACE
-    ),
-    "--trust-remote-code": Honoured("runs code that comes with a tokenizer", need=_HUGGING_FACE),
-    "--null-tokenizer-eod-id": Honoured("end-of-document token", need=_NULL),
-    "--null-tokenizer-pad-id": Honoured("padding token", need=_NULL),
 }
 
-_LOGGING = {
-    "--log-interval": Honoured("iterations between two log lines"),
-    "--log-throughput": _always("TFLOP/s in the log line"),
-    "--timing-log-level": Honoured("which timers upstream's log reports"),
-    "--timing-log-option": Honoured("how timers are reduced over ranks"),
-    "--logging-level": Honoured("level of Python's loggers"),
-    "--tensorboard-dir": Honoured("folder of the TensorBoard events"),
-    "--tensorboard-log-interval": Honoured("iterations between two events"),
-    "--tensorboard-queue-size": Honoured("events waiting to be written"),
-    "--log-timers-to-tensorboard": Honoured("timers as TensorBoard events"),
-    "--no-log-loss-scale-to-tensorboard": Honoured("no loss scale in TensorBoard"),
-    "--log-validation-ppl-to-tensorboard": Honoured("perplexity in TensorBoard"),
-    "--log-world-size-to-tensorboard": Honoured("number of ranks in TensorBoard"),
-    "--wandb-project": Honoured("project in Weights & Biases"),
-    "--wandb-exp-name": Honoured("name of the run there", need=_WANDB),
-    "--wandb-save-dir": Honoured("folder of its files", need=_WANDB),
-    "--wandb-entity": Honoured("owner of the project", need=_WANDB),
-    "--no-one-logger": _always("no metrics to One Logger"),
+
+def _tokenizer(*names: str) -> Need:
+    *others, last = names
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return Need("tokenizer_type", f"--tokenizer-type {listed}", values=names)
+
+
+# Options of any of these tables that have an effect only with another one.
+_NEEDS = {
+    Need("position_embedding_type", "--position-embedding-type rope", values=("rope",)): """
+        --rotary-base --rotary-percent --rotary-interleaved
+        --rotary-seq-len-interpolation-factor --use-rope-scaling""",
+    Need("use_rope_scaling", "--use-rope-scaling"): "--rope-scaling-factor",
+    Need("group_query_attention", "--group-query-attention"): "--num-query-groups",
+    Need("padded_vocab_size", "no --padded-vocab-size", absent=True): (
+        "--make-vocab-size-divisible-by"
+    ),
+    Need("recompute_granularity", "--recompute-granularity full", values=("full",)): (
+        "--recompute-method --recompute-num-layers"
+    ),
+    Need("exit_signal_handler", "--exit-signal-handler"): "--exit-signal",
+    Need("eval_interval", "--eval-interval"): "--start-eval-at-iter",
+    Need("manual_gc", "--manual-gc"): "--manual-gc-interval --no-manual-gc-eval",
+    Need("lr_decay_style", "--lr-decay-style WSD", values=("WSD",)): (
+        "--lr-wsd-decay-style --lr-wsd-decay-iters"
+    ),
+    Need(
+        "weight_decay_incr_style",
+        "--weight-decay-incr-style linear or cosine",
+        values=("linear", "cosine"),
+    ): "--start-weight-decay --end-weight-decay",
+    Need("save", "--save"): "--save-interval --async-save",
+    Need("load", "--load"): """
+        --ckpt-step --finetune --exit-on-missing-checkpoint --override-opt_param-scheduler
+        --use-checkpoint-opt_param-scheduler""",
+    Need("data_path", "--data-path"): "--split",
+    _tokenizer("TikTokenizer"): "--tiktoken-pattern --tiktoken-num-special-tokens",
+    _tokenizer("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"): """
+        --tokenizer-sentencepiece-legacy --no-tokenizer-sentencepiece-ignore-extra-whitespaces""",
+    _tokenizer("HuggingFaceTokenizer", "GPT2BPETokenizer"): """
+        --tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens --trust-remote-code""",
+    _tokenizer("NullTokenizer"): "--null-tokenizer-eod-id --null-tokenizer-pad-id",
+    Need("wandb_project", "--wandb-project"): "--wandb-exp-name --wandb-save-dir --wandb-entity",
 }
+
+
+def _honoured() -> dict[str, Honoured]:
+    table = {option: Honoured() for options in _TOPICS.values() for option in options.split()}
+    table |= {option: Honoured(f"{what}: always so") for option, what in _ALWAYS.items()}
+    table |= {option: Honoured(what) for option, what in _DIFFERENT.items()}
+    table |= _RESTRICTED
+    for need, options in _NEEDS.items():
+        table |= {option: replace(table[option], need=need) for option in options.split()}
+    return table
+
+
+HONOURED: Mapping[str, Honoured] = MappingProxyType(_honoured())
+"""Primary option string -> how it is honoured."""
 
 HONOURED_BY_TOPIC: Mapping[str, Mapping[str, Honoured]] = MappingProxyType(
     {
-        "Model": _MODEL,
-        "Batch and length of training": _BATCH,
-        "Optimizer": _OPTIMIZER,
-        "Checkpoints": _CHECKPOINTS,
-        "Parallelism": _PARALLEL,
-        "Data and tokenizer": _DATA,
-        "Logging": _LOGGING,
+        topic: {option: HONOURED[option] for option in options.split()}
+        for topic, options in _TOPICS.items()
     }
 )
 """Topic -> primary option string -> how it is honoured."""
-
-HONOURED: Mapping[str, Honoured] = MappingProxyType(
-    {option: how for topic in HONOURED_BY_TOPIC.values() for option, how in topic.items()}
-)
-"""Primary option string -> how it is honoured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +287,7 @@ _DENSE_ONLY = "the model here is a dense decoder of attention and MLP layers"
 FORMER = ("--emulate-device", "--emulate-scale")
 """Options of our own that earlier versions had."""
 
-# The first family that covers an option words its refusal: narrow ones stand before wide ones.
+# The first family that covers an option words its refusal, so narrow ones stand before wide ones.
 _FAMILIES = (
     Family(
         "emulation",
@@ -391,14 +297,13 @@ _FAMILIES = (
     ),
     Family(
         "checks for NaN",
-        "an update that is not finite is always left out, so that the run could only go on without "
-        "it, which is what --skip-nan-iterations does",
+        "an update that is not finite is never applied; --skip-nan-iterations continues without it",
         "use --skip-nan-iterations, or remove it to stop at such an update",
         r"no-check-for-nan-in-loss-and-grad$",
     ),
     Family(
         "micro-batches",
-        "packing decides how sequences share micro-batches, anew in every iteration",
+        "packing decides in every iteration how sequences share micro-batches",
         "set their size by --max-tokens-per-micro-batch",
         r"(eval-)?micro-batch-size$|batch-size$",
     ),
@@ -410,7 +315,7 @@ _FAMILIES = (
     ),
     Family(
         "training by samples",
-        "a run is measured in iterations, whose number of samples may vary",
+        "a run is counted in iterations, whose number of samples may vary",
         "use --train-iters, --lr-decay-iters, --lr-warmup-iters, --lr-wsd-decay-iters",
         r"(train|lr-\w[\w-]*)-samples$|iterations-to-skip|sample-rate",
     ),
@@ -431,15 +336,15 @@ _FAMILIES = (
     ),
     Family(
         "recompute",
-        "it is an older name of a form of activation recompute, or one that needs the tensor "
-        "parallelism of a single strategy",
+        "it is an older name of activation recompute, or needs the tensor parallelism of a single "
+        "strategy",
         "use --recompute-granularity selective or full",
         r"moe-layer-recompute|checkpoint-activations|distribute-saved-activations",
     ),
     Family(
         "offloading",
         "moving activations or optimizer state to the host is not part of this program",
-        "remove it; use a scheme of more tp or pp ranks if memory is short",
+        "remove it; if memory is short, use a scheme with more tp or pp ranks",
         r".*offload|optimizer-cpu|no-pin-cpu|use-torch-optimizer-for-cpu|overlap-cpu-optimizer|"
         r"moe-paged-stash",
     ),
@@ -534,8 +439,8 @@ _FAMILIES = (
     ),
     Family(
         "checkpoints",
-        "checkpoints have one format, are always read and written by all ranks, and hold whatever "
-        "a run needs to go on",
+        "checkpoints have one format, are read and written by all ranks, and hold all that a run "
+        "needs to continue",
         "use --save, --save-interval, --load, --async-save and --keep-last",
         r"override-ckpt|(override|use-checkpoint)-opt_?-?param|exit-on-missing|.*-ckpt-",
         ("checkpointing",),
@@ -626,7 +531,7 @@ _FAMILIES = (
     Family(
         "profiling",
         "upstream's profiler switches are not wired to this program's step",
-        "remove it, and run an outside profiler around the job",
+        "remove it, and run an external profiler around the job",
         groups=("profiling",),
     ),
     Family(
@@ -643,9 +548,7 @@ _FAMILIES = (
         groups=("transformer configuration", "network size"),
     ),
 )
-_UNKNOWN_TO_FAMILIES = Family(
-    "others", "this program does not act on it and will not pretend to", _REMOVE
-)
+_UNKNOWN_TO_FAMILIES = Family("others", "this program does not act on it", _REMOVE)
 
 
 def families() -> tuple[Family, ...]:

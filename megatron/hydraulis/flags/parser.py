@@ -1,10 +1,10 @@
-"""Upstream's parser with our group, and what a user gave it as opposed to what it defaults to."""
+"""Upstream's parser with our flags, which records the flags that the user gave."""
 
 import argparse
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
@@ -16,9 +16,13 @@ from megatron.hydraulis.flags.options import FORMER, HONOURED, Honoured, Need, r
 __all__ = ["FlagParser", "ParsedFlags"]
 
 _GROUP_TITLE = "hydraulis"
-_USAGE = """torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]
-       torchrun [TORCHRUN OPTIONS] -m megatron.hydraulis train [FLAGS]
-       torchrun [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]"""
+_USAGE = "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]"
+_DESCRIPTION = (
+    "Balanced training of a GPT over variable-length sequences. `torchrun [TORCHRUN OPTIONS] -m "
+    "megatron.hydraulis train [FLAGS]` and, in a checkout, `torchrun [TORCHRUN OPTIONS] "
+    "pretrain_gpt.py [FLAGS]` are the same program. --help and --dry-run need no torchrun: "
+    "`hydraulis train [FLAGS] --dry-run`. Megatron's flags that are not listed here are refused."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class ParsedFlags:
 
 
 class _Record(argparse.Action):
-    """Takes the place of an action to note that, and by which string, its option was given."""
+    """Replaces an action and records that its option was given, and by which string."""
 
     def __call__(
         self,
@@ -70,15 +74,13 @@ class _Member:
 
 
 class FlagParser:
-    """Reads a command line; holds nothing of one, so it may be used again."""
+    """Parses command lines; keeps no state between them."""
 
     def __init__(self) -> None:
         self._parser = argparse.ArgumentParser(
             prog="hydraulis train",
             usage=_USAGE,
-            description="Balanced training of a GPT over variable-length sequences. The three "
-            "commands are the same program; without torchrun only --help and --dry-run work. "
-            "Megatron's flags that are not listed here are refused.",
+            description=_DESCRIPTION,
             allow_abbrev=False,
         )
         add_megatron_arguments(self._parser)
@@ -101,17 +103,17 @@ class FlagParser:
 
     @property
     def honoured_dests(self) -> tuple[str, ...]:
-        """The attributes that honoured options of upstream's set, in alphabetical order."""
+        """The attributes that honoured options of upstream set, in alphabetical order."""
         return tuple(sorted({self._upstream[option][0].dest for option in HONOURED}))
 
     def parse(self, argv: Sequence[str] | None) -> ParsedFlags:
-        """Read a command line; None reads ``sys.argv``. The last of a repeated flag wins.
+        """Parse a command line, or ``sys.argv`` for None. The last value of a repeated flag wins.
 
         An unknown flag or a value of the wrong type ends the process with status 2, as with any
         argparse program. Raises ConfigurationError for options that are not honoured, honoured
-        only with other values, or without effect beside the others.
+        only with other values, or without effect in this combination.
         """
-        # Before any value is converted: an option that is refused need not have a valid one.
+        # Before values are converted: a refused option is reported even if its value is invalid.
         given = tuple(self._recorder.parse_args(argv, argparse.Namespace(given=[])).given)
         self._refuse(option for option, _ in given)
         args = self._parser.parse_args(argv)
@@ -123,7 +125,7 @@ class FlagParser:
         return ParsedFlags(args, given)
 
     def _honoured(self, option: str) -> Honoured | None:
-        """How an option of upstream's is honoured; None for our own and for refused ones."""
+        """How an option of upstream is honoured; None for our own and for refused ones."""
         if option not in self._upstream:
             return None
         action, _ = self._upstream[option]
@@ -142,7 +144,7 @@ class FlagParser:
             raise ConfigurationError(f"{len(refusals)} options are not honoured:{lines}")
 
     def _show_honoured_only(self) -> None:
-        """Leave in --help what is honoured, in upstream's groups; our words follow its own."""
+        """Show only honoured options in --help, in upstream's groups, with our notes appended."""
         for group in self._parser._action_groups:
             group.description = None
             for action in group._group_actions:
@@ -201,9 +203,5 @@ def _check_need(option: str, args: argparse.Namespace, need: Need | None) -> Non
     else:
         is_set = value is not None and value is not False and value != []
     if is_set == need.absent:
-        _refuse_without_effect(option, need)
-
-
-def _refuse_without_effect(option: str, need: Need) -> NoReturn:
-    fix = "remove one of the two" if need.absent else f"add it or remove {option}"
-    raise ConfigurationError(f"{option} has an effect only with {need.flag}; {fix}")
+        fix = "remove one of the two" if need.absent else f"add it or remove {option}"
+        raise ConfigurationError(f"{option} has an effect only with {need.flag}; {fix}")
