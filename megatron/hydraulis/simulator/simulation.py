@@ -71,7 +71,7 @@ class IterationTasks:
     end: Task
     replicas: tuple[ReplicaTasks, ...]
     buckets: tuple[BucketTasks, ...]
-    """Empty where regrouping is not simulated."""
+    """Empty if regrouping is not simulated."""
     overhead: Task | None
     """Time that the cost model adds to the makespan."""
 

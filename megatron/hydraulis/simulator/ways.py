@@ -4,7 +4,7 @@
 way                 strategy                                      sequences
 ==================  ============================================  =================================
 static, padding     the best homogeneous one that holds the       padded to the batch's longest,
-                    limit, for this way                           dealt in turn
+                    limit, for this way                           distributed round-robin
 static, fixed rows  the best such one for this way                rows of about equal tokens, at
                                                                   most the limit, padded to it
 static, packing     the best such one for this way                the same rows without padding

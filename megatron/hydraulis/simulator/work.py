@@ -46,7 +46,7 @@ class MicroBatchWork:
 
     @classmethod
     def padded(cls, lengths: Sequence[int], row_tokens: int) -> MicroBatchWork:
-        """A row of row_tokens for every sequence, with attention over the whole row."""
+        """A row of row_tokens for every sequence, with attention over the entire row."""
         num_computed = len(lengths) * row_tokens
         return cls(sum(lengths), num_computed * row_tokens, num_computed - sum(lengths))
 

@@ -197,7 +197,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class CanonicalLayout:
-    """The canonical order of a whole model for ``num_ranks`` owners and ``num_atoms`` = T."""
+    """The canonical order of a model for ``num_ranks`` owners and ``num_atoms`` = T."""
 
     parameters: tuple[ParameterSpec, ...]
     num_atoms: int

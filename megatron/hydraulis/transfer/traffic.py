@@ -168,9 +168,9 @@ class RegroupVolume:
     num_contributed: int
     """Elements of the gradients that it sends back."""
     num_contributed_and_owned: int
-    num_wanted: int
+    num_held_by_others: int
     """Elements of its shards that other ranks hold, counted once per rank."""
-    num_added: int
+    num_contributed_by_others: int
     """Elements of its shards that other ranks contribute to, counted once per rank."""
 
     @property
@@ -181,12 +181,12 @@ class RegroupVolume:
     @property
     def gather_sent(self) -> int:
         """What it owns, to every other holder."""
-        return self.num_wanted
+        return self.num_held_by_others
 
     @property
     def scatter_received(self) -> int:
         """What it owns, from every other contributor."""
-        return self.num_added
+        return self.num_contributed_by_others
 
     @property
     def scatter_sent(self) -> int:
@@ -212,13 +212,13 @@ def regroup_volumes(
             num_held_and_owned=held_and_owned,
             num_contributed=num_contributed,
             num_contributed_and_owned=contributed_and_owned,
-            num_wanted=num_wanted,
-            num_added=num_added,
+            num_held_by_others=num_held_by_others,
+            num_contributed_by_others=num_contributed_by_others,
         )
-        for (num_held, held_and_owned, num_wanted), (
+        for (num_held, held_and_owned, num_held_by_others), (
             num_contributed,
             contributed_and_owned,
-            num_added,
+            num_contributed_by_others,
         ) in zip(held, contributed, strict=True)
     )
 

@@ -176,7 +176,7 @@ def elements_across(
                 for role in {roles[rank] for rank in ranks}
             }
             one_step += sum(outside[roles[rank]] for rank in ranks) * len(buckets)
-            two_steps += _num_outside(needs.of_node(first), own) * len(buckets)
+            two_steps += _num_outside(needs.of_node[first // ranks_per_node], own) * len(buckets)
     return one_step, two_steps
 
 
@@ -201,9 +201,17 @@ class _Needs:
         self._roles = roles
         self._ranks_per_node = ranks_per_node
         # There are few roles and sets of roles, whatever the number of ranks: finding their ranges
-        # once keeps the plan of one of 1,024 ranks fast.
+        # once keeps plans for 1,024 ranks fast.
         self.of_role = {role: find(layout, bucket, role) for role in set(roles)}
-        self._of_roles: dict[frozenset[Role | None], tuple[Range, ...]] = {}
+        nodes = [
+            frozenset(roles[first : first + ranks_per_node])
+            for first in range(0, layout.num_ranks, ranks_per_node)
+        ]
+        of_roles = {
+            present: union(self.of_role[role] for role in present) for present in set(nodes)
+        }
+        self.of_node = [of_roles[present] for present in nodes]
+        """What at least one rank of each node needs."""
 
     def node_of(self, rank: int) -> range:
         """The ranks of the rank's node."""
@@ -213,13 +221,6 @@ class _Needs:
     def with_index_of(self, rank: int) -> range:
         """The ranks of all nodes with the rank's index."""
         return range(rank % self._ranks_per_node, len(self._roles), self._ranks_per_node)
-
-    def of_node(self, rank: int) -> tuple[Range, ...]:
-        """What at least one rank of the rank's node needs."""
-        present = frozenset(self._roles[other] for other in self.node_of(rank))
-        if present not in self._of_roles:
-            self._of_roles[present] = union(self.of_role[role] for role in present)
-        return self._of_roles[present]
 
     def shard(self, owner: int) -> tuple[Range, ...]:
         start, stop = self._bucket.shard_range(owner)
@@ -235,7 +236,8 @@ class _Needs:
 
     def across(self, owner: int, relay: int) -> tuple[Range, ...]:
         """What an owner sends to a relay."""
-        return clip(self.of_node(relay), *self._bucket.shard_range(owner))
+        needed = self.of_node[relay // self._ranks_per_node]
+        return clip(needed, *self._bucket.shard_range(owner))
 
     def inside(self, relay: int, rank: int) -> tuple[Range, ...]:
         """What a relay sends to a rank of its node."""

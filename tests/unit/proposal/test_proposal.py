@@ -300,7 +300,7 @@ def context_profile(widths: tuple[int, ...]) -> ProfileCostModel:
     return ProfileCostModel.from_json(content, what="profile")
 
 
-def test_widths_of_cp_that_divide_anew_are_on_the_menu() -> None:
+def test_schemes_that_divide_cp_per_micro_batch_are_candidates() -> None:
     texts = set(map(str, Candidates.of(context_profile((1, 2, 4, 8)), 8, 8).schemes))
     assert texts == {"tp1", "cp2", "cp4", "cp8", "cp2~", "cp4~", "cp8~"}
     # cp4 was not measured, so neither cp4~ nor cp8~ can be planned.
@@ -308,7 +308,7 @@ def test_widths_of_cp_that_divide_anew_are_on_the_menu() -> None:
     assert texts == {"tp1", "cp2", "cp8", "cp2~"}
 
 
-def test_groups_divided_anew_are_proposed_where_they_are_faster() -> None:
+def test_schemes_that_divide_cp_are_proposed_if_they_are_faster() -> None:
     """One long sequence and many short ones: with cp8 alone all of them pay for the exchange."""
     model, batches = context_profile((1, 2, 4, 8)), [[5500, *[300] * 40]] * 2
     plain = [scheme for scheme in Candidates.of(model, 8, 8).schemes if not scheme.splits_cp]
