@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 
-__all__ = ["JsonObject", "parse_json", "read_json", "read_text", "write_json"]
+__all__ = ["JsonObject", "parse_json", "read_json", "read_text", "write_json", "write_output"]
 
 MAX_FILE_BYTES = 256 << 20
 """Of a file that is read: far more than the lengths of a large global batch take."""
@@ -219,3 +219,14 @@ def write_json(path: str | Path, content: Any) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def write_output(path: str | Path, content: Any) -> None:
+    """`write_json` for the file of a command's ``--out``; raises ConfigurationError."""
+    try:
+        write_json(path, content)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--out {path}: must be a path that can be written but: {error.strerror}; "
+            f"give another path"
+        ) from error

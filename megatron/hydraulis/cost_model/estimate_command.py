@@ -16,7 +16,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledSche
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.json_object import write_json
+from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import Term, parse_terms
 
@@ -122,7 +122,7 @@ def run(namespace: argparse.Namespace) -> int:
         ),
     )
     if namespace.out is not None:
-        _write(profile, namespace.out)
+        write_output(namespace.out, profile.to_json())
     if namespace.json:
         json.dump(profile.to_json(), sys.stdout, indent=1)
         print()
@@ -202,16 +202,6 @@ def _recompute(namespace: argparse.Namespace) -> Recompute:
         num_layers=namespace.recompute_num_layers,
         modules=modules,
     )
-
-
-def _write(profile: ProfileCostModel, path: str) -> None:
-    try:
-        write_json(path, profile.to_json())
-    except OSError as error:
-        raise ConfigurationError(
-            f"--out {path}: must be a path that can be written but: {error.strerror}; "
-            f"give another path"
-        ) from error
 
 
 def _table(profile: ProfileCostModel) -> Table:

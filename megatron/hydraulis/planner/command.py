@@ -13,7 +13,7 @@ from rich.table import Table
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.json_object import write_json
+from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.planner.plan import (
     MS_PER_S,
@@ -105,7 +105,7 @@ def run(namespace: argparse.Namespace) -> int:
         explanation = planner.explain(lengths) if namespace.explain or namespace.json else None
         plan = planner.plan(lengths) if explanation is None else explanation.plan
     if namespace.out is not None:
-        _write(plan, namespace.out)
+        write_output(namespace.out, plan.to_json())
     if namespace.json and explanation is not None:
         json.dump(_to_json(explanation), sys.stdout, indent=1)
         print()
@@ -118,16 +118,6 @@ def run(namespace: argparse.Namespace) -> int:
         console.print(strategy_table(explanation, pool))
         console.print(replica_table(plan, cost_model))
     return 0
-
-
-def _write(plan: IterationPlan, path: str) -> None:
-    try:
-        write_json(path, plan.to_json())
-    except OSError as error:
-        raise ConfigurationError(
-            f"--out {path}: must be a path that can be written but: {error.strerror}; "
-            f"give another path"
-        ) from error
 
 
 def _to_json(explanation: PlanExplanation) -> dict[str, Any]:

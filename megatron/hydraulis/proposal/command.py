@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.json_object import write_json
+from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.command import (
     add_lengths_arguments,
     check_seed,
@@ -114,7 +114,7 @@ def run(namespace: argparse.Namespace) -> int:
             on_progress=on_progress,
         )
     if namespace.out is not None:
-        _write(proposal, namespace.out)
+        write_output(namespace.out, {"version": 1, **proposal.pool.to_json()})
     if namespace.json:
         json.dump(proposal.to_json(), sys.stdout, indent=1)
         print()
@@ -169,17 +169,6 @@ def _progress(*, is_shown: bool) -> Iterator[OnProgress]:
             progress.update(tasks[what], completed=done, total=total, visible=True)
 
         yield on_progress
-
-
-def _write(proposal: Proposal, path: str) -> None:
-    content = {"version": 1, **proposal.pool.to_json()}
-    try:
-        write_json(path, content)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--out {path}: must be a path that can be written but: {error.strerror}; "
-            f"give another path"
-        ) from error
 
 
 def proposal_tables(proposal: Proposal) -> Iterator[Table]:

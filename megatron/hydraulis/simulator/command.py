@@ -21,7 +21,6 @@ from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, g
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.command import check_seed, check_seq_length
-from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,
     Span,
@@ -196,17 +195,14 @@ def run(namespace: argparse.Namespace) -> int:
     pool = Pool.read(namespace.pool)
     profile = ProfileCostModel.read(namespace.cost_profile)
     window = _window(namespace)
-    shape, settings, context_costs = _settings(namespace, pool, profile)
+    settings, context_costs = _settings(namespace, pool, profile)
     if namespace.out is None:
         settings = replace(settings, keeps=lambda _: False)
     else:  # with the previous iteration, whose end is the beginning
         settings = replace(settings, keeps=lambda each: each in window or each + 1 in window)
-    longest = namespace.seq_length
-    if longest is None:
-        longest = _longest_held(pool, profile)
     batches = sample_batches(
         read_corpus_lengths(namespace.lengths),
-        longest=longest,
+        longest=namespace.seq_length or _longest_held(pool, profile),
         num_batches=namespace.iterations,
         seed=namespace.seed,
         batch_tokens=namespace.global_batch_tokens,
@@ -225,34 +221,27 @@ def run(namespace: argparse.Namespace) -> int:
             profile=profile,
             context_costs=context_costs,
             seq_length=namespace.seq_length,
-            shape=shape,
+            shape=settings.shape,
             plan_time_s=namespace.plan_time,
             planning=planning,
             advance=lambda: progress.advance(task),
         )
         results: list[WayResult] = []
-        left_out: dict[str, str] = {}
+        skipped: dict[str, str] = {}
         for number, name in enumerate(names, start=1):
             progress.update(task, description=f"{number}/{len(names)} {name}")
-            try:
-                result = simulate_way(name, ways.candidates(name), settings)
-            except PlanError as error:
-                # The widths of this way may not hold a batch; the other ways are still useful.
-                if name != CP_ONLY:
-                    raise
-                left_out[name] = str(error)
-                continue
-            if result is None:
-                left_out[name] = _why_left_out(name, ways)
-            else:
+            result = _simulated(name, ways, settings)
+            if isinstance(result, WayResult):
                 results.append(result)
+            else:
+                skipped[name] = result
     if not results:
         raise ConfigurationError(
-            f"--ways: no strategy for {', '.join(left_out)} can be simulated with "
+            f"--ways: no strategy for {', '.join(skipped)} can be simulated with "
             f"sequences of {ways.limit} tokens; simulate {POOL!r} too"
         )
     reference = next((each for each in results if each.name == PACKING), results[0])
-    content = _to_json(results, reference, left_out, ways)
+    content = _to_json(results, reference, skipped, ways)
     if namespace.out is not None:
         _write(namespace.out, results, reference, content, window, _title(ways))
     if namespace.json:
@@ -264,14 +253,24 @@ def run(namespace: argparse.Namespace) -> int:
         console = Console(width=_WIDTH)
     console.print(result_table(results, reference, _title(ways)))
     console.print(strategy_use_table(results))
-    for name, why in left_out.items():
+    for name, why in skipped.items():
         console.print(f"{name!r} is skipped: {why}.", markup=False)
     if namespace.out is not None:
         console.print(f"written to {namespace.out}", markup=False)
     return 0
 
 
-def _why_left_out(name: str, ways: Ways) -> str:
+def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult | str:
+    """The result of a way, or why it is skipped."""
+    try:
+        result = simulate_way(name, ways.candidates(name), settings)
+    except PlanError as error:
+        # The widths of this way may not hold a batch; the other ways are still useful.
+        if name != CP_ONLY:
+            raise
+        return str(error)
+    if result is not None:
+        return result
     if name == CP_ONLY and not ways.context_costs.knows_exchange:
         return "the cost of cp is unknown; give --device and the model, or measure schemes with cp"
     return f"none of its strategies holds a sequence of {ways.limit} tokens"
@@ -279,8 +278,8 @@ def _why_left_out(name: str, ways: Ways) -> str:
 
 def _settings(
     namespace: argparse.Namespace, pool: Pool, profile: ProfileCostModel
-) -> tuple[ModelShape | None, SimulationSettings, ContextCosts]:
-    """Shape of the model, settings of all ways, and costs of context parallelism."""
+) -> tuple[SimulationSettings, ContextCosts]:
+    """Settings of all ways, and costs of context parallelism."""
     shape = given_shape(namespace)
     settings = SimulationSettings(
         shape=shape,
@@ -294,7 +293,7 @@ def _settings(
                 "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
                 "--device is not given; give --device and the model"
             )
-        return shape, settings, ContextCosts(profile=profile)
+        return settings, ContextCosts(profile=profile)
     if shape is None:
         raise ConfigurationError(
             f"--device {namespace.device} gives the speed of regrouping, but its bytes depend on "
@@ -313,7 +312,7 @@ def _settings(
     context_costs = ContextCosts(
         profile=profile, shape=shape, cluster=cluster, link_fraction=device.link_fraction
     )
-    return shape, replace(settings, regroup=regroup), context_costs
+    return replace(settings, regroup=regroup), context_costs
 
 
 def _cluster(
@@ -372,7 +371,7 @@ def _title(ways: Ways) -> str:
 
 
 def _to_json(
-    results: Sequence[WayResult], reference: WayResult, left_out: dict[str, str], ways: Ways
+    results: Sequence[WayResult], reference: WayResult, skipped: dict[str, str], ways: Ways
 ) -> dict[str, Any]:
     return {
         "num_ranks": ways.pool.num_ranks,
@@ -381,7 +380,7 @@ def _to_json(
         "longest_tokens": ways.longest,
         "reference": reference.name,
         "ways": [result.to_json(reference) for result in results],
-        "left_out": left_out,
+        "left_out": skipped,
     }
 
 
