@@ -13,9 +13,10 @@ modelled backward begins, so more of regrouping overlaps with compute.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, Variable
 
+from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import PackedBatch
@@ -74,6 +76,34 @@ class EmulatedBatch(PackedBatch):
     backward_s: float
 
 
+def scaled(profile: ProfileCostModel, factor: float) -> ProfileCostModel:
+    """The same limits, with every time multiplied by a factor.
+
+    Raises ConfigurationError for a factor that is not positive and finite.
+    """
+    if not 0.0 < factor < math.inf:
+        raise ConfigurationError(
+            f"cost profile: times are scaled by a positive number but the factor is {factor}; "
+            f"give 1 for the times as they were measured"
+        )
+    rows = (
+        replace(
+            row,
+            coefficients=Coefficients(
+                a_ms_per_token2=row.coefficients.a_ms_per_token2 * factor,
+                b_ms_per_token=row.coefficients.b_ms_per_token * factor,
+                c_ms=row.coefficients.c_ms * factor,
+            ),
+        )
+        for row in profile.schemes
+    )
+    strategies = (
+        replace(row, regroup_ms=row.regroup_ms * factor, optimizer_ms=row.optimizer_ms * factor)
+        for row in profile.strategies
+    )
+    return replace(profile, schemes=tuple(rows), strategies=tuple(strategies))
+
+
 @dataclass(frozen=True, slots=True)
 class EmulatedDevice:
     """A device known by its cost profile, run faster or slower."""
@@ -90,7 +120,7 @@ class EmulatedDevice:
         Raises ConfigurationError for a file that is no cost profile, and for a scale that is not
         positive and finite.
         """
-        return cls(ProfileCostModel.read(path).scaled(scale), scale)
+        return cls(scaled(ProfileCostModel.read(path), scale), scale)
 
     @property
     def notice(self) -> str:

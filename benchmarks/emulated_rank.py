@@ -57,7 +57,7 @@ def tiny_model(pool: Pool) -> Workload:
         num_attention_heads=num_parts,
         num_query_groups=num_parts,
         vocab_size=WIDTH_PER_ATOM * num_parts,
-        lengths=(max(strategy.max_tp for strategy in pool.strategies),),
+        lengths=(max(scheme.tp for strategy in pool.strategies for scheme in strategy.schemes),),
     )
 
 

@@ -1,4 +1,4 @@
-"""The machines a job runs on: nodes, ranks per node, and the links inside and across nodes."""
+"""The machines of a job: nodes, ranks per node, and the links inside and between nodes."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,12 @@ __all__ = ["Cluster", "Link"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What one rank can send over while it receives as much.
+    """Bandwidth and latency of one rank, in one direction while the other is used as well.
 
-    Raises ConfigurationError for a bandwidth that is not positive or a negative latency.
+    Raises ConfigurationError unless the bandwidth is positive and the latency not negative.
     """
 
     bytes_per_s: float
-    """Bandwidth of one rank in one direction."""
     latency_s: float
     """Time of an empty message."""
     source: str
@@ -35,7 +34,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Equal nodes of equal ranks, ranks counted node by node.
+    """Nodes of the same number of ranks, counted node by node.
 
     Raises ConfigurationError for a cluster without nodes or ranks.
     """
@@ -57,23 +56,19 @@ class Cluster:
         """Ranks of all nodes."""
         return self.num_nodes * self.ranks_per_node
 
-    def node_of(self, rank: int) -> int:
-        """The node a rank lives on."""
-        return rank // self.ranks_per_node
-
     def crosses_nodes(self, num_ranks: int) -> bool:
-        """Whether a group of so many neighbouring ranks is too large for one node."""
+        """Whether a group of num_ranks neighbouring ranks is too large for one node."""
         return num_ranks > self.ranks_per_node
 
     def point_to_point(self, num_ranks: int) -> Link:
-        """The slowest link between two neighbours in a group of so many neighbouring ranks."""
+        """The slowest link between two neighbours in a group of num_ranks neighbouring ranks."""
         return self.inter_node if self.crosses_nodes(num_ranks) else self.intra_node
 
     def collective(self, num_ranks: int) -> Link:
-        """The link that bounds a ring collective over so many neighbouring ranks.
+        """The link that bounds a ring collective over num_ranks neighbouring ranks.
 
-        A ring over several nodes leaves each by all ranks that the group has there, so their
-        network links add up, at most to what the ranks have among one another.
+        A ring over several nodes leaves each node through all of the group's ranks there, so their
+        network links add up, at most to the bandwidth inside a node.
         """
         if not self.crosses_nodes(num_ranks):
             return self.intra_node

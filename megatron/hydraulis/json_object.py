@@ -1,5 +1,5 @@
-"""Reading JSON files and their objects by key and type, with errors that say what is wrong; and
-writing files that are whole or not there at all."""
+"""Reads JSON files and objects by key and type, with errors that say what is wrong, and writes
+files atomically."""
 
 import json
 import os
@@ -12,19 +12,19 @@ from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 __all__ = ["JsonObject", "parse_json", "read_json", "read_text", "write_json", "write_output"]
 
 MAX_FILE_BYTES = 256 << 20
-"""Of a file that is read: far more than the lengths of a large global batch take."""
+"""Limit of a file that is read: far more than the lengths of a large global batch take."""
 MAX_DEPTH = 32
-"""Of objects and lists in one another."""
+"""Limit of nested objects and lists."""
 
-# Larger whole numbers are typing errors, and neither numpy nor a float can hold all of them.
+# Larger whole numbers are typing errors that neither numpy nor a float can hold.
 _MOST = 10**18
 
 
 class JsonObject:
-    """A JSON object whose values are read by key and type, and which has to be read whole.
+    """A JSON object whose values are read by key and type.
 
-    Raises the given class of error, from here and from every method, naming the object, the key
-    and what is there instead.
+    The constructor and all methods raise the given class of error, with the object's name, the key
+    and the value.
     """
 
     def __init__(self, content: Any, what: str, error: type[HydraulisError]) -> None:
@@ -48,15 +48,15 @@ class JsonObject:
         return tuple(self._content)
 
     def has(self, key: str) -> bool:
-        """Whether an optional key is there."""
+        """Whether the object has an optional key."""
         return key in self._content
 
     def nested(self, content: Any, what: str) -> "JsonObject":
-        """An object inside this one, which raises the same errors."""
+        """An object inside this one, with the same class of error."""
         return JsonObject(content, what, self._error)
 
     def check_version(self, supported: int) -> None:
-        """Raise when there is a ``version`` and it is another one; a file without has this one."""
+        """Raise if there is a ``version`` other than the supported one."""
         if self.has("version") and self.integer("version") != supported:
             raise self._error(
                 f"{self._what}: version {supported} can be read but this one is of version "
@@ -109,7 +109,7 @@ class JsonObject:
         return value
 
     def check_all_read(self) -> None:
-        """Raise when the object has keys that nobody asked for."""
+        """Raise if the object has keys that were not read."""
         unknown = sorted(set(self._content) - self._read)
         if unknown:
             raise self._error(
@@ -130,14 +130,14 @@ class JsonObject:
 
 
 def _shown(value: Any) -> str:
-    """A value as an error shows it: long ones would bury the message."""
+    """A value in an error, shortened if it is long."""
     text = repr(value)
     longest = 60
     return text if len(text) <= longest else text[:longest] + "…"
 
 
 def read_text(path: str | Path, what: str, error: type[HydraulisError]) -> str:
-    """The text of a UTF-8 file; the given error names what it should be and why it is none."""
+    """The text of a UTF-8 file; raises the given error, which calls the file what."""
     try:
         with Path(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -160,12 +160,12 @@ def read_text(path: str | Path, what: str, error: type[HydraulisError]) -> str:
 
 
 def read_json(path: str | Path, what: str, error: type[HydraulisError]) -> Any:
-    """The content of a JSON file; the given error also for a key that an object has twice."""
+    """The content of a JSON file; raises as read_text and parse_json."""
     return parse_json(read_text(path, what, error), f"{what} {path}", error)
 
 
 def parse_json(text: str, what: str, error: type[HydraulisError]) -> Any:
-    """The content of a JSON text; see read_json."""
+    """The content of a JSON text; the given error for invalid JSON and for repeated keys."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
@@ -202,9 +202,9 @@ def _is_deeper(content: Any, depth: int) -> bool:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write a file that is whole at every moment, even where the process is killed meanwhile.
+    """Replace a file atomically; other than regular files, such as /dev/stdout, are written to.
 
-    What is no regular file, such as /dev/stdout, is written to as it is. Raises OSError.
+    Raises OSError.
     """
     text = json.dumps(content, indent=1) + "\n"
     path = Path(path)

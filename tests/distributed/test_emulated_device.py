@@ -14,6 +14,7 @@ from benchmarks.emulated_device import (
     EmulatedBatch,
     EmulatedDevice,
     EmulatedForwardStep,
+    scaled,
 )
 from megatron.hydraulis.cost_model import FORWARD_SHARE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -60,7 +61,7 @@ def profile() -> dict[str, Any]:
 
 def emulated_device() -> EmulatedDevice:
     whole = ProfileCostModel.from_json(profile(), what="profile")
-    return EmulatedDevice(whole.scaled(SCALE), SCALE)
+    return EmulatedDevice(scaled(whole, SCALE), SCALE)
 
 
 class FrozenClock:

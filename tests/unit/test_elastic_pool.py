@@ -17,7 +17,7 @@ def pool(num_ranks: int, **strategies: str) -> Pool:
 
 
 def fitted(given: Pool, num_ranks: int, ranks_per_node: int = 0) -> dict[str, str]:
-    found = fit_pool(given, num_ranks, ranks_per_node or num_ranks, num_layers=4).pool
+    found, _ = fit_pool(given, num_ranks, ranks_per_node or num_ranks, num_layers=4)
     assert found.num_ranks == num_ranks
     return {strategy.name: str(strategy) for strategy in found.strategies}
 
@@ -40,27 +40,28 @@ def test_schemes_are_kept_as_far_as_the_ranks_go(num_ranks: int, expected: dict[
 
 def test_what_does_not_fit_is_dropped_and_told() -> None:
     given = pool(8, wide="tp8", half="2*tp4", both="tp4+4*tp1")
-    found = fit_pool(given, 5, 5, num_layers=4)
-    assert {s.name: str(s) for s in found.pool.strategies} == {
+    found, changes = fit_pool(given, 5, 5, num_layers=4)
+    assert {s.name: str(s) for s in found.strategies} == {
         "half": "tp4+idle",
         "both": "tp4+tp1",
     }
-    assert found.changes[0] == "the strategies are for 8 ranks but there are 5"
-    assert "strategy 'wide' is left out: its tp8 needs 8 ranks" in found.changes
-    assert "strategy 'both': tp4+4*tp1 becomes tp4+tp1" in found.changes
+    assert changes[0] == "the strategies are for 8 ranks but there are 5"
+    assert "strategy 'wide' is left out: its tp8 needs 8 ranks" in changes
+    assert "strategy 'both': tp4+4*tp1 becomes tp4+tp1" in changes
 
 
 def test_strategies_that_become_alike_are_one() -> None:
-    found = fit_pool(pool(4, a="tp2+2*tp1", b="2*tp2"), 2, 2, num_layers=4)
-    assert [s.name for s in found.pool.strategies] == ["a"]
-    assert any("'b' is left out: it becomes the same as 'a'" in line for line in found.changes)
+    found, changes = fit_pool(pool(4, a="tp2+2*tp1", b="2*tp2"), 2, 2, num_layers=4)
+    assert [s.name for s in found.strategies] == ["a"]
+    assert any("'b' is left out: it becomes the same as 'a'" in line for line in changes)
 
 
 def test_without_any_left_every_scheme_of_the_models_sizes_is_one() -> None:
-    found = fit_pool(pool(8, wide="tp8", deep="pp8:1,1,1,1,1,1,1,1"), 4, 4, num_layers=4)
-    texts = {str(s) for s in found.pool.strategies}
+    given = pool(8, wide="tp8", deep="pp8:1,1,1,1,1,1,1,1")
+    found, changes = fit_pool(given, 4, 4, num_layers=4)
+    texts = {str(s) for s in found.strategies}
     assert texts == {"4*tp1", "2*pp2", "pp4", "2*tp2", "tp2pp2", "tp4"}
-    assert "no strategy is left" in found.changes[-1]
+    assert "no strategy is left" in changes[-1]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_the_flag_fits_what_other_flags_describe(tmp_path: Path) -> None:
     resolved = parse(tmp_path, *sizes, "--elastic", num_ranks=3)
     assert str(resolved.pool.strategies[0]) == "tp2+idle"
     assert resolved.pool_changes
-    assert fit_pool(resolved.pool, 3, 3, num_layers=4).pool is resolved.pool
+    assert fit_pool(resolved.pool, 3, 3, num_layers=4)[0] is resolved.pool
     assert not parse(tmp_path, *sizes, "--elastic", num_ranks=4).pool_changes
     file = tmp_path / "pool.json"
     file.write_text(

@@ -15,6 +15,7 @@ from benchmarks.emulated_device import (
     EmulatedBatch,
     EmulatedDevice,
     EmulatedForwardStep,
+    scaled,
 )
 from megatron.hydraulis.cost_model import FORWARD_SHARE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -120,7 +121,7 @@ def test_the_time_beside_the_makespan_is_scaled_too() -> None:
     }
     profile = ProfileCostModel.from_json(content, what="profile")
     strategy = Strategy.parse("tp4", 4, name="S")
-    assert profile.scaled(0.5).overhead_ms(strategy) == 20.0
+    assert scaled(profile, 0.5).overhead_ms(strategy) == 20.0
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (1, 2, 9), (1, 1), (2,)])

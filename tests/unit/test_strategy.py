@@ -34,7 +34,6 @@ def test_the_designs_examples() -> None:
     )
     idle = Strategy.parse("tp4cp2pp2+4*tp2+2*idle", 26)
     assert idle.idle_ranks == (24, 25)
-    assert idle.max_tp == 4
     assert idle.schemes == (Scheme(tp=4, cp=2, pp=2), Scheme(tp=2))
 
 
@@ -253,8 +252,8 @@ def test_limits_of_a_strategy_both_ways() -> None:
         ({"tp2pp2": 8, "pp2tp2": 9}, "max_tokens is given once a scheme but 2 times for tp2pp2"),
         ({"tp8": 0}, "a micro-batch holds at least 1 token but max_tokens of tp8 is 0"),
         ({"tp8": "all"}, "max_tokens of strategy 'own': tp8 must be a whole number but is 'all'"),
-        ({"2*tp8": 5}, "a limit is for one scheme, without copies and ranks, but is for '2[*]tp8'"),
-        ({"idle": 5}, "a limit is for one scheme, without copies and ranks, but is for 'idle'"),
+        ({"2*tp8": 5}, "expected one scheme, without copies and ranks, but found '2[*]tp8'"),
+        ({"idle": 5}, "expected one scheme, without copies and ranks, but found 'idle'"),
         ({"dp8": 5}, "'own, max_tokens of dp8': expected a scheme of tp, cp, pp"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a micro-batch costs on a scheme, and how long a replica takes over its micro-batches."""
+"""Time and memory of micro-batches, schemes and pipelines, measured or from first principles."""
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.context import ContextCosts

@@ -1,4 +1,4 @@
-"""A cost model from first principles, for when nothing has been measured.
+"""A cost model from first principles, without measurements.
 
 Time of a micro-batch of lengths s_i on one stage, forward and backward, on a scheme ⟨tp, cp, pp⟩
 with L layers on the stage (h hidden size, q width of all query heads, P entries of a layer's
@@ -6,26 +6,26 @@ matrices, V padded vocabulary):
 
     a  = 3 · 2 · q · L / (tp·cp) / attention rate
          causal attention forward: half of 4·q·s² (scores and their product with the values);
-         the backward is twice the forward (arXiv 2104.04473, appendix, counts it alike)
+         the backward is twice the forward (as in arXiv 2104.04473, appendix)
     b  = 3 · 2 · P · L / (tp·cp) / matmul rate                 matrices
        + 3 · 2 · h · V / (tp·cp) / matmul rate                 output layer, on the last stage
        + 8 · (tp-1)/tp · h · bytes · L / cp / bandwidth        TP with or without SP
-       + 3 · (cp-1)/cp · 2·kv · bytes · L / tp / bandwidth     CP: keys and values go round, or
-       | 2 · (cp-1)/cp² · 2·(q + kv') · bytes · L / tp / bandwidth  are exchanged for heads
+       + 3 · (cp-1)/cp · 2·kv · bytes · L / tp / bandwidth     CP: a ring of keys and values, or
+       | 2 · (cp-1)/cp² · 2·(q + kv') · bytes · L / tp / bandwidth  an all-to-all of heads
        + 2 · h · bytes / (tp·cp) / bandwidth                   PP: activation and its gradient
     c  = overhead · L + latencies of all messages
 
 TP moves a layer's activations 8 times: an all-gather and a reduce-scatter around attention and
 around the MLP, forward and backward (arXiv 2205.05198 §4.2.2; an all-reduce without sequence
 parallelism moves as much as the two). CP sends keys and values round the ring in the forward, and
-them and their gradients in the backward, hence 3 times; or, by the way that training takes, all of
-an attention's inputs and its outcome from tokens to heads and back, forward and backward, kv' being
-kv with query groups repeated up to cp (exchange.py). Nothing is taken to overlap. What is
-recomputed runs its forward, the messages in it included, once more: a layer, its core attention
-(with the ring) or its MLP (with two of the collectives).
+them and their gradients in the backward, which makes 3 times; or, depending on --cp-comm-type, it
+exchanges attention's inputs and output between tokens and heads, forward and backward, where kv' is
+kv with query groups repeated up to cp (context.py). No overlap is assumed. Recomputation runs a
+forward and its messages once more: of a layer, its core attention (with the ring) or its MLP (with
+two of the collectives).
 
-Where stages differ, each coefficient is that of the stage where it is largest, because a replica
-runs at the pace of its slowest stage.
+Each coefficient is that of the stage where it is largest, because a replica runs at the pace of its
+slowest stage.
 """
 
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ _FLOPS_PER_ENTRY = 2
 # Forward, gradient of the input, gradient of the weight.
 _NUM_PASSES = 3
 # Collectives of the forward over the TP ranks around a layer's attention, and as many around its
-# MLP; the backward mirrors them.
+# MLP; the backward has as many.
 _NUM_TP_COLLECTIVES_FORWARD = 2
 _NUM_TP_COLLECTIVES = 8
 # The activation to the next stage and its gradient back.
@@ -58,7 +58,7 @@ _NUM_PP_MESSAGES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalyticCostModel:
-    """CostModel out of the model's shape, device constants and cluster.
+    """CostModel from the model's shape, device constants and cluster.
 
     Raises ConfigurationError for a size of parameters that is not 2 or 4 bytes.
     """
@@ -70,13 +70,13 @@ class AnalyticCostModel:
     """Bytes of a parameter and of an activation: 2 for bf16, 4 for fp32."""
     sequence_parallel: bool = True
     recompute: Recompute = NO_RECOMPUTE
-    """Which activations the backward computes again."""
+    """Which activations the backward recomputes."""
     cp_comm_type: str = "p2p"
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
-    """Whether queries and keys pass through norms, for the memory model."""
+    """Whether queries and keys are normalised; affects memory only."""
     pool: PoolFootprint | None = None
-    """Of the job, for the memory model."""
+    """Of the job; affects memory only."""
 
     def __post_init__(self) -> None:
         if self.parameter_bytes not in (2, 4):
@@ -93,8 +93,8 @@ class AnalyticCostModel:
         return self.memory.max_tokens(scheme)
 
     def overhead_ms(self, strategy: Strategy) -> float:
-        """0.0: regrouping and optimizer take about the same time under every strategy of a job,
-        each rank receiving nearly all parameters of its role whatever the strategy."""
+        """0.0: regrouping and optimizer take about the same time under every strategy of a job, as
+        each rank always receives nearly all parameters of its role."""
         return 0.0
 
     @property
@@ -114,7 +114,7 @@ class AnalyticCostModel:
         )
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
-        """Time of a micro-batch on the slowest stage; the formulas are those of the module.
+        """Time of a micro-batch on the slowest stage; formulas in the module's docstring.
 
         Raises StrategyError when the scheme cannot hold the model's layers.
         """
@@ -159,10 +159,10 @@ class AnalyticCostModel:
         return replace(scheme, layers=layers)
 
     def stage_s_per_token(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> float:
-        """Seconds that a token costs a stage of num_layers layers, whatever its sequence's length.
+        """Seconds per token on a stage of num_layers layers, without attention's quadratic part.
 
-        Matrices and messages of the layers and, on the last stage, of the output layer; without
-        the messages between stages. The embedding is looked up, which costs nothing here.
+        Matrices and messages of the layers and, on the last stage, the output layer; without the
+        messages between stages. The embedding's lookup is free.
         """
         again = self.recompute
         seconds = num_layers * self._layer_s_per_token(scheme)
@@ -180,7 +180,7 @@ class AnalyticCostModel:
         return num_passes * causal_flops / (scheme.tp * scheme.cp) / rate
 
     def _stage_overhead_s(self, scheme: Scheme, num_layers: int) -> float:
-        """What a stage costs without tokens: launches and latencies."""
+        """Constant cost of a stage: launches and latencies."""
         again = self.recompute
         tp_s = (scheme.tp > 1) * self._tp_link(scheme).latency_s
         cp_s = self._cp_link(scheme).latency_s
@@ -217,14 +217,14 @@ class AnalyticCostModel:
         return self._matmul_s_per_token(self.shape.num_embedding_parameters, _NUM_PASSES, scheme)
 
     def _layer_s_per_token(self, scheme: Scheme) -> float:
-        """Matrices and messages of one layer of which nothing is recomputed."""
+        """Matrices and messages of one layer without recomputation."""
         num_entries = self.shape.num_matrix_parameters_per_layer
         compute_s = self._matmul_s_per_token(num_entries, _NUM_PASSES, scheme)
         tp_s = _NUM_TP_COLLECTIVES * self._tp_collective_s(scheme)
         return compute_s + tp_s + self._cp_seconds(scheme, self._exchange(scheme).total_bytes)
 
     def _tp_collective_s(self, scheme: Scheme) -> float:
-        """A hidden state all-gathered or reduce-scattered over the TP ranks, per token."""
+        """An all-gather or reduce-scatter of a hidden state over the TP ranks, per token."""
         tp, cp = scheme.tp, scheme.cp
         num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / cp
         link = self._tp_link(scheme)
@@ -236,11 +236,11 @@ class AnalyticCostModel:
         return exchange_of(self.shape, scheme, self.parameter_bytes, self.cp_comm_type)
 
     def _cp_seconds(self, scheme: Scheme, num_bytes: float) -> float:
-        """Of what the CP ranks exchange."""
+        """Time in which the CP ranks exchange num_bytes."""
         return num_bytes / self._bandwidth(self._cp_link(scheme))
 
     def _boundary(self, scheme: Scheme) -> tuple[float, float]:
-        """Seconds per token and of latency that the messages between two stages cost a stage."""
+        """Seconds per token, and of latency, for a stage's messages to the next one."""
         if scheme.pp == 1:
             return 0.0, 0.0
         link = self.cluster.point_to_point(scheme.num_ranks)

@@ -1,12 +1,11 @@
-"""What a device can do, as numbers with unit, source and date.
+"""Rates, memory and links of devices, with unit, source and date.
 
-The figures are good enough to rank strategies before anything was measured on the machine at
-hand; a measured cost profile replaces them.
+They are good enough to rank strategies before a cost profile is measured, which replaces them.
 """
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.errors import ConfigurationError
@@ -23,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceConstants:
-    """One kind of device and the links that such devices usually come with.
+    """One kind of device and its usual links.
 
     Raises ConfigurationError when a rate or the memory is not positive or a fraction is outside
     (0, 1].
@@ -37,11 +36,11 @@ class DeviceConstants:
     attention_fraction: float
     """Share of the peak that causal attention reaches, counted as in analytic.py."""
     layer_overhead_s: float
-    """What a layer costs in every micro-batch, forward and backward, however few the tokens."""
+    """Constant cost of a layer in every micro-batch, forward and backward."""
     link_fraction: float
     """Share of a link's bandwidth that collectives reach."""
     network_fraction: float
-    """Share that collectives over several nodes reach of the network of all their ranks."""
+    """Share of the network of all their ranks that collectives over several nodes reach."""
     memory_bytes: float
     """Memory of one rank."""
     memory_bytes_per_s: float
@@ -50,7 +49,7 @@ class DeviceConstants:
     """Memory kept free: the context, the allocator's fragments, and the buffers of as many
     communicators as `num_communicators_in_reserve`."""
     communicator_bytes: float = 0.0
-    """What a communicator takes on the device."""
+    """Memory of a communicator on the device."""
     num_communicators_in_reserve: int = 0
     intra_node: Link
     inter_node: Link
@@ -79,7 +78,7 @@ class DeviceConstants:
             )
 
     def reserve_with(self, num_communicators: int) -> float:
-        """Bytes kept free where a rank makes so many communicators."""
+        """Bytes kept free if a rank creates this many communicators."""
         num_more = max(0, num_communicators - self.num_communicators_in_reserve)
         return self.reserve_bytes + num_more * self.communicator_bytes
 
@@ -93,8 +92,8 @@ class DeviceConstants:
         )
 
 
-# NVLink figures of data sheets add both directions; a Link has one. 5 µs and 10 µs are what
-# nccl-tests commonly show for small messages inside a node and across (an assumption).
+# NVLink figures of data sheets add both directions; a Link has one. nccl-tests commonly show 5 µs
+# and 10 µs for small messages inside a node and across (an assumption).
 _NVLINK_LATENCY_S = 5e-6
 _NETWORK_LATENCY_S = 10e-6
 
@@ -147,17 +146,17 @@ _LINK_FRACTION = 0.8
 _NETWORK_FRACTION = 0.6
 # The context with its kernels: 0.3 GB and more are seen (pytorch/pytorch#107667, 2023; assumption).
 _CONTEXT_BYTES = 0.5e9
-# What torch's allocator holds beyond its tensors, with expandable segments: at most 4.2 GiB for the
-# roles of docs/planning.md, section Memory, measured on a stand-in for CUDA (2026).
+# What torch's allocator reserves beyond its tensors, with expandable segments: at most 4.2 GiB for
+# the roles of docs/planning.md, section Memory, measured on a stand-in for CUDA (2026).
 _FRAGMENT_BYTES = 4.8e9
 # The first all-to-all among the 8 H100 of a node: connections between all pairs took 3.3 GB
 # (NVIDIA/nccl#1685, 2025). Regrouping makes them, once a job.
 ALL_TO_ALL_BYTES = 3.3e9
 # A ring: 24 channels with a receiving buffer of 10 MiB and a sending one of 2 MiB, the sizes that
-# NVIDIA/nccl#1685 tells; the number of channels is an assumption.
+# NVIDIA/nccl#1685 gives; the number of channels is an assumption.
 NCCL_COMMUNICATOR_BYTES = 0.3e9
 NUM_COMMUNICATORS_IN_RESERVE = 8
-# 11 GB, which is also what safe_GiB and gap_MiB of the same file add up to for 7B (15 GB for 32B).
+# 11 GB, which is also the sum of safe_GiB and gap_MiB of the same file for 7B (15 GB for 32B).
 _GPU_RESERVE_BYTES = (
     _CONTEXT_BYTES
     + _FRAGMENT_BYTES
@@ -166,99 +165,48 @@ _GPU_RESERVE_BYTES = (
 )
 
 _AMPERE_SOURCE = "NVIDIA data sheet (2021/2022); fractions from arXiv 2412.07894's profiles (2024)"
-# Lower than on Ampere: the peak has tripled, memory and launch rates have not. Between the 0.47
+# Lower than on Ampere: the peak tripled, memory and launch rates did not. Between the 0.47
 # that Megatron-LM's README reports for whole training steps (2024) and Ampere's 0.73 (assumption).
 _HOPPER_MATMUL_FRACTION = 0.6
 # FlashAttention-3 (arXiv 2407.08608, 2024), causal, forward and backward together, head size 128.
 _HOPPER_ATTENTION_FRACTION = 0.45
 _HOPPER_SOURCE = "NVIDIA data sheet (2023); fractions as named in device.py (2024)"
 
+_A100_80 = DeviceConstants(
+    name="a100-80",
+    peak_flops_per_s=312e12,
+    matmul_fraction=_AMPERE_MATMUL_FRACTION,
+    attention_fraction=_AMPERE_ATTENTION_FRACTION,
+    layer_overhead_s=_LAYER_OVERHEAD_S,
+    link_fraction=_LINK_FRACTION,
+    network_fraction=_NETWORK_FRACTION,
+    memory_bytes=80e9,
+    memory_bytes_per_s=2.039e12,
+    reserve_bytes=_GPU_RESERVE_BYTES,
+    communicator_bytes=NCCL_COMMUNICATOR_BYTES,
+    num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
+    intra_node=_NVLINK_3,
+    inter_node=_INFINIBAND_HDR,
+    source=_AMPERE_SOURCE,
+)
+_H100 = replace(
+    _A100_80,
+    name="h100",
+    peak_flops_per_s=989.4e12,
+    matmul_fraction=_HOPPER_MATMUL_FRACTION,
+    attention_fraction=_HOPPER_ATTENTION_FRACTION,
+    memory_bytes_per_s=3.35e12,
+    intra_node=_NVLINK_4,
+    inter_node=_INFINIBAND_NDR,
+    source=_HOPPER_SOURCE,
+)
+
 DEVICES: tuple[DeviceConstants, ...] = (
-    DeviceConstants(
-        name="a100-80",
-        peak_flops_per_s=312e12,
-        matmul_fraction=_AMPERE_MATMUL_FRACTION,
-        attention_fraction=_AMPERE_ATTENTION_FRACTION,
-        layer_overhead_s=_LAYER_OVERHEAD_S,
-        link_fraction=_LINK_FRACTION,
-        network_fraction=_NETWORK_FRACTION,
-        memory_bytes=80e9,
-        memory_bytes_per_s=2.039e12,
-        reserve_bytes=_GPU_RESERVE_BYTES,
-        communicator_bytes=NCCL_COMMUNICATOR_BYTES,
-        num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
-        intra_node=_NVLINK_3,
-        inter_node=_INFINIBAND_HDR,
-        source=_AMPERE_SOURCE,
-    ),
-    DeviceConstants(
-        name="a100-40",
-        peak_flops_per_s=312e12,
-        matmul_fraction=_AMPERE_MATMUL_FRACTION,
-        attention_fraction=_AMPERE_ATTENTION_FRACTION,
-        layer_overhead_s=_LAYER_OVERHEAD_S,
-        link_fraction=_LINK_FRACTION,
-        network_fraction=_NETWORK_FRACTION,
-        memory_bytes=40e9,
-        memory_bytes_per_s=1.555e12,
-        reserve_bytes=_GPU_RESERVE_BYTES,
-        communicator_bytes=NCCL_COMMUNICATOR_BYTES,
-        num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
-        intra_node=_NVLINK_3,
-        inter_node=_INFINIBAND_HDR,
-        source=_AMPERE_SOURCE,
-    ),
-    DeviceConstants(
-        name="a800-80",
-        peak_flops_per_s=312e12,
-        matmul_fraction=_AMPERE_MATMUL_FRACTION,
-        attention_fraction=_AMPERE_ATTENTION_FRACTION,
-        layer_overhead_s=_LAYER_OVERHEAD_S,
-        link_fraction=_LINK_FRACTION,
-        network_fraction=_NETWORK_FRACTION,
-        memory_bytes=80e9,
-        memory_bytes_per_s=2.039e12,
-        reserve_bytes=_GPU_RESERVE_BYTES,
-        communicator_bytes=NCCL_COMMUNICATOR_BYTES,
-        num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
-        intra_node=_NVLINK_3_A800,
-        inter_node=_INFINIBAND_HDR,
-        source=_AMPERE_SOURCE,
-    ),
-    DeviceConstants(
-        name="h100",
-        peak_flops_per_s=989.4e12,
-        matmul_fraction=_HOPPER_MATMUL_FRACTION,
-        attention_fraction=_HOPPER_ATTENTION_FRACTION,
-        layer_overhead_s=_LAYER_OVERHEAD_S,
-        link_fraction=_LINK_FRACTION,
-        network_fraction=_NETWORK_FRACTION,
-        memory_bytes=80e9,
-        memory_bytes_per_s=3.35e12,
-        reserve_bytes=_GPU_RESERVE_BYTES,
-        communicator_bytes=NCCL_COMMUNICATOR_BYTES,
-        num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
-        intra_node=_NVLINK_4,
-        inter_node=_INFINIBAND_NDR,
-        source=_HOPPER_SOURCE,
-    ),
-    DeviceConstants(
-        name="h200",
-        peak_flops_per_s=989.4e12,
-        matmul_fraction=_HOPPER_MATMUL_FRACTION,
-        attention_fraction=_HOPPER_ATTENTION_FRACTION,
-        layer_overhead_s=_LAYER_OVERHEAD_S,
-        link_fraction=_LINK_FRACTION,
-        network_fraction=_NETWORK_FRACTION,
-        memory_bytes=141e9,
-        memory_bytes_per_s=4.8e12,
-        reserve_bytes=_GPU_RESERVE_BYTES,
-        communicator_bytes=NCCL_COMMUNICATOR_BYTES,
-        num_communicators_in_reserve=NUM_COMMUNICATORS_IN_RESERVE,
-        intra_node=_NVLINK_4,
-        inter_node=_INFINIBAND_NDR,
-        source=_HOPPER_SOURCE,
-    ),
+    _A100_80,
+    replace(_A100_80, name="a100-40", memory_bytes=40e9, memory_bytes_per_s=1.555e12),
+    replace(_A100_80, name="a800-80", intra_node=_NVLINK_3_A800),
+    _H100,
+    replace(_H100, name="h200", memory_bytes=141e9, memory_bytes_per_s=4.8e12),
     # One core of a server: 2 fused multiply-adds of 8 fp32 numbers a cycle (AVX2) at 3 GHz make
     # 96 GFLOP/s. All other figures are assumptions for small models that share cores.
     DeviceConstants(
@@ -280,9 +228,9 @@ DEVICES: tuple[DeviceConstants, ...] = (
 
 
 def device_constants(name: str) -> DeviceConstants:
-    """The constants of a device by name; ConfigurationError when the name is unknown.
+    """The constants of a device by name; ConfigurationError for an unknown one.
 
-    The memory may be written with its unit: ``a100-80g`` and ``a100-80gb`` are ``a100-80``.
+    The memory may have a unit: ``a100-80g`` and ``a100-80gb`` are ``a100-80``.
     """
     wanted = re.sub(r"(?<=\d)gb?$", "", name.strip().lower())
     for device in DEVICES:

@@ -1,4 +1,4 @@
-"""``hydraulis estimate``: a cost profile before anything was measured."""
+"""``hydraulis estimate``: a cost profile without measurements."""
 
 import argparse
 import datetime
@@ -18,12 +18,12 @@ from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, s
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
-from megatron.hydraulis.strategy.notation import Term, parse_terms
+from megatron.hydraulis.strategy.notation import parse_scheme
 
 __all__ = ["add_arguments", "run"]
 
 _WIDTH = 100
-"""Columns of the table where the output is no terminal."""
+"""Columns of the table if the output is not a terminal."""
 _BF16_BYTES, _FP32_BYTES = 2, 4
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
 
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Estimate, write and print; returns the exit status.
 
-    Raises ConfigurationError or StrategyError for flags and files that make no sense.
+    Raises ConfigurationError or StrategyError for invalid flags and files.
     """
     shape = shape_of(namespace)
     device = device_constants(namespace.device)
@@ -143,14 +143,14 @@ def run(namespace: argparse.Namespace) -> int:
 def _schemes(
     namespace: argparse.Namespace,
 ) -> tuple[list[Scheme], int, int, PoolFootprint | None]:
-    """The schemes once each, of ``cp8~`` all its groups; ranks of the job and of a node; their
-    pool's footprint if there is one."""
+    """The distinct schemes, with all groups of ``cp8~``; ranks of the job and of a node; footprint
+    of the pool if one was given."""
     footprint = None
     if namespace.pool is not None:
         if namespace.num_ranks is not None or namespace.ranks_per_node is not None:
             raise ConfigurationError(
-                "--pool tells the ranks of job and nodes but --num-ranks or --ranks-per-node does "
-                "too; leave them out"
+                "--pool gives the ranks of the job and its nodes but --num-ranks or "
+                "--ranks-per-node is given too; leave them out"
             )
         pool = Pool.read(namespace.pool)
         found = [scheme for strategy in pool.strategies for scheme in strategy.schemes]
@@ -163,7 +163,7 @@ def _schemes(
                 f"--schemes needs --num-ranks of at least 1, over which the optimizer's state is "
                 f"spread, but it {given}; give it"
             )
-        found = [_scheme(text) for text in namespace.schemes]
+        found = [parse_scheme(text, label="--schemes") for text in namespace.schemes]
         num_ranks = namespace.num_ranks
         given = namespace.ranks_per_node
         ranks_per_node = min(8, num_ranks) if given is None else given
@@ -179,17 +179,6 @@ def _schemes(
                 f"{num_ranks}; leave it out or raise --num-ranks"
             )
     return list(dict.fromkeys(full)), num_ranks, ranks_per_node, footprint
-
-
-def _scheme(text: str) -> Scheme:
-    terms = parse_terms(text, label=text)
-    scheme = terms[0].scheme
-    if scheme is None or terms != (Term(1, scheme),):
-        raise ConfigurationError(
-            f"--schemes lists schemes without copies and ranks but one is {text!r}; "
-            f"write for example tp4pp2"
-        )
-    return scheme
 
 
 def _recompute(namespace: argparse.Namespace) -> Recompute:
@@ -222,7 +211,7 @@ def _table(profile: ProfileCostModel) -> Table:
 
 
 def _sources(device: DeviceConstants) -> list[str]:
-    """Every figure of the device with where it is from."""
+    """The device's figures with their sources."""
     return [
         f"peak {device.peak_flops_per_s / 1e12:g} TFLOP/s, memory {device.memory_bytes / 1e9:g} GB "
         f"of which {device.reserve_bytes / 1e9:g} GB stay free; matrix products reach "

@@ -1,10 +1,10 @@
-"""The constants of the layout model: what cannot be counted and was fitted.
+"""The fitted constants of the layout model.
 
-All were fitted at once to the step times, and to which layouts ran out of memory, of 141 layouts of
-one 13B model on 64 A100-80GB (measured for Efficient Parallelization Layouts, arXiv 2311.05610, by
-its authors) with ``benchmarks/layout_calibration.py``; docs/cost-model.md has the errors, those of
-cross-validation too. A constant belongs to a kernel, to the software it ran in, or to all: none to
-a model, a layout or a sweep. The counts beside them come from arithmetic.
+All were fitted together to the step times and out-of-memory results of 141 layouts of one 13B model
+on 64 A100-80GB, measured by the authors of Efficient Parallelization Layouts (arXiv 2311.05610),
+with ``benchmarks/layout_calibration.py``; docs/cost-model.md has the errors, also of
+cross-validation. A constant belongs to a kernel, to the software it ran in, or to all; none belongs
+to a model, a layout or a sweep.
 """
 
 import math
@@ -24,32 +24,30 @@ DEFAULT_KERNEL = "flash_attention2 + RMS kernel"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelConstants:
-    """One set of attention and norm kernels, with the software that ran them.
+    """A set of attention and norm kernels, with the software that ran them.
 
-    Raises ConfigurationError for a constant that is negative or not finite, and unless exactly one
-    of score_passes and attention_fraction is given.
+    Raises ConfigurationError for a negative or infinite constant, and unless exactly one of
+    score_passes and attention_fraction is given.
     """
 
     name: str
     data_parallel_fraction: float
-    """Share of the network that gradients and parameters of the data-parallel ranks reach."""
+    """Share of the network that messages between data-parallel ranks reach."""
     pipeline_wait_micro_batches: float
-    """What a pipeline of more than one stage loses in every step beside filling and draining, in
-    micro-batches of sequences of at most `wait_tokens`: the measured times grow by so many as
-    micro-batches get more sequences, and no layout without pipeline does. The cause is not
-    known."""
+    """What a pipeline of more than one stage loses in every step besides filling and draining, as
+    a number of micro-batches of sequences of at most `wait_tokens`. Measured times grow by it as
+    micro-batches get more sequences, but not without a pipeline. The cause is unknown."""
     score_passes: float = 0.0
-    """How often attention that stores its scores moves an entry of them, as if in bf16, in a
-    forward."""
+    """How often the forward of attention that stores its scores moves one of them, as in bf16."""
     score_bytes: float = 0.0
-    """What it keeps of a score for the backward."""
+    """Bytes that it keeps of a score for the backward."""
     attention_fraction: float = 0.0
-    """Rate of attention that stores no scores, for long sequences, relative to the share of peak
-    that device.py has for causal attention."""
+    """Rate of attention without stored scores, for long sequences, relative to the device's
+    attention_fraction."""
     copied_hidden_states: float = 0.0
-    """Copies of query, key and value that it keeps, in hidden states."""
+    """Copies of query, key and value that attention keeps, in hidden states."""
     has_norm_kernel: bool = False
-    """Whether RMSNorm is one kernel; else it is elementwise operations over fp32 copies."""
+    """Whether RMSNorm is one kernel instead of elementwise operations on fp32 copies."""
 
     def __post_init__(self) -> None:
         _check_not_negative(self, f"kernel {self.name!r}")
@@ -68,71 +66,70 @@ class KernelConstants:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutConstants:
-    """What all kernels share.
+    """Constants of all kernels.
 
-    Raises ConfigurationError for a constant that is negative or not finite.
+    Raises ConfigurationError for a negative or infinite constant.
     """
 
     matmul_fraction: float
-    """Rate of a layer's matrix products alone, relative to the share of peak in device.py, which
-    counts norms and activations in."""
+    """Rate of a layer's matrix products alone, relative to the device's matmul_fraction, which
+    includes norms and activations."""
     hidden_passes: float
-    """Hidden states that a layer's forward moves through memory outside its matrix products, on
-    every tp rank without sequence parallelism: norms, residuals."""
+    """Hidden states that a layer's forward moves through memory outside its matrix products:
+    norms, residuals. Without sequence parallelism every tp rank moves all of them."""
     query_passes: float
-    """Rows of queries, keys and values that it moves so, which tp splits: rotation, layout."""
+    """Rows of queries, keys and values that it moves, divided by tp: rotation, layout."""
     ffn_passes: float
-    """Rows of the MLP's width that it moves so."""
+    """Rows of the MLP's width that it moves, divided by tp."""
     norm_passes: float
-    """Hidden states that the norms of a layer's forward move without a kernel of their own, in
-    bf16 rows."""
+    """Hidden states that the norms of a layer's forward move without a norm kernel, in bf16
+    rows."""
     logit_passes: float
     """Rows of logits that loss and its gradient move, in bf16 rows."""
     weight_passes: float
-    """How often the backward of a micro-batch moves the weights for accumulating gradients."""
+    """How often the backward of a micro-batch moves the weights to accumulate gradients."""
     half_rate_tokens: float
     """Length at which attention without stored scores reaches half of its rate for long
-    sequences: see the throughputs by length in FlashAttention-2 (arXiv 2307.08691, figure 4);
-    chosen after them, not fitted."""
+    sequences; chosen after the throughputs in FlashAttention-2 (arXiv 2307.08691, figure 4), not
+    fitted."""
     wait_tokens: float
-    """Length up to which a pipeline's wait grows with the sequences; longer ones wait no longer.
-    It is the length of the calibration. That the wait does not grow on is not measured: it follows
-    from pipelines beating tensor parallelism at equal product in 52 of 54 measured pairs, long
-    sequences among them."""
+    """Length up to which a pipeline's wait grows with the sequences: that of the calibration. That
+    it stops growing is not measured but inferred: pipelines beat tensor parallelism of the same
+    product in 52 of 54 measured pairs, which include long sequences."""
     layer_launch_s: float
-    """What a layer's forward takes without tokens; the backward takes 1.5 times as much."""
+    """Constant time of a layer's forward; the backward takes 1.5 times as much."""
     tp_link_fraction: float
     """Share of the link's bandwidth that the all-reduces of tensor parallelism reach."""
     tp_latency_s: float
-    """What each of them takes without tokens."""
+    """Constant time of each of these all-reduces."""
     hidden_states_kept: float
-    """Hidden states that a layer keeps for the backward: norms, residuals; whole on every tp rank
-    without sequence parallelism."""
+    """Hidden states that a layer keeps for the backward: norms, residuals. Without sequence
+    parallelism every tp rank keeps all of them."""
     norm_states_kept: float
-    """Hidden states more, in bf16, that norms without a kernel keep."""
+    """Additional hidden states, in bf16, that norms without a kernel keep."""
     attention_states_kept: float
     """Hidden states of query, key, value and output that a layer keeps, rotated copies included."""
     ffn_states_kept: float
     """Rows of the MLP's width that a gated MLP keeps."""
     working_layers: float
-    """Layers' activations that the backward of a layer has beside what is kept."""
+    """Working memory of a layer's backward, as a multiple of a layer's activations."""
     logit_bytes_split: float
-    """Bytes an entry of the logits, of those that tp splits."""
+    """Bytes per entry of the logits that tp divides."""
     logit_bytes_whole: float
-    """Bytes an entry of the logits on every tp rank."""
+    """Bytes per entry of the logits that every tp rank holds."""
     fragmentation: float
-    """Memory that the allocator takes over what tensors of activations need."""
+    """Memory that the allocator takes, as a multiple of the activations' tensors."""
     reserve_bytes: float
     """Context, communicators and libraries."""
     visible_memory: float
-    """Bytes that CUDA shows over those that the device is sold with: 81,252 MiB for 80 GB."""
+    """Bytes that CUDA reports over the nominal ones: 81,252 MiB for 80 GB."""
     kernels: tuple[KernelConstants, ...]
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "layout model")
 
     def kernel(self, name: str) -> KernelConstants:
-        """The constants of a kernel, blanks and case aside; ConfigurationError names the known."""
+        """The constants of a kernel, ignoring blanks and case; ConfigurationError if unknown."""
         for kernel in self.kernels:
             if _plain(kernel.name) == _plain(name):
                 return kernel

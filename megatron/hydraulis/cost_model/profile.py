@@ -1,4 +1,4 @@
-"""A cost model out of measured times: the cost profile.
+"""A cost model from measured times: the cost profile.
 
 A cost profile is a JSON file::
 
@@ -10,13 +10,11 @@ A cost profile is a JSON file::
 
 The time of a micro-batch on one stage, forward and backward, is ``a·Σs² + b·Σs + c``; max_tokens is
 the most tokens of a micro-batch. A scheme whose layers are not split evenly has its own row, with
-``"layers": [14, 16]``. ``version``, and ``strategies`` in whole or in part, may be absent: a
-strategy that is not listed has no time beside its makespan. ``measurement``, an object that nobody
-but its reader looks into, may say how well the coefficients fit, with what versions they were
-measured, and how fast regrouping was: see docs/profiling.md.
+``"layers": [14, 16]``. ``version`` and ``strategies`` are optional: a strategy that is not listed
+has no overhead. ``measurement``, an optional object that no prediction uses, records how well the
+coefficients fit, the versions of the software, and the speed of regrouping: see docs/profiling.md.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,16 +32,16 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledScheme:
-    """What was measured for one scheme.
+    """Measurements of one scheme.
 
-    Raises ConfigurationError for a negative limit and a scheme with ``~``: its row is that of the
-    scheme without.
+    Raises ConfigurationError for a negative limit and for a scheme with ``~``, whose row is that of
+    the scheme without.
     """
 
     scheme: Scheme
     coefficients: Coefficients
     max_tokens: int
-    """Most tokens of a micro-batch; 0 where not even the weights fit."""
+    """Most tokens of a micro-batch; 0 if not even the weights fit."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
@@ -60,14 +58,14 @@ class ProfiledScheme:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledStrategy:
-    """What a strategy takes in every iteration beside its makespan.
+    """Overhead of a strategy in every iteration.
 
-    Raises ConfigurationError for a time that is negative or not finite.
+    Raises ConfigurationError for a negative or infinite time.
     """
 
     name: str
     regroup_ms: float = 0.0
-    """What of gather and scatter does not overlap with the replicas' work."""
+    """Time of gather and scatter that does not overlap with the replicas' work."""
     optimizer_ms: float = 0.0
     """Update of the canonical shards."""
 
@@ -83,10 +81,9 @@ class ProfiledStrategy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileCostModel:
-    """CostModel out of a cost profile.
+    """CostModel from a cost profile.
 
-    Raises ConfigurationError when there is no scheme and when a scheme or a strategy is listed
-    twice.
+    Raises ConfigurationError if there is no scheme, or a scheme or strategy is listed twice.
     """
 
     device: str
@@ -115,38 +112,11 @@ class ProfileCostModel:
         return self._row(scheme).max_tokens
 
     def overhead_ms(self, strategy: Strategy) -> float:
-        """Regrouping and optimizer of a strategy, by its name; 0.0 where it is not listed."""
+        """Regrouping and optimizer of the strategy of that name; 0.0 if it is not listed."""
         for row in self.strategies:
             if row.name == strategy.name:
                 return row.regroup_ms + row.optimizer_ms
         return 0.0
-
-    def scaled(self, factor: float) -> "ProfileCostModel":
-        """The same limits, with every time multiplied by a factor.
-
-        Raises ConfigurationError for a factor that is not positive and finite.
-        """
-        if not 0.0 < factor < math.inf:
-            raise ConfigurationError(
-                f"cost profile: times are scaled by a positive number but the factor is {factor}; "
-                f"give 1 for the times as they were measured"
-            )
-        rows = (
-            replace(
-                row,
-                coefficients=Coefficients(
-                    a_ms_per_token2=row.coefficients.a_ms_per_token2 * factor,
-                    b_ms_per_token=row.coefficients.b_ms_per_token * factor,
-                    c_ms=row.coefficients.c_ms * factor,
-                ),
-            )
-            for row in self.schemes
-        )
-        strategies = (
-            replace(row, regroup_ms=row.regroup_ms * factor, optimizer_ms=row.optimizer_ms * factor)
-            for row in self.strategies
-        )
-        return replace(self, schemes=tuple(rows), strategies=tuple(strategies))
 
     def balanced_scheme(
         self, scheme: Scheme, *, num_layers: int, min_tokens: int, limit: int | None = None
@@ -182,8 +152,7 @@ class ProfileCostModel:
         return replace(scheme, layers=min(rows, key=order).scheme.layers)
 
     def _row(self, scheme: Scheme) -> ProfiledScheme:
-        # At its full width, cp8~ is cp8.
-        measured = Scheme(scheme.tp, scheme.cp, scheme.pp, scheme.layers)
+        measured = scheme.of_context_group(scheme.cp)  # at its full width, cp8~ is cp8
         for row in self.schemes:
             if row.scheme == measured:
                 return row
@@ -203,8 +172,7 @@ class ProfileCostModel:
     def from_json(cls, content: Mapping[str, Any], *, what: str) -> "ProfileCostModel":
         """Read the content of a cost profile, called what in errors.
 
-        Raises ConfigurationError for a missing or unknown key, a value of another type, and an
-        impossible number.
+        Raises ConfigurationError for a missing or unknown key and for an invalid value.
         """
         profile = JsonObject(content, what, ConfigurationError)
         profile.check_version(_FORMAT_VERSION)

@@ -1,5 +1,4 @@
-"""``hydraulis recommend-layout``: all layouts of fixed-length training, ranked,
-each with the cause of its rank."""
+"""``hydraulis recommend-layout``: all layouts of fixed-length training, ranked, and why."""
 
 import argparse
 import dataclasses

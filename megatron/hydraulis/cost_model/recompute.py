@@ -1,13 +1,14 @@
-"""Which activations the backward computes again, as far as time and memory go: no torch.
+"""Which activations the backward recomputes, for time and memory.
 
-The settings are upstream's, and so is what they do (megatron-core 0.19.2, ``recompute.py``,
+The settings and their meaning are upstream's (megatron-core 0.19.2, ``recompute.py``,
 ``transformer_layer.py`` and ``attention.py``):
 
 - ``full``, ``uniform``: a stage is cut into chunks of num_layers layers (the last may be shorter);
-  the input of each stays, and the chunk's forward runs again before its backward.
-- ``full``, ``block``: so the first num_layers layers of a stage, one by one; the others keep all.
-- ``selective``: in every layer the modules named, ``core_attn`` (scores and their product with the
-  values) and ``mlp``; their inputs stay.
+  the input of each is kept, and the chunk's forward runs again before its backward.
+- ``full``, ``block``: the same for the first num_layers layers of a stage, one by one; the others
+  keep everything.
+- ``selective``: recomputes the named modules of every layer, ``core_attn`` (scores and their
+  product with the values) and ``mlp``; their inputs are kept.
 """
 
 import math
@@ -19,7 +20,7 @@ from megatron.hydraulis.errors import ConfigurationError
 __all__ = ["NO_RECOMPUTE", "SELECTIVE_MODULES", "Recompute"]
 
 SELECTIVE_MODULES = ("core_attn", "mlp")
-"""What selective recompute may name."""
+"""Modules that selective recompute can name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,7 @@ class Recompute:
     """Upstream's settings of activation recompute; none by default.
 
     Raises ConfigurationError for full recompute without method or number of layers, and for
-    selective recompute of modules that are not in SELECTIVE_MODULES, or of none.
+    selective recompute of no modules or of any outside SELECTIVE_MODULES.
     """
 
     granularity: Literal["full", "selective"] | None = None
@@ -54,17 +55,17 @@ class Recompute:
             )
 
     def num_layers_again(self, num_layers: int) -> int:
-        """Layers of a stage of num_layers whose whole forward runs again."""
+        """Layers of a stage of num_layers that are fully recomputed."""
         if self.granularity != "full":
             return 0
         return num_layers if self.method == "uniform" else min(self.num_layers, num_layers)
 
     def num_attentions_again(self, num_layers: int) -> int:
-        """Layers of a stage whose core attention runs again."""
+        """Layers of a stage whose core attention is recomputed."""
         return self._num_again(num_layers, "core_attn")
 
     def num_mlps_again(self, num_layers: int) -> int:
-        """Layers of a stage whose MLP runs again."""
+        """Layers of a stage whose MLP is recomputed."""
         return self._num_again(num_layers, "mlp")
 
     def num_inputs_kept(self, num_layers: int) -> int:
@@ -75,18 +76,18 @@ class Recompute:
         return num_again
 
     def num_layers_at_once(self, num_layers: int) -> int:
-        """Layers whose activations are there again while one chunk runs backward."""
+        """Layers whose activations exist again while one chunk runs backward."""
         num_again = self.num_layers_again(num_layers)
         return min(self.num_layers, num_again) if self.method == "uniform" else min(1, num_again)
 
     @property
     def drops_mlp(self) -> bool:
-        """Whether what is inside the MLP is not kept, though the rest of a layer is."""
+        """Whether selective recompute includes the MLP."""
         return self.granularity == "selective" and "mlp" in self.modules
 
     @property
     def drops_core_attention(self) -> bool:
-        """Whether core attention keeps nothing but what it was given."""
+        """Whether selective recompute includes core attention."""
         return self.granularity == "selective" and "core_attn" in self.modules
 
     def _num_again(self, num_layers: int, module: str) -> int:

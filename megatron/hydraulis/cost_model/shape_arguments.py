@@ -1,4 +1,4 @@
-"""A model's shape for commands that build no model: a file, or flags named as upstream's."""
+"""Flags for a model's shape in commands that build no model: a file, or upstream's flags."""
 
 import argparse
 import math
@@ -27,7 +27,7 @@ _OTHERS = (
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags; shape_of and given_shape read them."""
+    """Declare the flags that shape_of and given_shape read."""
     group = parser.add_argument_group(
         "model", "--model, or --num-layers and so on by upstream's names"
     )
@@ -72,10 +72,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_shape(namespace: argparse.Namespace) -> ModelShape | None:
-    """The shape that the flags describe; None where there is none of them.
-
-    Raises ConfigurationError as shape_of does.
-    """
+    """The shape that the flags describe, None without any; raises as shape_of does."""
     is_given = namespace.model is not None or _given_flags(namespace)
     return shape_of(namespace) if is_given else None
 
@@ -83,8 +80,8 @@ def given_shape(namespace: argparse.Namespace) -> ModelShape | None:
 def shape_of(namespace: argparse.Namespace) -> ModelShape:
     """The shape that the flags describe.
 
-    Raises ConfigurationError for a file that cannot be read, for a file beside flags, and for
-    sizes that are missing, not positive or do not fit together.
+    Raises ConfigurationError for an unreadable file, for both a file and flags, and for missing
+    or invalid sizes.
     """
     flags = _given_flags(namespace)
     if namespace.model is not None:

@@ -78,7 +78,7 @@ def parse_arguments(
     has_cuda = torch.cuda.is_available()
 
     checks.check_required(args)
-    fitted = checks.resolve_pool(
+    pool, pool_changes = checks.resolve_pool(
         args,
         hydraulis,
         num_ranks=num_ranks,
@@ -86,7 +86,6 @@ def parse_arguments(
         degrees_given=flags.was_given("tensor_model_parallel_size")
         or flags.was_given("pipeline_model_parallel_size"),
     )
-    pool = fitted.pool
     checks.check_batch(args, hydraulis, batch_size_given=flags.was_given("global_batch_size"))
     set_defaults(flags, hydraulis.run_dir, has_cuda=has_cuda)
     if hydraulis.global_batch_tokens is not None:
@@ -117,7 +116,7 @@ def parse_arguments(
         args=args,
         hydraulis=hydraulis,
         pool=pool,
-        pool_changes=fitted.changes,
+        pool_changes=pool_changes,
         explicit=flags.explicit,
         settings=flag_parser.honoured_dests,
         shape=shape,

@@ -15,7 +15,7 @@ from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
-from megatron.hydraulis.strategy.pool import FittedPool, fit_pool, num_ranks_of
+from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
 
 __all__ = [
     "check_all_to_all",
@@ -443,8 +443,8 @@ def resolve_pool(
     num_ranks: int,
     ranks_per_node: int | None,
     degrees_given: bool,
-) -> FittedPool:
-    """The strategies that the flags describe, placed on the job's ranks.
+) -> tuple[Pool, tuple[str, ...]]:
+    """The strategies that the flags describe, placed on the job's ranks; a line per change.
 
     --elastic adapts those for another number of ranks. If ranks_per_node is None, the pool file
     defines it, and a single strategy assumes one node.
@@ -479,21 +479,20 @@ def resolve_pool(
             strategy = Strategy.parse(hydraulis.strategy, num_ranks, ranks_per_node=ranks_per_node)
         return _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)
     pool = Pool.read(str(hydraulis.strategy_pool))
-    fitted = FittedPool(pool, ())
+    changes: tuple[str, ...] = ()
     if hydraulis.elastic:
-        fitted = _fitted(pool, args, num_ranks, ranks_per_node or pool.ranks_per_node)
-    pool = fitted.pool
+        pool, changes = _fitted(pool, args, num_ranks, ranks_per_node or pool.ranks_per_node)
     _check_job(pool, hydraulis, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     check_schedule(hydraulis, pool)
     if hydraulis.regroup_owners_for is not None:
         _check_name("--regroup-owners-for names a strategy", hydraulis.regroup_owners_for, pool)
     _check_limits_given_once(pool, hydraulis)
-    return fitted
+    return pool, changes
 
 
 def _fitted(
     pool: Pool, args: argparse.Namespace, num_ranks: int, ranks_per_node: int | None
-) -> FittedPool:
+) -> tuple[Pool, tuple[str, ...]]:
     ranks_per_node = ranks_per_node or num_ranks
     if num_ranks > ranks_per_node and num_ranks % ranks_per_node:
         ranks_per_node = num_ranks  # nodes of different sizes: no placement is better than another

@@ -49,7 +49,7 @@ from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
-from megatron.hydraulis.strategy.notation import parse_terms
+from megatron.hydraulis.strategy.notation import parse_scheme
 
 __all__ = ["add_arguments", "run", "training_defaults"]
 
@@ -240,7 +240,7 @@ class _Job:
         if namespace.pool is not None:
             pool = Pool.read(namespace.pool)
         if namespace.schemes is not None:
-            schemes = [_parse_scheme(text) for text in namespace.schemes]
+            schemes = [parse_scheme(text, label="--schemes") for text in namespace.schemes]
             pool = None
         else:
             assert pool is not None
@@ -428,17 +428,6 @@ def training_defaults(model_flags: Sequence[str]) -> list[str]:
         if not any(word.split("=")[0] in options for word in model_flags):
             added += [options[0], value]
     return [*added, *model_flags]
-
-
-def _parse_scheme(text: str) -> Scheme:
-    """One scheme in the notation, ``tp2pp2:3,5``. Raises StrategyError for anything else."""
-    terms = parse_terms(text, label=text)
-    if len(terms) != 1 or terms[0].num_copies != 1 or terms[0].scheme is None:
-        raise StrategyError(
-            f"scheme {text!r}: one scheme is wanted but this is a strategy; write for example "
-            f"tp2pp2"
-        )
-    return terms[0].scheme
 
 
 def _profiled_pool(

@@ -1,11 +1,11 @@
-"""The strategy notation as text: ``tp2@0,3+pp2:5,3@1,2``, ``tp16+2*tp8pp3``, ``2*cp8~+4*idle``.
+"""The notation of strategies: ``tp2@0,3+pp2:5,3@1,2``, ``tp16+2*tp8pp3``, ``2*cp8~+4*idle``.
 
     strategy = term ('+' term)*
     term     = [N '*'] (scheme | 'idle')
     scheme   = ('tp' N | 'cp' N ['~'] | 'pp' N)+ [':' layers (',' layers)*] ['@' rank (',' rank)*]
 
-Blanks may stand between any two symbols. The ranks after ``@`` run stage by stage, in a stage cp
-by cp, in that tp by tp; those of ``N*`` copies follow one another, the first copy first.
+Blanks are allowed between any two symbols. The ranks after ``@`` are ordered by stage, then cp,
+then tp; with ``N*`` copies, those of the first copy come first.
 """
 
 import re
@@ -17,12 +17,12 @@ from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.strategy.placement import place
 from megatron.hydraulis.strategy.scheme import Replica, Scheme
 
-__all__ = ["Term", "format_terms", "parse_terms", "place_terms"]
+__all__ = ["Term", "format_terms", "parse_scheme", "parse_terms", "place_terms"]
 
 
 _AXES = ("tp", "cp", "pp")
 _SYMBOL = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<word>[A-Za-z]+)|(?P<mark>\S))")
-# Longer numbers are typing errors; int() itself refuses some thousand digits with another error.
+# Longer numbers are typing errors; int() raises another error for thousands of digits.
 _MAX_DIGITS = 9
 _EXAMPLE = "write for example 'tp4+2*tp2pp2+idle'"
 
@@ -34,11 +34,11 @@ class Term:
     num_copies: int
     scheme: Scheme | None
     ranks: tuple[int, ...] | None = None
-    """Ranks of all copies, one copy after another; None leaves the placement open."""
+    """Ranks of all copies, one copy after another; None for the default placement."""
 
 
 class _Reader:
-    """Walks over the symbols of one strategy text; all errors name the text and the place."""
+    """Reads the symbols of a strategy text; errors name the label and the position."""
 
     def __init__(self, text: str, label: str) -> None:
         self._label = label
@@ -94,8 +94,8 @@ def parse_terms(text: str, *, label: str) -> tuple[Term, ...]:
     """Read a strategy text into its terms, in the order of the text.
 
     The label is the strategy's name in errors. Raises StrategyError for a text that does not
-    follow the notation, a scheme that is none, and a number of ``@`` ranks other than copies
-    times ranks of the scheme. How many ranks the job has is not looked at here.
+    follow the notation, an invalid scheme, and a number of ``@`` ranks other than copies times
+    ranks of the scheme. The number of ranks of the job is not checked.
     """
     reader = _Reader(text, label)
     terms = [_read_term(reader)]
@@ -104,6 +104,18 @@ def parse_terms(text: str, *, label: str) -> tuple[Term, ...]:
     if reader.symbol:
         raise reader.error("expected '+' or the end after a term")
     return tuple(terms)
+
+
+def parse_scheme(text: str, *, label: str) -> Scheme:
+    """Read a text that is one scheme; StrategyError, which names the label, for any other."""
+    terms = parse_terms(text, label=label)
+    scheme = terms[0].scheme
+    if scheme is None or terms != (Term(1, scheme),):
+        raise StrategyError(
+            f"strategy {label!r}: expected one scheme, without copies and ranks, but found "
+            f"{text!r}; write for example 'tp4pp2'"
+        )
+    return scheme
 
 
 def _read_term(reader: _Reader) -> Term:
@@ -163,9 +175,9 @@ def _read_scheme(reader: _Reader) -> Scheme:
 
 
 def format_terms(replicas: Sequence[Replica], *, num_idle: int, with_ranks: bool) -> str:
-    """Write replicas and idle ranks in the notation, neighbours of one scheme as one term.
+    """Write replicas and idle ranks in the notation, neighbours of the same scheme as one term.
 
-    With with_ranks every replica's placement is written out behind ``@``.
+    with_ranks: whether to write the placement of every replica after ``@``.
     """
     terms = []
     for scheme, group in groupby(replicas, key=lambda replica: replica.scheme):
@@ -182,10 +194,10 @@ def format_terms(replicas: Sequence[Replica], *, num_idle: int, with_ranks: bool
 def place_terms(
     terms: Sequence[Term], num_ranks: int, ranks_per_node: int, *, label: str
 ) -> tuple[Replica, ...]:
-    """The replicas in the order of the text: named ranks first taken out, then the rest placed.
+    """The replicas in the order of the text, those without ``@`` placed on the remaining ranks.
 
-    Raises StrategyError, which names the label, when the terms do not name every rank of the job
-    once and when a replica lists a rank twice.
+    Raises StrategyError, which names the label, unless the terms use or name idle as many ranks as
+    the job has, and if a replica lists a rank twice.
     """
     _check_num_ranks(terms, num_ranks, label)
     wanted: list[tuple[Scheme, tuple[int, ...] | None]] = []
@@ -201,8 +213,7 @@ def place_terms(
     free = [rank for rank in range(num_ranks) if rank not in named]
     open_schemes = [scheme for scheme, ranks in wanted if ranks is None]
     if sum(scheme.num_ranks for scheme in open_schemes) > len(free):
-        # Cannot happen with distinct ranks inside the job; which of the two it is, and where,
-        # Strategy says itself once the replicas stand.
+        # A listed rank is outside the job or listed twice: Strategy raises the error that says so.
         free += range(num_ranks, num_ranks + sum(scheme.num_ranks for scheme in open_schemes))
     placed = iter(place(open_schemes, free, ranks_per_node))
     try:

@@ -1,10 +1,10 @@
-"""Which ranks serve which replica when the strategy text leaves it open.
+"""Default placement: which ranks serve a replica without ``@``.
 
-Replicas are placed by falling tp, then falling cp, then in the order of the text. A stage goes to
-the first node that has room for all its tp·cp ranks, otherwise each of its tensor-parallel groups
-goes to the first node that has room for it, so that a group crosses nodes only where no node can
-hold it: then it takes the emptiest nodes. Stages follow one another, so a pipeline may cross
-nodes. Ranks that the text names behind ``@`` are taken out first.
+Replicas are placed by descending tp, then descending cp, then in the order of the text. A stage
+goes to the first node with room for all its tp·cp ranks; otherwise each of its tensor-parallel
+groups goes to the first node with room for it, or, if there is none, to the nodes with the most
+free ranks. Stages are placed in order, so a pipeline may cross nodes. Ranks named after ``@`` are
+not available.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ __all__ = ["place"]
 
 
 class _FreeRanks:
-    """The ranks not yet given away, node by node, each node's in rising order."""
+    """The free ranks of each node, in ascending order."""
 
     def __init__(self, ranks: Sequence[int], ranks_per_node: int) -> None:
         num_nodes = max(ranks, default=0) // ranks_per_node + 1
@@ -47,9 +47,9 @@ def place(
     free_ranks: Sequence[int],
     ranks_per_node: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each scheme's replica, in the order of schemes, in Replica's rank order.
+    """The ranks of each scheme's replica, in the order of schemes and in Replica's rank order.
 
-    ValueError when the schemes need more ranks than are free: the caller has counted them.
+    Raises ValueError if the schemes need more ranks than are free.
     """
     if sum(scheme.num_ranks for scheme in schemes) > len(free_ranks):
         raise ValueError("more ranks needed than free")

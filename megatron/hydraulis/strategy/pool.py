@@ -9,11 +9,11 @@ from typing import Any
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.strategy.notation import Term, parse_terms
+from megatron.hydraulis.strategy.notation import parse_scheme, parse_terms
 from megatron.hydraulis.strategy.scheme import Replica, Scheme
 from megatron.hydraulis.strategy.strategy import Strategy, whole_nodes
 
-__all__ = ["FittedPool", "Pool", "balance_pool", "fit_pool", "num_ranks_of"]
+__all__ = ["Pool", "balance_pool", "fit_pool", "num_ranks_of"]
 
 
 _FORMAT_VERSION = 1
@@ -21,10 +21,10 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The strategies a run may use, all for the same job.
+    """The strategies that a run may use.
 
-    Raises StrategyError when there is none, when two have one name and when one is for a job of
-    another size.
+    Raises StrategyError if there is none, two have the same name, or one is for a job of another
+    size.
     """
 
     num_ranks: int
@@ -53,18 +53,17 @@ class Pool:
 
     @classmethod
     def of(cls, *strategies: Strategy) -> "Pool":
-        """A pool of these strategies for the job of the first; StrategyError if it is none."""
-        if not strategies:
-            raise StrategyError("pool: a pool needs at least 1 strategy but has 0; add one")
-        return cls(strategies[0].num_ranks, strategies[0].ranks_per_node, strategies)
+        """A pool of at least one strategy, for the job of the first; raises StrategyError."""
+        job = (strategies[0].num_ranks, strategies[0].ranks_per_node) if strategies else (1, 1)
+        return cls(*job, strategies)
 
     @property
     def tp_lcm(self) -> int:
-        """The least common multiple of all tp degrees: T, the atoms of a parameter."""
+        """The least common multiple of all tp degrees: into how many atoms parameters divide."""
         return math.lcm(*(scheme.tp for strategy in self.strategies for scheme in strategy.schemes))
 
     def strategy(self, name: str) -> Strategy:
-        """The strategy of this name; StrategyError when there is none."""
+        """The strategy of this name; StrategyError if there is none."""
         for strategy in self.strategies:
             if strategy.name == name:
                 return strategy
@@ -75,7 +74,7 @@ class Pool:
         )
 
     def check_model(self, shape: ModelShape) -> None:
-        """Raise StrategyError unless every strategy can cut a model of this shape evenly."""
+        """Raise StrategyError unless every strategy divides a model of this shape evenly."""
         for strategy in self.strategies:
             strategy.check_model(shape)
 
@@ -101,8 +100,8 @@ class Pool:
         """Read the content of a pool file; StrategyError names a missing or unknown key.
 
         ``{"num_ranks": 64, "ranks_per_node": 8, "strategies": [{"name": "S1",
-        "replicas": "tp16+2*tp8pp3", "max_tokens": {"tp16": 43520}}]}``; max_tokens, see
-        Strategy.token_limits, may be absent, as may ``"version": 1``.
+        "replicas": "tp16+2*tp8pp3", "max_tokens": {"tp16": 43520}}]}``; max_tokens (see
+        Strategy.token_limits) and ``"version": 1`` are optional.
         """
         pool = JsonObject(content, "pool", StrategyError)
         pool.check_version(_FORMAT_VERSION)
@@ -117,7 +116,7 @@ class Pool:
 
 
 def _strategy_of(entry: JsonObject, num_ranks: int, ranks_per_node: int) -> Strategy:
-    """A strategy of a pool file, with its limits."""
+    """A strategy of a pool file."""
     name, text = entry.text("name"), entry.text("replicas")
     strategy = Strategy.parse(text, num_ranks, name=name, ranks_per_node=ranks_per_node)
     if entry.has("max_tokens"):
@@ -125,7 +124,7 @@ def _strategy_of(entry: JsonObject, num_ranks: int, ranks_per_node: int) -> Stra
         strategy = replace(
             strategy,
             token_limits=tuple(
-                (_scheme_of(key, f"{name}, max_tokens of {key}"), limits.integer(key))
+                (parse_scheme(key, label=f"{name}, max_tokens of {key}"), limits.integer(key))
                 for key in limits.keys
             ),
         )
@@ -133,42 +132,19 @@ def _strategy_of(entry: JsonObject, num_ranks: int, ranks_per_node: int) -> Stra
     return strategy
 
 
-def _scheme_of(text: str, label: str) -> Scheme:
-    """A scheme alone, in the notation; StrategyError for any other term."""
-    terms = parse_terms(text, label=label)
-    scheme = terms[0].scheme
-    if scheme is None or terms != (Term(1, scheme),):
-        raise StrategyError(
-            f"strategy {label!r}: a limit is for one scheme, without copies and ranks, but is for "
-            f"{text!r}; write for example 'tp16'"
-        )
-    return scheme
+def fit_pool(
+    pool: Pool, num_ranks: int, ranks_per_node: int, *, num_layers: int
+) -> tuple[Pool, tuple[str, ...]]:
+    """The pool for another number of ranks, with the strategies' names, and a line per change.
 
+    A strategy whose largest replica does not fit is dropped. If none is left, the pool has a
+    strategy for every scheme whose tp divides the pool's tp_lcm and whose pp divides the layers;
+    planning skips those that do not hold the longest sequence.
 
-@dataclass(frozen=True)
-class FittedPool:
-    """Strategies for the ranks that there are."""
-
-    pool: Pool
-    changes: tuple[str, ...]
-    """What is not as it was given, a line each; none where nothing had to be changed."""
-
-
-def fit_pool(pool: Pool, num_ranks: int, ranks_per_node: int, *, num_layers: int) -> FittedPool:
-    """The pool for another number of ranks, with the strategies' names.
-
-    A strategy whose largest replica does not fit is dropped. If that leaves none, there is a
-    strategy for every scheme whose tp divides one of the pool and whose pp cuts the layers evenly:
-    planning leaves out those that do not hold the longest sequence.
-
-    Args:
-        pool: for any number of ranks.
-        num_ranks: that there are.
-        ranks_per_node: of these; all, where they are fewer.
-        num_layers: of the model.
+    num_layers: of the model.
     """
     if pool.num_ranks == num_ranks:
-        return FittedPool(pool, ())
+        return pool, ()
     changes = [f"the strategies are for {pool.num_ranks} ranks but there are {num_ranks}"]
     fitted: dict[str, Strategy] = {}
     for strategy in pool.strategies:
@@ -200,11 +176,11 @@ def fit_pool(pool: Pool, num_ranks: int, ranks_per_node: int, *, num_layers: int
         for found in _every_scheme(pool, num_ranks, ranks_per_node, num_layers):
             fitted[str(found)] = found
         changes.append(f"no strategy is left, so {', '.join(fitted)} may be used instead")
-    return FittedPool(Pool.of(*fitted.values()), tuple(changes))
+    return Pool.of(*fitted.values()), tuple(changes)
 
 
 def num_ranks_of(text: str) -> int:
-    """Ranks that a strategy is written for, idle ones included. Raises StrategyError."""
+    """Ranks that a strategy text needs, idle ones included. Raises StrategyError."""
     terms = parse_terms(text, label=text.strip())
     named = [rank for term in terms for rank in term.ranks or ()]
     used = sum(term.num_copies * (term.scheme.num_ranks if term.scheme else 1) for term in terms)
@@ -217,10 +193,10 @@ def _largest_first(strategy: Strategy) -> list[Scheme]:
 
 
 def _fill(schemes: list[Scheme], num_ranks: int) -> list[Scheme]:
-    """As many as the ranks hold, over and over again; none if the first does not fit."""
-    filled: list[Scheme] = []
+    """Repeats the schemes, largest first, while they fit; none if the first does not."""
     if schemes[0].num_ranks > num_ranks:
-        return filled
+        return []
+    filled: list[Scheme] = []
     left = num_ranks
     while left >= min(scheme.num_ranks for scheme in schemes):
         for scheme in schemes:
@@ -242,7 +218,7 @@ def _strategy(
 def _every_scheme(
     pool: Pool, num_ranks: int, ranks_per_node: int, num_layers: int
 ) -> list[Strategy]:
-    """One strategy for each scheme that leaves fewer ranks idle than a replica has."""
+    """A strategy of as many replicas as fit, for each scheme."""
     found = []
     for tp in range(1, num_ranks + 1):
         for pp in range(1, num_ranks // tp + 1):
@@ -257,14 +233,14 @@ def _every_scheme(
 
 
 ChooseLayers = Callable[[Scheme, int | None], Scheme]
-"""From a scheme without layers, and the most tokens of a micro-batch that its strategy sets for it,
-to the scheme with layers, or the same scheme where the even split will do."""
+"""Takes a scheme without layers and its strategy's ``max_tokens`` for it, if any; returns the
+scheme with layers, or unchanged for the even split."""
 
 
 def balance_pool(pool: Pool, choose: ChooseLayers) -> Pool:
-    """The pool with the layers of every pipeline that lists none.
+    """The pool with chosen layers for every pipeline that lists none.
 
-    Strategies keep their names, but for those that are called by their own text.
+    Strategies keep their names, unless the name is their text.
     """
     return Pool.of(*(_balance(strategy, choose) for strategy in pool.strategies))
 
@@ -278,7 +254,7 @@ def _balance(strategy: Strategy, choose: ChooseLayers) -> Strategy:
     }
     limits: dict[Scheme, int] = {}
     for scheme, limit in strategy.token_limits:
-        # A scheme may turn into another one of the strategy: the lower limit holds for both.
+        # Two schemes may become the same one: the lower limit holds.
         limits[chosen[scheme]] = min(limit, limits.get(chosen[scheme], limit))
     balanced = replace(
         strategy,

@@ -1,4 +1,4 @@
-"""Scheme, position, replica: the shape of one copy of the model and where its ranks sit."""
+"""Scheme, replica and position: the shape of one copy of the model, and its ranks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ __all__ = ["Position", "Replica", "Scheme"]
 class Scheme:
     """The shape ⟨tp, cp, pp⟩ of one replica.
 
-    Raises StrategyError for a degree below 1, for layers that do not name every stage, and for
-    a splitting width (``cp8~``) that is no power of two.
+    Raises StrategyError for a degree below 1, for layers that do not list every stage, and for a
+    splitting width (``cp8~``) that is not a power of two.
     """
 
     tp: int = 1
@@ -22,7 +22,7 @@ class Scheme:
     layers: tuple[int, ...] | None = None
     """Layers of each stage; None splits evenly, see layers_per_stage."""
     splits_cp: bool = False
-    """Whether the cp ranks may be grouped anew for every micro-batch: the ``~`` of ``cp8~``."""
+    """Whether cp ranks may form other groups in every micro-batch: the ``~`` of ``cp8~``."""
 
     def __post_init__(self) -> None:
         for axis, degree in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)):
@@ -54,13 +54,13 @@ class Scheme:
         return self.tp * self.cp * self.pp
 
     def of_context_group(self, size: int) -> "Scheme":
-        """What a group of so many of the cp ranks costs and holds: the scheme with that cp."""
+        """The scheme with cp = size, whose time and memory are those of a group of the cp ranks."""
         return Scheme(self.tp, size, self.pp, self.layers)
 
     @property
     def group_schemes(self) -> "tuple[Scheme, ...]":
-        """What its micro-batches may run as: itself without ``~``, and of ``cp8~`` also the schemes
-        with cp 4, 2 and 1, by falling cp."""
+        """The schemes as which micro-batches may run, by descending cp: without ``~`` itself; for
+        ``cp8~`` cp 8, 4, 2 and 1."""
         whole = self.of_context_group(self.cp)
         if not self.splits_cp:
             return (whole,)
@@ -71,11 +71,8 @@ class Scheme:
 
     @property
     def token_quantum(self) -> int:
-        """What the tokens of a row are padded to a multiple of.
-
-        tp ranks share a row evenly under sequence parallelism, and each of cp ranks holds two
-        chunks of it.
-        """
+        """Rows are padded to a multiple of this number of tokens: with sequence parallelism tp
+        ranks share a row evenly, and each cp rank holds two chunks."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     def rounded_down(self, num_tokens: int) -> int:
@@ -86,8 +83,8 @@ class Scheme:
         """Tokens of the row in which sequences of these lengths run, padding included.
 
         With cp > 1 every sequence is padded to a multiple of 2·cp, so that each rank has two chunks
-        of each; the row is padded to the token_quantum. Without sequences it is one quantum of
-        padding. The cp ranks hold an equal part each.
+        of each; the row is padded to the token_quantum and is at least one quantum. The cp ranks
+        hold equal parts.
         """
         multiple = 2 * self.cp if self.cp > 1 else 1
         num_tokens = sum(-(-length // multiple) * multiple for length in lengths)
@@ -96,12 +93,11 @@ class Scheme:
     def layers_per_stage(self, num_layers: int) -> tuple[int, ...]:
         """How many of num_layers each of the pp stages holds.
 
-        The listed layers where the scheme lists them. Otherwise an even split, in which the first
-        ``num_layers % pp`` stages hold one layer more: the last stage has the output layer to
-        compute as well.
+        The listed layers, or an even split in which the first ``num_layers % pp`` stages hold one
+        layer more, as the last stage also computes the output layer.
 
-        Raises StrategyError when the listed layers do not add up to num_layers and when there
-        are more stages than layers.
+        Raises StrategyError if the listed layers do not add up to num_layers or there are more
+        stages than layers.
         """
         if self.layers is not None:
             if sum(self.layers) != num_layers:
@@ -119,7 +115,7 @@ class Scheme:
         return tuple(num_each + (stage < num_longer) for stage in range(self.pp))
 
     def __str__(self) -> str:
-        """The scheme in the strategy notation, degrees of 1 left out: ``tp2cp2pp2:3,5``."""
+        """The scheme in the notation, without degrees of 1: ``tp2cp2pp2:3,5``."""
         text = f"tp{self.tp}" if self.tp != 1 else ""
         if self.cp != 1 or self.splits_cp:
             text += f"cp{self.cp}{'~' if self.splits_cp else ''}"
@@ -133,7 +129,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank stands in its replica, each coordinate counted from 0."""
+    """Coordinates of a rank in its replica, from 0."""
 
     stage: int
     cp: int
@@ -144,12 +140,13 @@ class Position:
 class Replica:
     """One copy of the model on scheme.num_ranks ranks.
 
-    Raises StrategyError when the number of ranks is not the scheme's or a rank comes twice.
+    Raises StrategyError if the number of ranks is not the scheme's, or a rank is negative or
+    repeated.
     """
 
     scheme: Scheme
     ranks: tuple[int, ...]
-    """Stage by stage, in a stage cp by cp, in that tp by tp."""
+    """By stage, then cp, then tp."""
 
     def __post_init__(self) -> None:
         if len(self.ranks) != self.scheme.num_ranks:
@@ -175,14 +172,14 @@ class Replica:
         return len(self.ranks)
 
     def rank_at(self, stage: int, cp: int, tp: int) -> int:
-        """The rank at a position; IndexError outside the scheme."""
+        """The rank at these coordinates; IndexError outside the scheme."""
         scheme = self.scheme
         if not (0 <= stage < scheme.pp and 0 <= cp < scheme.cp and 0 <= tp < scheme.tp):
             raise IndexError(f"no position (stage {stage}, cp {cp}, tp {tp}) in scheme {scheme}")
         return self.ranks[(stage * scheme.cp + cp) * scheme.tp + tp]
 
     def position_of(self, rank: int) -> Position | None:
-        """Where the rank stands, None when it belongs to another replica."""
+        """The rank's coordinates; None if it is not in this replica."""
         if rank not in self.ranks:
             return None
         rest, tp = divmod(self.ranks.index(rank), self.scheme.tp)

@@ -1,6 +1,6 @@
 """A strategy: which replicas the ranks of a job form in one iteration.
 
-The notation is described in ``notation``, the placement of replicas without ``@`` in ``placement``.
+``notation`` describes its text, ``placement`` where replicas without ``@`` go.
 """
 
 import math
@@ -16,16 +16,15 @@ from megatron.hydraulis.strategy.scheme import Replica, Scheme
 __all__ = ["MAX_RANKS", "Strategy", "whole_nodes"]
 
 MAX_RANKS = 1 << 20
-"""Of a job: more are a typing error or a damaged file, and would take memory for each."""
+"""Limit for a job: more ranks are a typing error or a damaged file, and each takes memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """Replicas, possibly of different schemes, placed on the ranks of the job.
 
-    Raises StrategyError when there is no replica, when two replicas share a rank, when a rank is
-    outside the job, when the ranks do not fill whole nodes, and when a limit is not positive or
-    for a scheme that the strategy does not have.
+    Raises StrategyError if there is no replica, two replicas share a rank, a rank is outside the
+    job, the ranks do not fill whole nodes, or a limit is not positive or for another scheme.
     """
 
     name: str
@@ -95,9 +94,8 @@ class Strategy:
     ) -> "Strategy":
         """Read a strategy in the notation and place it on a job of num_ranks ranks.
 
-        Every rank has to be used or named idle. Without ranks_per_node the job is one node.
-        Without a name the strategy is called by its canonical text. ``parse(str(s), …)`` with the
-        job of ``s`` gives ``s`` again, placement included.
+        Every rank must be used or named idle. ranks_per_node defaults to one node, name to the
+        canonical text. ``parse(str(s), …)`` with the job of ``s`` gives ``s``, placement included.
 
         Raises StrategyError with the rule, the numbers and the fix.
         """
@@ -106,7 +104,7 @@ class Strategy:
         terms = parse_terms(text, label=label)
         replicas = place_terms(terms, num_ranks, ranks_per_node, label=label)
         strategy = cls(label, replicas, num_ranks, ranks_per_node)
-        return strategy if name is not None else strategy._named(str(strategy))
+        return strategy if name is not None else replace(strategy, name=str(strategy))
 
     @classmethod
     def homogeneous(
@@ -118,9 +116,9 @@ class Strategy:
         pp: int = 1,
         ranks_per_node: int | None = None,
     ) -> "Strategy":
-        """As many replicas of one scheme as fill the job: ``2*tp2pp2`` on 8 ranks.
+        """Replicas of one scheme that fill the job: ``2*tp2pp2`` on 8 ranks.
 
-        Raises StrategyError when the ranks are not a multiple of tp·cp·pp.
+        Raises StrategyError unless the ranks are a multiple of tp·cp·pp.
         """
         scheme = Scheme(tp=tp, cp=cp, pp=pp)
         if num_ranks < 1 or num_ranks % scheme.num_ranks:
@@ -132,9 +130,6 @@ class Strategy:
         num_replicas = num_ranks // scheme.num_ranks
         return cls.parse(f"{num_replicas}*{scheme}", num_ranks, ranks_per_node=ranks_per_node)
 
-    def _named(self, name: str) -> "Strategy":
-        return replace(self, name=name)
-
     def to_json(self) -> dict[str, Any]:
         """The strategy's entry in a pool file."""
         content: dict[str, Any] = {"name": self.name, "replicas": str(self)}
@@ -144,7 +139,7 @@ class Strategy:
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
-        """The ranks of no replica, rising."""
+        """The ranks without a replica, ascending."""
         used = {rank for replica in self.replicas for rank in replica.ranks}
         return tuple(rank for rank in range(self.num_ranks) if rank not in used)
 
@@ -152,11 +147,6 @@ class Strategy:
     def schemes(self) -> tuple[Scheme, ...]:
         """The different schemes, in the order of their first replica."""
         return tuple(dict.fromkeys(replica.scheme for replica in self.replicas))
-
-    @property
-    def max_tp(self) -> int:
-        """The largest tensor-parallel degree."""
-        return max(replica.scheme.tp for replica in self.replicas)
 
     def replica_of(self, rank: int) -> Replica | None:
         """The replica a rank serves, None when it is idle; StrategyError outside the job."""
@@ -179,7 +169,7 @@ class Strategy:
         return format_terms(self.replicas, num_idle=num_idle, with_ranks=with_ranks)
 
     def check_model(self, shape: ModelShape) -> None:
-        """Raise StrategyError unless every scheme can cut a model of this shape evenly."""
+        """Raise StrategyError unless every scheme divides a model of this shape evenly."""
         cut_by_tp = (
             (shape.num_attention_heads, "attention heads"),
             (shape.num_query_groups, "query groups"),
@@ -201,7 +191,7 @@ class Strategy:
 
 
 def whole_nodes(num_ranks: int, ranks_per_node: int, what: str) -> int:
-    """Ranks of a node with the default resolved; StrategyError when nodes are not whole."""
+    """Ranks of a node with the default resolved; StrategyError unless ranks fill whole nodes."""
     if num_ranks < 1:
         raise StrategyError(
             f"{what}: a job needs at least 1 rank but has {num_ranks}; start a positive number"

@@ -249,7 +249,7 @@ def test_a_tp_that_does_not_cut_the_model_is_not_estimated(
         (["--schemes", "2*tp8", "--num-ranks", "64"], r"without copies and ranks.*'2\*tp8'"),
         (["--schemes", "tp8"], "--schemes needs --num-ranks"),
         (["--schemes", "tp8pp2", "--num-ranks", "8"], "a replica has 16 ranks but the job 8"),
-        (["--pool", "POOL", "--num-ranks", "64"], "--pool tells the ranks"),
+        (["--pool", "POOL", "--num-ranks", "64"], "--pool gives the ranks"),
         (["--schemes", "tp8", "--num-ranks", "8", "--recompute-granularity", "full"], "method"),
     ],
 )
