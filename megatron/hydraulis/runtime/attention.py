@@ -123,28 +123,32 @@ class SegmentAttention(torch.nn.Module):
         """Attend inside every sequence.
 
         Args:
-            query: (tokens, heads, head size); without ``packed_seq_params`` (tokens, 1, …).
-            key: (tokens, query groups, head size), likewise.
+            query: (T, heads, head size), this rank's tokens; without ``packed_seq_params``
+                (T, 1, heads, head size).
+            key: (T, query groups, head size), likewise.
             value: as ``key``.
             attention_mask: not used: sequence borders and causality determine it.
-            packed_seq_params: holds ``cu_seqlens_q``; None for one unpacked sequence.
+            packed_seq_params: borders of the whole row; None for one unpacked sequence.
 
         Returns:
-            (tokens, heads · head size), or (tokens, 1, heads · head size) unpacked.
+            (T, heads · head size), or (T, 1, heads · head size) unpacked.
         """
-        unpacked = packed_seq_params is None
-        if unpacked:
-            if query.size(1) != 1:
-                raise ConfigurationError(
-                    f"unpacked input has {query.size(1)} rows; pack them into one THD row"
-                )
-            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-            lengths: Sequence[int] = [query.size(0)]
-        else:
-            lengths = segment_lengths(packed_seq_params)
-        context = self.attend(query, key, value, lengths)
-        context = context.reshape(context.size(0), -1)
-        return context.unsqueeze(1) if unpacked else context
+        if packed_seq_params is not None:
+            context = self._attend_packed(query, key, value, packed_seq_params)
+            return context.reshape(context.size(0), -1)
+        if query.size(1) != 1:
+            raise ConfigurationError(
+                f"unpacked input has {query.size(1)} rows; pack them into one THD row"
+            )
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        context = self.attend(query, key, value, [query.size(0)])
+        return context.reshape(context.size(0), 1, -1)
+
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
+    ) -> Tensor:
+        """(T, heads, head size)."""
+        return self.attend(query, key, value, segment_lengths(packed_seq_params))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
         """Causal attention inside every segment of a complete row.
@@ -189,48 +193,20 @@ class ContextAttention(SegmentAttention):
         # Upstream passes the type to core attention only where the model's cp is above 1.
         self.cp_comm_type: str = self.config.cp_comm_type or "auto"
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
     ) -> Tensor:
-        """Attend inside every sequence of the row. Collective over the micro-batch's group.
-
-        Args:
-            query: (T, heads, head size), this rank's tokens in the order of `local_places`.
-            key: (T, query groups, head size), likewise.
-            value: as ``key``.
-            attention_mask: not used.
-            packed_seq_params: borders of the whole row, the group, its size.
-
-        Returns:
-            (T, heads · head size).
-
-        Raises:
-            ConfigurationError: an all-to-all is requested that the heads do not allow.
-        """
-        if packed_seq_params is None or context_size_of(packed_seq_params) == 1:
-            return super().forward(
-                query,
-                key,
-                value,
-                attention_mask,
-                attn_mask_type,
-                attention_bias,
-                packed_seq_params,
-            )
+        """Collective over the micro-batch's group; tokens in the order of `local_places`."""
+        if context_size_of(packed_seq_params) == 1:
+            return super()._attend_packed(query, key, value, packed_seq_params)
         row = shared_row(packed_seq_params, query)
         way = choose_way(self.cp_comm_type, query.size(1), key.size(1), row.size)
+        context: Tensor
         if way == "a2a":
             context = self._attend_to_share_of_heads(query, key, value, row)
         else:
             context = self._attend_to_gathered(query, key, value, row)
-        return context.reshape(context.size(0), -1)
+        return context
 
     def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
         part = torch.cat([key, value], dim=1)

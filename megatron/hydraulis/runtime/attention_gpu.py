@@ -45,33 +45,16 @@ class VarlenAttention(ContextAttention):
     differs from run to run.
     """
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
     ) -> Tensor:
-        """As `ContextAttention.forward`."""
-        if packed_seq_params is not None and context_size_of(packed_seq_params) == 1:
-            borders = packed_seq_params.cu_seqlens_q_padded
-            if borders is None:
-                borders = packed_seq_params.cu_seqlens_q
-            longest = packed_seq_params.max_seqlen_q
-            context = self._attend_between(query, key, value, borders, borders, longest, longest)
-            return context.flatten(1, 2)
-        return super().forward(
-            query,
-            key,
-            value,
-            attention_mask,
-            attn_mask_type,
-            attention_bias,
-            packed_seq_params,
-        )
+        if context_size_of(packed_seq_params) > 1:
+            return super()._attend_packed(query, key, value, packed_seq_params)
+        borders = packed_seq_params.cu_seqlens_q_padded
+        if borders is None:
+            borders = packed_seq_params.cu_seqlens_q
+        longest = packed_seq_params.max_seqlen_q
+        return self._attend_between(query, key, value, borders, borders, longest, longest)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
         """As `SegmentAttention.attend`."""
