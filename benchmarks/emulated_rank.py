@@ -71,7 +71,7 @@ class EmulatedRank:
         definition = dataclasses.replace(self._model.definition(), sequence_parallel=False)
         self._engine = Engine(definition, pool, self._model.optimizer, seed=WEIGHT_SEED)
         for strategy in pool.strategies:
-            self._engine.setting(strategy.name)
+            self._engine.runtime_of(strategy.name)
         self._plain_step = make_forward_step()
         self._emulated_step = EmulatedForwardStep(make_forward_step())
 

@@ -124,7 +124,7 @@ class EngineRank:
             workload.definition(), pool, workload.optimizer, seed=WEIGHT_SEED, overlap=overlap
         )
         for strategy in pool.strategies:
-            self.engine.setting(strategy.name)
+            self.engine.runtime_of(strategy.name)
         self.forward_step = make_forward_step()
 
     def __call__(self, block: Sequence[PlannedIteration]) -> BlockReport:

@@ -254,12 +254,12 @@ class TestOwners:
 
 def received_bytes(job: Job) -> int:
     """On every rank: in an iteration of the job's first strategy."""
-    return build_engine(job).setting(job.strategies[0]).regrouper.traffic.received_bytes
+    return build_engine(job).runtime_of(job.strategies[0]).regrouper.traffic.received_bytes
 
 
 def kind_of(job: Job) -> Collective:
     """On every rank: of the job's first strategy."""
-    return build_engine(job).setting(job.strategies[0]).regrouper.collective
+    return build_engine(job).runtime_of(job.strategies[0]).regrouper.collective
 
 
 class TestMemory:

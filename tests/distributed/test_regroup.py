@@ -17,9 +17,9 @@ ALIGNED_MODEL = replace(MAIN_MODEL, hidden_size=64, ffn_hidden_size=64)
 def buckets_in_place(job: Job) -> tuple[int, int, int]:
     """On every rank: buckets held, received in place, and sent in place."""
     engine = build_engine(job)
-    setting = engine.setting(job.strategies[0])
-    assert setting.role is not None
-    routes = [r for r in setting.regrouper.routes if r.bucket.unit in setting.role.units]
+    runtime = engine.runtime_of(job.strategies[0])
+    assert runtime.role is not None
+    routes = [r for r in runtime.regrouper.routes if r.bucket.unit in runtime.role.units]
     received = [r for r in routes if r.received_in_place]
     sent = [r for r in routes if r.sent_in_place]
     return len(routes), len(received), len(sent)

@@ -60,9 +60,9 @@ def _engine_without_overlap(*arguments: Any, **named: Any) -> Engine:
 def _tied_output_end_forgotten() -> Iterator[None]:
     right = Engine._run
 
-    def run(self: Engine, setting: Any, *others: Any) -> Any:
-        reports = right(self, setting, *others)
-        role, arena = setting.role, setting.arena
+    def run(self: Engine, runtime: Any, *others: Any) -> Any:
+        reports = right(self, runtime, *others)
+        role, arena = runtime.role, runtime.arena
         if role is not None and not role.has_embedding and role.has_output:
             for bound in arena.bound.values():
                 if bound.name.startswith("embedding."):
@@ -81,10 +81,10 @@ def _tied_output_end_forgotten() -> Iterator[None]:
 def _second_cp_rank_forgotten() -> Iterator[None]:
     right = Engine._run
 
-    def run(self: Engine, setting: Any, batches: Any, *others: Any) -> Any:
-        reports = right(self, setting, batches, *others)
+    def run(self: Engine, runtime: Any, batches: Any, *others: Any) -> Any:
+        reports = right(self, runtime, batches, *others)
         if any(batch.context_rank == 1 for batch in batches):
-            setting.arena.zero_gradients()
+            runtime.arena.zero_gradients()
         return reports
 
     # Without overlap, or the gradients would be gone before they are forgotten.

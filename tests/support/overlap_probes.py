@@ -69,10 +69,10 @@ def probe_memory(job: Job) -> MemoryProbe:
             batches = packs_of_rank(strategy, job.assignments[i], job.batches[i], engine.rank)
             engine.train_step(strategy.name, batches, make_forward_step())
             arenas[strategy.name] = engine.memory.num_bytes
-            arena = engine.setting(strategy.name).arena
+            arena = engine.runtime_of(strategy.name).arena
             item_bytes = engine.dtype.itemsize + engine.shards.gradients.element_size()
             needed[strategy.name] = 0 if arena is None else arena.num_elements * item_bytes
-    models = {id(engine.setting(s.name).model) for s in engine.pool.strategies}
+    models = {id(engine.runtime_of(s.name).model) for s in engine.pool.strategies}
     models.discard(id(None))
     return MemoryProbe(arenas, needed, engine.staging.num_bytes, len(models))
 
@@ -109,7 +109,7 @@ def probe_change(job: Job) -> ChangeProbe:
             engine.train_step(strategy.name, batches, make_forward_step(), next_strategy=other)
             after_update.append(engine.memory.num_bytes)
     engine.finish_regrouping()
-    needed = [engine.setting(strategy.name).num_elements for strategy in engine.pool.strategies]
+    needed = [engine.runtime_of(strategy.name).num_elements for strategy in engine.pool.strategies]
     item_bytes = engine.shards.gradients.element_size()
     return ChangeProbe(
         while_built,

@@ -61,7 +61,7 @@ def probe_recompute(job: Job) -> RecomputeProbe:
 
 
 def _count_calls(engine: Engine, strategy_name: str, calls: Counter[str]) -> int:
-    role = engine.setting(strategy_name).model
+    role = engine.runtime_of(strategy_name).model
     assert role is not None
     decoder: Any = role.model.decoder
     for layer in decoder.layers:

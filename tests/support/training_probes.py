@@ -54,10 +54,10 @@ def probe_precision(job: Job) -> PrecisionProbe:
         engine.forward_backward(name, [pack], step)
         alone += engine.shards.gradients
     engine.train_step(name, packs, step)
-    setting = engine.setting(name)
-    assert setting.model is not None
-    assert setting.arena is not None
-    parameters: list[Any] = list(setting.model.model.parameters())
+    runtime = engine.runtime_of(name)
+    assert runtime.model is not None
+    assert runtime.arena is not None
+    parameters: list[Any] = list(runtime.model.model.parameters())
     gradients = [p.main_grad for p in parameters]
     states = [
         value

@@ -242,7 +242,7 @@ class EngineRig:
             # Without micro-batches only the scatter is left.
             engine.forward_backward(strategy.name, [], self._forward_step)
             scatters_ms.append(_extent_ms(_named(self._recorder.take(), "scatter")))
-        traffic = engine.setting(strategy.name).regrouper.traffic
+        traffic = engine.runtime_of(strategy.name).regrouper.traffic
         num_warmup = self._repeats.num_warmup
         return RegroupSpeed(
             gather_bytes=traffic.gather_received_bytes,

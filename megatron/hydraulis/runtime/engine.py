@@ -49,7 +49,7 @@ from megatron.hydraulis.transfer.role import roles_of
 class LocalGradients:
     """What this rank knows after its last backward pass; its gradients are on the shards."""
 
-    setting: StrategyRuntime
+    runtime: StrategyRuntime
     reports: list[dict[str, Tensor]]
     """What the loss function reported of each micro-batch; on the last stage."""
     out_of_memory: OutOfMemory | None = None
@@ -109,9 +109,9 @@ class StepVote:
 
 
 class Engine:
-    """Everything of a job that outlives an iteration.
+    """The state of a job that outlives an iteration, and the steps of an iteration.
 
-    Collective over all ranks: construction and every method that runs the model. Idle ranks own
+    Construction and all methods that run the model are collective over all ranks. Idle ranks own
     shards and take part in regrouping.
 
     Args:
@@ -120,19 +120,19 @@ class Engine:
         settings: of the optimizer.
         seed: of the initial weights.
         groups: an existing registry to share (tests); its groups are extended to the pool's.
-        timeout: of collectives in the groups created here; the backend's default where None. Groups
-            take it at creation: that of the world group does not reach them.
+        timeout: of collectives in the groups created here; the backend's default where None. The
+            timeout of the world group does not apply to them.
         num_atoms: T, the atoms of a parameter; the least common multiple of the pool's tp degrees
             by default, a multiple of it where the shards must fit other pools too.
-        owners_for: a strategy of the pool in whose favour owners are chosen, so that ranks own what
-            they hold in it (`transfer.owner_order`); rank r owns share r where None. A property of
-            the run: another one has optimizer state elsewhere.
-        overlap: let regrouping overlap compute; the results are the same bit by bit.
-        num_slots: staging slots, that is buckets that may be rearranged at a time.
-        spans: told of gathers, scatters and waits, and of what the schedules do.
+        owners_for: a strategy of the pool for which owners are chosen, so that ranks own what they
+            hold in it (`transfer.owner_order`); rank r owns share r where None. Fixed for the run:
+            it determines where optimizer state is.
+        overlap: overlap regrouping with compute; the results are the same bit by bit.
+        num_slots: staging slots: buckets that may be rearranged at the same time.
+        spans: records gathers, scatters, waits, and the work of the schedules.
 
     Raises:
-        ConfigurationError: ``num_atoms`` is no multiple of the pool's own, or the model does not
+        ConfigurationError: ``num_atoms`` is not a multiple of the pool's, or the model cannot be
             cut into so many atoms.
     """
 
@@ -193,19 +193,19 @@ class Engine:
         stamp = CudaStamp if self.device.type == "cuda" else HostStamp
         self.gather_waits = StallTimer("gather wait", spans, stamp)
         self.scatter_waits = StallTimer("scatter wait", spans, stamp)
-        self._settings = StrategyRuntimes(
+        self._runtimes = StrategyRuntimes(
             definition, pool, groups, self.layout, self.shards, self.memory, self.dtype
         )
         self._gathered: tuple[str, GatherPass] | None = None
-        """The strategy whose parameters are in the arena, or on their way there, and current."""
+        """The strategy whose current parameters are in the arena or on their way there."""
 
-    def setting(self, strategy_name: str) -> StrategyRuntime:
+    def runtime_of(self, strategy_name: str) -> StrategyRuntime:
         """Role model, arena and routes of a strategy on this rank, built at first use."""
-        return self._settings.of(strategy_name)
+        return self._runtimes.of(strategy_name)
 
     def num_parameters_held(self, strategy_name: str) -> int:
         """Elements of the arena that this rank's role binds."""
-        arena = self.setting(strategy_name).arena
+        arena = self.runtime_of(strategy_name).arena
         return 0 if arena is None else sum(b.values.numel() for b in arena.bound.values())
 
     def train_step(
@@ -244,29 +244,29 @@ class Engine:
         self.gather_waits.forget()
         self.scatter_waits.forget()
         self.gather(strategy_name, phase=phase)
-        setting = self.setting(strategy_name)
+        runtime = self.runtime_of(strategy_name)
         out_of_memory: OutOfMemory | None = None
         with self._in_phase("forward-backward", strategy_name, phase):
-            self.memory.size_gradients(setting.num_elements)
-            if setting.arena is not None:
-                setting.arena.zero_gradients()
-            scatter = self._scatter_pass(setting)
+            self.memory.size_gradients(runtime.num_elements)
+            if runtime.arena is not None:
+                runtime.arena.zero_gradients()
+            scatter = self._scatter_pass(runtime)
             counted = CountedForwardStep(forward_step)
             try:
-                reports = self._run(setting, batches, counted, scatter)
+                reports = self._run(runtime, batches, counted, scatter)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 reports = []
                 out_of_memory = recover_from_oom(
-                    error, self.rank, setting.strategy, batches, counted.num_begun
+                    error, self.rank, runtime.strategy, batches, counted.num_begun
                 )
             if out_of_memory is not None:
                 release_cached_memory()  # now that the error, which held activations, is gone
         with self._in_phase("scatter", strategy_name, phase):
             scatter.finish()
-            self._finish_gather()
-        return LocalGradients(setting, reports, out_of_memory)
+            self.finish_regrouping()
+        return LocalGradients(runtime, reports, out_of_memory)
 
     def update(
         self,
@@ -288,18 +288,18 @@ class Engine:
             finite, or during which memory ran out on a replica of one rank, updates nothing:
             whether the run stops there is the caller's choice.
         """
-        setting = gradients.setting
+        runtime = gradients.runtime
         vote, bad = self._vote(gradients, next_strategy)
         loss = vote.loss
         norm, updated = None, False
         if loss.num_tokens and loss.is_finite and not vote.num_ranks_without_memory:
-            with self._in_phase("optimizer", setting.strategy.name, phase):
+            with self._in_phase("optimizer", runtime.strategy.name, phase):
                 self.optimizer.divide_gradients(loss.num_tokens)
                 norm = self.optimizer.gradient_norm()
                 updated = math.isfinite(norm)
                 if updated:
                     self._update_shards(norm, vote.next_strategy)
-        traffic = setting.regrouper.traffic
+        traffic = runtime.regrouper.traffic
         return StepOutcome(
             loss,
             norm,
@@ -336,63 +336,64 @@ class Engine:
         return vote.loss, bad
 
     def rehearse_update(self) -> None:
-        """All that an update does but for its last step, which works in place. Collective."""
+        """An update without its last step, which works in place. Collective."""
         self.optimizer.divide_gradients(1)
         self.optimizer.gradient_norm()
 
     def evaluate(
         self, strategy_name: str, batches: Sequence[PackedBatch], forward_step: ForwardStep
     ) -> LossTotal:
-        """Loss of a global batch, nothing else."""
+        """Loss of a global batch, without gradients."""
         self.gather(strategy_name)
-        setting = self.setting(strategy_name)
+        runtime = self.runtime_of(strategy_name)
         with self._in_phase("evaluation", strategy_name, untimed), torch.no_grad():
-            reports = self._run(setting, batches, forward_step, None)
-            self._finish_gather()
-            return self._vote(LocalGradients(setting, reports))[0].loss
+            reports = self._run(runtime, batches, forward_step, None)
+            self.finish_regrouping()
+            return self._vote(LocalGradients(runtime, reports))[0].loss
 
     def gather(self, strategy_name: str, *, phase: Phase = untimed) -> None:
-        """Bring the current parameters into the strategy's layout, if they are not there yet.
+        """Gather the current parameters for the strategy, unless this has been done.
 
-        With overlap they are on their way when this returns: the model's modules wait for theirs.
+        With overlap this returns at once, and the model's modules wait for their parameters.
         """
         if self._gathered is None or self._gathered[0] != strategy_name:
             with self._in_phase("gather", strategy_name, phase):
                 self._begin_gather(strategy_name).post_rest()
 
     def parameters_changed(self) -> None:
-        """To be told, on every rank, by who wrote to the shards' parameters, such as a checkpoint.
+        """Call on every rank after writing to the shards' parameters, such as from a checkpoint.
 
-        Before writing, `finish_regrouping` makes sure that nobody reads them any more.
+        Call `finish_regrouping` before writing, so that no gather reads them.
         """
         self.finish_regrouping()
         self._gathered = None
 
     def finish_regrouping(self) -> None:
-        """Go on when nothing is on its way any more. Collective, as what is waited for is."""
-        self._finish_gather()
+        """Wait until nothing is on its way. Collective."""
+        if self._gathered is not None:
+            self._gathered[1].finish()
 
     def close(self) -> None:
-        """End regrouping for good; to be called before the process groups are destroyed."""
+        """End regrouping; call it before the process groups are destroyed."""
         self.finish_regrouping()
         self._track.close()
 
     def set_training(self, training: bool) -> None:
-        """`train()` or `eval()` on every model built so far, and on those that will be."""
-        self._settings.set_training(training)
+        """Call `train()` or `eval()` on every model, including those built later."""
+        self._runtimes.set_training(training)
 
     def _run(
         self,
-        setting: StrategyRuntime,
+        runtime: StrategyRuntime,
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
         scatter: ScatterPass | None,
     ) -> list[dict[str, Tensor]]:
         """Forward, and where there is a scatter backward, of all micro-batches of this rank."""
-        if setting.bound is None:
+        if runtime.bound is None:
             if batches:
                 raise StrategyError(
-                    f"rank {self.rank} is idle in strategy '{setting.strategy.name}' but was given "
+                    f"rank {self.rank} is idle in strategy '{runtime.strategy.name}' but was given "
                     f"{len(batches)} micro-batches; a plan gives work to replicas only"
                 )
             return []
@@ -401,13 +402,13 @@ class Engine:
         assert self._gathered is not None
         grouped = [
             batch.in_group(
-                self.groups.context_group(setting.strategy, batch.context_size, batch.context_rank)
+                self.groups.context_group(runtime.strategy, batch.context_size, batch.context_rank)
             )
             for batch in batches
         ]
-        with setting.bound.regrouping(self._gathered[1], scatter):
+        with runtime.bound.regrouping(self._gathered[1], scatter):
             return run_micro_batches(
-                setting.bound.model,
+                runtime.bound.model,
                 grouped,
                 forward_step,
                 forward_only=scatter is None,
@@ -428,19 +429,19 @@ class Engine:
         self._spans.end(span)
 
     def _begin_gather(self, strategy_name: str) -> GatherPass:
-        """The arena is the strategy's from here on; nothing is posted yet."""
-        self._finish_gather()
+        """Size the arena for the strategy; nothing is posted yet."""
+        self.finish_regrouping()
         self._gathered = None
-        if strategy_name not in self._settings:
-            # Nothing in the arenas is needed any more: a model is not built beside it.
+        if strategy_name not in self._runtimes:
+            # Free the arenas, whose contents are no longer needed, while the model is built.
             self.memory.size_parameters(0)
             self.memory.size_gradients(0)
-        setting = self.setting(strategy_name)
-        # First what is no longer needed, so that it is not held beside what is to come.
-        self.memory.release_gradients_unless(setting.num_elements)
-        self.memory.size_parameters(setting.num_elements)
+        runtime = self.runtime_of(strategy_name)
+        # Free what is no longer needed first: never hold both.
+        self.memory.release_gradients_unless(runtime.num_elements)
+        self.memory.size_parameters(runtime.num_elements)
         gather = GatherPass(
-            setting.regrouper,
+            runtime.regrouper,
             len(self.layout.buckets),
             self._track,
             self.gather_waits,
@@ -449,12 +450,8 @@ class Engine:
         self._gathered = (strategy_name, gather)
         return gather
 
-    def _finish_gather(self) -> None:
-        if self._gathered is not None:
-            self._gathered[1].finish()
-
-    def _scatter_pass(self, setting: StrategyRuntime) -> ScatterPass:
-        bound = setting.bound
+    def _scatter_pass(self, runtime: StrategyRuntime) -> ScatterPass:
+        bound = runtime.bound
         if bound is None or not self._overlap:
             post_from = PostFrom.FINISH
         elif not self._track.may_delay_compute:
@@ -464,7 +461,7 @@ class Engine:
         else:
             post_from = PostFrom.FINISH  # the last backward ends with a message
         return ScatterPass(
-            setting.regrouper,
+            runtime.regrouper,
             len(self.layout.buckets),
             self._track,
             self.scatter_waits,
@@ -474,7 +471,7 @@ class Engine:
 
     @contextmanager
     def _in_phase(self, name: str, strategy_name: str, phase: Phase) -> Iterator[None]:
-        """A part of an iteration: what is raised in it says where and on which rank."""
+        """A part of an iteration; adds the part and the rank to the errors raised in it."""
         try:
             with phase(name):
                 yield
@@ -489,9 +486,9 @@ class Engine:
         index = None
         if self.rank == 0 and next_strategy is not None:
             index = self.pool.strategies.index(self.pool.strategy(next_strategy))
-        setting, reports = gradients.setting, gradients.reports
+        runtime, reports = gradients.runtime, gradients.reports
         losses = None
-        if setting.model is not None and setting.model.reports_loss and reports:
+        if runtime.model is not None and runtime.model.reports_loss and reports:
             losses = torch.stack([_first_report(report) for report in reports]).double()
         total = StepVote.to_tensor(
             losses,
@@ -499,7 +496,7 @@ class Engine:
             is_out_of_memory=gradients.out_of_memory is not None,
             device=self.device,
         )
-        with self._in_phase("loss", setting.strategy.name, untimed):
+        with self._in_phase("loss", runtime.strategy.name, untimed):
             dist.all_reduce(total)
         vote = StepVote.from_tensor(total)
         bad: list[int] = []
