@@ -2,13 +2,11 @@
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.context import ContextCosts
-from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
-from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import (
     FORWARD_SHARE,
-    Operation,
     pipeline_schedule,
     pipeline_time_ms,
 )
@@ -22,11 +20,8 @@ __all__ = [
     "Coefficients",
     "ContextCosts",
     "CostModel",
-    "DeviceConstants",
-    "Limits",
     "MemoryModel",
     "ModelShape",
-    "Operation",
     "ProfileCostModel",
     "Recompute",
     "device_constants",

@@ -291,171 +291,7 @@ def step_time(
     job: FixedLengthJob, layout: Layout, device: DeviceConstants, constants: LayoutConstants
 ) -> StepTime:
     """Seconds of a step; formulas in the module's docstring, errors as of `predict_layout`."""
-    kernel = constants.kernel(layout.kernel)
-    cluster = device.cluster(job.num_ranks, job.ranks_per_node)
-    layer = _layer(job, layout, device, constants, kernel, cluster)
-    logits_s = _logits_s(job, layout, device, constants)
-    boundary_s = _boundary_s(job, layout, device, cluster)
-    layers = layout.scheme.layers_per_stage(job.shape.num_layers)
-    stages = [num * layer.total_s + boundary_s for num in layers]
-    stages[-1] += logits_s
-    slowest, together = max(stages), sum(stages)
-    num_micro_batches = layout.num_micro_batches(job)
-    layers_of_a_stage = num_micro_batches * job.shape.num_layers / layout.pp
-    one_at_a_time = (layout.pp - 1) * (num_micro_batches - 1)
-    of_short = min(1.0, constants.wait_tokens / job.sequence_tokens)
-    wait = min(kernel.pipeline_wait_micro_batches * of_short, float(one_at_a_time))
-    return StepTime(
-        matmul_s=layers_of_a_stage * layer.matmul_s,
-        attention_s=layers_of_a_stage * layer.attention_s,
-        elementwise_s=layers_of_a_stage * layer.elementwise_s,
-        launch_s=layers_of_a_stage * layer.launch_s,
-        tensor_parallel_s=layers_of_a_stage * layer.tensor_parallel_s,
-        recompute_s=layers_of_a_stage * layer.recompute_s,
-        logits_s=num_micro_batches * logits_s / layout.pp,
-        imbalance_s=num_micro_batches * (slowest - together / layout.pp),
-        boundary_s=num_micro_batches * boundary_s,
-        bubble_s=together - slowest,
-        wait_s=wait * slowest,
-        data_parallel_s=_data_parallel_s(job, layout, device, kernel),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Seconds of one layer for one micro-batch, forward and backward."""
-
-    matmul_s: float
-    attention_s: float
-    elementwise_s: float
-    launch_s: float
-    tensor_parallel_s: float
-    recompute_s: float
-
-    @property
-    def total_s(self) -> float:
-        return (
-            self.matmul_s
-            + self.attention_s
-            + self.elementwise_s
-            + self.launch_s
-            + self.tensor_parallel_s
-            + self.recompute_s
-        )
-
-
-def _layer(
-    job: FixedLengthJob,
-    layout: Layout,
-    device: DeviceConstants,
-    constants: LayoutConstants,
-    kernel: KernelConstants,
-    cluster: Cluster,
-) -> _Layer:
-    shape, tp = job.shape, layout.tp
-    num_tokens = layout.micro_batch_size * job.sequence_tokens
-    matmul_s = (
-        _FLOPS_PER_ENTRY * num_tokens * shape.num_matrix_parameters_per_layer / tp
-    ) / _matmul_rate(device, constants)
-    attention_s = _attention_forward_s(job, layout, device, constants, kernel)
-    norm_passes = 0.0 if kernel.has_norm_kernel else constants.norm_passes
-    num_matrices = _GATED_MATRICES if shape.gated_mlp else _GATED_MATRICES - 1
-    qkv_size = shape.query_size + 2 * shape.num_query_groups * shape.kv_channels
-    rows = (
-        (constants.hidden_passes + norm_passes) * shape.hidden_size / layout.num_shares_of_hidden
-        + constants.query_passes * qkv_size / tp
-        + constants.ffn_passes * num_matrices / _GATED_MATRICES * shape.ffn_hidden_size / tp
-    )
-    elementwise_s = num_tokens * _BF16_BYTES * rows / device.memory_bytes_per_s
-    messages_s = 0.0
-    if tp > 1:
-        num_bytes = 2 * (tp - 1) / tp * num_tokens * shape.hidden_size * _BF16_BYTES
-        link = cluster.collective(tp)
-        messages_s = _NUM_ALL_REDUCES_FORWARD * (
-            constants.tp_latency_s + num_bytes / (link.bytes_per_s * constants.tp_link_fraction)
-        )
-    weights_s = (
-        constants.weight_passes * _BF16_BYTES * shape.num_matrix_parameters_per_layer / tp
-    ) / device.memory_bytes_per_s
-    forward_s = matmul_s + attention_s + elementwise_s + messages_s + constants.layer_launch_s
-    attention_backward = _BACKWARD_FORWARDS if kernel.stores_scores else _BACKWARD_FORWARDS_OF_FLASH
-    return _Layer(
-        matmul_s=(1 + _BACKWARD_FORWARDS) * matmul_s,
-        attention_s=(1 + attention_backward) * attention_s,
-        elementwise_s=(1 + _BACKWARD_FORWARDS) * elementwise_s + weights_s,
-        launch_s=(1 + _BACKWARD_LAUNCHES) * constants.layer_launch_s,
-        tensor_parallel_s=2 * messages_s,
-        recompute_s=forward_s if layout.recomputes_layers else 0.0,
-    )
-
-
-def _matmul_rate(device: DeviceConstants, constants: LayoutConstants) -> float:
-    return device.peak_flops_per_s * device.matmul_fraction * constants.matmul_fraction
-
-
-def _attention_forward_s(
-    job: FixedLengthJob,
-    layout: Layout,
-    device: DeviceConstants,
-    constants: LayoutConstants,
-    kernel: KernelConstants,
-) -> float:
-    shape, length = job.shape, job.sequence_tokens
-    num_pairs = layout.micro_batch_size * length * length / layout.tp
-    causal_flops = _FLOPS_PER_ENTRY * num_pairs * shape.query_size
-    if kernel.stores_scores:
-        # All pairs are computed and half of them masked.
-        moved = kernel.score_passes * _BF16_BYTES * num_pairs * shape.num_attention_heads
-        return (
-            2 * causal_flops / _matmul_rate(device, constants) + moved / device.memory_bytes_per_s
-        )
-    reached = length / (length + constants.half_rate_tokens)
-    rate = device.peak_flops_per_s * device.attention_fraction * kernel.attention_fraction
-    return causal_flops / (rate * reached)
-
-
-def _logits_s(
-    job: FixedLengthJob, layout: Layout, device: DeviceConstants, constants: LayoutConstants
-) -> float:
-    """Output layer and loss of a micro-batch, forward and backward."""
-    shape = job.shape
-    num_tokens = layout.micro_batch_size * job.sequence_tokens
-    flops = _FLOPS_PER_ENTRY * num_tokens * shape.num_embedding_parameters / layout.tp
-    moved = constants.logit_passes * _BF16_BYTES * num_tokens * shape.vocab_size / layout.tp
-    return (1 + _BACKWARD_FORWARDS) * flops / _matmul_rate(
-        device, constants
-    ) + moved / device.memory_bytes_per_s
-
-
-def _boundary_s(
-    job: FixedLengthJob, layout: Layout, device: DeviceConstants, cluster: Cluster
-) -> float:
-    """Messages of a micro-batch between a stage and its neighbours."""
-    if layout.pp == 1:
-        return 0.0
-    # Stages are as far apart as possible: replicas come before stages in the order of ranks.
-    link = cluster.point_to_point(job.num_ranks)
-    num_tokens = layout.micro_batch_size * job.sequence_tokens
-    num_bytes = num_tokens * job.shape.hidden_size * _BF16_BYTES / layout.num_shares_of_hidden
-    return _NUM_BOUNDARY_MESSAGES * (
-        link.latency_s + num_bytes / (link.bytes_per_s * device.link_fraction)
-    )
-
-
-def _data_parallel_s(
-    job: FixedLengthJob, layout: Layout, device: DeviceConstants, kernel: KernelConstants
-) -> float:
-    """Of the fullest stage; ranks of a node that add up the same gradients share its network."""
-    shape, dp = job.shape, layout.dp(job)
-    layers = layout.scheme.layers_per_stage(shape.num_layers)
-    num_ends = 1 if layout.pp > 1 or shape.tied_embeddings else 2
-    num_parameters = (
-        layers[0] * shape.num_parameters_per_layer + num_ends * shape.num_embedding_parameters
-    )
-    num_bytes = _DATA_PARALLEL_BYTES * num_parameters / layout.tp * (dp - 1) / dp
-    num_together = max(1, min(job.ranks_per_node // layout.tp, dp))
-    bandwidth = num_together * device.inter_node.bytes_per_s * kernel.data_parallel_fraction
-    return num_bytes / bandwidth
+    return _StepModel(job, layout, device, constants, constants.kernel(layout.kernel)).step_time()
 
 
 def usable_bytes(device: DeviceConstants, constants: LayoutConstants) -> float:
@@ -467,6 +303,144 @@ def rank_memory(job: FixedLengthJob, layout: Layout, constants: LayoutConstants)
     """Memory of the fullest stage; formulas and errors as of `step_time`."""
     stages = (_stage_memory(job, layout, constants, stage) for stage in range(layout.pp))
     return max(stages, key=lambda memory: memory.total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _StepModel:
+    """The times of one layout. Those of a micro-batch are of one tp rank."""
+
+    job: FixedLengthJob
+    layout: Layout
+    device: DeviceConstants
+    constants: LayoutConstants
+    kernel: KernelConstants
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.device.cluster(self.job.num_ranks, self.job.ranks_per_node)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layout.micro_batch_size * self.job.sequence_tokens
+
+    @property
+    def matmul_rate(self) -> float:
+        device = self.device
+        return device.peak_flops_per_s * device.matmul_fraction * self.constants.matmul_fraction
+
+    def step_time(self) -> StepTime:
+        job, layout = self.job, self.layout
+        layer = self.layer_s()
+        layer_s = 0.0
+        for seconds in layer.values():
+            layer_s += seconds
+        logits_s, boundary_s = self.logits_s(), self.boundary_s()
+        layers = layout.scheme.layers_per_stage(job.shape.num_layers)
+        stages = [num * layer_s + boundary_s for num in layers]
+        stages[-1] += logits_s
+        slowest, together = max(stages), sum(stages)
+        num_micro_batches = layout.num_micro_batches(job)
+        layers_of_a_stage = num_micro_batches * job.shape.num_layers / layout.pp
+        one_at_a_time = (layout.pp - 1) * (num_micro_batches - 1)
+        of_short = min(1.0, self.constants.wait_tokens / job.sequence_tokens)
+        wait = min(self.kernel.pipeline_wait_micro_batches * of_short, float(one_at_a_time))
+        return StepTime(
+            **{name: layers_of_a_stage * seconds for name, seconds in layer.items()},
+            logits_s=num_micro_batches * logits_s / layout.pp,
+            imbalance_s=num_micro_batches * (slowest - together / layout.pp),
+            boundary_s=num_micro_batches * boundary_s,
+            bubble_s=together - slowest,
+            wait_s=wait * slowest,
+            data_parallel_s=self.data_parallel_s(),
+        )
+
+    def layer_s(self) -> dict[str, float]:
+        """Forward and backward of one layer for a micro-batch, by field of StepTime."""
+        shape, tp, device, constants = self.job.shape, self.layout.tp, self.device, self.constants
+        matmul_s = (
+            _FLOPS_PER_ENTRY * self.num_tokens * shape.num_matrix_parameters_per_layer / tp
+        ) / self.matmul_rate
+        attention_s = self.attention_forward_s()
+        norm_passes = 0.0 if self.kernel.has_norm_kernel else constants.norm_passes
+        num_matrices = _GATED_MATRICES if shape.gated_mlp else _GATED_MATRICES - 1
+        qkv_size = shape.query_size + 2 * shape.num_query_groups * shape.kv_channels
+        hidden_passes = constants.hidden_passes + norm_passes
+        rows = (
+            hidden_passes * shape.hidden_size / self.layout.num_shares_of_hidden
+            + constants.query_passes * qkv_size / tp
+            + constants.ffn_passes * num_matrices / _GATED_MATRICES * shape.ffn_hidden_size / tp
+        )
+        elementwise_s = self.num_tokens * _BF16_BYTES * rows / device.memory_bytes_per_s
+        messages_s = 0.0
+        if tp > 1:
+            num_bytes = 2 * (tp - 1) / tp * self.num_tokens * shape.hidden_size * _BF16_BYTES
+            bandwidth = self.cluster.collective(tp).bytes_per_s * constants.tp_link_fraction
+            messages_s = _NUM_ALL_REDUCES_FORWARD * (constants.tp_latency_s + num_bytes / bandwidth)
+        weights_s = (
+            constants.weight_passes * _BF16_BYTES * shape.num_matrix_parameters_per_layer / tp
+        ) / device.memory_bytes_per_s
+        forward_s = matmul_s + attention_s + elementwise_s + messages_s + constants.layer_launch_s
+        attention_backward = (
+            _BACKWARD_FORWARDS if self.kernel.stores_scores else _BACKWARD_FORWARDS_OF_FLASH
+        )
+        return {
+            "matmul_s": (1 + _BACKWARD_FORWARDS) * matmul_s,
+            "attention_s": (1 + attention_backward) * attention_s,
+            "elementwise_s": (1 + _BACKWARD_FORWARDS) * elementwise_s + weights_s,
+            "launch_s": (1 + _BACKWARD_LAUNCHES) * constants.layer_launch_s,
+            "tensor_parallel_s": 2 * messages_s,
+            "recompute_s": forward_s if self.layout.recomputes_layers else 0.0,
+        }
+
+    def attention_forward_s(self) -> float:
+        shape, length, device, kernel = (
+            self.job.shape,
+            self.job.sequence_tokens,
+            self.device,
+            self.kernel,
+        )
+        num_pairs = self.layout.micro_batch_size * length * length / self.layout.tp
+        causal_flops = _FLOPS_PER_ENTRY * num_pairs * shape.query_size
+        if kernel.stores_scores:
+            # All pairs are computed and half of them masked.
+            moved = kernel.score_passes * _BF16_BYTES * num_pairs * shape.num_attention_heads
+            return 2 * causal_flops / self.matmul_rate + moved / device.memory_bytes_per_s
+        reached = length / (length + self.constants.half_rate_tokens)
+        rate = device.peak_flops_per_s * device.attention_fraction * kernel.attention_fraction
+        return causal_flops / (rate * reached)
+
+    def logits_s(self) -> float:
+        """Output layer and loss of a micro-batch, forward and backward."""
+        shape, num_tokens, tp = self.job.shape, self.num_tokens, self.layout.tp
+        flops = _FLOPS_PER_ENTRY * num_tokens * shape.num_embedding_parameters / tp
+        moved = self.constants.logit_passes * _BF16_BYTES * num_tokens * shape.vocab_size / tp
+        compute_s = (1 + _BACKWARD_FORWARDS) * flops / self.matmul_rate
+        return compute_s + moved / self.device.memory_bytes_per_s
+
+    def boundary_s(self) -> float:
+        """Messages of a micro-batch between a stage and its neighbours."""
+        if self.layout.pp == 1:
+            return 0.0
+        # Stages are as far apart as possible: replicas come before stages in the order of ranks.
+        link = self.cluster.point_to_point(self.job.num_ranks)
+        num_elements = self.num_tokens * self.job.shape.hidden_size
+        num_bytes = num_elements * _BF16_BYTES / self.layout.num_shares_of_hidden
+        return _NUM_BOUNDARY_MESSAGES * (
+            link.latency_s + num_bytes / (link.bytes_per_s * self.device.link_fraction)
+        )
+
+    def data_parallel_s(self) -> float:
+        """Of the fullest stage; ranks that add up the same gradients share their node's network."""
+        shape, layout, dp = self.job.shape, self.layout, self.layout.dp(self.job)
+        layers = layout.scheme.layers_per_stage(shape.num_layers)
+        num_ends = 1 if layout.pp > 1 or shape.tied_embeddings else 2
+        num_parameters = (
+            layers[0] * shape.num_parameters_per_layer + num_ends * shape.num_embedding_parameters
+        )
+        num_bytes = _DATA_PARALLEL_BYTES * num_parameters / layout.tp * (dp - 1) / dp
+        num_together = max(1, min(self.job.ranks_per_node // layout.tp, dp))
+        bandwidth = num_together * self.device.inter_node.bytes_per_s
+        return num_bytes / (bandwidth * self.kernel.data_parallel_fraction)
 
 
 def _stage_memory(
