@@ -68,10 +68,10 @@ class WallClock:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmulatedBatch(PackedBatch):
-    """The beginning of a micro-batch, and how long the whole of it takes on one stage."""
+    """The beginning of a micro-batch, and the time that the full one takes on a stage."""
 
     lengths: tuple[int, ...]
-    """Tokens of the sequences of the whole micro-batch, in their order, without padding."""
+    """Tokens of the sequences of the full micro-batch, in their order, without padding."""
     forward_s: float
     backward_s: float
 
@@ -106,10 +106,10 @@ def scaled(profile: ProfileCostModel, factor: float) -> ProfileCostModel:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDevice:
-    """A device known by its cost profile, run faster or slower."""
+    """A device given by its cost profile, faster or slower than the real one."""
 
     cost_model: ProfileCostModel
-    """Times of schemes as they are emulated, so what plans are to be made with."""
+    """Times as they are emulated; plans are to be made with them."""
     scale: float = 1.0
     """Seconds here for each second of the device, in ``cost_model`` already."""
 
@@ -135,9 +135,9 @@ class EmulatedDevice:
     def shorten(self, batch: PackedBatch, scheme: Scheme) -> EmulatedBatch:
         """The micro-batch as a replica of a scheme runs it: the first tp tokens of its row.
 
-        Fewer cannot be shared out over the ranks that tensor parallelism spreads a row over. A
-        context-parallel group of c ranks runs a row of one segment, of which each rank has the
-        first 2·tp tokens of its part, and takes the time of the scheme with cp = c.
+        Tensor parallelism cannot divide fewer tokens among its ranks. A context-parallel group of
+        c ranks runs a row of one segment, of which each rank has the first 2·tp tokens of its
+        part, and takes the time of the scheme with cp = c.
 
         Raises StrategyError for a scheme that is not in the profile.
         """
@@ -158,7 +158,7 @@ class EmulatedDevice:
             tokens=batch.tokens[:, :num_kept],
             labels=batch.labels[:, :num_kept],
             loss_mask=batch.loss_mask[:, :num_kept],
-            # Other chunks of a shared row lie behind the end of what is left of it.
+            # Positions of the other chunks of a shared row are beyond the end of the short row.
             position_ids=batch.position_ids[:, :num_kept].clamp(max=longest - 1),
             cu_seqlens=kept,
             cu_seqlens_padded=kept,
@@ -178,29 +178,28 @@ class EmulatedDevice:
 
 @dataclass(slots=True)
 class EmulationCount:
-    """How well a rank kept to the modelled times."""
+    """How well a rank kept the modelled times."""
 
     num_operations: int = 0
     """Forwards and backwards, each of one micro-batch."""
     num_overruns: int = 0
-    """Those whose tiny tensors took longer than the modelled time: a larger scale helps."""
+    """Operations whose tiny tensors took longer than the modelled time: a larger scale helps."""
     overrun_s: float = 0.0
-    """By how much, added up."""
+    """Sum of their excess."""
     modelled_s: float = 0.0
-    """The modelled times, added up."""
+    """Sum of the modelled times."""
 
 
 class EmulatedForwardStep:
-    """A forward step, of upstream's signature, that takes the modelled time; so does its backward.
+    """A forward step, of upstream's signature, whose forward and backward take the modelled time.
 
-    An operation ends when the modelled time has passed since its beginning, however long the tiny
-    tensors took, unless they took longer: that is counted. Waiting for other stages is not part of
-    an operation.
+    The rank sleeps for what the tiny tensors leave of that time; where they take longer, an overrun
+    is counted. Waiting for other stages is not part of an operation.
 
     Args:
-        forward_step: what really runs.
-        clock: tells the time and sleeps.
-        count: to go on counting in.
+        forward_step: runs the tiny tensors.
+        clock: the machine's where None.
+        count: counts the operations; a new one where None.
     """
 
     def __init__(
@@ -251,17 +250,17 @@ class EmulatedForwardStep:
 
 
 class _TimedBackward(Function):
-    """The identity on a stage's output; says when the backward of the stage begins and ends.
+    """The identity on a stage's output; calls back when its backward begins and ends.
 
     It is the first node of the stage's backward. The end is a callback of the autograd engine,
-    which runs once the whole backward call is through, as in torch's DistributedDataParallel: what
-    the stage really computes is part of the modelled time, not added to it.
+    which runs when the backward call is complete, as in torch's DistributedDataParallel: the real
+    computation is part of the modelled time, not added to it.
     """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, begin: Callable[[], Callable[[], None]]) -> Tensor:
         ctx.begin = begin
-        # A view would not do: pipeline schedules may free a stage's output, which owns its data.
+        # Not a view: pipeline schedules may free a stage's output, which must own its data.
         return output.clone()
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""One rank of an emulated cluster: runs the plans that it is told, on tiny tensors."""
+"""One rank of an emulated cluster, which runs plans on tiny tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Step:
 
     plan: IterationPlan
     sleeps: bool = True
-    """Whether modelled times are kept to; a step that warms up need not."""
+    """Whether to take the modelled times; a warm-up step need not."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class EmulatedRank:
     def __init__(self, pool: Pool, device: EmulatedDevice) -> None:
         self._device = device
         self._model = tiny_model(pool)
-        # Half as many tensor-parallel collectives, each of which costs as many processes a switch.
+        # This halves the tensor-parallel collectives, in each of which all processes must switch.
         definition = dataclasses.replace(self._model.definition(), sequence_parallel=False)
         self._engine = Engine(definition, pool, self._model.optimizer, seed=WEIGHT_SEED)
         for strategy in pool.strategies:
