@@ -211,7 +211,7 @@ def _contribution(
     if not is_known:
         raise ConfigurationError(
             f"parameter '{name}' is not cut over TP ranks and {why}: set parameter.{MARK} to "
-            f"{_CHOICES}, if a TP rank's gradient is a part of the sum or all of it"
+            f"{_CHOICES}, if a TP rank's gradient is a part of the sum or all of it, respectively"
         )
     return Contribution.REPLICATED
 
