@@ -34,8 +34,8 @@ class HydraulisSide:
         self._clock.time_method(self._engine, "_run", "compute")
         # With overlap a rank spends time on regrouping only where it has to wait for it.
         for waits, name in (
-            (self._engine.gather_waits, "gather"),
-            (self._engine.scatter_waits, "scatter"),
+            (self._engine.gather_timer, "gather"),
+            (self._engine.scatter_timer, "scatter"),
         ):
             self._clock.time_method(waits, "wait_for", name)
 

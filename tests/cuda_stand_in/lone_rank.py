@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine
 from megatron.hydraulis.runtime.engine import Engine, LocalGradients, StepVote
+from megatron.hydraulis.runtime.outcome import LossTotal
 from tests.cuda_stand_in.device import mark
 from tests.cuda_stand_in.order import COMMUNICATOR_MARK
 
@@ -34,7 +35,7 @@ _ID_BYTES = 128
 """Length of NCCL's id of a communicator; the stand-in logs the bytes before the first zero."""
 
 SEED = 1
-GIVEN_LOSS_SUM, GIVEN_NUM_TOKENS = 10.0, 1000
+GIVEN_LOSS = LossTotal(loss_sum=10.0, num_tokens=1000)
 GIVEN_NORM = 1.0
 
 
@@ -171,8 +172,7 @@ def _given_vote(real: Callable[..., Any]) -> Callable[..., Any]:
         real(of_rank, gradients, next_strategy)
         names = [strategy.name for strategy in of_rank.pool.strategies]
         given = StepVote(
-            loss_sum=GIVEN_LOSS_SUM,
-            num_tokens=GIVEN_NUM_TOKENS,
+            loss=GIVEN_LOSS,
             next_strategy=None if next_strategy is None else names.index(next_strategy),
             num_ranks_without_memory=0,
         )

@@ -1,16 +1,14 @@
-"""Who waits for whom: every rank tells where it is, and one of them tells all of it when a wait
-takes too long.
+"""Reports which rank is missing when others wait too long.
 
-A collective that nobody completes ends by itself, after ``--distributed-timeout-minutes``, with an
-error that names neither the iteration nor the rank that never came. Therefore a thread of every
-rank puts the place of its rank into the job's store now and then: which phase of which iteration,
-and when it was last alive. A frozen process tells nothing more. Shortly before collectives give up,
-the ranks that wait read what all have told, and the first of them says who is missing.
+A collective that some rank never enters ends after ``--distributed-timeout-minutes`` with an error
+that names neither the iteration nor that rank. Therefore a thread of every rank regularly writes
+the rank's phase, iteration and a timestamp to the job's store; a frozen process stops writing.
+Shortly before collectives time out, the waiting ranks read what all have written, and the first of
+them reports who is missing.
 
-The store itself is in the process of rank 0, and torch waits without an end for the answer of a
-store that is frozen, whatever its timeout. Therefore a second thread, which never asks it anything,
-sees how long an answer is owed: it says so, and ends a rank that waits for the store and for no
-collective.
+The store is in the process of rank 0, and torch waits without limit for the answer of a frozen
+store, whatever its timeout. Therefore a second thread, which never uses the store, watches how long
+an answer takes: it reports that, and ends a rank that waits for the store and for no collective.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from megatron.hydraulis.loop.faults import end_process
 __all__ = ["HangGuard", "Place", "missing_ranks", "report_of"]
 
 SHARE_OF_TIMEOUT = 0.8
-"""Of the timeout, after which a wait is told: before the collective ends the process."""
+"""Of the timeout, after which a wait is reported: before the collective ends the process."""
 BEATS_PER_TIMEOUT = 20
 MAX_BEAT_S = 10.0
 BEATS_UNTIL_SILENT = 4
-"""Without a sign of life from a rank or the store; one more passes until it could be seen."""
+"""Beats without a sign of life from a rank or the store; reading it takes one more."""
 MAX_RANKS_NAMED = 8
 EXIT_STATUS = 1
 """Of a process that waits for a frozen store, as after a collective that timed out."""
@@ -54,7 +52,7 @@ _ORDER = (
     "end",
 )
 _AFTER = {"scatter": "loss"}
-"""A phase that follows another although nobody enters it."""
+"""Phases that follow another without being entered."""
 _WITHOUT_WAIT = ("end",)
 
 
@@ -67,9 +65,9 @@ class Place:
     plan: str
     """Strategy and digest; empty where there is none yet."""
     since_s: float
-    """Clock of the day when it got there."""
+    """Time of day when it got there."""
     alive_s: float
-    """Clock of the day when it last told."""
+    """Time of day when it last wrote its place."""
 
     def __post_init__(self) -> None:
         if self.phase not in _ORDER:
@@ -77,7 +75,7 @@ class Place:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Greater further on in the run."""
+        """Greater for later places of a run."""
         return self.iteration, _ORDER.index(self.phase)
 
     def __str__(self) -> str:
@@ -86,12 +84,12 @@ class Place:
 
 
 def missing_ranks(places: Sequence[Place | None], now_s: float, silent_s: float) -> list[int]:
-    """Ranks that others wait for: those behind the furthest, and those that tell nothing more.
+    """Ranks that others wait for: those behind the furthest, and those that are silent.
 
     Args:
-        places: of every rank; None where it has never told one.
-        now_s: clock of the day.
-        silent_s: after so long a rank has stopped telling.
+        places: of every rank; None where it has written none.
+        now_s: time of day.
+        silent_s: a rank that has written nothing for longer is silent.
     """
     alive = [p for p in places if p is not None and now_s - p.alive_s <= silent_s]
     furthest = max((p.order for p in alive), default=(0, 0))
@@ -105,7 +103,7 @@ def missing_ranks(places: Sequence[Place | None], now_s: float, silent_s: float)
 def report_of(
     rank: int, places: Sequence[Place | None], now_s: float, silent_s: float, timeout_s: float
 ) -> str | None:
-    """What this rank is to say of a wait; None where another one speaks."""
+    """This rank's report of a wait; None if another rank reports it."""
     missing = missing_ranks(places, now_s, silent_s)
     waiting = [r for r in range(len(places)) if r not in missing]
     if rank != min(waiting, default=rank):
@@ -116,7 +114,7 @@ def report_of(
     if len(waiting) < 2:
         who_waits = f"rank {rank} has"
     if missing:
-        named = "; ".join(_told(r, places[r], now_s, silent_s) for r in missing[:MAX_RANKS_NAMED])
+        named = "; ".join(_state(r, places[r], now_s, silent_s) for r in missing[:MAX_RANKS_NAMED])
         more = f"; and {len(missing) - MAX_RANKS_NAMED} more" * (len(missing) > MAX_RANKS_NAMED)
         who = f"missing: {named}{more}"
     else:
@@ -130,7 +128,7 @@ def report_of(
     )
 
 
-def _told(rank: int, place: Place | None, now_s: float, silent_s: float) -> str:
+def _state(rank: int, place: Place | None, now_s: float, silent_s: float) -> str:
     if place is None:
         return f"rank {rank}, never heard of"
     silence_s = now_s - place.alive_s
@@ -140,14 +138,14 @@ def _told(rank: int, place: Place | None, now_s: float, silent_s: float) -> str:
 
 
 class HangGuard:
-    """Tells the place of this rank, and watches how long it stays there.
+    """Publishes the place of this rank, and watches how long it stays there.
 
     Args:
-        store: the job's; a connection of its own is made, as others wait in theirs.
+        store: the job's; the guard opens another connection, as other threads wait in theirs.
         rank: this one.
         num_ranks: of the job.
         timeout_s: of collectives.
-        say: where a report goes.
+        say: takes a report; prints to standard error if None.
         end: ends a process whose main thread waits for a store that does not answer.
     """
 
@@ -166,22 +164,22 @@ class HangGuard:
         self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, timeout_s
         self._beat_s = min(MAX_BEAT_S, timeout_s / BEATS_PER_TIMEOUT)
         self._silent_s = (BEATS_UNTIL_SILENT + 1) * self._beat_s
-        self._say = say or _to_stderr
-        self._end = end or _end_process
+        self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._end = end or (lambda: end_process(EXIT_STATUS))
         now_s = time.time()
         self._place = Place(0, "start", "", now_s, now_s)
         self._asked_s: float | None = None
-        """Clock of the day when the store was asked what it has not answered yet."""
+        """Time of day of a request that the store has not answered yet."""
         self._ends = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"hydraulis-hang-guard-{name}", daemon=True)
-            for name, target in (("places", self._tell_places), ("store", self._watch_store))
+            for name, target in (("places", self._publish_places), ("store", self._watch_store))
         ]
         for thread in self._threads:
             thread.start()
 
     def enter(self, phase: str, iteration: int | None = None, plan: str | None = None) -> None:
-        """This rank is in another phase from now on; iteration and plan are as before if None."""
+        """Begin another phase; iteration and plan stay the same if None."""
         before = self._place
         self._place = Place(
             before.iteration if iteration is None else iteration,
@@ -193,7 +191,7 @@ class HangGuard:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within, the rank is in the phase; an error says so, with iteration and plan."""
+        """Run a block as a phase; errors get a note with phase, iteration and plan."""
         self.enter(name)
         try:
             yield
@@ -206,7 +204,7 @@ class HangGuard:
     def around(
         self, phase: Callable[[str], AbstractContextManager[Any]]
     ) -> Callable[[str], AbstractContextManager[Any]]:
-        """An engine's `Phase` that is watched as well."""
+        """An engine's `Phase` that the guard watches too."""
 
         @contextmanager
         def both(name: str) -> Iterator[None]:
@@ -216,55 +214,60 @@ class HangGuard:
         return both
 
     def close(self) -> None:
-        """Stop telling and watching."""
+        """Stop both threads."""
         self.enter("end")
         self._ends.set()
         for thread in self._threads:
             thread.join(self._beat_s)
 
-    def _tell_places(self) -> None:
-        told: Place | None = None
-        while True:
-            place = self._place
-            is_long = self._is_long(place) and place is not told
-            if is_long:
-                told = place
-            try:
-                places = self._exchange(place, reads_all=is_long)
-            except RuntimeError:  # of torch; the store has ended with its process, and so will this
-                self._asked_s = None
-                return
-            if places is not None and self._place is place:
-                self._report(places)
-            if self._ends.wait(self._beat_s):
-                return
+    def _publish_places(self) -> None:
+        reported: Place | None = None
+        try:
+            while True:
+                place = self._place
+                self._publish(place)
+                if self._is_long(place) and place is not reported:
+                    reported = place
+                    self._ends.wait(self._beat_s)  # so that all others have written theirs
+                    places = self._read_all()
+                    if self._place is place:
+                        now_s = time.time()
+                        text = report_of(self._rank, places, now_s, self._silent_s, self._timeout_s)
+                        if text is not None:
+                            self._say(text)
+                if self._ends.wait(self._beat_s):
+                    return
+        except RuntimeError:  # of torch; the store has ended with its process, and so will this
+            self._asked_s = None
 
-    def _exchange(self, place: Place, *, reads_all: bool) -> list[Place | None] | None:
-        """Tell where this rank is; where all are, if that is asked."""
+    def _publish(self, place: Place) -> None:
         self._asked_s = time.time()
-        self._tell(replace(place, alive_s=self._asked_s))
-        # What is set needs no answer, so ask for one.
-        self._store.check([str(self._rank)])
+        content = [place.iteration, place.phase, place.plan, place.since_s, self._asked_s]
+        self._store.set(str(self._rank), json.dumps(content))
+        self._store.check([str(self._rank)])  # waits for an answer, which setting does not
         self._asked_s = None
-        if not reads_all:
-            return None
-        self._ends.wait(self._beat_s)  # so that all others have told where they are
+
+    def _read_all(self) -> list[Place | None]:
         self._asked_s = time.time()
-        places = self._places()
+        keys = [str(rank) for rank in range(self._num_ranks)]
+        places = [
+            Place(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+            for key in keys
+        ]
         self._asked_s = None
         return places
 
     def _watch_store(self) -> None:
-        """Never asks the store: that may take for ever."""
-        told: Place | None = None
+        """Never uses the store, which might never answer."""
+        reported: Place | None = None
         while not self._ends.wait(self._beat_s):
             place, asked_s, now_s = self._place, self._asked_s, time.time()
             if asked_s is None or not self._is_long(place):
                 continue
             owed_s = now_s - asked_s
-            if owed_s > self._silent_s and place is not told:
-                told = place
-                # Not all of many ranks: each of them sees the same.
+            if owed_s > self._silent_s and place is not reported:
+                reported = place
+                # Only some of many ranks, as each of them sees the same.
                 if self._rank < MAX_RANKS_NAMED:
                     self._say(
                         f"hang: rank {self._rank} has been in {place} for "
@@ -273,7 +276,7 @@ class HangGuard:
                         f"answered for {owed_s:.0f} s: missing: rank 0, in whose process it is, "
                         "is frozen"
                     )
-            # By then every collective has ended, but not a wait for what the store should hold.
+            # By then every collective has ended, but not a wait for the store.
             if min(owed_s, now_s - place.since_s) > self._timeout_s:
                 self._say(f"error: rank {self._rank} ends, as rank 0 is frozen: see 'hang:' above")
                 self._end()
@@ -282,29 +285,3 @@ class HangGuard:
     def _is_long(self, place: Place) -> bool:
         waited_s = time.time() - place.since_s
         return waited_s > SHARE_OF_TIMEOUT * self._timeout_s and place.phase not in _WITHOUT_WAIT
-
-    def _report(self, places: Sequence[Place | None]) -> None:
-        text = report_of(self._rank, places, time.time(), self._silent_s, self._timeout_s)
-        if text is not None:
-            self._say(text)
-
-    def _tell(self, place: Place) -> None:
-        self._store.set(
-            str(self._rank),
-            json.dumps([place.iteration, place.phase, place.plan, place.since_s, place.alive_s]),
-        )
-
-    def _places(self) -> list[Place | None]:
-        keys = [str(rank) for rank in range(self._num_ranks)]
-        return [
-            Place(*json.loads(self._store.get(key))) if self._store.check([key]) else None
-            for key in keys
-        ]
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _end_process() -> None:
-    end_process(EXIT_STATUS)

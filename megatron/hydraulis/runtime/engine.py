@@ -58,11 +58,9 @@ class LocalGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class StepVote:
-    """What all ranks add up after their backward passes, so that all decide the same."""
+    """What all ranks add up after their backward passes, so that all take the same decision."""
 
-    loss_sum: float
-    num_tokens: int
-    """Trained tokens."""
+    loss: LossTotal
     next_strategy: int | None
     """Index in the pool of the next iteration's strategy; None where rank 0 does not know it."""
     num_ranks_without_memory: int
@@ -96,16 +94,10 @@ class StepVote:
         """The sum over all ranks; waits for the device."""
         loss_sum, num_tokens, number, num_ranks_without_memory = total.tolist()
         return cls(
-            loss_sum=loss_sum,
-            num_tokens=round(num_tokens),
+            loss=LossTotal(loss_sum, round(num_tokens)),
             next_strategy=round(number) - 1 if number else None,
             num_ranks_without_memory=round(num_ranks_without_memory),
         )
-
-    @property
-    def loss(self) -> LossTotal:
-        """The loss of the global batch."""
-        return LossTotal(self.loss_sum, self.num_tokens)
 
 
 class Engine:
@@ -191,8 +183,8 @@ class Engine:
         self._spans = spans
         self._track = make_track(self.device, self.staging, spans)
         stamp = CudaStamp if self.device.type == "cuda" else HostStamp
-        self.gather_waits = StallTimer("gather wait", spans, stamp)
-        self.scatter_waits = StallTimer("scatter wait", spans, stamp)
+        self.gather_timer = StallTimer("gather wait", spans, stamp)
+        self.scatter_timer = StallTimer("scatter wait", spans, stamp)
         self._runtimes = StrategyRuntimes(
             definition, pool, groups, self.layout, self.shards, self.memory, self.dtype
         )
@@ -241,8 +233,8 @@ class Engine:
         Raises:
             OutOfMemoryError: memory ran out on a replica of several ranks.
         """
-        self.gather_waits.forget()
-        self.scatter_waits.forget()
+        self.gather_timer.forget()
+        self.scatter_timer.forget()
         self.gather(strategy_name, phase=phase)
         runtime = self.runtime_of(strategy_name)
         out_of_memory: OutOfMemory | None = None
@@ -306,8 +298,8 @@ class Engine:
             updated,
             bad,
             regroup_bytes=traffic.received_bytes + traffic.sent_bytes,
-            gather_wait_s=self.gather_waits.take_s(),
-            scatter_wait_s=self.scatter_waits.take_s(),
+            gather_wait_s=self.gather_timer.take_s(),
+            scatter_wait_s=self.scatter_timer.take_s(),
             num_ranks_without_memory=vote.num_ranks_without_memory,
             out_of_memory=gradients.out_of_memory,
         )
@@ -320,7 +312,7 @@ class Engine:
         *,
         phase: Phase = untimed,
     ) -> tuple[LossTotal, tuple[int, ...]]:
-        """Gradients, summed over tokens, on the canonical shards; no update.
+        """Gradients, summed over tokens, on the canonical shards, without an update.
 
         Returns:
             The loss, and the micro-batches of this rank whose loss is not finite.
@@ -444,7 +436,7 @@ class Engine:
             runtime.regrouper,
             len(self.layout.buckets),
             self._track,
-            self.gather_waits,
+            self.gather_timer,
             waits_at_once=not self._overlap,
         )
         self._gathered = (strategy_name, gather)
@@ -464,7 +456,7 @@ class Engine:
             runtime.regrouper,
             len(self.layout.buckets),
             self._track,
-            self.scatter_waits,
+            self.scatter_timer,
             buckets_of={} if bound is None else bound.buckets_of,
             post_from=post_from,
         )
