@@ -1,6 +1,6 @@
-"""Hanging into `megatron.training.pretrain()`: model container, train step, data, evaluation.
+"""Training inside `megatron.training.pretrain()`: entry point, step, data, plans, checkpoints.
 
-Everything here is thin: the engine, the planner and the data know nothing of the loop.
+Engine, planner and data do not know the loop.
 """
 
 from megatron.hydraulis.quiet_imports import silence_warnings_of_imports

@@ -1,8 +1,8 @@
-"""Saving and loading of a run, in the place of upstream's two functions.
+"""Saving and loading of a run, which replaces two functions of upstream.
 
-Upstream's own would write the same format. They are replaced for what they do besides: start from
-scratch where nothing can be loaded, fill what does not fit as far as it goes, name a checkpoint the
-latest by rewriting a file in place, hold a copy of all that is saved, and unpickle what they read.
+Upstream's functions write the same format. They are replaced because they start from scratch if
+nothing can be loaded, load parts of what does not fit, mark the latest checkpoint by rewriting a
+file in place, hold a copy of everything that is saved, and unpickle what they read.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass
 class LoopCounters:
-    """What the loop counts over the whole run, beside upstream's counters."""
+    """Counters over all starts of a run, in addition to upstream's."""
 
     num_marked_plans: int = 0
     num_skipped: int = 0
-    """Iterations left out because their loss or gradient norm was not finite."""
+    """Iterations without an update because their loss or gradient norm was not finite."""
     num_skipped_in_a_row: int = 0
-    """Of these, since the last one that was not."""
+    """Of these, the ones since the last update."""
 
 
 class RunCheckpoints:
@@ -71,9 +71,9 @@ class RunCheckpoints:
         self._saver: CheckpointSaver | None = None
         self.counters = LoopCounters()
         self.first_iteration = 0
-        """Iterations that were trained before this start."""
+        """Number of iterations that earlier starts have trained."""
         self.sampler_state: Mapping[str, Any] | None = None
-        """Of the training data; None where it begins."""
+        """State of the training data's sampler; None to begin with the first sequence."""
 
     # --- replaced: save_checkpoint ----------------------------------------------------------
 
@@ -178,28 +178,28 @@ class RunCheckpoints:
         args.skipped_train_samples = 0
         self.first_iteration = upstream.iteration
         self._take_state(loaded, args)
-        self._tell(loaded)
+        self._report_loaded(loaded)
         return upstream.iteration, upstream.num_floating_point_operations
 
     # --- around the loop --------------------------------------------------------------------
 
     def check_save_folder(self) -> None:
-        """Refuse a ``--save`` folder with checkpoints that the run would not go on from.
+        """Refuse a ``--save`` folder with checkpoints from which the run would not continue.
 
-        Raises ConfigurationError. On rank 0 it also removes what an interrupted save left there.
+        Raises ConfigurationError. Rank 0 also removes what an interrupted save left there.
         """
         save, load = self._resolved.args.save, self._resolved.args.load
         if save is None:
             return
         folder = CheckpointFolder(Path(save))
-        there = folder.paths
-        goes_on = load is not None and Path(load).resolve() == folder.root.resolve()
-        if there and not goes_on:
+        existing = folder.paths
+        continues = load is not None and Path(load).resolve() == folder.root.resolve()
+        if existing and not continues:
             start = "without --load the run starts from iteration 1"
             if load is not None:
                 start = f"with --load {load} the run starts from what is there"
             raise ConfigurationError(
-                f"--save {save} holds checkpoints, the newest {there[-1].name}, but {start} and "
+                f"--save {save} holds checkpoints, the newest {existing[-1].name}, but {start} and "
                 f"would replace them; give --load {save} to go on, or another --save"
             )
         if dist.get_rank() == 0:
@@ -211,12 +211,12 @@ class RunCheckpoints:
             self._saver.poll()
 
     def finish(self) -> None:
-        """Complete what was begun. Collective; raises CheckpointError."""
+        """Complete all saves. Collective; raises CheckpointError."""
         if self._saver is not None:
             self._saver.finish()
 
     def abandon(self) -> None:
-        """The run ends by an error: nobody completes anything any more."""
+        """Give up saves that are not complete, because the run ends with an error."""
         if self._saver is not None:
             self._saver.abandon()
 
@@ -237,7 +237,7 @@ class RunCheckpoints:
         return model_of(self._resolved.args) | {"vocab_size": self._resolved.vocabulary.size}
 
     def _begin_without(self, folder: CheckpointFolder, args: Namespace) -> None:
-        """There is nothing to load: fine for the first start of a run, an error otherwise."""
+        """Start without a checkpoint: an error unless it is the first start of a run."""
         is_own = args.save is not None and Path(args.save).resolve() == folder.root.resolve()
         if not is_own or args.exit_on_missing_checkpoint:
             raise CheckpointError(
@@ -270,7 +270,7 @@ class RunCheckpoints:
             ) from error
         _set_rng_state(loaded.path)
 
-    def _tell(self, loaded: LoadedCheckpoint) -> None:
+    def _report_loaded(self, loaded: LoadedCheckpoint) -> None:
         self._say(
             f"loaded {loaded.path}: {loaded.upstream.iteration} iterations, "
             f"{loaded.upstream.num_consumed_sequences} sequences"
@@ -295,7 +295,7 @@ def _pool_text(pool: Mapping[str, str]) -> str:
 
 
 def _plain_arguments(args: Namespace) -> Namespace:
-    """Upstream's arguments, as far as they can be read again without running code."""
+    """Upstream's arguments that can be read without running code."""
     return Namespace(**{key: value for key, value in vars(args).items() if _is_plain(value)})
 
 
@@ -306,7 +306,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _optimizer_entry(optimizer: ShardedAdamW) -> dict[str, Any]:
-    """As upstream's distributed optimizer has it."""
+    """The optimizer's state in the form of upstream's distributed optimizer."""
     num_steps = int(optimizer.num_steps.item())
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "decays")}
@@ -320,7 +320,7 @@ def _optimizer_entry(optimizer: ShardedAdamW) -> dict[str, Any]:
 
 
 def _rng_entry() -> ShardedObject:
-    """States of the generators, in upstream's form; nothing here draws from them in training."""
+    """States of the random-number generators in upstream's form; training here draws none."""
     has_cuda = torch.cuda.is_available()
     state = {
         "random_rng_state": random.getstate(),

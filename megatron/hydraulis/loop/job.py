@@ -37,8 +37,12 @@ from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
-from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
-from megatron.hydraulis.loop.refitting import RunRefit
+from megatron.hydraulis.loop.planning import (
+    Planning,
+    RunRefit,
+    look_ahead_planner,
+    read_cost_profile,
+)
 from megatron.hydraulis.loop.startup import (
     common_constants,
     constants_of_this_rank,
@@ -285,7 +289,9 @@ class Job:
                 has_cuda=self._has_cuda,
             )
         memory = MemorySafety(self._planning, hydraulis, log=partial(print, flush=True))
-        refit = RunRefit.of(hydraulis, lambda: memory.planning, store, has_cuda=self._has_cuda)
+        refit = None
+        if hydraulis.refit_cost_profile:
+            refit = RunRefit(hydraulis, lambda: memory.planning, store, has_cuda=self._has_cuda)
         checkpoints = RunCheckpoints(self._resolved, self._planning)
         guard = HangGuard(store, rank, num_ranks, 60.0 * args.distributed_timeout_minutes)
         checkpoints.check_save_folder()

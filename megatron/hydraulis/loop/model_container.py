@@ -1,4 +1,4 @@
-"""What upstream's loop sees as the model: one module that holds the engine."""
+"""The model that upstream's loop sees: one module that holds the engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_
 
 
 class ModelContainer(torch.nn.Module):
-    """Stands in upstream's list of model chunks and leads from there to the engine.
+    """The only entry of upstream's list of model chunks; gives access to the engine.
 
-    It has no parameters of its own: those of a strategy live in the engine's arena, and the
-    optimizer's on the canonical shards.
+    It has no parameters: those of a strategy are in the engine's arena, and the optimizer's on the
+    canonical shards.
     """
 
     def __init__(self, engine: Engine, pg_collection: ProcessGroupCollection) -> None:
@@ -33,7 +33,7 @@ class ModelContainer(torch.nn.Module):
         self.pg_collection = pg_collection
 
     def train(self, mode: bool = True) -> ModelContainer:
-        """Passed on to every stage that has been built."""
+        """Set the mode of every stage."""
         self.engine.set_training(mode)
         super().train(mode)
         return self
@@ -41,7 +41,7 @@ class ModelContainer(torch.nn.Module):
 
 @dataclass(kw_only=True)
 class HydraulisModelConfig(GPTModelConfig):
-    """Upstream's model configuration with our builder, upstream's public way to another model."""
+    """Upstream's model configuration with our builder, by which upstream supports other models."""
 
     builder: ClassVar[str] = "megatron.hydraulis.loop.model_container.ModelContainerBuilder"
     engine_factory: Callable[[ModelDefinition], Engine] | None = None
@@ -53,7 +53,7 @@ class HydraulisModelConfig(GPTModelConfig):
 
 
 class ModelContainerBuilder:
-    """Builds the container where upstream would build and wrap GPTModels."""
+    """Builds the container instead of upstream's wrapped GPTModels."""
 
     def __init__(self, model_config: HydraulisModelConfig) -> None:
         self._config = model_config
@@ -93,10 +93,10 @@ def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
 
 
 def _layer_spec(config: HydraulisModelConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """``--spec`` as upstream reads it: a spec, or a function of the configuration giving one.
+    """``--spec`` as upstream reads it: a spec, or a function from the configuration to a spec.
 
-    Without it the local layers, by which the model is catalogued also where Transformer Engine's
-    run.
+    Without it, the local layers: the catalogue of the model uses them even if the layers of
+    Transformer Engine are built.
     """
     spec = config.transformer_layer_spec
     if spec is None:

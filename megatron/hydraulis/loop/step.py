@@ -26,7 +26,7 @@ from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ModelContainer
-from megatron.hydraulis.loop.refitting import RunRefit
+from megatron.hydraulis.loop.planning import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
 from megatron.hydraulis.observability.records import IterationRecord, MetricsWriter

@@ -31,7 +31,7 @@ from megatron.hydraulis.runtime.spans import ALL_TRACKS, REGROUP, CudaClock, Mem
 __all__ = ["RunTrace", "planned_spans"]
 
 NUM_BARRIERS = 8
-"""By which clocks are compared; each can only narrow the bounds."""
+"""Barriers to compare clocks by; each can only narrow the bounds."""
 
 MERGE_PATIENCE = timedelta(seconds=30)
 """How long rank 0 waits at the end for the others' files."""
@@ -50,9 +50,9 @@ class RunTrace:
 
     Args:
         folder: of the trace; shared by the ranks, or the merged file holds those of rank 0's node.
-        window: iterations traced; where None, the first ones that are run.
-        cost_model: with which iterations are planned.
-        store: by which ranks tell that their files are complete.
+        window: iterations to trace; the first ones of the run if None.
+        cost_model: of the planner.
+        store: in which ranks mark their files as complete.
         has_cuda: whether the job computes on CUDA devices.
 
     Raises:
@@ -76,33 +76,29 @@ class RunTrace:
         self._clock, self._epoch_ns = _compare_clocks()
         self._is_traced = False
         self._writer = TraceWriter(rank_file(folder, self._rank))
-        self._recorder = MemoryRecorder(CudaClock() if has_cuda else None)
-        self._recorder.tracks = _NO_TRACKS
-
-    @property
-    def spans(self) -> MemoryRecorder:
-        """What the engine and the data tell of their work; keeps traced iterations only."""
-        return self._recorder
+        self.spans = MemoryRecorder(CudaClock() if has_cuda else None)
+        """Records the work of engine and data, in traced iterations only."""
+        self.spans.tracks = _NO_TRACKS
 
     def expect(self, iteration: int) -> None:
-        """An iteration is about to begin: record from now on, if it is traced."""
+        """Record from now on if this iteration, which is about to begin, is traced."""
         if self._window is None:
             self._window = TraceWindow.starting_at(iteration)
         self._is_traced = iteration in self._window
-        self._recorder.tracks = ALL_TRACKS if self._is_traced else _NO_TRACKS
-        self._recorder.common_detail = {"iteration": iteration}
+        self.spans.tracks = ALL_TRACKS if self._is_traced else _NO_TRACKS
+        self.spans.common_detail = {"iteration": iteration}
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Around an evaluation, whose micro-batches belong to no iteration."""
-        before = self._recorder.tracks
-        self._recorder.tracks = before & {REGROUP}
+        before = self.spans.tracks
+        self.spans.tracks = before & {REGROUP}
         yield
-        self._recorder.tracks = before
+        self.spans.tracks = before
 
     @contextmanager
     def iteration(self, iteration: int, plan: IterationPlan) -> Iterator[None]:
-        """Around the work of an iteration; at its end the spans are in the file."""
+        """Around the work of an iteration; writes its spans at the end."""
         if not self._is_traced:
             yield
             return
@@ -111,13 +107,13 @@ class RunTrace:
         end_ns = time.perf_counter_ns()
         self._write(iteration, plan, start_ns, end_ns)
         assert self._window is not None
-        # Until then gathers for the next iteration may begin between the two.
+        # Not earlier: gathers for the next iteration may begin between two traced ones.
         if iteration == self._window.last:
-            self._recorder.tracks = _NO_TRACKS
+            self.spans.tracks = _NO_TRACKS
             self._writer.close()
 
     def close(self, *, merges: bool) -> None:
-        """The run has ended; rank 0 merges the files where all ranks come here."""
+        """End the trace; with ``merges``, which all ranks have to set, rank 0 merges the files."""
         self._writer.close()
         if not merges:
             return
@@ -156,7 +152,7 @@ class RunTrace:
                 end_us=self._on_axis_us(span.end_ns),
                 detail=span.detail,
             )
-            for span in self._recorder.take()
+            for span in self.spans.take()
         ]
         planned = planned_spans(
             plan, self._cost_model, rank=self._rank, iteration=iteration, start_us=start_us
@@ -228,7 +224,7 @@ def planned_spans(
 
 
 def _compare_clocks() -> tuple[ClockOffset, int]:
-    """Collective: this rank's clock against rank 0's, and what that read when the trace began."""
+    """Collective: this rank's clock against rank 0's, and rank 0's time when the trace begins."""
     before_ns, after_ns = [], []
     for _ in range(NUM_BARRIERS):
         before_ns.append(time.perf_counter_ns())
@@ -241,7 +237,7 @@ def _compare_clocks() -> tuple[ClockOffset, int]:
 
 
 def _clock_name() -> str:
-    """The booted machine: what ``time.perf_counter`` counts from on Linux."""
+    """Name of the clock: on Linux ``time.perf_counter`` counts from the boot of the machine."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

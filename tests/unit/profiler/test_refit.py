@@ -205,7 +205,7 @@ def test_a_drift_to_name_is_positive() -> None:
 
 
 def test_waits_for_parameters_are_no_part_of_a_micro_batch() -> None:
-    from megatron.hydraulis.loop.refitting import micro_batch_times_ms
+    from megatron.hydraulis.loop.planning import micro_batch_times_ms
 
     def span(name: str, start_ms: float, end_ms: float, micro_batch: int = 0) -> RecordedSpan:
         detail = {"micro_batch": micro_batch}
