@@ -124,7 +124,7 @@ def test_what_does_not_fit_or_cannot_run_is_told_and_the_rest_measured(folder: P
     ("flags", "message"),
     [
         (("--schemes", "tp4"), "at least 1 scheme that can be run but has 0"),
-        (("--schemes", "2*tp1"), "one scheme is wanted"),
+        (("--schemes", "2*tp1"), "expected one scheme"),
         (("--num-repeats", "0"), "--num-repeats must be at least 1"),
         (("--short-tokens", str(SEQ_LENGTH + 1)), "lower --short-tokens"),
     ],
