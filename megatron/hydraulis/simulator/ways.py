@@ -55,6 +55,8 @@ WAYS = (PADDING, FIXED_ROWS, PACKING, DISPATCH, BALANCED, PER_BATCH, CP_ONLY, PO
 
 Batches = Sequence[Sequence[int]]
 Works = list[IterationWork]
+Shares = tuple[tuple[MicroBatchWork, ...], ...]
+"""Micro-batches of each replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +118,23 @@ class Ways:
             return [(self.profile, self.planned(pool, self.profile, shortlists=True))]
         if way == CP_ONLY:
             return self._context_parallel()
-        make: dict[str, Callable[[Strategy], Works]] = {
+        if way == BALANCED:
+            pools = map(Pool.of, self.static())
+            return [(self.profile, self.planned(pool, self.profile)) for pool in pools]
+        make: dict[str, Callable[[Strategy, Sequence[int]], Shares]] = {
             PADDING: self._padded,
             FIXED_ROWS: partial(self._fixed_rows, pads=True),
             PACKING: partial(self._fixed_rows, pads=False),
             DISPATCH: self._dispatched,
-            BALANCED: lambda strategy: self.planned(Pool.of(strategy), self.profile),
         }
-        return [(self.profile, make[way](strategy)) for strategy in self.static()]
+        found: list[tuple[CostModel, Works]] = []
+        for strategy in self.static():
+            works = []
+            for batch in self.batches:
+                works.append(IterationWork(strategy, make[way](strategy, batch)))
+                self.advance()
+            found.append((self.profile, works))
+        return found
 
     def homogeneous(self) -> list[Strategy]:
         """Strategies of one scheme that fill the job, each once."""
@@ -165,51 +176,33 @@ class Ways:
             num_stages=scheme.pp,
         )
 
-    def _padded(self, strategy: Strategy) -> Works:
-        works = []
-        for batch in self.batches:
-            dealt = deal_padded(batch, len(strategy.replicas), self._cost(strategy).max_tokens)
-            replicas = tuple(
-                tuple(
-                    MicroBatchWork.padded([batch[i] for i in members], max(batch))
-                    for members in share
-                )
-                for share in dealt
-            )
-            works.append(IterationWork(strategy, replicas))
-            self.advance()
-        return works
+    def _padded(self, strategy: Strategy, batch: Sequence[int]) -> Shares:
+        dealt = deal_padded(batch, len(strategy.replicas), self._cost(strategy).max_tokens)
+        return tuple(
+            tuple(MicroBatchWork.padded([batch[i] for i in row], max(batch)) for row in share)
+            for share in dealt
+        )
 
-    def _fixed_rows(self, strategy: Strategy, *, pads: bool) -> Works:
-        works = []
-        for batch in self.batches:
-            shares = fixed_length_shares(batch, self.limit, len(strategy.replicas))
-            replicas = tuple(
-                tuple(self._row([batch[i] for i in row], pads=pads) for row in share if row)
-                for share in shares
-            )
-            works.append(IterationWork(strategy, replicas))
-            self.advance()
-        return works
+    def _fixed_rows(self, strategy: Strategy, batch: Sequence[int], *, pads: bool) -> Shares:
+        def row_work(row: Sequence[int]) -> MicroBatchWork:
+            lengths = [batch[i] for i in row]
+            num_padding = self.limit - sum(lengths) if pads else 0
+            return MicroBatchWork.packed(lengths, num_padding=num_padding)
 
-    def _row(self, lengths: Sequence[int], *, pads: bool) -> MicroBatchWork:
-        num_padding = self.limit - sum(lengths) if pads else 0
-        return MicroBatchWork.packed(lengths, num_padding=num_padding)
+        shares = fixed_length_shares(batch, self.limit, len(strategy.replicas))
+        return tuple(tuple(row_work(row) for row in share if row) for share in shares)
 
-    def _dispatched(self, strategy: Strategy) -> Works:
+    def _dispatched(self, strategy: Strategy, batch: Sequence[int]) -> Shares:
         cost = self._cost(strategy)
-        works = []
-        for batch in self.batches:
-            falling = sorted(range(len(batch)), key=lambda i: (-batch[i], i))
-            shares = dispatch(falling, batch, [cost] * len(strategy.replicas))
-            filled = [best_fit(share, batch, cost.max_tokens) for share in shares]
-            replicas = tuple(
-                tuple(MicroBatchWork.packed([batch[i] for i in members]) for members in share)
-                for share in filled
+        falling = sorted(range(len(batch)), key=lambda i: (-batch[i], i))
+        shares = dispatch(falling, batch, [cost] * len(strategy.replicas))
+        return tuple(
+            tuple(
+                MicroBatchWork.packed([batch[i] for i in row])
+                for row in best_fit(share, batch, cost.max_tokens)
             )
-            works.append(IterationWork(strategy, replicas))
-            self.advance()
-        return works
+            for share in shares
+        )
 
     def _context_parallel(self) -> list[tuple[CostModel, Works]]:
         if not self.context_costs.knows_exchange:
