@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.data.preprocess_command import report_run
+from megatron.hydraulis.data.preprocess import report_run
 from megatron.hydraulis.data.tokenizer import (
     DocumentEncoder,
     TokenizerSettings,

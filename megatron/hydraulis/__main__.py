@@ -39,7 +39,7 @@ _COMMANDS_BY_TOPIC = {
         Command(
             "preprocess",
             "convert text, JSON lines and Parquet to a Megatron dataset (.bin and .idx)",
-            "megatron.hydraulis.data.preprocess_command",
+            "megatron.hydraulis.data.preprocess",
         ),
         Command(
             "lengths",

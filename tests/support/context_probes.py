@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.hydraulis.data.context_split import local_places, row_segments
+from megatron.hydraulis.data.packed_batch import local_places, row_segments
 from megatron.hydraulis.runtime import attention as attention_module
 from megatron.hydraulis.runtime.attention import ContextAttention, SharedRow
 from tests.support.gloo_pool import worker_groups

@@ -194,7 +194,7 @@ def test_only_patches_assign_to_upstream() -> None:
         ("transfer/plan.py", "import torch"),
         ("runtime/executor.py", "import megatron.hydraulis.planner.planners"),
         ("optimizer/__init__.py", "from megatron.training import get_args"),
-        ("strategy.py", "from megatron.hydraulis import runtime"),
+        ("strategy/strategy.py", "from megatron.hydraulis import runtime"),
     ],
 )
 def test_import_contracts_reject_a_violation(tmp_path: Path, file: str, line: str) -> None:

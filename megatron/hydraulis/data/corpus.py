@@ -61,16 +61,16 @@ class CorpusReport:
     num_sequences: int
     num_tokens: int
     """Trained tokens: the sum of the sequences' lengths."""
-    num_split: int
-    """Documents cut into several sequences."""
-    num_truncated: int
-    num_truncated_tokens: int
-    """Trained tokens lost by truncation."""
-    num_dropped_long: int
-    num_dropped_long_tokens: int
-    """Trained tokens lost with them."""
     num_dropped_short: int
-    """Documents of fewer than two tokens: they hold nothing to predict."""
+    """Documents of fewer than two tokens, which hold nothing to predict."""
+    num_split: int = 0
+    """Documents cut into several sequences."""
+    num_truncated: int = 0
+    num_truncated_tokens: int = 0
+    """Trained tokens lost by truncation."""
+    num_dropped_long: int = 0
+    num_dropped_long_tokens: int = 0
+    """Trained tokens lost with them."""
 
     def __add__(self, other: "CorpusReport") -> "CorpusReport":
         return CorpusReport(
@@ -81,34 +81,19 @@ class CorpusReport:
         )
 
     def __str__(self) -> str:
-        parts = [
-            f"{self.num_documents:,} documents",
-            f"{self.num_sequences:,} sequences",
-            f"{self.num_tokens:,} tokens",
-        ]
-        if self.num_split:
-            parts.append(f"{self.num_split:,} documents split")
-        if self.num_truncated:
-            parts.append(
-                f"{self.num_truncated:,} truncated by {self.num_truncated_tokens:,} tokens"
-            )
-        if self.num_dropped_long:
-            parts.append(
-                f"{self.num_dropped_long:,} too long and dropped with "
-                f"{self.num_dropped_long_tokens:,} tokens"
-            )
-        if self.num_dropped_short:
-            parts.append(f"{self.num_dropped_short:,} of fewer than 2 tokens dropped")
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True, eq=False)
-class _Cut:
-    """Sequences of one dataset, in document order."""
-
-    documents: npt.NDArray[np.integer[Any]]
-    lengths: npt.NDArray[np.integer[Any]]
-    report: CorpusReport
+        cuts = (
+            (self.num_split, "documents split"),
+            (self.num_truncated, f"truncated by {self.num_truncated_tokens:,} tokens"),
+            (
+                self.num_dropped_long,
+                f"too long and dropped with {self.num_dropped_long_tokens:,} tokens",
+            ),
+            (self.num_dropped_short, "of fewer than 2 tokens dropped"),
+        )
+        return (
+            f"{self.num_documents:,} documents, {self.num_sequences:,} sequences, "
+            f"{self.num_tokens:,} tokens"
+        ) + "".join(f", {number:,} {what}" for number, what in cuts if number)
 
 
 class Corpus:
@@ -151,18 +136,19 @@ class Corpus:
                 f"corpus '{name}': {len(weights)} weights for {len(ranges)} datasets; give one each"
             )
         cuts = [_cut(documents, seq_length, long_sequences) for documents in ranges]
+        documents, lengths, reports = zip(*cuts, strict=True) if cuts else ((), (), ())
         self.name = name
-        self.prefixes = tuple(documents.index.prefix for documents in ranges)
-        self.lengths: npt.NDArray[np.integer[Any]] = _joined([cut.lengths for cut in cuts])
+        self.prefixes = tuple(part.index.prefix for part in ranges)
+        self.lengths = _joined(lengths)
         """(num_sequences,) trained tokens of each sequence, dataset after dataset; int64 only if
         int32 is too small."""
         self.lengths.setflags(write=False)
-        self._documents = _joined([cut.documents for cut in cuts])
-        self._ends = np.cumsum([len(cut.lengths) for cut in cuts], dtype=np.int64)
+        self.reports: tuple[CorpusReport, ...] = reports
+        """One for each dataset."""
+        self._documents = _joined(documents)
+        self._ends = np.cumsum([report.num_sequences for report in reports], dtype=np.int64)
         self._ranges = tuple(ranges)
         self._seq_length = seq_length
-        self.reports = tuple(cut.report for cut in cuts)
-        """One for each dataset."""
         self._weights = None if weights is None else tuple(weights)
         self._readers: dict[int, Any] = {}
         self._vocab_size: int | None = None
@@ -170,11 +156,6 @@ class Corpus:
     @property
     def num_sequences(self) -> int:
         return len(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """Trained tokens of one epoch."""
-        return int(self.lengths.sum(dtype=np.int64))
 
     @property
     def report(self) -> CorpusReport:
@@ -322,8 +303,10 @@ def _joined(parts: Sequence[npt.NDArray[np.integer[Any]]]) -> npt.NDArray[np.int
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
 
 
-def _cut(documents: DocumentRange, seq_length: int, policy: LongSequences) -> _Cut:
-    """Make sequences of at most ``seq_length`` of the documents."""
+def _cut(
+    documents: DocumentRange, seq_length: int, policy: LongSequences
+) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.integer[Any]], CorpusReport]:
+    """Document and length of every sequence of at most ``seq_length`` tokens, and the counts."""
     index = documents.index
     all_lengths = index.document_lengths[documents.first_document : documents.end_document] - 1
     trainable = all_lengths >= 1
@@ -339,6 +322,7 @@ def _cut(documents: DocumentRange, seq_length: int, policy: LongSequences) -> _C
     is_long = lengths > seq_length
     long_lengths = lengths[is_long].astype(np.int64)
     num_long = len(long_lengths)
+    counts: dict[str, int] = {}
 
     if num_long and policy == "error":
         raise DataError(
@@ -349,8 +333,12 @@ def _cut(documents: DocumentRange, seq_length: int, policy: LongSequences) -> _C
         )
     if num_long and policy == "truncate":
         lengths[is_long] = seq_length
+        num_lost = int((long_lengths - seq_length).sum())
+        counts = {"num_truncated": num_long, "num_truncated_tokens": num_lost}
     elif num_long and policy == "drop":
         ids, lengths = ids[~is_long], lengths[~is_long]
+        num_lost = int(long_lengths.sum())
+        counts = {"num_dropped_long": num_long, "num_dropped_long_tokens": num_lost}
     elif num_long and policy == "split":
         num_pieces = np.ones(len(lengths), dtype=np.int32)
         num_pieces[is_long] = -(-long_lengths // seq_length)
@@ -359,18 +347,15 @@ def _cut(documents: DocumentRange, seq_length: int, policy: LongSequences) -> _C
         rests = lengths - (num_pieces - 1) * lengths.dtype.type(seq_length)
         lengths = np.full(len(ids), seq_length, dtype=lengths.dtype)
         lengths[last_pieces] = rests
+        counts = {"num_split": num_long}
     report = CorpusReport(
         num_documents=num_documents,
         num_sequences=len(lengths),
         num_tokens=int(lengths.sum(dtype=np.int64)),
-        num_split=num_long if policy == "split" else 0,
-        num_truncated=num_long if policy == "truncate" else 0,
-        num_truncated_tokens=int((long_lengths - seq_length).sum()) if policy == "truncate" else 0,
-        num_dropped_long=num_long if policy == "drop" else 0,
-        num_dropped_long_tokens=int(long_lengths.sum()) if policy == "drop" else 0,
         num_dropped_short=num_short,
+        **counts,
     )
-    return _Cut(ids, lengths, report)
+    return ids, lengths, report
 
 
 def spread_stretches(

@@ -1,4 +1,11 @@
-"""Several sequences in one THD row: the unit that a replica's schedule runs."""
+"""Several sequences in one THD row: the unit that a replica's schedule runs.
+
+The ranks of a context-parallel group share a row. Every sequence is padded to a multiple of 2·c
+tokens, c being the size of the group, and cut into 2·c chunks of equal length. Context rank r holds
+chunks r and 2·c−1−r ("zigzag"): a query chunk attends to what lies before it, so an early and a
+late chunk together are the same causal work on every rank. Transformer Engine and Megatron expect
+packed (THD) rows in this form. With c = 1 nothing is cut and no sequence is padded.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,13 +16,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron.hydraulis.data.context_split import local_stretches, row_segments
 from megatron.hydraulis.errors import DataError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["PackedBatch", "pack"]
+__all__ = [
+    "PackedBatch",
+    "chunk_multiple",
+    "gathered_places",
+    "local_places",
+    "local_stretches",
+    "pack",
+    "padded_length",
+    "row_segments",
+    "zigzag_chunks",
+]
+
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,9 +43,8 @@ class PackedBatch:
     The *row* is the whole micro-batch, R tokens with padding. Segments are the stretches between
     neighbouring entries of ``cu_seqlens_padded``: the sequences in their order, then padding if
     there is any. No segment attends to another. The ranks of a context-parallel group of size c
-    hold T = R / c tokens each, two chunks of every segment (`context_split`); a rank without such a
-    group holds the row, T = R. What describes tokens is of the rank's part; what describes
-    segments is of the whole row and equal on all ranks of the group.
+    hold T = R / c tokens each; without such a group T = R. Fields about tokens describe the rank's
+    part; fields about segments describe the whole row and are equal on all ranks of the group.
     """
 
     tokens: torch.Tensor
@@ -40,18 +57,17 @@ class PackedBatch:
     """(1, T) int64 place in the sequence, from 0; 0 on padding, which may be longer than any
     sequence and than what a model has positions for."""
     cu_seqlens: torch.Tensor
-    """(segments + 1,) int32 true lengths of the segments, added up from 0."""
+    """(segments + 1,) int32 cumulative true lengths of the segments, from 0."""
     cu_seqlens_padded: torch.Tensor
-    """(segments + 1,) int32 borders of the segments in the row, 0 to R. The padding behind a
-    sequence is the difference to ``cu_seqlens``; without context parallelism there is none."""
+    """(segments + 1,) int32 borders of the segments in the row, 0 to R. They differ from
+    ``cu_seqlens`` by the padding of sequences, which only context parallelism needs."""
     segment_lengths: tuple[int, ...]
-    """Lengths of the segments of the row, padding included, in tokens: the steps of
-    ``cu_seqlens_padded``, known on the host so that nobody has to read them from a device."""
+    """Lengths of the segments in tokens, padding included: the differences of
+    ``cu_seqlens_padded``, kept on the host so that nobody has to read them from a device."""
     max_seqlen: int
     """The longest of them."""
     num_tokens: int
-    """Trained tokens of this rank's part: over the ranks of a group they add up to those of the
-    sequences."""
+    """Trained tokens of this rank's part; their sum over the group is that of the sequences."""
     num_padding: int
     """Padding tokens of this rank's part; ``T = num_tokens + num_padding``."""
     sequence_lengths: tuple[int, ...] = ()
@@ -75,7 +91,7 @@ class PackedBatch:
         return self._with_tensors(torch.Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PackedBatch":
-        """A tensor that several fields share stays one."""
+        """Changes all tensors; a tensor that several fields share is changed once."""
         changed: dict[int, torch.Tensor] = {}
         values: dict[str, Any] = {}
         for field in dataclasses.fields(self):
@@ -112,11 +128,7 @@ def pack(
     context_rank: int = 0,
     allow_empty: bool = False,
 ) -> PackedBatch:
-    """Lay sequences one behind the other, pad, and take one context rank's part.
-
-    With a context-parallel group every sequence is padded to a multiple of 2 · ``context_size``,
-    and the row to one of ``pad_multiple`` · 2 · ``context_size``; without, only the row is, to one
-    of ``pad_multiple``. Just the rank's own part is built.
+    """Concatenate sequences, pad, and build one context rank's part of the row.
 
     Args:
         sequences: (length + 1,) token ids each, as ``Corpus.tokens`` gives them; those of the whole
@@ -124,8 +136,8 @@ def pack(
         pad_multiple: T is a multiple of it (tensor parallelism divides a rank's part).
         context_size: ranks of the context-parallel group that shares the row.
         context_rank: this rank's place in it.
-        allow_empty: whether no sequence is an ordinary case: it gives the shortest row there is,
-            all padding, for a group of a wave that has nothing to do but must keep in step.
+        allow_empty: whether there may be no sequence. The result is the shortest possible row, all
+            padding, for a group of a wave that has no work but must keep in step.
 
     Raises:
         DataError: no sequence, unless allowed, or one of fewer than two tokens.
@@ -141,10 +153,8 @@ def pack(
         )
     segments, padded = row_segments(lengths, pad_multiple=pad_multiple, context_size=context_size)
     num_local = sum(padded) // context_size
-    tokens = np.zeros(num_local, dtype=np.int64)
-    labels = np.zeros(num_local, dtype=np.int64)
+    tokens, labels, position_ids = (np.zeros(num_local, dtype=np.int64) for _ in range(3))
     loss_mask = np.zeros(num_local, dtype=np.float32)
-    position_ids = np.zeros(num_local, dtype=np.int64)
     steps = np.arange(max(lengths, default=0), dtype=np.int64)
     begin = 0
     for segment, (length, padded_length) in enumerate(zip(segments, padded, strict=True)):
@@ -158,18 +168,15 @@ def pack(
                 loss_mask[part] = 1.0
             begin += stop - start
     num_tokens = int(np.count_nonzero(loss_mask))
-    borders = np.cumsum([0, *padded], dtype=np.int32)
-    cu_seqlens_padded = torch.from_numpy(borders)
+    cu_seqlens_padded = cu_seqlens = torch.from_numpy(np.cumsum([0, *padded], dtype=np.int32))
+    if segments != padded:
+        cu_seqlens = torch.from_numpy(np.cumsum([0, *segments], dtype=np.int32))
     return PackedBatch(
         tokens=torch.from_numpy(tokens)[None],
         labels=torch.from_numpy(labels)[None],
         loss_mask=torch.from_numpy(loss_mask)[None],
         position_ids=torch.from_numpy(position_ids)[None],
-        cu_seqlens=(
-            cu_seqlens_padded
-            if segments == padded
-            else torch.from_numpy(np.cumsum([0, *segments], dtype=np.int32))
-        ),
+        cu_seqlens=cu_seqlens,
         cu_seqlens_padded=cu_seqlens_padded,
         segment_lengths=tuple(padded),
         max_seqlen=max(padded),
@@ -178,4 +185,113 @@ def pack(
         sequence_lengths=tuple(lengths),
         context_size=context_size,
         context_rank=context_rank,
+    )
+
+
+def chunk_multiple(context_size: int) -> int:
+    """Padded sequences have a multiple of this many tokens: 2·c, or 1 if c is 1.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    if context_size < 1:
+        raise ValueError(f"context_size is at least 1 but is {context_size}")
+    return 1 if context_size == 1 else 2 * context_size
+
+
+def padded_length(length: int, context_size: int) -> int:
+    """Number of tokens of a sequence in the row of a group of that size."""
+    multiple = chunk_multiple(context_size)
+    return -(-length // multiple) * multiple
+
+
+def row_segments(
+    lengths: Sequence[int], *, pad_multiple: int = 1, context_size: int = 1
+) -> tuple[list[int], list[int]]:
+    """The segments of a row: the sequences in their order, then padding if needed.
+
+    Args:
+        lengths: of the sequences, in tokens; none for a row of padding alone.
+        pad_multiple: each context rank's part is a multiple of it.
+        context_size: ranks of the context-parallel group.
+
+    Returns:
+        True and padded length of every segment, in tokens. The padded ones add up to a positive
+        multiple of ``pad_multiple`` · `chunk_multiple`. The padding at the end has the same length
+        in both.
+
+    Raises:
+        ValueError: a ``pad_multiple`` or ``context_size`` below 1.
+    """
+    if pad_multiple < 1:
+        raise ValueError(f"pad_multiple is at least 1 but is {pad_multiple}")
+    row_multiple = pad_multiple * chunk_multiple(context_size)
+    padded = [padded_length(length, context_size) for length in lengths]
+    num_tokens = sum(padded)
+    num_padding = -num_tokens % row_multiple if num_tokens else row_multiple
+    tail = [num_padding] if num_padding else []
+    return [*lengths, *tail], [*padded, *tail]
+
+
+def zigzag_chunks(context_size: int, context_rank: int) -> tuple[int, int]:
+    """The two of 2·c chunks of a segment that a context rank holds, the earlier one first.
+
+    Raises:
+        ValueError: a rank that is not in the group.
+    """
+    if not 0 <= context_rank < context_size:
+        raise ValueError(
+            f"context_rank {context_rank} is not in a group of {context_size}; ranks count from 0"
+        )
+    return context_rank, 2 * context_size - 1 - context_rank
+
+
+def local_stretches(
+    padded_length: int, context_size: int, context_rank: int
+) -> list[tuple[int, int]]:
+    """A context rank's part of one segment: ranges ``[start, stop)`` in it, in order.
+
+    ``padded_length`` is that of the segment, a multiple of `chunk_multiple`.
+    """
+    first, last = zigzag_chunks(context_size, context_rank)
+    if context_size == 1:
+        return [(0, padded_length)]
+    chunk = padded_length // (2 * context_size)
+    return [(first * chunk, (first + 1) * chunk), (last * chunk, (last + 1) * chunk)]
+
+
+def local_places(padded_lengths: Sequence[int], context_size: int, context_rank: int) -> Places:
+    """Positions, in the whole row, of the tokens of a context rank's part.
+
+    Args:
+        padded_lengths: of all segments, each a multiple of `chunk_multiple`.
+        context_size: ranks of the group.
+        context_rank: this rank's place in it.
+
+    Returns:
+        (row / c,) positions in the row, in the order in which the rank holds its tokens: segment by
+        segment, the earlier chunk before the later one.
+    """
+    chunks = np.array(zigzag_chunks(context_size, context_rank), dtype=np.int64)
+    lengths = np.asarray(padded_lengths, dtype=np.int64)
+    if context_size == 1:
+        return np.arange(lengths.sum(), dtype=np.int64)
+    # Two chunks of each segment: where they begin in the row, and where they end in the part.
+    chunk_lengths = lengths // (2 * context_size)
+    begins = (np.cumsum(lengths) - lengths)[:, None] + chunk_lengths[:, None] * chunks
+    lengths_twice = np.repeat(chunk_lengths, 2)
+    local_ends = np.cumsum(lengths_twice)
+    shifts = begins.ravel() - (local_ends - lengths_twice)
+    return np.arange(lengths_twice.sum(), dtype=np.int64) + np.repeat(shifts, lengths_twice)
+
+
+def gathered_places(padded_lengths: Sequence[int], context_size: int) -> Places:
+    """Positions, in the whole row, of the tokens of all parts, concatenated by rank.
+
+    Returns:
+        (row,) a permutation. ``row[gathered_places(...)]`` are the parts in rank order; its
+        `argsort` restores the order of the row.
+    """
+    return np.concatenate(
+        [local_places(padded_lengths, context_size, rank) for rank in range(context_size)]
     )

@@ -1,5 +1,6 @@
-"""Text to a Megatron dataset: one stored sequence a document."""
+"""``hydraulis preprocess``: text to a Megatron dataset, one stored sequence per document."""
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -10,20 +11,45 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
 
-from megatron.hydraulis.data.documents import RawDocument, read_documents
+from megatron.hydraulis.data.documents import RawDocument, find_files, read_documents
 from megatron.hydraulis.data.index import bin_path, idx_path
-from megatron.hydraulis.data.tokenizer import DocumentEncoder
-from megatron.hydraulis.errors import DataError
+from megatron.hydraulis.data.tokenizer import (
+    TEXT_TOKENIZER_TYPES,
+    DocumentEncoder,
+    TokenizerSettings,
+    build_tokenizer,
+)
+from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
-__all__ = ["DatasetWriter", "OrderedWorkers", "PreprocessReport", "preprocess"]
+__all__ = [
+    "DatasetWriter",
+    "OrderedWorkers",
+    "PreprocessReport",
+    "add_arguments",
+    "preprocess",
+    "report_run",
+    "run",
+]
 
 _CHUNK_BYTES = 1 << 18
 """Text sent to a worker at a time: about 0.1 s of work, far above the cost of sending it."""
@@ -31,6 +57,211 @@ _CHUNK_DOCUMENTS = 512
 _CHUNKS_PER_WORKER = 2
 """Inputs sent to a worker ahead: one that it works on and one that waits."""
 _JOIN_TIMEOUT_S = 5.0
+_MODEL_SUFFIXES = (".bin", ".idx")
+_BAR_WIDTH = 24
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the subcommand."""
+    group = parser.add_argument_group("input and output")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files and folders (recursively, by name): text files, one document each; .jsonl, "
+        ".json and .jsonl.gz with one JSON object a line; .parquet",
+    )
+    group.add_argument("--output-prefix", required=True, metavar="P", help="writes P.bin and P.idx")
+    group.add_argument(
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="key of JSON lines, or column of Parquet files, that holds the text (default: text)",
+    )
+    group.add_argument(
+        "--pattern",
+        default="*",
+        metavar="GLOB",
+        help="files of folders to use, by name, e.g. '*.py' (default: all that are not hidden)",
+    )
+    group.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes that tokenize; the output does not depend on it (default: the %(default)s "
+        "cores of this machine)",
+    )
+    group.add_argument(
+        "--no-append-eod",
+        dest="append_eod",
+        action="store_false",
+        help="do not end documents with the end-of-document token",
+    )
+    group = parser.add_argument_group("tokenizer", "Megatron's flags, with their meaning there")
+    group.add_argument(
+        "--tokenizer-type",
+        required=True,
+        metavar="TYPE",
+        choices=TEXT_TOKENIZER_TYPES,
+        help=", ".join(TEXT_TOKENIZER_TYPES),
+    )
+    group.add_argument(
+        "--tokenizer-model", metavar="PATH", help="tokenizer file, or folder of a Hugging Face one"
+    )
+    group.add_argument(
+        "--tokenizer-metadata", dest="metadata_path", metavar="FILE", help="its metadata, JSON"
+    )
+    group.add_argument("--vocab-file", metavar="FILE", help="vocabulary of GPT2BPETokenizer")
+    group.add_argument("--merge-file", metavar="FILE", help="merges of GPT2BPETokenizer")
+    group.add_argument(
+        "--vocab-size", type=int, metavar="N", help="tokens, for NullTokenizer and TikTokenizer"
+    )
+    group.add_argument(
+        "--tokenizer-special-tokens", dest="special_tokens", nargs="+", metavar="TOKEN"
+    )
+    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"))
+    group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N")
+    group.add_argument("--tokenizer-sentencepiece-legacy", action="store_true")
+    group.add_argument("--tokenizer-hf-no-use-fast", action="store_true")
+    group.add_argument("--tokenizer-hf-no-include-special-tokens", action="store_true")
+    group.add_argument("--trust-remote-code", action="store_true")
+    group.add_argument("--null-tokenizer-eod-id", type=int, metavar="ID")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Preprocess as the flags say and print the counts.
+
+    Raises:
+        ConfigurationError: invalid flags.
+        DataError: as ``preprocess``.
+    """
+    if namespace.workers < 1:
+        raise ConfigurationError(f"--workers is at least 1 but is {namespace.workers}; raise it")
+    if namespace.output_prefix.endswith(_MODEL_SUFFIXES):
+        raise ConfigurationError(
+            f"--output-prefix is a path without .bin or .idx but is '{namespace.output_prefix}'; "
+            f"remove the suffix"
+        )
+    # Importing Megatron takes seconds: quick checks come first.
+    given = vars(namespace)
+    names = TokenizerSettings.__dataclass_fields__.keys() & given.keys()
+    settings = TokenizerSettings(**{name: given[name] for name in names})
+    files = find_files(namespace.input, pattern=namespace.pattern)
+    silence_warnings_of_imports()
+    encoder = DocumentEncoder(build_tokenizer(settings), append_eod=namespace.append_eod)
+    report_run(
+        files,
+        namespace.output_prefix,
+        encoder,
+        json_key=namespace.json_key,
+        num_workers=namespace.workers,
+    )
+    return 0
+
+
+def report_run(
+    files: list[Path],
+    output_prefix: str | Path,
+    encoder: DocumentEncoder,
+    *,
+    json_key: str = "text",
+    num_workers: int = 1,
+) -> None:
+    """Preprocess with a progress bar, then print counts and a length histogram.
+
+    Arguments and errors as ``preprocess``.
+    """
+    progress = Progress(
+        TextColumn("tokenizing"),
+        BarColumn(),
+        TaskProgressColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    num_bytes = sum(file.stat().st_size for file in files)
+    task = progress.add_task("tokenizing", total=num_bytes)
+
+    def advance(num_read: int) -> None:
+        # Not earlier: it starts a thread, and workers are forked before this first call.
+        progress.start()
+        progress.advance(task, num_read)
+
+    try:
+        report = preprocess(
+            files,
+            output_prefix,
+            encoder,
+            json_key=json_key,
+            num_workers=num_workers,
+            on_progress=advance,
+        )
+        progress.update(task, completed=num_bytes)
+    finally:
+        progress.stop()
+    console, lengths = Console(), report.document_lengths
+    console.print(length_table(lengths))
+    console.print(
+        f"{report.num_files:,} files, {len(lengths):,} documents ({report.num_empty:,} empty ones "
+        f"skipped), {lengths.sum():,} tokens; length min {lengths.min():,}, median "
+        f"{np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, max {lengths.max():,}",
+        highlight=False,
+    )
+    console.print(f"wrote {output_prefix}.bin and .idx", highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """Documents with ``first`` to ``last`` tokens, both included."""
+
+    first: int
+    last: int
+    num_documents: int
+    num_tokens: int
+
+
+def length_bins(lengths: npt.NDArray[np.int64]) -> tuple[LengthBin, ...]:
+    """Bins 1, 2–3, 4–7, 8–15, … from the shortest document to the longest.
+
+    lengths: (num_documents,) tokens of each document, at least 1.
+    """
+    # frexp, not log2: exact for every length below 2**53.
+    exponents = np.frexp(lengths.astype(np.float64))[1] - 1
+    lowest, highest = int(exponents.min()), int(exponents.max())
+    num_documents = np.bincount(exponents - lowest)
+    num_tokens = np.bincount(exponents - lowest, weights=lengths)
+    return tuple(
+        LengthBin(
+            first=1 << exponent,
+            last=(2 << exponent) - 1,
+            num_documents=int(num_documents[exponent - lowest]),
+            num_tokens=int(num_tokens[exponent - lowest]),
+        )
+        for exponent in range(lowest, highest + 1)
+    )
+
+
+def length_table(lengths: npt.NDArray[np.int64]) -> Table:
+    """The bins as a table: documents with a bar, and the share of all tokens."""
+    bins = length_bins(lengths)
+    most = max(row.num_documents for row in bins)
+    table = Table(title="document lengths", title_justify="left")
+    table.add_column("tokens", justify="right")
+    table.add_column("documents", justify="right")
+    table.add_column("", min_width=_BAR_WIDTH)
+    table.add_column("tokens in all", justify="right")
+    for row in bins:
+        # A bin that is not empty shows at least one block: the long tail is what matters here.
+        width = -(-row.num_documents * _BAR_WIDTH // most)
+        table.add_row(
+            f"{row.first:,} – {row.last:,}" if row.last > row.first else f"{row.first:,}",
+            f"{row.num_documents:,}",
+            "█" * width,
+            f"{row.num_tokens / lengths.sum():.1%}",
+        )
+    return table
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,17 +274,8 @@ class PreprocessReport:
     document_lengths: npt.NDArray[np.int64]
     """(num_documents,) number of tokens of each document, end-of-document token included."""
 
-    @property
-    def num_documents(self) -> int:
-        return len(self.document_lengths)
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.document_lengths.sum())
-
-
-@dataclass(frozen=True, eq=False)
-class _EncodedChunk:
+class _EncodedChunk(NamedTuple):
     tokens: npt.NDArray[np.integer]
     lengths: list[int]
     num_empty: int
@@ -85,18 +307,13 @@ def preprocess(
         DataError: input that cannot be read, input without text, output that cannot be written.
             Nothing is left under the output's names then, except what was there before.
     """
-
-    def encode(chunk: list[RawDocument]) -> _EncodedChunk:
-        return _encode_chunk(encoder, chunk)
-
-    num_empty = 0
+    num_documents = num_empty = 0
     # Workers are forked before the caller's progress display starts its thread, which it does at
     # the first call of on_progress.
     with (
-        OrderedWorkers(encode, num_workers) as workers,
+        OrderedWorkers(partial(_encode_chunk, encoder), num_workers) as workers,
         DatasetWriter(output_prefix, encoder.token_type) as writer,
     ):
-        num_documents = 0
         for encoded in workers.map(_chunks(files, json_key)):
             writer.add_documents(encoded.tokens, encoded.lengths)
             num_documents += len(encoded.lengths)
@@ -139,7 +356,7 @@ def _encode_chunk(encoder: DocumentEncoder, chunk: list[RawDocument]) -> _Encode
 class DatasetWriter:
     """Writes ``prefix.bin`` and ``prefix.idx``, which get these names when they are complete.
 
-    Use as a context: leaving it before ``commit`` removes what was written.
+    A context manager: leaving it before ``commit`` removes what was written.
 
     Args:
         prefix: path of the dataset without suffix; folders are made.
@@ -172,7 +389,7 @@ class DatasetWriter:
         return self
 
     def add_documents(self, tokens: npt.NDArray[np.integer], lengths: Iterable[int]) -> None:
-        """Append documents that lie one behind the other in ``tokens``."""
+        """Append documents, which are concatenated in ``tokens``."""
         with self._reporting_failure():
             start = 0
             for length in lengths:
@@ -228,8 +445,8 @@ def _flush_to_disk(path: str) -> None:
 class OrderedWorkers[Input, Output]:
     """Forked processes that apply one function; input i goes to worker i modulo their number.
 
-    Forked, because the function may hold what takes seconds to build (a tokenizer). Enter the
-    context before starting threads. One worker means this process itself.
+    They are forked because the function may hold an object that takes seconds to build (a
+    tokenizer). Enter the context before starting threads. One worker means this process itself.
 
     Args:
         function: applied to every input; its result must pickle.

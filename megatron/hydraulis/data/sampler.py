@@ -34,8 +34,8 @@ further from their place in the order."""
 EVALUATION_SEED = 0
 """Seed of the order of evaluation, whatever ``--seed`` is.
 
-Shuffled, because neighbours in a dataset are often pieces of the same few files; always in the same
-way, so that runs with different seeds can be compared."""
+The order is shuffled because neighbours in a dataset are often pieces of the same few files, and
+does not depend on ``--seed``, so that runs with different seeds can be compared."""
 
 
 @dataclass(frozen=True)
@@ -128,21 +128,6 @@ class LengthSampler:
         self._num_budget_tokens = global_batch_tokens
         self._waiting: list[int] = []
         self._num_batches = 0
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches so far."""
-        return self._num_batches
-
-    @property
-    def num_consumed_sequences(self) -> int:
-        """Number of sequences in the batches so far, without those that wait."""
-        return self._order.num_drawn - len(self._waiting)
-
-    @property
-    def epochs(self) -> tuple[int, ...]:
-        """Epoch that each dataset's next sequence belongs to, from 0."""
-        return self._order.epochs
 
     def next_batch(self) -> GlobalBatch:
         """The next global batch; never empty."""
@@ -260,19 +245,6 @@ class SequenceOrder:
         self._seed = seed
         self._num_drawn = [0] * len(groups)
         self._permutations: dict[int, tuple[int, npt.NDArray[np.integer[Any]]]] = {}
-
-    @property
-    def num_drawn(self) -> int:
-        """Number of sequences drawn so far, over all groups."""
-        return sum(self._num_drawn)
-
-    @property
-    def epochs(self) -> tuple[int, ...]:
-        """Epoch that each group's next sequence belongs to, from 0."""
-        return tuple(
-            drawn // group.num_sequences
-            for drawn, group in zip(self._num_drawn, self._groups, strict=True)
-        )
 
     def draw(self) -> int:
         """The id of the next sequence."""

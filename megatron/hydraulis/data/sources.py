@@ -16,7 +16,6 @@ __all__ = [
     "Corpora",
     "load_corpora",
     "load_corpora_from_arguments",
-    "parse_blend",
 ]
 
 DEFAULT_SPLIT = "969,30,1"
@@ -68,24 +67,6 @@ class Corpora:
     def parts(self) -> tuple[Corpus, ...]:
         """Those that hold sequences."""
         return tuple(part for part in (self.train, self.valid, self.test) if part is not None)
-
-
-def parse_blend(words: Sequence[str]) -> Blend:
-    """Read a blend as Megatron does: ``P``, ``P1 P2 …`` or ``W1 P1 W2 P2 …``.
-
-    Raises:
-        ConfigurationError: weights for some datasets and not for others, or none above 0.
-    """
-    from megatron.core.datasets.utils import get_blend_from_list
-
-    try:
-        prefixes, weights = get_blend_from_list(list(words))
-    except AssertionError:
-        raise ConfigurationError(
-            f"a blend has a weight for every dataset or for none but is '{' '.join(words)}'; write "
-            f"W1 PREFIX1 W2 PREFIX2 or PREFIX1 PREFIX2"
-        ) from None
-    return Blend(tuple(prefixes), None if weights is None else tuple(weights))
 
 
 def load_corpora(

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class TokenizerSettings:
     vocab_file: str | None = None
     merge_file: str | None = None
     vocab_size: int | None = None
-    special_tokens: tuple[str, ...] | None = None
+    special_tokens: Sequence[str] | None = None
     tiktoken_pattern: str | None = None
     tiktoken_num_special_tokens: int = 1000
     tokenizer_sentencepiece_legacy: bool = False

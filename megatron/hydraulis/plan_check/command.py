@@ -1,11 +1,16 @@
-"""``hydraulis check-plan``: 0 for a plan that keeps all rules, 1 for others."""
+"""``hydraulis check-plan``: checks a plan; the exit status says whether it is valid."""
 
 import argparse
 import json
 from typing import Any
 
-from megatron.hydraulis.plan_check.broken_rule import BrokenRule
-from megatron.hydraulis.plan_check.files import Plan, read_job, read_lengths, read_plan
+from megatron.hydraulis.plan_check.files import (
+    BrokenRule,
+    Plan,
+    read_lengths,
+    read_plan,
+    read_pool,
+)
 from megatron.hydraulis.plan_check.rules import Findings, check_plan
 
 __all__ = ["add_arguments", "run"]
@@ -44,10 +49,10 @@ def run(namespace: argparse.Namespace) -> int:
     Raises DataError for a file that cannot be read.
     """
     lengths = read_lengths(namespace.lengths)
-    job = read_job(namespace.pool, namespace.cost_profile)
+    pool = read_pool(namespace.pool, namespace.cost_profile)
     try:
         plan = read_plan(namespace.plan)
-        findings = check_plan(plan, lengths, job)
+        findings = check_plan(plan, lengths, pool)
     except BrokenRule as broken:
         if namespace.json:
             print(json.dumps({"valid": False, "rule": broken.rule.value, "message": str(broken)}))
@@ -62,11 +67,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _line(plan: Plan, findings: Findings) -> str:
     parts = [f"valid: strategy {plan.strategy}, {findings.predicted_time_s:.6f} s"]
-    proved_s = {
-        "dispatch": findings.proved_dispatch_bound_s,
-        "packing": findings.proved_packing_bound_s,
-    }
-    for stage, bound_s in proved_s.items():
+    for stage, bound_s in findings.proved_bound_s.items():
         claim = plan.claims.get(stage)
         claimed = "" if claim is None else f"{claim.bound_s:.6f} s claimed, "
         parts.append(f"{stage} bound {claimed}{bound_s:.6f} s proved here")
@@ -80,9 +81,6 @@ def _to_json(plan: Plan, findings: Findings) -> dict[str, Any]:
         "predicted_time_s": findings.predicted_time_s,
         "makespan_s": findings.makespan_s,
         "claimed_bound_s": {stage: claim.bound_s for stage, claim in plan.claims.items()},
-        "proved_bound_s": {
-            "dispatch": findings.proved_dispatch_bound_s,
-            "packing": findings.proved_packing_bound_s,
-        },
+        "proved_bound_s": findings.proved_bound_s,
         "strategy_bounds_s": findings.strategy_bounds_s,
     }

@@ -1,7 +1,6 @@
 """The four files that the checker reads, as plain records: no type of the planner is used.
 
-Errors of profile, pool and lengths are DataError, those of the plan's content BrokenRule with
-the rule ``plan-format``.
+Invalid profiles, pools and lengths raise DataError, an invalid plan BrokenRule.
 
 The text of a strategy: terms joined by ``+``; a term is ``[N*]`` and a scheme or ``idle``; a scheme
 is degrees ``tpN cpN[~] ppN`` in any order, then ``:`` and layers, then ``@`` and ranks. Without
@@ -15,25 +14,26 @@ import math
 import re
 import struct
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.hydraulis.errors import DataError
-from megatron.hydraulis.plan_check.broken_rule import BrokenRule, Rule
 
 __all__ = [
-    "Job",
+    "BrokenRule",
     "Plan",
     "PlannedMicroBatch",
     "PlannedReplica",
+    "Rule",
     "SchemeFigures",
     "Shape",
     "StageClaim",
     "StrategyFigures",
-    "read_job",
     "read_lengths",
     "read_plan",
+    "read_pool",
     "read_shape",
     "read_strategy",
 ]
@@ -57,6 +57,56 @@ _MOST_RANKS = 10**7
 _DEGREE = re.compile(r"(tp|cp|pp)(\d+)(~?)")
 
 
+class Rule(Enum):
+    """The rules for a plan by name, in the order in which they are checked."""
+
+    PLAN_FORMAT = "plan-format"
+    """All keys are present, with values of the right type."""
+    UNKNOWN_STRATEGY = "unknown-strategy"
+    """The strategy is in the pool."""
+    REPLICA_COUNT = "replica-count"
+    """The plan lists every replica of the strategy,"""
+    REPLICA_SCHEME = "replica-scheme"
+    """with the strategy's scheme"""
+    REPLICA_RANKS = "replica-ranks"
+    """and on the strategy's ranks."""
+    EMPTY_MICRO_BATCH = "empty-micro-batch"
+    """Every micro-batch has sequences, and a length for each of them."""
+    UNKNOWN_SEQUENCE = "unknown-sequence"
+    """All sequences are from the batch,"""
+    REPEATED_SEQUENCE = "repeated-sequence"
+    """none occurs twice,"""
+    SEQUENCE_LENGTH = "sequence-length"
+    """their lengths are those of the batch,"""
+    MISSING_SEQUENCE = "missing-sequence"
+    """and none is missing."""
+    CONTEXT_GROUPS = "context-groups"
+    """The groups of a micro-batch divide the cp ranks of a scheme with ``~``, and its sequences,
+    into runs: aligned powers of two of cp ranks, for which the profile has a row."""
+    TOKEN_LIMIT = "token-limit"
+    """No micro-batch, or group of one, has more tokens than its scheme's limit; with cp > 1 padding
+    counts."""
+    REPLICA_TIME = "replica-time"
+    """A replica's predicted time is that of 1F1B over its micro-batches, in their order; a
+    micro-batch in groups takes the time of its slowest group."""
+    ITERATION_TIME = "iteration-time"
+    """The predicted time is the makespan plus the strategy's overhead."""
+    STAGE_OBJECTIVE = "stage-objective"
+    """The objective of dispatch and of packing is the makespan."""
+    STAGE_BOUND = "stage-bound"
+    """No bound is above the makespan."""
+    STAGE_GAP = "stage-gap"
+    """A gap is (objective - bound) / objective."""
+
+
+class BrokenRule(Exception):
+    """A plan breaks a rule."""
+
+    def __init__(self, rule: Rule, message: str) -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
 class Shape(NamedTuple):
     """Degrees of a replica, layers if the text lists them, and whether its cp splits."""
 
@@ -68,7 +118,6 @@ class Shape(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of a replica."""
         return self.tp * self.cp * self.pp
 
     @property
@@ -100,7 +149,6 @@ class SchemeFigures:
 
     @property
     def longest(self) -> int:
-        """Length of the longest sequence that fits."""
         return self.max_tokens if self.longest_tokens is None else self.longest_tokens
 
     def held_tokens(self, lengths: list[int]) -> int:
@@ -148,13 +196,6 @@ class StrategyFigures:
     overhead_ms: float
 
 
-@dataclass(frozen=True)
-class Job:
-    """Pool and cost profile together."""
-
-    strategies: dict[str, StrategyFigures]
-
-
 class PlannedMicroBatch(NamedTuple):
     """Sequences and their lengths; groups as (offset, size, sequences), none for a plain one."""
 
@@ -195,15 +236,7 @@ class Plan:
 
 def read_lengths(path: str) -> list[int]:
     """Lengths of the batch from a JSON list, lines, or an ``.idx``; DataError otherwise."""
-    if path.endswith(".idx"):
-        return _lengths_of_index(path)
-    text = _text(path)
-    try:
-        is_list = text.lstrip().startswith("[")
-        words = (line.strip() for line in text.splitlines())
-        lengths = json.loads(text) if is_list else [int(word) for word in words if word]
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: lengths are numbers but: {error}; correct the file") from error
+    lengths = _lengths_of_index(path) if path.endswith(".idx") else _lengths_of_text(path)
     for length in lengths:
         if type(length) is not int or not 1 <= length <= _MOST:
             raise DataError(
@@ -214,6 +247,16 @@ def read_lengths(path: str) -> list[int]:
             f"{path}: a batch has at least 1 sequence but this has 0; give another file"
         )
     return lengths
+
+
+def _lengths_of_text(path: str) -> list[Any]:
+    text = _text(path)
+    try:
+        if text.lstrip().startswith("["):
+            return list(json.loads(text))
+        return [int(line) for line in text.splitlines() if line.strip()]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: lengths are numbers but: {error}; correct the file") from error
 
 
 def _lengths_of_index(path: str) -> list[int]:
@@ -229,26 +272,21 @@ def _lengths_of_index(path: str) -> list[int]:
         documents = [sum(stored[first:end]) for first, end in pairwise(boundaries)]
     except (OSError, ValueError, struct.error) as error:
         raise DataError(f"{path}: an index of Megatron's is expected but: {error}") from error
-    lengths = [num_tokens - 1 for num_tokens in documents if num_tokens > 1]
-    if not lengths:
-        raise DataError(
-            f"{path}: a batch has at least 1 sequence but this has 0; give another file"
-        )
-    return lengths
+    return [num_tokens - 1 for num_tokens in documents if num_tokens > 1]
 
 
-def read_job(pool_path: str, profile_path: str) -> Job:
-    """Pool and cost profile; DataError when one is damaged or a scheme has no figures."""
+def read_pool(pool_path: str, profile_path: str) -> dict[str, StrategyFigures]:
+    """Strategies by name; DataError if a file is damaged or a scheme is not in the cost profile."""
     profile, pool = _json(profile_path), _json(pool_path)
     try:
-        return _job(pool, profile)
+        return _strategies(pool, profile)
     except KeyError as error:
         raise DataError(f"{pool_path}, {profile_path}: needs {error} but lacks it") from error
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise DataError(f"{pool_path}, {profile_path}: {error}; correct the file") from error
 
 
-def _job(pool: Any, profile: Any) -> Job:
+def _strategies(pool: Any, profile: Any) -> dict[str, StrategyFigures]:
     _check_version(pool)
     _check_version(profile)
     rows = _once("scheme", [(_shape(row), row) for row in profile["schemes"]])
@@ -274,13 +312,13 @@ def _job(pool: Any, profile: Any) -> Job:
                 raise ValueError(f"strategy {entry['name']!r} uses {shape}, which has no row")
             figures.append(_figures(shape, rows, limits.get(shape)))
         name = _word(entry["name"])
-        figures_of = StrategyFigures(name, placed, figures, overheads_ms.get(name, 0.0))
-        strategies.append((name, figures_of))
-    return Job(_once("strategy of the pool", strategies))
+        overhead_ms = overheads_ms.get(name, 0.0)
+        strategies.append((name, StrategyFigures(name, placed, figures, overhead_ms)))
+    return _once("strategy of the pool", strategies)
 
 
 def _figures(shape: Shape, rows: dict[Shape, Any], limit: Any) -> SchemeFigures:
-    """Of a scheme with its groups; limit: the strategy's own, shared out evenly over cp ranks."""
+    """Figures of a scheme and its groups; limit: the strategy's, divided evenly over cp ranks."""
     row = rows[shape.at_full_width]
     groups = []
     size = shape.cp if shape.splits_cp else 0
@@ -305,7 +343,7 @@ def _figures(shape: Shape, rows: dict[Shape, Any], limit: Any) -> SchemeFigures:
 
 
 def _once[Key, Value](noun: str, entries: list[tuple[Key, Value]]) -> dict[Key, Value]:
-    """The entries by their keys; ValueError when two have the same."""
+    """The entries by key; ValueError if a key occurs twice."""
     found: dict[Key, Value] = {}
     for key, value in entries:
         if key in found:
@@ -315,7 +353,7 @@ def _once[Key, Value](noun: str, entries: list[tuple[Key, Value]]) -> dict[Key, 
 
 
 def read_plan(path: str) -> Plan:
-    """The plan; DataError when it is no JSON, BrokenRule plan-format when it is no plan."""
+    """The plan; DataError if the file is not JSON, BrokenRule if it is not a plan."""
     content = _json(path)
     try:
         _check_version(content)
@@ -343,7 +381,7 @@ def _replica(entry: Any) -> PlannedReplica:
             PlannedMicroBatch(
                 [_whole(sequence) for sequence in micro_batch["sequences"]],
                 [_whole(length) for length in micro_batch["lengths"]],
-                [_group(group) for group in micro_batch.get("groups", [])],
+                [_group(*group) for group in micro_batch.get("groups", [])],
             )
             for micro_batch in entry["micro_batches"]
         ],
@@ -351,8 +389,7 @@ def _replica(entry: Any) -> PlannedReplica:
     )
 
 
-def _group(entry: Any) -> tuple[int, int, int]:
-    offset, size, num_sequences = entry
+def _group(offset: Any, size: Any, num_sequences: Any) -> tuple[int, int, int]:
     return _whole(offset), _whole(size), _whole(num_sequences)
 
 
@@ -404,23 +441,15 @@ def _json(path: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: JSON is expected but: {error}; correct the file") from error
     level = [content]
-    for _ in range(_MOST_LEVELS):
-        level = _inside(level)
-    if any(isinstance(value, dict | list) for value in level):
+    for _ in range(_MOST_LEVELS + 1):
+        nested = [value for value in level if isinstance(value, dict | list)]
+        level = [v for outer in nested for v in (outer.values() if type(outer) is dict else outer)]
+    if nested:
         raise DataError(
-            f"{path}: objects and lists stand in one another at most {_MOST_LEVELS} deep but these "
-            "are deeper; correct the file"
+            f"{path}: objects and lists are nested at most {_MOST_LEVELS} deep but these are "
+            "deeper; correct the file"
         )
     return content
-
-
-def _inside(values: list[Any]) -> list[Any]:
-    return [
-        inner
-        for outer in values
-        if isinstance(outer, dict | list)
-        for inner in (outer.values() if isinstance(outer, dict) else outer)
-    ]
 
 
 def _text(path: str) -> str:
@@ -439,7 +468,7 @@ def _text(path: str) -> str:
 
 
 def read_shape(text: str) -> Shape:
-    """A scheme alone; ValueError for anything else."""
+    """A scheme without copies and ranks; ValueError for anything else."""
     match = _TERM.fullmatch("".join(text.split()))
     if match is None or match["idle"] or match["copies"] or match["ranks"]:
         raise ValueError(f"{text!r} is no scheme")
@@ -462,12 +491,12 @@ def read_strategy(text: str, num_ranks: int, ranks_per_node: int) -> list[tuple[
             num_idle += copies
             continue
         shape = _shape_of(match)
-        if copies * shape.num_ranks > num_ranks:
+        size = shape.num_ranks
+        if copies * size > num_ranks:
             raise ValueError(f"{term!r} needs more ranks than the {num_ranks} of the job")
-        if shape.num_ranks < 1:
+        if size < 1:
             raise ValueError(f"{term!r} has a degree of 0")
         ranks = None if match["ranks"] is None else _numbers(match["ranks"])
-        size = shape.num_ranks
         if ranks is not None and len(ranks) != copies * size:
             raise ValueError(f"{term!r} names {len(ranks)} ranks but needs {copies * size}")
         for copy in range(copies):
@@ -500,7 +529,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _place(shape: Shape, free: set[int], ranks_per_node: int) -> list[int]:
-    """Ranks for all stages of a replica, taken out of the free ones."""
+    """Ranks for all stages of a replica; removes them from the free ones."""
     ranks: list[int] = []
     for _ in range(shape.pp):
         stage = _in_one_node(shape.tp * shape.cp, free, ranks_per_node)

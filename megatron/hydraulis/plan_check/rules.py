@@ -4,7 +4,7 @@ Bounds are proved without a solver: any weights on the replicas prove one, so no
 
 For a replica r with work W_r, tokens S_r, limit l_r and shortest micro-batch t_r, in any order of
 its micro-batches, ``T_r ≥ W_r + c_r·max(1, S_r/l_r) + (pp_r-1)·t_r`` when it has sequences. With
-weights λ_r ≥ 0 that add up to 1 the makespan is at least ``Σ λ_r·T_r``, hence at least
+weights λ_r ≥ 0 that add up to 1 the makespan is at least ``Σ λ_r·T_r``, which is at least
 
     Σ_i min_r λ_r·e_r(s_i) + Σ_r λ_r·f_r,    e_r(s) = a·s² + b·s + c·s/l,   f_r = (pp-1)·t_min
 
@@ -26,12 +26,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.hydraulis.plan_check.broken_rule import BrokenRule, Rule
 from megatron.hydraulis.plan_check.files import (
-    Job,
+    BrokenRule,
     Plan,
     PlannedMicroBatch,
     PlannedReplica,
+    Rule,
     SchemeFigures,
     Shape,
     StrategyFigures,
@@ -56,17 +56,16 @@ class Findings:
 
     predicted_time_s: float
     makespan_s: float
-    proved_dispatch_bound_s: float
-    """No plan with this strategy has a smaller makespan."""
-    proved_packing_bound_s: float
-    """No packing of this dispatch has a smaller makespan."""
+    proved_bound_s: dict[str, float]
+    """``dispatch``: no plan with this strategy has a smaller makespan; ``packing``: no packing of
+    this dispatch has."""
     strategy_bounds_s: dict[str, float | None]
     """No plan with a strategy takes less, overhead included; None where the batch does not fit."""
 
 
-def check_plan(plan: Plan, lengths: Sequence[int], job: Job) -> Findings:
+def check_plan(plan: Plan, lengths: Sequence[int], pool: Mapping[str, StrategyFigures]) -> Findings:
     """Check all rules; BrokenRule names the first that the plan breaks."""
-    strategy = _strategy(plan, job)
+    strategy = _strategy(plan, pool)
     _check_sequences(plan, lengths)
     times_ms = [
         _checked_time_ms(index, replica, strategy) for index, replica in enumerate(plan.replicas)
@@ -86,22 +85,18 @@ def check_plan(plan: Plan, lengths: Sequence[int], job: Job) -> Findings:
         [length for micro_batch in replica.micro_batches for length in micro_batch.lengths]
         for replica in plan.replicas
     ]
-    at_best = {
-        name: [figures.at_best for figures in other.figures]
-        for name, other in job.strategies.items()
-    }
+    at_best = {name: [f.at_best for f in other.figures] for name, other in pool.items()}
+    bounds_ms = {name: proved_strategy_bound_ms(lengths, at_best[name]) for name in pool}
     packing_bounds_ms = map(proved_packing_bound_ms, shares, at_best[plan.strategy])
-    bounds_ms = {
-        name: proved_strategy_bound_ms(lengths, at_best[name])
-        for name, other in job.strategies.items()
-    }
     return Findings(
         predicted_time_s=makespan_s + overhead_s,
         makespan_s=makespan_s,
-        proved_dispatch_bound_s=bounds_ms[plan.strategy] / _MS_PER_S,
-        proved_packing_bound_s=max(packing_bounds_ms) / _MS_PER_S,
+        proved_bound_s={
+            "dispatch": bounds_ms[plan.strategy] / _MS_PER_S,
+            "packing": max(packing_bounds_ms) / _MS_PER_S,
+        },
         strategy_bounds_s={
-            name: (bound_ms + job.strategies[name].overhead_ms) / _MS_PER_S
+            name: (bound_ms + pool[name].overhead_ms) / _MS_PER_S
             if math.isfinite(bound_ms)
             else None
             for name, bound_ms in bounds_ms.items()
@@ -109,13 +104,13 @@ def check_plan(plan: Plan, lengths: Sequence[int], job: Job) -> Findings:
     )
 
 
-def _strategy(plan: Plan, job: Job) -> StrategyFigures:
-    """The plan's strategy, with the plan's replicas on its ranks."""
-    strategy = job.strategies.get(plan.strategy)
+def _strategy(plan: Plan, pool: Mapping[str, StrategyFigures]) -> StrategyFigures:
+    """The plan's strategy, after checking that the plan has its replicas on its ranks."""
+    strategy = pool.get(plan.strategy)
     if strategy is None:
         raise BrokenRule(
             Rule.UNKNOWN_STRATEGY,
-            f"the plan is for {plan.strategy!r} but the pool has {', '.join(job.strategies)}",
+            f"the plan is for {plan.strategy!r} but the pool has {', '.join(pool)}",
         )
     if len(plan.replicas) != len(strategy.replicas):
         raise BrokenRule(
@@ -384,15 +379,13 @@ def _bound_within_ms(
     lengths: Sequence[int], counts: Counter[SchemeFigures], time_ms: float
 ) -> float:
     """The bound for plans in which no sequence takes longer than a time through all stages."""
+
+    def fits(figures: SchemeFigures, length: int) -> bool:
+        return length <= figures.longest and _pass_ms(figures, length) <= time_ms
+
+    distinct = set(lengths)
     longest = {
-        figures: max(
-            (
-                length
-                for length in set(lengths)
-                if length <= figures.longest and _pass_ms(figures, length) <= time_ms
-            ),
-            default=0,
-        )
+        figures: max((length for length in distinct if fits(figures, length)), default=0)
         for figures in counts
     }
     cases = [

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from megatron.hydraulis.cost_model.context import choose_way
-from megatron.hydraulis.data.context_split import gathered_places, local_stretches
+from megatron.hydraulis.data.packed_batch import gathered_places, local_stretches
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.process_groups import to_device

@@ -44,9 +44,11 @@ def test_token_budget_conserves_sequences(
         assert batch.lengths == tuple(lengths[list(batch.sequence_ids)])
         assert list(batch.sequence_ids[: len(oldest)]) == oldest
         consumed.extend(batch.sequence_ids)
-    waiting = sampler.state_dict()["waiting"]
+    state = sampler.state_dict()
+    waiting = state["waiting"]
     assert len(waiting) <= MAX_WAITING_SEQUENCES
-    assert sampler.num_consumed_sequences == len(consumed)
+    drawn_of = [g["epoch"] * g["num_sequences"] + g["position"] for g in state["order"]["groups"]]
+    assert sum(drawn_of) == len(consumed) + len(waiting)
 
     one_by_one = LengthSampler(lengths, groups, seed=seed, global_batch_size=1)
     drawn = [one_by_one.next_batch().sequence_ids[0] for _ in range(len(consumed) + len(waiting))]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.hydraulis.data.context_split import (
+from megatron.hydraulis.data.packed_batch import (
     chunk_multiple,
     gathered_places,
     local_places,

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.hydraulis.data.context_split import gathered_places
-from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.data.packed_batch import PackedBatch, gathered_places, pack
 from megatron.hydraulis.errors import DataError
 
 SEQUENCES = [np.array([11, 12, 13, 14]), np.array([21, 22]), np.array([31, 32, 33])]

@@ -3,7 +3,7 @@ import io
 import numpy as np
 from rich.console import Console
 
-from megatron.hydraulis.data.preprocess_command import LengthBin, length_bins, length_table
+from megatron.hydraulis.data.preprocess import LengthBin, length_bins, length_table
 
 
 def test_bins_are_powers_of_two_without_gaps() -> None:
@@ -20,10 +20,6 @@ def test_every_border_falls_into_its_bin() -> None:
         for length in ((1 << exponent) - 1, 1 << exponent):
             (only,) = length_bins(np.array([length]))
             assert only.first <= length <= only.last
-
-
-def test_no_documents() -> None:
-    assert length_bins(np.array([], dtype=np.int64)) == ()
 
 
 def test_a_rare_length_is_still_seen() -> None:

@@ -14,7 +14,6 @@ from megatron.hydraulis.data.sources import (
     Corpora,
     load_corpora,
     load_corpora_from_arguments,
-    parse_blend,
 )
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from tests.unit.data.datasets import numbered_documents, write_dataset
@@ -46,25 +45,6 @@ class DocumentsOfPart(GPTDataset):
         self, low_level: object, path: str, documents: np.ndarray, *others: object
     ) -> None:
         self.documents = documents
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["a"], Blend(("a",))),
-        (["a", "b"], Blend(("a", "b"))),
-        (["a", "b", "c"], Blend(("a", "b", "c"))),
-        (["0.3", "a", "7", "b"], Blend(("a", "b"), (0.3, 7.0))),
-        (["1", "a"], Blend(("a",), (1.0,))),
-    ],
-)
-def test_blends_as_megatron_writes_them(words: list[str], expected: Blend) -> None:
-    assert parse_blend(words) == expected
-
-
-def test_half_weighted_blend() -> None:
-    with pytest.raises(ConfigurationError, match="a weight for every dataset or for none"):
-        parse_blend(["a", "b", "0.5", "c"])
 
 
 @pytest.mark.parametrize("split", ["969,30,1", "969, 30, 1", "90,10", "1,1,1", "1", "0.5,.25,.25"])
@@ -170,6 +150,12 @@ def test_from_megatrons_flags(tmp_path: Path) -> None:
         corpora = loaded(**given)
         assert first_tokens(corpora.train) == [0, 3, 6, 9]
         assert first_tokens(corpora.valid) == [500, 503, 506, 509]
+    for words in ([a], [a, b], ["1", a]):
+        train = loaded(data_path=words).train
+        assert train is not None
+        assert len(train.prefixes) == len([word for word in words if word != "1"])
+    with pytest.raises(ConfigurationError, match="a weight for every dataset or for none"):
+        loaded(data_path=[a, b, "0.5", a])
     with pytest.raises(ConfigurationError, match="neither is given"):
         loaded()
     with pytest.raises(ConfigurationError, match="cannot read the file that lists"):

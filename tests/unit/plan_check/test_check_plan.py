@@ -12,7 +12,7 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.plan_check import files
-from megatron.hydraulis.plan_check.broken_rule import Rule
+from megatron.hydraulis.plan_check.files import Rule
 from tests.support.index_file import write_idx
 from tests.support.planning_files import LENGTHS, POOL, PROFILE, make_plan, write_files
 

@@ -7,8 +7,7 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor, nn
 
-from megatron.hydraulis.data.context_split import local_places, row_segments
-from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.data.packed_batch import local_places, pack, row_segments
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.executor import packed_seq_params
 from megatron.hydraulis.runtime.model_building import build_model
