@@ -2,9 +2,8 @@ from argparse import Namespace
 
 import pytest
 
-from megatron.hydraulis.cost_model.context import all_to_all_refusal, te_all_to_all_refusal
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.checks import check_all_to_all, check_context
+from megatron.hydraulis.flags.checks import check_context
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 
@@ -53,12 +52,3 @@ def test_every_size_that_a_replica_may_split_into_counts() -> None:
     check("cp8~", "a2a")
     with pytest.raises(ConfigurationError, match=r"a2a over 4 .* query heads .* there are 6"):
         check("cp8~", "a2a", num_heads=6, num_groups=6)
-
-
-def test_transformer_engine_repeats_no_query_groups_for_its_all_to_all() -> None:
-    pool = Pool.of(Strategy.parse("tp2cp4", num_ranks=NUM_RANKS))
-    args = Namespace(cp_comm_type=["a2a"])
-    check_all_to_all(args, pool, shape_of(8, 2), all_to_all_refusal)
-    check_all_to_all(args, pool, shape_of(8, 8), te_all_to_all_refusal)
-    with pytest.raises(ConfigurationError, match=r"tp2cp4: Transformer Engine's .* are 4 and 1;"):
-        check_all_to_all(args, pool, shape_of(8, 2), te_all_to_all_refusal)

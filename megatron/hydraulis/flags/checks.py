@@ -4,7 +4,7 @@ import argparse
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.datasets.utils import get_blend_from_list
@@ -14,11 +14,10 @@ from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
 
 __all__ = [
-    "check_all_to_all",
     "check_batch",
     "check_checkpoints",
     "check_context",
@@ -313,48 +312,29 @@ def check_wandb(args: argparse.Namespace) -> None:
 
 
 def check_context(args: argparse.Namespace, pool: Pool, shape: ModelShape) -> None:
-    """Raise ConfigurationError for a --cp-comm-type that is unknown or does not fit the heads."""
+    """Raise ConfigurationError for a --cp-comm-type that is unknown or does not fit the heads, in
+    any group of ranks that a strategy may use."""
     types = args.cp_comm_type
     if len(types) != 1 or types[0] not in CP_COMM_TYPES:
         raise ConfigurationError(
             f"--cp-comm-type takes 1 of {', '.join(CP_COMM_TYPES)} for all layers but was given "
             f"{len(types)}: {' '.join(types)}; give one of them"
         )
-    check_all_to_all(args, pool, shape, all_to_all_refusal)
-
-
-def check_all_to_all(
-    args: argparse.Namespace,
-    pool: Pool,
-    shape: ModelShape,
-    refusal_of: Callable[[int, int, int], str | None],
-) -> None:
-    """Raise ConfigurationError where --cp-comm-type a2a cannot distribute the heads.
-
-    refusal_of: reason against a2a, or None, from the number of heads and of query groups of a tp
-    rank and the number of ranks of a context-parallel group. Every size of group that a strategy
-    may use is checked.
-    """
-    if args.cp_comm_type[0] != "a2a":
+    if types[0] != "a2a":
         return
     schemes = {scheme for strategy in pool.strategies for scheme in strategy.schemes}
     for scheme in sorted(schemes, key=str):
-        for size in _group_sizes(scheme):
-            refusal = refusal_of(
-                shape.num_attention_heads // scheme.tp, shape.num_query_groups // scheme.tp, size
+        for group in reversed(scheme.group_schemes):
+            refusal = all_to_all_refusal(
+                shape.num_attention_heads // scheme.tp,
+                shape.num_query_groups // scheme.tp,
+                group.cp,
             )
             if refusal is not None:
                 raise ConfigurationError(
                     f"--cp-comm-type a2a: scheme {scheme}: {refusal}; use --cp-comm-type auto, or "
                     f"a scheme with less cp or tp"
                 )
-
-
-def _group_sizes(scheme: Scheme) -> list[int]:
-    """Sizes above 1 of the context-parallel groups that a replica may use."""
-    if not scheme.splits_cp:
-        return [scheme.cp] if scheme.cp > 1 else []
-    return [1 << power for power in range(1, scheme.cp.bit_length())]
 
 
 _WHY_NOT = {

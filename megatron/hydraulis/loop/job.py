@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from hydraulis_patches.training_loop import apply_training_loop
-from megatron.hydraulis.cost_model.context import te_all_to_all_refusal
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
@@ -26,7 +25,6 @@ from megatron.hydraulis.flags.arguments import (
     gpt_model_config,
     install_globals,
 )
-from megatron.hydraulis.flags.checks import check_all_to_all
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
 from megatron.hydraulis.flags.describe import format_description
 from megatron.hydraulis.json_object import write_json
@@ -58,7 +56,12 @@ from megatron.hydraulis.observability.records import METRICS_FILE_NAME, MetricsW
 from megatron.hydraulis.observability.report_data import read_run
 from megatron.hydraulis.observability.report_figures import write_summary
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
-from megatron.hydraulis.runtime.core_attention import CoreAttention, choose, current_environment
+from megatron.hydraulis.runtime.core_attention import (
+    CoreAttention,
+    choose,
+    current_environment,
+    row_kinds,
+)
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import (
     ForwardStep,
@@ -141,10 +144,13 @@ class Job:
         support the exchange among cp ranks.
         """
         args, resolved = self._resolved.args, self._resolved
-        here = current_environment(dtype=args.params_dtype, head_size=args.kv_channels)
+        here = current_environment(
+            dtype=args.params_dtype,
+            head_size=args.kv_channels,
+            rows=row_kinds(resolved.pool, resolved.shape, args.seq_length),
+            cp_comm_type=args.cp_comm_type[0],
+        )
         self._core_attention = choose(resolved.hydraulis.core_attention, here)
-        if self._core_attention.name == "te":
-            check_all_to_all(args, resolved.pool, resolved.shape, te_all_to_all_refusal)
 
     def load_corpora(self) -> Corpora:
         """Training, validation and test data, of which only the index is read.

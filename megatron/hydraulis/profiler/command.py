@@ -44,7 +44,7 @@ from megatron.hydraulis.profiler.measurements import (
 from megatron.hydraulis.profiler.results import profile_of, profile_tables
 from megatron.hydraulis.profiler.rig import EngineRig, Repeats
 from megatron.hydraulis.profiler.survey import MIXTURE, grid, survey
-from megatron.hydraulis.runtime.core_attention import choose, current_environment
+from megatron.hydraulis.runtime.core_attention import choose, current_environment, row_kinds
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
@@ -374,7 +374,12 @@ class _Job:
         config = gpt_model_config(args, HydraulisModelConfig)
         config.num_tokens_in_vocabulary = self.resolved.vocabulary.size
         config.uses_sequence_parallel = hydraulis.sequence_parallel
-        here = current_environment(dtype=args.params_dtype, head_size=args.kv_channels)
+        here = current_environment(
+            dtype=args.params_dtype,
+            head_size=args.kv_channels,
+            rows=row_kinds(self.pool, self.resolved.shape, args.seq_length),
+            cp_comm_type=args.cp_comm_type[0],
+        )
         config.core_attention = choose(hydraulis.core_attention, here).name
         return Engine(
             model_definition(config),

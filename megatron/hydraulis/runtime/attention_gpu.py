@@ -6,7 +6,9 @@ Both are imported when they are used, since a machine may have neither.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -29,7 +31,17 @@ from megatron.hydraulis.runtime.attention import (
 )
 from megatron.hydraulis.runtime.process_groups import to_device
 
-__all__ = ["TE_MASK", "TEAttention", "TEWay", "choose_te_way", "packed_arguments"]
+__all__ = [
+    "TE_MASK",
+    "RowKind",
+    "TEAttention",
+    "TEWay",
+    "VarlenAttention",
+    "choose_te_way",
+    "packed_arguments",
+    "te_kernel",
+    "te_obstacle",
+]
 
 
 CAUSAL_WINDOW = (-1, 0)
@@ -140,9 +152,8 @@ class TEAttention(torch.nn.Module):
     ``config.cp_comm_type`` selects how its ranks exchange keys and values, see `choose_te_way`.
 
     Upstream's wrapper also takes the group of a micro-batch, but creates the ring's stream only
-    where the model's cp is above 1, exchanges in one way for groups of all sizes, and passes both
-    kinds of borders where they are equal: Transformer Engine then assumes padding inside the row
-    and does not use FlashAttention.
+    where the model's cp is above 1, exchanges in one way for groups of all sizes, and lets
+    Transformer Engine infer padding from borders, which excludes most of its kernels.
 
     Args:
         config: of the role.
@@ -268,26 +279,124 @@ def choose_te_way(cp_comm_type: str, num_heads: int, num_groups: int, context_si
 def packed_arguments(packed_seq_params: PackedSeqParams) -> dict[str, Any]:
     """The arguments of ``DotProductAttention.forward`` other than queries, keys and values.
 
-    For a row that a group shares, borders and longest segment are those of the whole row. In an
-    unshared row padding is a segment, so true and padded borders are equal, and Transformer Engine
-    can choose from all its kernels.
+    True borders are passed as equal to the padded ones, so that Transformer Engine assumes no
+    padding and can choose from all its kernels. In an unshared row padding is a segment. In a
+    shared row it ends a segment: causality hides it from the sequence, loss weights hide what it
+    computes.
     """
-    padded = packed_seq_params.cu_seqlens_q_padded
-    if padded is None:
-        padded = packed_seq_params.cu_seqlens_q
-    is_shared = context_size_of(packed_seq_params) > 1
-    true = packed_seq_params.cu_seqlens_q if is_shared else padded
+    borders = packed_seq_params.cu_seqlens_q_padded
+    if borders is None:
+        borders = packed_seq_params.cu_seqlens_q
     return {
         "qkv_format": "thd",
         "attn_mask_type": TE_MASK,
-        "cu_seqlens_q": true,
-        "cu_seqlens_kv": true,
-        "cu_seqlens_q_padded": padded,
-        "cu_seqlens_kv_padded": padded,
+        "cu_seqlens_q": borders,
+        "cu_seqlens_kv": borders,
+        "cu_seqlens_q_padded": borders,
+        "cu_seqlens_kv_padded": borders,
         "max_seqlen_q": packed_seq_params.max_seqlen_q,
         "max_seqlen_kv": packed_seq_params.max_seqlen_kv,
-        "pad_between_seqs": is_shared,
+        "pad_between_seqs": False,
     }
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """What the choice of a kernel for packed rows depends on, other than their numbers' type."""
+
+    num_heads: int
+    """Query heads on a rank, after tensor parallelism."""
+    num_groups: int
+    """Key and value heads on a rank."""
+    context_size: int = 1
+    """Ranks that share the row."""
+    num_tokens: int = 4096
+    """Of the row, and of its longest sequence."""
+
+
+def te_obstacle(
+    row: RowKind, *, dtype: torch.dtype, head_size: int, cp_comm_type: str
+) -> str | None:
+    """Why `TEAttention` should not compute such rows; None if it should.
+
+    Transformer Engine's own selection decides. Its unfused kernel, which it takes where the others
+    refuse, is refused here: its memory grows with the square of the row.
+    """
+    size = row.context_size
+    try:
+        way = (
+            None if size == 1 else choose_te_way(cp_comm_type, row.num_heads, row.num_groups, size)
+        )
+    except ConfigurationError as error:
+        return str(error)
+    kernel = te_kernel(row, way, dtype=dtype, head_size=head_size)
+    if kernel not in (None, "unfused"):
+        return None
+    heads = f"{row.num_heads} heads ({row.num_groups} groups) of {head_size}"
+    shared = "" if way is None else f" shared by {size} ranks ({way})"
+    takes = "no kernel" if kernel is None else "only its unfused kernel, O(T²) in memory,"
+    return (
+        f"Transformer Engine has {takes} for packed rows{shared} with {heads} on this GPU "
+        "(NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 logs why)"
+    )
+
+
+def te_kernel(
+    row: RowKind,
+    way: TEWay | None,
+    *,
+    dtype: torch.dtype,
+    head_size: int,
+    pad_between_seqs: bool = False,
+) -> str | None:
+    """The kernel that Transformer Engine's rules select for packed rows on the current device.
+
+    Args:
+        row: what is asked about.
+        way: how ranks exchange, for a shared row.
+        dtype: of queries, keys and values.
+        head_size: of a head.
+        pad_between_seqs: whether to ask for rows with declared padding, which we never pass.
+
+    Returns:
+        ``flash-attn`` and its version, ``cuDNN``, ``unfused``, or None if there is none.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    num_tokens = row.num_tokens // row.context_size
+    asked: dict[str, Any] = {
+        "qkv_type": torch.Tensor,
+        "qkv_dtype": dtype,
+        "qkv_layout": "thd_thd_thd",
+        "batch_size": 2,  # sequences of the row, whose number decides nothing
+        "num_heads": row.num_heads,
+        "num_gqa_groups": row.num_groups,
+        "max_seqlen_q": row.num_tokens,
+        "max_seqlen_kv": row.num_tokens,
+        "num_tokens_q": num_tokens,
+        "num_tokens_kv": num_tokens,
+        "head_dim_qk": head_size,
+        "head_dim_v": head_size,
+        "attn_mask_type": TE_MASK,
+        "window_size": CAUSAL_WINDOW,
+        "bottom_right_diagonal": False,
+        "pad_between_seqs": pad_between_seqs,
+        "context_parallel": way is not None,
+        "cp_comm_type": way or "p2p",
+        "cp_size": row.context_size,
+        "deterministic": os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+        or torch.are_deterministic_algorithms_enabled(),
+        "core_attention_bias_requires_grad": False,
+        "softmax_scale": head_size**-0.5,
+    }
+    known = {field.name for field in fields(utils.AttentionParams)}  # fewer in older versions
+    parameters = utils.AttentionParams(
+        **{name: value for name, value in asked.items() if name in known}
+    )
+    flash, version, fused, _, unfused, _ = utils.get_attention_backend(parameters)
+    if flash:
+        return f"flash-attn {version}"
+    return "cuDNN" if fused else "unfused" if unfused else None
 
 
 @functools.cache

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.runtime.attention import ContextAttention
-from megatron.hydraulis.runtime.attention_gpu import TEAttention, VarlenAttention
+from megatron.hydraulis.runtime.attention_gpu import (
+    RowKind,
+    TEAttention,
+    VarlenAttention,
+    te_obstacle,
+)
+from megatron.hydraulis.strategy import Pool
 
 CoreAttentionName = Literal["te", "torch", "sdpa"]
 
@@ -42,7 +50,7 @@ class Environment:
     """Of queries, keys and values."""
     head_size: int
     why_no_te: str | None
-    """Why Transformer Engine cannot be used; None where it can."""
+    """Why Transformer Engine cannot or should not be used; None where it can."""
     why_no_varlen: str | None
     """Why this torch has no ``varlen_attn``; None where it has."""
 
@@ -106,27 +114,68 @@ def choose(wish: str, here: Environment) -> CoreAttention:
     )
 
 
-def current_environment(*, dtype: torch.dtype, head_size: int) -> Environment:
-    """The environment of this process and its current CUDA device."""
+def row_kinds(pool: Pool, shape: ModelShape, longest: int) -> tuple[RowKind, ...]:
+    """The kinds of packed rows that the strategies of a pool compute core attention for.
+
+    Args:
+        pool: of the run.
+        shape: of the model.
+        longest: tokens of the longest sequence.
+    """
+    schemes = {scheme for strategy in pool.strategies for scheme in strategy.schemes}
+    groups = {(group.tp, group.cp) for scheme in schemes for group in scheme.group_schemes}
+    return tuple(
+        RowKind(shape.num_attention_heads // tp, shape.num_query_groups // tp, cp, longest)
+        for tp, cp in sorted(groups)
+    )
+
+
+def current_environment(
+    *,
+    dtype: torch.dtype,
+    head_size: int,
+    rows: Sequence[RowKind] = (RowKind(1, 1),),
+    cp_comm_type: str = "auto",
+) -> Environment:
+    """The environment of this process and its current CUDA device.
+
+    Args:
+        dtype: of queries, keys and values.
+        head_size: of a head.
+        rows: kinds of rows that a core attention has to compute, see `row_kinds`.
+        cp_comm_type: how ranks that share a row exchange, one of `CP_COMM_TYPES`.
+    """
     has_cuda = torch.cuda.is_available()
     has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
     return Environment(
         compute_capability=torch.cuda.get_device_capability() if has_cuda else None,
         dtype=dtype,
         head_size=head_size,
-        why_no_te=_why_no_te() if has_cuda else _NO_CUDA,
+        why_no_te=_why_no_te(rows, dtype, head_size, cp_comm_type) if has_cuda else _NO_CUDA,
         why_no_varlen=(
             None if has_varlen else f"torch {torch.__version__} has no torch.nn.attention.varlen"
         ),
     )
 
 
-def _why_no_te() -> str | None:
+def _why_no_te(
+    rows: Sequence[RowKind], dtype: torch.dtype, head_size: int, cp_comm_type: str
+) -> str | None:
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
     try:
         import transformer_engine.pytorch  # noqa: F401
     except Exception as error:  # built for another torch or CUDA, it may raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return f"Transformer Engine cannot be imported ({reason})"
+        return f"Transformer Engine cannot be imported ({_in_one_line(error)})"
+    try:
+        for row in rows:
+            obstacle = te_obstacle(row, dtype=dtype, head_size=head_size, cp_comm_type=cp_comm_type)
+            if obstacle is not None:
+                return obstacle
+    except Exception as error:  # the selection is internal and may differ in other versions
+        return f"Transformer Engine does not say which kernel it would use ({_in_one_line(error)})"
     return None
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

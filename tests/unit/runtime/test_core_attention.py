@@ -4,13 +4,17 @@ import pytest
 import torch
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.runtime.attention_gpu import RowKind
 from megatron.hydraulis.runtime.core_attention import (
     CORE_ATTENTIONS,
     MODULE_OF,
     Environment,
     choose,
     current_environment,
+    row_kinds,
 )
+from megatron.hydraulis.strategy import Pool, Strategy
 
 HOPPER = Environment(
     compute_capability=(9, 0),
@@ -90,3 +94,24 @@ def test_on_this_machine() -> None:
         assert choose("auto", here).name == "sdpa"
     for name in CORE_ATTENTIONS:
         assert isinstance(MODULE_OF[name], type)
+
+
+def test_kinds_of_rows_of_a_pool() -> None:
+    shape = ModelShape(
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=8,
+        vocab_size=64,
+        gated_mlp=True,
+        tied_embeddings=False,
+    )
+    pool = Pool.of(Strategy.parse("tp2cp4~", 8), Strategy.parse("8*tp1", 8))
+    assert row_kinds(pool, shape, 4096) == (
+        RowKind(8, 4, 1, 4096),
+        RowKind(4, 2, 1, 4096),
+        RowKind(4, 2, 2, 4096),
+        RowKind(4, 2, 4, 4096),
+    )

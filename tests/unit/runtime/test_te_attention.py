@@ -1,3 +1,7 @@
+import dataclasses
+import re
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -7,7 +11,14 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.attention import SegmentAttention
-from megatron.hydraulis.runtime.attention_gpu import TEAttention, choose_te_way, packed_arguments
+from megatron.hydraulis.runtime.attention_gpu import (
+    RowKind,
+    TEAttention,
+    choose_te_way,
+    packed_arguments,
+    te_kernel,
+    te_obstacle,
+)
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
 from tests.support.context_probes import packed, run_attention
 from tests.support.models import SmallModel
@@ -92,17 +103,17 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     return LocalGroup(size=2)
 
 
-def test_a_shared_row_comes_with_its_group_and_both_borders(group: Any) -> None:
+def test_a_shared_row_comes_with_its_group_and_padded_borders(group: Any) -> None:
     module = attention()
     row = packed([5, 3], [8, 4], group)
     query, key, value, _ = tensors(6)
     module(query, key, value, None, packed_seq_params=row)
     assert module.attention.context[:3] == (group, [4, 6], None)
     told = module.attention.told
-    assert told["cu_seqlens_q"].tolist() == [0, 5, 8]
-    assert told["cu_seqlens_q_padded"].tolist() == [0, 8, 12]
+    assert told["cu_seqlens_q"].tolist() == [0, 8, 12]
+    assert told["cu_seqlens_q"] is told["cu_seqlens_q_padded"]
     assert told["max_seqlen_q"] == 8
-    assert told["pad_between_seqs"] is True
+    assert told["pad_between_seqs"] is False
     assert told["attention_mask"] is None
 
 
@@ -143,3 +154,73 @@ def test_unpacked_input_and_dropout_are_refused() -> None:
         attention()(query, key, value, None)
     with pytest.raises(ConfigurationError, match=r"dropout is 0\.1"):
         attention(attention_dropout=0.1)
+
+
+@dataclasses.dataclass
+class AttentionParams:
+    """Transformer Engine's, of an older version that has fewer fields."""
+
+    num_heads: int
+    head_dim_qk: int
+    cp_comm_type: str
+    pad_between_seqs: bool
+    max_seqlen_q: int
+
+
+@pytest.fixture
+def selection(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Transformer Engine's rules: a function of their parameters that the test replaces."""
+    path = "transformer_engine.pytorch.attention.dot_product_attention"
+    utils = types.ModuleType("utils")
+    utils.AttentionParams = AttentionParams  # type: ignore[attr-defined]
+    names = path.split(".")
+    for depth in range(len(names)):
+        name = ".".join(names[: depth + 1])
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules[path], "utils", utils, raising=False)
+    monkeypatch.setitem(sys.modules, path + ".utils", utils)
+    return utils
+
+
+FLASH: tuple[Any, ...] = (True, "2.8.3", False, None, False, [])
+CUDNN: tuple[Any, ...] = (False, None, True, 1, False, [])
+UNFUSED: tuple[Any, ...] = (False, None, False, None, True, [])
+NONE: tuple[Any, ...] = (False, None, False, None, False, [])
+
+
+@pytest.mark.parametrize(
+    ("selected", "obstacle"),
+    [
+        (FLASH, None),
+        (CUDNN, None),
+        (UNFUSED, "has only its unfused kernel, .* shared by 2 ranks .p2p. with 4 heads .2 groups"),
+        (NONE, "has no kernel for packed rows shared by 2 ranks"),
+    ],
+)
+def test_what_its_own_selection_refuses_is_an_obstacle(
+    selection: Any, selected: tuple[Any, ...], obstacle: str | None
+) -> None:
+    selection.get_attention_backend = lambda asked: selected
+    found = te_obstacle(
+        RowKind(4, 2, 2, 64), dtype=torch.bfloat16, head_size=128, cp_comm_type="p2p"
+    )
+    assert found is None if obstacle is None else re.search(obstacle, str(found))
+
+
+def test_what_its_own_selection_is_asked(selection: Any) -> None:
+    asked: list[AttentionParams] = []
+
+    def select(parameters: AttentionParams) -> tuple[Any, ...]:
+        asked.append(parameters)
+        return FLASH
+
+    selection.get_attention_backend = select
+    kernel = te_kernel(RowKind(4, 2, 2, 64), "a2a", dtype=torch.bfloat16, head_size=128)
+    assert kernel == "flash-attn 2.8.3"
+    assert asked == [AttentionParams(4, 128, "a2a", False, 64)]
+
+
+def test_query_groups_that_it_cannot_share_are_an_obstacle() -> None:
+    found = te_obstacle(RowKind(4, 1, 2), dtype=torch.bfloat16, head_size=128, cp_comm_type="a2a")
+    assert found is not None
+    assert "multiples of 2 heads and query groups" in found
