@@ -62,7 +62,7 @@ def test_the_same_loss_before_and_after_training(
     assert abs(losses[1] - losses[0]) > 100 * SAME_LOSS  # another model
     back = tmp_path / "back"
     exported = export_checkpoint(mega, back, max_file_bytes=1 << 30)
-    assert exported.source.name == f"iter_{ITERATION:07d}"
+    assert exported.checkpoint.name == f"iter_{ITERATION:07d}"
     assert tensors_of(back).keys() == tensors_of(source).keys()
     assert losses[1] == pytest.approx(transformers_loss(back, batch), rel=SAME_LOSS)
 

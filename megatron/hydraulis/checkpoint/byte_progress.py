@@ -16,20 +16,10 @@ _LINE_INTERVAL_S = 10.0
 
 
 class ByteProgress:
-    """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds.
-
-    Args:
-        what: name of the work.
-        num_bytes: total number of bytes.
-    """
+    """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds."""
 
     def __init__(self, what: str, num_bytes: int) -> None:
         console = Console(stderr=True)
-        self._what = what
-        self._num_bytes = num_bytes
-        self._num_done = 0
-        self._is_terminal = console.is_terminal
-        self._last_line_s = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -37,9 +27,10 @@ class ByteProgress:
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not self._is_terminal,
+            disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(what, total=num_bytes)
+        self._bar.add_task(what, total=num_bytes)
+        self._last_line_s = time.monotonic()
 
     def __enter__(self) -> ByteProgress:
         self._bar.start()
@@ -50,16 +41,13 @@ class ByteProgress:
 
     def advance(self, num_bytes: int) -> None:
         """Count bytes as done."""
-        self._num_done += num_bytes
-        self._bar.update(self._task, advance=num_bytes)
+        (task,) = self._bar.tasks
+        self._bar.update(task.id, advance=num_bytes)
         now_s = time.monotonic()
-        if not self._is_terminal and now_s - self._last_line_s >= _LINE_INTERVAL_S:
+        if self._bar.disable and now_s - self._last_line_s >= _LINE_INTERVAL_S:
             self._last_line_s = now_s
-            print(
-                f"{self._what}: {size_text(self._num_done)} of {size_text(self._num_bytes)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            done, total = size_text(int(task.completed)), size_text(int(task.total or 0))
+            print(f"{task.description}: {done} of {total}", file=sys.stderr, flush=True)
 
 
 def size_text(num_bytes: int) -> str:

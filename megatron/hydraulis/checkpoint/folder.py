@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.hydraulis.errors import CheckpointError
 
-__all__ = ["LATEST_FILE_NAME", "RELEASE", "CheckpointFolder", "is_unfinished"]
+__all__ = ["LATEST_FILE_NAME", "RELEASE", "CheckpointFolder", "is_unfinished", "replace_file"]
 
 LATEST_FILE_NAME = "latest_checkpointed_iteration.txt"
 """Megatron's name."""
@@ -103,14 +103,8 @@ class CheckpointFolder:
 
     def write_latest(self, iteration: int | str) -> None:
         """Name the latest checkpoint, or `RELEASE`, completely or not at all. Raises OSError."""
-        path = self.root / LATEST_FILE_NAME
         unfinished = self.root / f"{_SAVING}{LATEST_FILE_NAME}"
-        with unfinished.open("w") as file:
-            file.write(f"{iteration}")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path)
-        _sync(self.root)
+        replace_file(self.root / LATEST_FILE_NAME, unfinished, f"{iteration}")
 
     def surplus(self, num_kept: int) -> tuple[int, ...]:
         """Iterations up to the latest but the ``num_kept`` newest of them, oldest first."""
@@ -146,6 +140,16 @@ class CheckpointFolder:
 def is_unfinished(path: Path) -> bool:
     """Whether a save into the folder is running or was interrupted, by its name."""
     return path.name.startswith(_SAVING)
+
+
+def replace_file(path: Path, unfinished: Path, text: str) -> None:
+    """Write a file, then give it its name, so that a crash cannot cut it. Raises OSError."""
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+    _sync(path.parent)
 
 
 def _named(iterations: Sequence[int]) -> str:

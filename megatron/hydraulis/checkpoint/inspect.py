@@ -6,8 +6,10 @@ What needs torch is imported late, so that help is quick.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,115 +59,57 @@ def run(namespace: argparse.Namespace) -> int:
     """Print what is there; 1 unless every checkpoint is complete. Raises CheckpointError."""
     found = inspect_folder(namespace.folder, checks_content=not namespace.quick)
     if namespace.json:
-        print(json.dumps(found.to_json(), indent=1))
+        print(json.dumps(dataclasses.asdict(found), indent=1, default=_dtype_name))
     else:
         _print(found, with_tensors=namespace.tensors)
-    return 0 if found.is_complete else EXIT_INCOMPLETE
+    return 0 if found.complete else EXIT_INCOMPLETE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """One checkpoint."""
+    """One checkpoint; the fields are those of ``--json``."""
 
-    path: Path
+    path: str
     written_by: str
     """``hydraulis`` or ``megatron``."""
+    complete: bool
+    under_way: bool = False
+    """Whether its save is running or was interrupted."""
     problems: tuple[str, ...]
     """What is missing or damaged."""
-    is_under_way: bool = False
-    """Whether its save is running or was interrupted."""
+    checksums_compared: bool = False
     iteration: int | None = None
     num_ranks: int | None = None
-    num_bytes: int | None = None
-    checks_content: bool = False
-    """Whether every byte was compared with its checksum."""
+    bytes: int | None = None
     num_consumed_sequences: int | None = None
-    stored: StoredCheckpoint | None = None
-    """None if its metadata cannot be read."""
+    num_parameters: int = 0
+    """Number of elements of all parameters."""
+    has_optimizer_state: bool = False
+    has_resumable_optimizer_state: bool = False
     model: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """All tensors by key."""
-        return {} if self.stored is None else self.stored.tensors
-
-    @property
-    def parameters(self) -> Mapping[str, StoredTensor]:
-        """Tensors that are not the optimizer's."""
-        return {} if self.stored is None else self.stored.parameters
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of elements of all parameters."""
-        return sum(math.prod(tensor.shape) for tensor in self.parameters.values())
-
-    @property
-    def pool(self) -> tuple[str, ...]:
-        """Strategies of the run that wrote it, if it says so."""
-        planner = self.state.get("planner")
-        pool = planner.get("pool") if isinstance(planner, Mapping) else None
-        return tuple(dict.fromkeys(map(str, pool.values()))) if isinstance(pool, Mapping) else ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The checkpoint as it is printed by ``--json``."""
-        return {
-            "path": str(self.path),
-            "written_by": self.written_by,
-            "complete": not self.problems,
-            "under_way": self.is_under_way,
-            "problems": list(self.problems),
-            "checksums_compared": self.checks_content,
-            "iteration": self.iteration,
-            "num_ranks": self.num_ranks,
-            "bytes": self.num_bytes,
-            "num_consumed_sequences": self.num_consumed_sequences,
-            "num_parameters": self.num_parameters,
-            "has_optimizer_state": self.stored is not None and self.stored.has_optimizer,
-            "has_resumable_optimizer_state": (
-                self.stored is not None and self.stored.has_resumable_optimizer
-            ),
-            "model": dict(self.model),
-            "state": dict(self.state),
-            "tensors": {
-                key: {
-                    "shape": list(tensor.shape),
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "num_chunks": tensor.num_chunks,
-                }
-                for key, tensor in sorted(self.tensors.items())
-            },
-        }
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """Empty if the metadata cannot be read."""
 
 
 @dataclass(frozen=True)
 class FolderInspection:
     """A folder of checkpoints as given to ``--save``, or a single checkpoint."""
 
-    path: Path
+    path: str
+    complete: bool
+    """Whether all checkpoints are; in a folder, unfinished saves do not count."""
+    problems: tuple[str, ...]
+    """Problems of the folder itself."""
+    latest: str | None
+    """Name of the folder that is named the latest, if any."""
     checkpoints: tuple[Inspection, ...]
     """Oldest first; those whose save is not finished at the end."""
-    latest: str | None = None
-    """Name of the folder that is named the latest, if any."""
-    problems: tuple[str, ...] = ()
-    """Problems of the folder as a whole."""
-    is_single: bool = False
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all checkpoints are, but for those being saved, which do not stop a run."""
-        counted = (each for each in self.checkpoints if self.is_single or not each.is_under_way)
-        return not self.problems and not any(each.problems for each in counted)
-
-    def to_json(self) -> dict[str, Any]:
-        """The folder as it is printed by ``--json``."""
-        return {
-            "path": str(self.path),
-            "complete": self.is_complete,
-            "problems": list(self.problems),
-            "latest": self.latest,
-            "checkpoints": [each.to_json() for each in self.checkpoints],
-        }
+    def is_single(self) -> bool:
+        """Whether the path is a checkpoint."""
+        return self.checkpoints[0].path == self.path
 
 
 def inspect_folder(path: Path, *, checks_content: bool = True) -> FolderInspection:
@@ -184,7 +128,7 @@ def inspect_folder(path: Path, *, checks_content: bool = True) -> FolderInspecti
         names = (METADATA_NAME, FORMAT_NAME, MANIFEST_NAME)
         if is_unfinished(path) or any((path / name).exists() for name in names):
             single = _inspect(path, checks_content=checks_content)
-            return FolderInspection(path, (single,), is_single=True)
+            return FolderInspection(str(path), single.complete, (), None, (single,))
         return _inspect_all(CheckpointFolder(path), checks_content=checks_content)
     except OSError as error:
         raise CheckpointError(
@@ -211,91 +155,93 @@ def _inspect_all(folder: CheckpointFolder, *, checks_content: bool) -> FolderIns
     except CheckpointError as error:
         problems.append(str(error))
     checkpoints = tuple(_inspect(each, checks_content=checks_content) for each in found)
-    return FolderInspection(folder.root, checkpoints, latest, tuple(problems))
+    is_complete = not problems and all(each.complete or each.under_way for each in checkpoints)
+    return FolderInspection(str(folder.root), is_complete, tuple(problems), latest, checkpoints)
 
 
 def _inspect(path: Path, *, checks_content: bool) -> Inspection:
-    """One checkpoint."""
     from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
 
-    if is_unfinished(path):
-        what = "its save is running or was interrupted"
-        return Inspection(path, "hydraulis", (what,), is_under_way=True)
+    facts: dict[str, Any] = {"written_by": "hydraulis"}
     problems: list[str] = []
+    if is_unfinished(path):
+        problem = "its save is running or was interrupted"
+        return Inspection(
+            path=str(path), complete=False, under_way=True, problems=(problem,), **facts
+        )
     stored = None
     try:
         stored = StoredCheckpoint(path)
+        facts |= {
+            "num_parameters": sum(math.prod(t.shape) for t in stored.parameters.values()),
+            "has_optimizer_state": stored.has_optimizer,
+            "has_resumable_optimizer_state": stored.has_resumable_optimizer,
+            "tensors": dict(sorted(stored.tensors.items())),
+        }
     except CheckpointError as error:
         problems.append(str(error))
     try:
         manifest = Manifest.read(path)
+        what = f"{path.name}: {'checksums' if checks_content else 'sizes'}"
+        with ByteProgress(what, manifest.num_bytes) as bar:
+            damage = manifest.problems(path, checks_content=checks_content, advance=bar.advance)
+        problems = damage or problems  # torch's errors about damaged files say less
+        consumed = manifest.state.get("consumed_train_samples")
+        facts |= {
+            "iteration": manifest.iteration,
+            "num_ranks": manifest.num_ranks,
+            "bytes": manifest.num_bytes,
+            "checksums_compared": checks_content,
+            "num_consumed_sequences": consumed if isinstance(consumed, int) else None,
+            "model": manifest.model,
+            "state": manifest.state,
+        }
     except FileNotFoundError:
-        return _of_megatron(path, stored, problems)
-    except CheckpointError as error:
-        return Inspection(path, "hydraulis", (*problems, str(error)), stored=stored)
-    what = f"{path.name}: {'checksums' if checks_content else 'sizes'}"
-    with ByteProgress(what, manifest.num_bytes) as progress:
-        damage = manifest.problems(path, checks_content=checks_content, advance=progress.advance)
-    consumed = manifest.state.get("consumed_train_samples")
-    return Inspection(
-        path,
-        "hydraulis",
-        tuple(damage or problems),  # torch's errors about damaged files say less
-        iteration=manifest.iteration,
-        num_ranks=manifest.num_ranks,
-        num_bytes=manifest.num_bytes,
-        checks_content=checks_content,
-        num_consumed_sequences=consumed if isinstance(consumed, int) else None,
-        model=manifest.model,
-        state=manifest.state,
-        stored=stored,
-    )
-
-
-def _of_megatron(path: Path, stored: StoredCheckpoint | None, problems: list[str]) -> Inspection:
-    """A checkpoint without manifest, whose files must be as long as its tensors need."""
-    from megatron.hydraulis.checkpoint.loading import upstream_state
-
-    known: dict[str, Any] = {}
-    written_by = "megatron"
-    if not (path / FORMAT_NAME).is_file():
-        problems.append(f"{FORMAT_NAME} is missing, which Megatron writes last")
-    try:
-        if stored is not None:
-            problems += _short_files(stored)
-            state = upstream_state(stored)
-            known = {
-                "iteration": state.iteration,
-                "num_consumed_sequences": state.num_consumed_sequences,
-                "model": state.model,
-            }
-            if state.written_here:
-                written_by = "hydraulis"
-                problems.append(f"{MANIFEST_NAME} is missing, so the files cannot be checked")
+        facts |= _facts_of_megatron(path, stored, problems)
     except CheckpointError as error:
         problems.append(str(error))
+    return Inspection(path=str(path), complete=not problems, problems=tuple(problems), **facts)
+
+
+def _facts_of_megatron(
+    path: Path, stored: StoredCheckpoint | None, problems: list[str]
+) -> dict[str, Any]:
+    """For a checkpoint without manifest, whose files must be as long as its tensors need."""
+    from megatron.hydraulis.checkpoint.loading import upstream_state
+
     num_bytes = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
-    return Inspection(
-        path, written_by, tuple(problems), num_bytes=num_bytes, stored=stored, **known
-    )
-
-
-def _short_files(stored: StoredCheckpoint) -> Iterator[str]:
+    facts: dict[str, Any] = {"written_by": "megatron", "bytes": num_bytes}
+    if not (path / FORMAT_NAME).is_file():
+        problems.append(f"{FORMAT_NAME} is missing, which Megatron writes last")
+    if stored is None:
+        return facts
     for name, least in sorted(stored.needed_bytes.items()):
-        file = stored.folder / name
+        file = path / name
         if not file.is_file():
-            yield f"{name} is missing"
+            problems.append(f"{name} is missing")
         elif file.stat().st_size < least:
-            yield f"{name} has {file.stat().st_size} bytes but its tensors need {least}"
+            problems.append(f"{name} has {file.stat().st_size} bytes but its tensors need {least}")
+    try:
+        state = upstream_state(stored)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return facts
+    if state.written_here:
+        facts["written_by"] = "hydraulis"
+        problems.append(f"{MANIFEST_NAME} is missing, so the files cannot be checked")
+    return facts | {
+        "iteration": state.iteration,
+        "num_consumed_sequences": state.num_consumed_sequences,
+        "model": state.model,
+    }
 
 
 # --- printing -----------------------------------------------------------------------------------
 
 
 def _print(found: FolderInspection, *, with_tensors: bool) -> None:
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, soft_wrap=True, width=_WIDTH)
+    width = None if sys.stdout.isatty() else _WIDTH
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=width)
     if found.is_single:
         console.print(f"{found.path}: {_verdict(found.checkpoints[0])}")
     else:
@@ -305,14 +251,14 @@ def _print(found: FolderInspection, *, with_tensors: bool) -> None:
     for problem in found.problems:
         console.print(f"  {problem}")
     for each in found.checkpoints:
-        for problem in each.problems if not each.is_under_way else ():
+        for problem in each.problems if not each.under_way else ():
             # Without the folder's own path, which is printed already.
             text = problem.removeprefix(f"{each.path}: ").removeprefix(f"{each.path}/")
-            console.print(f"  {text}" if found.is_single else f"  {each.path.name}: {text}")
+            console.print(f"  {text}" if found.is_single else f"  {_name(each)}: {text}")
     newest = next((each for each in reversed(found.checkpoints) if each.tensors), None)
     if newest is not None:
         if not found.is_single:
-            console.print(f"{newest.path.name}:")
+            console.print(f"{_name(newest)}:")
         facts = Table.grid(padding=(0, 2))
         facts.add_column()
         facts.add_column(overflow="fold")
@@ -326,13 +272,13 @@ def _print(found: FolderInspection, *, with_tensors: bool) -> None:
 
 
 def _verdict(each: Inspection) -> str:
-    if each.is_under_way:
+    if each.under_way:
         return "not finished: running or interrupted"
     if each.problems:
         return "DAMAGED OR INCOMPLETE"
     if each.written_by == "megatron":
         return "complete by Megatron's own metadata (it has no checksums)"
-    return "complete, checksums right" if each.checks_content else "complete, sizes right"
+    return "complete, checksums right" if each.checksums_compared else "complete, sizes right"
 
 
 def _table(found: FolderInspection) -> Table:
@@ -344,11 +290,11 @@ def _table(found: FolderInspection) -> Table:
     for each in found.checkpoints:
         consumed = each.num_consumed_sequences
         table.add_row(
-            each.path.name,
+            _name(each),
             _verdict(each),
             "" if consumed is None else f"{consumed:,}",
             "" if each.num_ranks is None else str(each.num_ranks),
-            "" if each.num_bytes is None else size_text(each.num_bytes),
+            "" if each.bytes is None else size_text(each.bytes),
         )
     return table
 
@@ -361,36 +307,45 @@ def _facts(each: Inspection) -> Iterator[tuple[str, str]]:
         yield "iteration", f"{each.iteration:,}"
     if each.num_consumed_sequences is not None:
         yield "consumed", f"{each.num_consumed_sequences:,} sequences"
-    if each.num_bytes is not None:
-        yield "size", size_text(each.num_bytes)
-    parameters = each.parameters
-    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in parameters.values()})
+    if each.bytes is not None:
+        yield "size", size_text(each.bytes)
+    parameters = [t for key, t in each.tensors.items() if not key.startswith("optimizer.")]
+    dtypes = sorted({_dtype_name(tensor.dtype) for tensor in parameters})
     in_tensors = f"in {len(parameters)} tensors, {' and '.join(dtypes)}"
     yield "parameters", f"{each.num_parameters:,} {in_tensors}"
     optimizer = "none"
-    if each.stored is not None and each.stored.has_optimizer:
+    if each.has_resumable_optimizer_state:
+        optimizer = "fp32 master and moments, for any layout of ranks"
+    elif each.has_optimizer_state:
         optimizer = "in a form of its ranks' layout"
-        if each.stored.has_resumable_optimizer:
-            optimizer = "fp32 master and moments, for any layout of ranks"
     yield "optimizer", optimizer
-    if each.pool:
-        yield "pool", "; ".join(each.pool)
+    planner = each.state.get("planner")
+    pool = planner.get("pool") if isinstance(planner, Mapping) else None
+    if pool and isinstance(pool, Mapping):
+        yield "pool", "; ".join(dict.fromkeys(map(str, pool.values())))
     model = ", ".join(f"{name} {value}" for name, value in each.model.items() if value is not None)
     if model:
         yield "model", model
 
 
 def _tensor_table(each: Inspection) -> Table:
-    table = Table(title=each.path.name, title_justify="left")
+    table = Table(title=_name(each), title_justify="left")
     table.add_column("tensor", overflow="fold")
     table.add_column("shape")
     table.add_column("dtype")
     table.add_column("chunks", justify="right")
-    for key, tensor in sorted(each.tensors.items()):
+    for key, tensor in each.tensors.items():
         shape = " × ".join(map(str, tensor.shape))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        table.add_row(key, shape, dtype, str(tensor.num_chunks))
+        table.add_row(key, shape, _dtype_name(tensor.dtype), str(tensor.num_chunks))
     return table
+
+
+def _name(each: Inspection) -> str:
+    return Path(each.path).name
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _counted(number: int, noun: str) -> str:

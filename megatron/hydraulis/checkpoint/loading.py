@@ -34,14 +34,9 @@ from megatron.hydraulis.checkpoint.names import (
     StoredParameter,
     shard_pieces,
     stored_parameters,
+    training_state,
 )
-from megatron.hydraulis.checkpoint.torch_dist import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MASTER,
-    MODEL,
-    StoredCheckpoint,
-)
+from megatron.hydraulis.checkpoint.torch_dist import MODEL, StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.runtime.engine import Engine
 
@@ -214,11 +209,7 @@ def load_checkpoint(
         states = {MODEL: engine.shards.parameters}
         if with_optimizer:
             _check_optimizer(checkpoint, upstream)
-            states = {
-                MASTER: engine.shards.parameters,
-                EXP_AVG: engine.optimizer.exp_avg,
-                EXP_AVG_SQ: engine.optimizer.exp_avg_sq,
-            }
+            states = training_state(engine)
         definition = engine.definition
         stored = stored_parameters(definition, separate_layers=checkpoint.has_separate_layers)
         differences = _tensor_differences(checkpoint, stored, states, definition.vocab_size)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.hydraulis.checkpoint.folder import replace_file
 from megatron.hydraulis.errors import CheckpointError
-from megatron.hydraulis.json_object import JsonObject, parse_json
+from megatron.hydraulis.json_object import JsonObject, read_json
 
 __all__ = [
     "FORMAT_NAME",
@@ -38,8 +38,6 @@ METADATA_NAME = ".metadata"
 FORMAT_NAME = "metadata.json"
 """Megatron's: the name of the format. Megatron writes it last."""
 VERSION = 1
-MAX_BYTES = 64 << 20
-"""A manifest has a line for every file and a few kilobytes of state."""
 _HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_LISTED = 4
 
@@ -164,36 +162,20 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write it into the folder, completely or not at all. Raises OSError."""
-        unfinished = folder / f".{MANIFEST_NAME}"
-        with unfinished.open("w") as file:
-            json.dump(self.to_json(), file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(folder / MANIFEST_NAME)
+        text = json.dumps(self.to_json(), indent=1) + "\n"
+        replace_file(folder / MANIFEST_NAME, folder / f".{MANIFEST_NAME}", text)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a checkpoint. Raises CheckpointError, FileNotFoundError."""
         path = folder / MANIFEST_NAME
         try:
-            with path.open("rb") as file:
-                raw = file.read(MAX_BYTES + 1)
-            text = raw.decode()
-        except FileNotFoundError:
+            raw = read_json(path, "manifest", CheckpointError)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise error.__cause__ from None
             raise
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(
-                f"{path}: must be readable text but: {error}; load another checkpoint"
-            ) from error
-        if len(raw) > MAX_BYTES:
-            raise CheckpointError(
-                f"{path}: a manifest has at most {MAX_BYTES} bytes but this one has more; load "
-                "another checkpoint"
-            )
-        content = JsonObject(
-            parse_json(text, str(path), CheckpointError), str(path), CheckpointError
-        )
+        content = JsonObject(raw, str(path), CheckpointError)
         content.check_version(VERSION)
         rest = {key: content.value(key) for key in content.keys if key != "sha256"}
         if content.text("sha256") != _digest(rest):

@@ -20,9 +20,10 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from megatron.hydraulis.checkpoint.torch_dist import MASTER, MODEL, Piece
+from megatron.hydraulis.checkpoint.torch_dist import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, Piece
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.optimizer.shards import CanonicalShards
+from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.model_building import ModelDefinition, build_role_model
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
 from megatron.hydraulis.transfer.role import Role
@@ -34,6 +35,7 @@ __all__ = [
     "sharding_metadata",
     "stored_objects",
     "stored_parameters",
+    "training_state",
 ]
 
 WRITTEN_HERE = "hydraulis"
@@ -116,6 +118,15 @@ def shard_pieces(
         )
         same_as = MASTER + place.key if same_as_master else None
         yield Piece(key, shape, offset, view.view(size), dtype, same_as)
+
+
+def training_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """This rank's fp32 master and moments, by the prefix of their keys."""
+    return {
+        MASTER: engine.shards.parameters,
+        EXP_AVG: engine.optimizer.exp_avg,
+        EXP_AVG_SQ: engine.optimizer.exp_avg_sq,
+    }
 
 
 def sharding_metadata() -> dict[str, Any]:

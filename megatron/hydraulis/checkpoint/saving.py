@@ -35,11 +35,10 @@ from megatron.hydraulis.checkpoint.names import (
     shard_pieces,
     sharding_metadata,
     stored_objects,
+    training_state,
 )
 from megatron.hydraulis.checkpoint.torch_dist import (
     COMMON_STATE,
-    EXP_AVG,
-    EXP_AVG_SQ,
     MASTER,
     MODEL,
     Piece,
@@ -145,18 +144,15 @@ class CheckpointSaver:
             self.finish()
         start_s = time.perf_counter()
         engine = self._engine
-        states = {
-            MASTER: engine.shards.parameters,
-            EXP_AVG: engine.optimizer.exp_avg,
-            EXP_AVG_SQ: engine.optimizer.exp_avg_sq,
-        }
+        states = training_state(engine)
         if self._asynchronous:  # a fork cannot read devices; on the host this copies nothing
             states = {prefix: flat.cpu() for prefix, flat in states.items()}
         write = partial(self._write, saved, states)
         background = BackgroundWrite(write) if self._asynchronous else None
         self._current = _Save(saved, write, background, start_s)
         if background is None:
-            self._complete()
+            while self._current is not None:
+                self._advance(self._current)
         else:
             self._vote(self._current)
             self._current.stall_s = time.perf_counter() - start_s
@@ -187,10 +183,10 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Wait until the save that has begun is complete. Raises as `save`."""
-        if self._current is not None:
-            if self._current.vote is not None:
-                self._outcome(self._current)
-            self._complete()
+        if self._current is not None and self._current.vote is not None:
+            self._outcome(self._current)
+        while self._current is not None:
+            self._advance(self._current)
         if self._deleting is not None:
             wait([self._deleting])
 
@@ -240,10 +236,6 @@ class CheckpointSaver:
         current.vote = None
         return int(vote.item())
 
-    def _complete(self) -> None:
-        while self._current is not None:
-            self._advance(self._current)
-
     def _advance(self, current: _Save) -> None:
         """Take the next step, waiting for what it needs; the same on every rank."""
         what = f"iteration {current.saved.iteration} cannot be saved to {self._folder.root}"
@@ -251,8 +243,7 @@ class CheckpointSaver:
             if not current.written:
                 self._collect(current, what)
                 return
-            describing = current.describing
-            on_all_ranks(lambda: None if describing is None else describing.result(), what)
+            on_all_ranks(lambda: current.describing and current.describing.result(), what)
         except Exception:
             self._current = None
             if dist.get_rank() == 0:
@@ -353,11 +344,7 @@ class BackgroundWrite:
     @property
     def is_done(self) -> bool:
         """Whether `result` would return at once."""
-        if self._status is None:
-            ended, status = os.waitpid(self._process, os.WNOHANG)
-            if ended:
-                self._status = os.waitstatus_to_exitcode(status)
-        return self._status is not None
+        return self._wait(os.WNOHANG)
 
     def result(self) -> bytes:
         """The pickled `WrittenFile`, which training need not unpickle.
@@ -382,10 +369,12 @@ class BackgroundWrite:
         self._wait()
         self._answer.close()
 
-    def _wait(self) -> None:
+    def _wait(self, options: int = 0) -> bool:
         if self._status is None:
-            _, status = os.waitpid(self._process, 0)
-            self._status = os.waitstatus_to_exitcode(status)
+            ended, status = os.waitpid(self._process, options)
+            if ended:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status is not None
 
 
 def _write_and_answer(
@@ -403,9 +392,9 @@ def _write_and_answer(
         content = pickle.dumps(write(lambda: os.getppid() == parent))
     except Exception as error:
         # Only errors of Python itself are sure to survive pickling.
-        is_plain = isinstance(error, OSError) and type(error).__module__ == "builtins"
-        told = error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
-        status, content = _EXIT_FAILED, pickle.dumps(told)
+        if not isinstance(error, OSError) or type(error).__module__ != "builtins":
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        status, content = _EXIT_FAILED, pickle.dumps(error)
     answer.write(content)
     answer.flush()
     return status

@@ -316,7 +316,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _read_metadata(path: Path) -> Metadata:
-    try:
+    with _reading(path):
         num_bytes = path.stat().st_size
         if num_bytes > MAX_METADATA_BYTES:
             raise CheckpointError(
@@ -325,19 +325,11 @@ def _read_metadata(path: Path) -> Metadata:
             )
         with path.open("rb") as file:
             metadata: Metadata = _MetadataUnpickler(file).load()
-        is_valid = _is_valid(metadata)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(
-            f"{path}: must be the metadata of a torch_dist checkpoint but: "
-            f"{' '.join(str(error).split()) or type(error).__name__}; load another checkpoint"
-        ) from error
-    if not is_valid:
-        raise CheckpointError(
-            f"{path}: must say which tensors are in which files of the folder but says something "
-            "else; load another checkpoint"
-        )
+        if not _is_valid(metadata):
+            raise CheckpointError(
+                f"{path}: must say which tensors are in which files of the folder but says "
+                "something else; load another checkpoint"
+            )
     return metadata
 
 

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return import_folder(folder, tmp_path_factory.mktemp("mega") / "mega").path
+    return import_folder(folder, tmp_path_factory.mktemp("mega") / "mega").checkpoint
 
 
 def flip_a_byte(data: bytes) -> bytes:
@@ -190,7 +190,7 @@ def test_an_output_layer_that_is_the_embedding_is_taken_for_it(
     rewrite(source, lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
     rewrite(source, lambda t: t.update({"model.rotary_emb.inv_freq": torch.ones(4)}))
     imported = import_folder(source, tmp_path / "mega")
-    assert "output_layer.weight" not in whole_tensors(imported.path)
+    assert "output_layer.weight" not in whole_tensors(imported.checkpoint)
 
 
 def test_other_checkpoints_stay(folder: Path, checkpoint: Path) -> None:

@@ -48,7 +48,7 @@ def test_there_and_back_and_there_again(variant: str, tmp_path: Path) -> None:
     back = tmp_path / "back"
     exported = export_checkpoint(tmp_path / "mega", back, max_file_bytes=1 << 30)
     assert exported.model == imported.model
-    assert exported.dtype == dtype
+    assert exported.dtype_name == str(dtype).removeprefix("torch.")
     assert_same_tensors(tensors_of(source), tensors_of(back))
     before, after = (json.loads((p / "config.json").read_text()) for p in (source, back))
     assert {key: before[key] for key in CONFIG_KEYS} == {key: after[key] for key in CONFIG_KEYS}
@@ -103,7 +103,7 @@ def test_a_folder_of_several_files(tmp_path: Path) -> None:
 def test_a_checkpoint_with_tensors_for_every_layer(tmp_path: Path) -> None:
     """As upstream writes layers that are not alike."""
     source = make_folder(tmp_path / "hf", "qwen3")
-    path = import_folder(source, tmp_path / "mega").path
+    path = import_folder(source, tmp_path / "mega").checkpoint
     tensors = {}
     for key, tensor in whole_tensors(path).items():
         if key.startswith("decoder.layers."):
@@ -138,7 +138,7 @@ def test_commands_tell_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_tokenizer_of_another_folder(folder_with_tokenizer: Path, tmp_path: Path) -> None:
     source = folder_with_tokenizer
-    path = import_folder(source, tmp_path / "mega").path
+    path = import_folder(source, tmp_path / "mega").checkpoint
     back = tmp_path / "back"
     export_checkpoint(path, back, max_file_bytes=1 << 30, like=source)
     assert (back / "tokenizer.json").read_text() == "made up"

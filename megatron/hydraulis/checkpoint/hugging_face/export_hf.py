@@ -11,18 +11,19 @@ import math
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.hydraulis.checkpoint.byte_progress import ByteProgress, size_text
+from megatron.hydraulis.checkpoint.byte_progress import ByteProgress
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder, is_unfinished
 from megatron.hydraulis.checkpoint.hugging_face.model import (
     CONFIG_NAME,
     EMBEDDING,
     OUTPUT,
+    Converted,
     HuggingFaceModel,
+    check_tensors,
     config_of,
     layer_shapes,
     model_from_arguments,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
 
-__all__ = ["Exported", "add_arguments", "export_checkpoint", "run"]
+__all__ = ["add_arguments", "export_checkpoint", "run"]
 
 _BYTES_PER_GB = 1e9
 
@@ -84,11 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Export as the flags say.
-
-    Raises:
-        CheckpointError, ConfigurationError: as `export_checkpoint`.
-    """
+    """Export as the flags say. Raises as `export_checkpoint`."""
     limit_gb: float = namespace.max_file_gb
     if not limit_gb > 0:
         raise ConfigurationError(
@@ -102,26 +99,10 @@ def run(namespace: argparse.Namespace) -> int:
         checks_content=namespace.checks_content,
         like=namespace.like,
     )
-    print(
-        f"exported {done.source} to {namespace.output}: {done.model.family}, "
-        f"{done.model.num_layers} layers, {done.model.vocab_size} tokens, "
-        f"{size_text(done.num_bytes)} of {str(done.dtype).removeprefix('torch.')}"
-    )
+    print(f"exported {done.checkpoint} to {namespace.output}: {done}")
     if namespace.like is None:
         print("copy the tokenizer's files into it: a checkpoint does not have them (--like)")
     return 0
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written."""
-
-    source: Path
-    """Folder of the checkpoint itself."""
-    model: HuggingFaceModel
-    dtype: torch.dtype
-    num_bytes: int
-    """Size of all tensors."""
 
 
 def export_checkpoint(
@@ -132,7 +113,7 @@ def export_checkpoint(
     max_file_bytes: int,
     checks_content: bool = True,
     like: Path | None = None,
-) -> Exported:
+) -> Converted:
     """Write a checkpoint's parameters as a Hugging Face folder.
 
     Args:
@@ -175,6 +156,7 @@ def export_checkpoint(
         )
     model = _model(path, vars(arguments), sizes)
     dtype = _check_tensors(checkpoint, model)
+    dtype_name = str(dtype).removeprefix("torch.")
     files, token_ids = ([], {}) if like is None else tokenizer_of(like, model.vocab_size)
     shapes = {row.name: row.shape for row in tensor_rows(model)}
     num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
@@ -185,11 +167,11 @@ def export_checkpoint(
     ):
         tensors = _tensors(checkpoint, model, progress)
         write_safetensors(folder, shapes, dtype, tensors, max_file_bytes=max_file_bytes)
-        config = config_of(model, str(dtype).removeprefix("torch.")) | token_ids
+        config = config_of(model, dtype_name) | token_ids
         for file in files:
             shutil.copyfile(file, folder / file.name)
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
-    return Exported(path, model, dtype, num_bytes)
+    return Converted(path, model, dtype_name, num_bytes)
 
 
 def _checkpoint_path(source: Path) -> Path:
@@ -230,7 +212,6 @@ def _model(path: Path, arguments: Mapping[str, Any], sizes: list[Any]) -> Huggin
 
 def _check_tensors(checkpoint: StoredCheckpoint, model: HuggingFaceModel) -> torch.dtype:
     """The dtype of all tensors."""
-    path, stored = checkpoint.folder, checkpoint.parameters
     wanted: dict[str, tuple[int, ...]] = outer_shapes(model)
     for key, shape in layer_shapes(model).items():
         if checkpoint.has_separate_layers:
@@ -238,38 +219,14 @@ def _check_tensors(checkpoint: StoredCheckpoint, model: HuggingFaceModel) -> tor
                 wanted[checkpoint.layer_key(key, layer)] = shape
         else:
             wanted[checkpoint.layer_key(key, 0)] = (model.num_layers, *shape)
-    missing = sorted(wanted.keys() - stored.keys())
-    if missing:
-        raise CheckpointError(
-            f"{path}: a {model.family} model of these arguments has {len(wanted)} tensors but "
-            f"{listed(missing)} of them are missing; export another checkpoint"
-        )
-    unknown = sorted(stored.keys() - wanted.keys())
-    if unknown:
-        raise ConfigurationError(
-            f"{path}: {listed(unknown)} have no counterpart in {model.family}, which has "
-            f"{len(wanted)} tensors of Megatron's; only Llama, Qwen2 and Qwen3 models can be "
-            "exported"
-        )
-    differences = []
-    for key, shape in wanted.items():
-        found = stored[key].shape
-        is_padded = key in (EMBEDDING, OUTPUT) and found[1:] == shape[1:] and found[0] >= shape[0]
-        if found != shape and not is_padded:
-            differences.append(f"{key} is {found} instead of {shape}")
-    if differences:
-        raise CheckpointError(
-            f"{path}: tensors must have the shapes that its arguments and a vocabulary of "
-            f"{model.vocab_size} tokens give but {listed(differences)}; export another checkpoint "
-            "or correct --vocab-size"
-        )
-    dtypes = {tensor.dtype for tensor in stored.values()}
-    if len(dtypes) > 1:
-        raise ConfigurationError(
-            f"{path}: all parameters are of one dtype in a Hugging Face folder but here of "
-            f"{', '.join(sorted(map(str, dtypes)))}; export another checkpoint"
-        )
-    return dtypes.pop()
+    found = {}
+    for key, tensor in checkpoint.parameters.items():
+        shape = tensor.shape
+        if key in (EMBEDDING, OUTPUT):  # without padding
+            shape = (min(shape[0], model.vocab_size), *shape[1:])
+        found[key] = shape, tensor.dtype
+    fix = "export another checkpoint or correct --vocab-size"
+    return check_tensors(model, checkpoint.folder, wanted, found, fix)
 
 
 def _tensors(

@@ -9,25 +9,26 @@ import argparse
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.hydraulis.checkpoint.byte_progress import ByteProgress, size_text
+from megatron.hydraulis.checkpoint.byte_progress import ByteProgress
 from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, RELEASE, CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.model import (
     CONFIG_NAME,
     FINAL_NORM,
+    Converted,
     HuggingFaceModel,
     TensorRows,
+    check_tensors,
     layer_shapes,
     model_flags,
     model_from_config,
     outer_shapes,
     tensor_rows,
 )
-from megatron.hydraulis.checkpoint.manifest import Manifest, listed, model_of, records_of
+from megatron.hydraulis.checkpoint.manifest import Manifest, model_of, records_of
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import read_json
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder
     from megatron.hydraulis.checkpoint.torch_dist import Piece
 
-__all__ = ["Imported", "add_arguments", "import_folder", "run"]
+__all__ = ["add_arguments", "import_folder", "run"]
 
 _LINE_WIDTH = 96
 _CHECKPOINT_VERSION = 3.0
@@ -69,29 +70,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Import as the flags say.
-
-    Raises:
-        CheckpointError, ConfigurationError: as `import_folder`.
-    """
+    """Import as the flags say. Raises as `import_folder`."""
     if namespace.vocab_divisor < 1:
         raise ConfigurationError(
             f"--make-vocab-size-divisible-by is at least 1 but is {namespace.vocab_divisor}; "
             "raise it"
         )
     done = import_folder(namespace.folder, namespace.output, vocab_divisor=namespace.vocab_divisor)
-    dtype = str(done.dtype).removeprefix("torch.")
-    print(
-        f"imported {namespace.folder} to {done.path}: {done.model.family}, "
-        f"{done.model.num_layers} layers, {done.model.vocab_size} tokens, "
-        f"{size_text(done.num_bytes)} of {dtype}"
-    )
+    print(f"imported {namespace.folder} to {done.checkpoint}: {done}")
     print(
         "PARAMETERS ONLY: a run that loads it begins with iteration 1, a new optimizer and the "
         "first sequence"
     )
     flags = model_flags(done.model)
-    flags += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(dtype, [])
+    flags += {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(done.dtype_name, [])
     print("flags of such a run:")
     lines = [""]
     for flag in [f"--load {namespace.output}", *flags]:
@@ -102,19 +94,7 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Imported:
-    """What was written."""
-
-    path: Path
-    """Folder of the checkpoint."""
-    model: HuggingFaceModel
-    dtype: torch.dtype
-    num_bytes: int
-    """Size of all tensors."""
-
-
-def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Imported:
+def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Converted:
     """Write a Hugging Face folder's model as a checkpoint that ``--load`` starts from.
 
     Args:
@@ -187,44 +167,22 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Im
             f"{output}: {LATEST_FILE_NAME} cannot be written: {error.strerror}; write "
             f"'{RELEASE}' into it"
         ) from error
-    return Imported(path, model, dtype, num_bytes)
+    return Converted(path, model, str(dtype).removeprefix("torch."), num_bytes)
 
 
 def _check_tensors(source: Path, files: SafetensorsFolder, model: HuggingFaceModel) -> torch.dtype:
     """The dtype of all tensors."""
     wanted = {row.name: row.shape for row in tensor_rows(model)}
-    missing = sorted(wanted.keys() - files.names)
-    if missing:
-        raise CheckpointError(
-            f"{source}: a {model.family} model of {CONFIG_NAME} has {len(wanted)} tensors but "
-            f"{listed(missing)} are missing; get the folder again"
-        )
-    extra = {name for name in files.names - wanted.keys() if not name.endswith(_ROPE_BUFFER)}
-    if model.tied_embeddings and _HEAD in extra:
+    names = {name for name in files.names if name in wanted or not name.endswith(_ROPE_BUFFER)}
+    if model.tied_embeddings and _HEAD in names and _EMBEDDING_NAME in names:
         if not files.read(_HEAD).equal(files.read(_EMBEDDING_NAME)):
             raise ConfigurationError(
                 f"{source}: with tie_word_embeddings {_HEAD} must be {_EMBEDDING_NAME} but "
                 f"differs; set tie_word_embeddings to false in {CONFIG_NAME}, or leave {_HEAD} out"
             )
-        extra.remove(_HEAD)
-    if extra:
-        raise ConfigurationError(
-            f"{source}: {listed(sorted(extra))} have no counterpart in Megatron's model, to which "
-            f"{len(wanted)} tensors of a {model.family} model belong; import another model"
-        )
-    for name, shape in wanted.items():
-        if files.shape(name) != shape:
-            raise CheckpointError(
-                f"{source}: {name} must be {shape} by {CONFIG_NAME} but is {files.shape(name)}; "
-                "get the folder again"
-            )
-    dtypes = {files.dtype(name): name for name in wanted}
-    if len(dtypes) > 1:
-        named = ", ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
-        raise ConfigurationError(
-            f"{source}: all tensors must be of one dtype but {named}; save the model in one dtype"
-        )
-    return next(iter(dtypes))
+        names.remove(_HEAD)
+    found = {name: (files.shape(name), files.dtype(name)) for name in names}
+    return check_tensors(model, source, wanted, found, "get the folder again")
 
 
 def _pieces(

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from megatron.hydraulis.checkpoint.manifest import NEVER_ON_HERE
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.checkpoint.byte_progress import size_text
+from megatron.hydraulis.checkpoint.manifest import NEVER_ON_HERE, listed
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.model_shape import ModelShape
 
@@ -26,9 +28,10 @@ __all__ = [
     "EMBEDDING",
     "FINAL_NORM",
     "OUTPUT",
+    "Converted",
     "HuggingFaceModel",
-    "RopeScaling",
     "TensorRows",
+    "check_tensors",
     "config_of",
     "layer_shapes",
     "model_flags",
@@ -55,6 +58,8 @@ _LLAMA3: Mapping[str, float] = {
 _DEFAULT_ROPE_THETA = 10000.0
 _DEFAULT_RMS_NORM_EPS = 1e-6
 """Defaults of transformers (5.23) for all three families."""
+_DEFAULT_LLAMA3_FACTOR = 8.0
+"""Megatron's default of ``--rope-scaling-factor``."""
 _PARTIAL = "partial_rotary_factor"
 
 _SIZES = (
@@ -83,29 +88,6 @@ _NO_COUNTERPART = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """A change of the rotary frequencies."""
-
-    kind: Literal["llama3", "linear"]
-    """Frequency scaling of Llama 3 with its usual limits, or positions divided by the factor."""
-    factor: float
-
-    def __post_init__(self) -> None:
-        """Raise ConfigurationError for a factor that is impossible or that no flag can express."""
-        if not 0.0 < self.factor < float("inf"):
-            raise ConfigurationError(
-                f"model: the factor of rope scaling must be positive and finite but is "
-                f"{self.factor}; correct it"
-            )
-        if self.kind == "linear" and self.factor != int(self.factor):
-            raise ConfigurationError(
-                f"model: positions can be stretched by a whole factor only "
-                f"(--rotary-seq-len-interpolation-factor) but it is {self.factor}; such a model "
-                "has no counterpart in Megatron"
-            )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceModel:
     """A model that Megatron and Hugging Face compute in the same way.
@@ -126,7 +108,10 @@ class HuggingFaceModel:
     max_position_embeddings: int
     norm_epsilon: float
     rotary_base: int
-    rope_scaling: RopeScaling | None = None
+    llama3_factor: float | None = None
+    """Factor of Llama 3's scaling of rotary frequencies, with its usual limits."""
+    interpolation_factor: float | None = None
+    """Positions are divided by it; a whole number, since the flag takes no other."""
     tied_embeddings: bool
     has_linear_biases: bool = False
     """In every linear layer but the output layer."""
@@ -147,12 +132,30 @@ class HuggingFaceModel:
             gated_mlp=True,
             tied_embeddings=self.tied_embeddings,
         )
-        for name in ("max_position_embeddings", "rotary_base", "norm_epsilon"):
+        for name in (
+            "max_position_embeddings",
+            "rotary_base",
+            "norm_epsilon",
+            "llama3_factor",
+            "interpolation_factor",
+        ):
             value = getattr(self, name)
-            if not 0 < value < float("inf"):
+            if value is not None and not 0 < value < float("inf"):
                 raise ConfigurationError(
                     f"model: {name} must be positive and finite but is {value}; correct it"
                 )
+        stretch = self.interpolation_factor
+        if stretch is not None and self.llama3_factor is not None:
+            raise ConfigurationError(
+                "model: --use-rope-scaling and --rotary-seq-len-interpolation-factor "
+                f"{stretch:g} were both given, for which {_NO_COUNTERPART}"
+            )
+        if stretch is not None and stretch != int(stretch):
+            raise ConfigurationError(
+                f"model: positions can be stretched by a whole factor only "
+                f"(--rotary-seq-len-interpolation-factor) but it is {stretch}; such a model has no "
+                "counterpart in Megatron"
+            )
         if self.has_qk_norms and self.has_qkv_biases:
             raise ConfigurationError(
                 "model: norms of queries and keys (--qk-layernorm) come without biases in Qwen3 "
@@ -172,23 +175,18 @@ class HuggingFaceModel:
             return "qwen3"
         return "qwen2" if self.has_qkv_biases and not self.has_linear_biases else "llama"
 
-    def scaling_factor(self, kind: str) -> float | None:
-        """Factor of the rope scaling if it is of that kind."""
-        scaling = self.rope_scaling
-        return scaling.factor if scaling is not None and scaling.kind == kind else None
-
     def to_arguments(self) -> dict[str, Any]:
         """The model as Megatron's arguments."""
-        llama3, linear = self.scaling_factor("llama3"), self.scaling_factor("linear")
+        stretch = self.interpolation_factor
         return {name: getattr(self, name) for name in _SIZES} | {
             "group_query_attention": True,
             "vocab_size": self.vocab_size,
             "position_embedding_type": "rope",
             "rotary_percent": 1.0,
             "rotary_interleaved": False,
-            "rotary_seq_len_interpolation_factor": None if linear is None else int(linear),
-            "use_rope_scaling": llama3 is not None,
-            "rope_scaling_factor": 8.0 if llama3 is None else llama3,
+            "rotary_seq_len_interpolation_factor": None if stretch is None else int(stretch),
+            "use_rope_scaling": self.llama3_factor is not None,
+            "rope_scaling_factor": self.llama3_factor or _DEFAULT_LLAMA3_FACTOR,
             "normalization": "RMSNorm",
             "layernorm_epsilon": self.norm_epsilon,
             "swiglu": True,
@@ -230,16 +228,8 @@ def model_from_arguments(
     is_grouped = arguments.get("group_query_attention", True)
     sizes = {n: given.integer(n) for n in _SIZES if n != "num_query_groups" or is_grouped}
     sizes.setdefault("num_query_groups", sizes["num_attention_heads"])
-    scaling, interpolation = None, "rotary_seq_len_interpolation_factor"
-    if arguments.get("use_rope_scaling"):
-        if given.has(interpolation):
-            raise ConfigurationError(
-                f"{what}: --use-rope-scaling and --rotary-seq-len-interpolation-factor "
-                f"{arguments[interpolation]} were both given, for which {_NO_COUNTERPART}"
-            )
-        scaling = RopeScaling("llama3", given.number("rope_scaling_factor"))
-    elif given.has(interpolation):
-        scaling = RopeScaling("linear", given.number(interpolation))
+    has_llama3 = bool(arguments.get("use_rope_scaling"))
+    interpolation = "rotary_seq_len_interpolation_factor"
     has_linear_biases = bool(given.value("add_bias_linear"))
     # Earlier versions of Megatron name it as their flag does.
     epsilon_name = "norm_epsilon" if "norm_epsilon" in arguments else "layernorm_epsilon"
@@ -247,7 +237,8 @@ def model_from_arguments(
         **sizes,
         vocab_size=vocab_size,
         norm_epsilon=given.number(epsilon_name),
-        rope_scaling=scaling,
+        llama3_factor=given.number("rope_scaling_factor") if has_llama3 else None,
+        interpolation_factor=given.number(interpolation) if given.has(interpolation) else None,
         tied_embeddings=not given.value("untie_embeddings_and_output_weights"),
         has_linear_biases=has_linear_biases,
         has_qkv_biases=has_linear_biases or bool(arguments.get("add_qkv_bias")),
@@ -266,11 +257,10 @@ def model_flags(model: HuggingFaceModel) -> list[str]:
         f"--norm-epsilon {model.norm_epsilon!r}",
         "--swiglu",
     ]
-    llama3, linear = model.scaling_factor("llama3"), model.scaling_factor("linear")
-    if llama3 is not None:
-        flags.append(f"--use-rope-scaling --rope-scaling-factor {llama3!r}")
-    if linear is not None:
-        flags.append(f"--rotary-seq-len-interpolation-factor {int(linear)}")
+    if model.llama3_factor is not None:
+        flags.append(f"--use-rope-scaling --rope-scaling-factor {model.llama3_factor!r}")
+    if model.interpolation_factor is not None:
+        flags.append(f"--rotary-seq-len-interpolation-factor {int(model.interpolation_factor)}")
     if not model.has_linear_biases:
         flags.append("--disable-bias-linear")
         if model.has_qkv_biases:
@@ -292,11 +282,12 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
         model: the model.
         dtype: of the tensors, by torch's name.
     """
-    family, scaling = model.family, model.rope_scaling
+    family = model.family
     rope_scaling: dict[str, Any] | None = None
-    if scaling is not None:
-        limits = _LLAMA3 if scaling.kind == "llama3" else {}
-        rope_scaling = {"rope_type": scaling.kind, "factor": scaling.factor, **limits}
+    if model.llama3_factor is not None:
+        rope_scaling = {"rope_type": "llama3", "factor": model.llama3_factor, **_LLAMA3}
+    elif model.interpolation_factor is not None:
+        rope_scaling = {"rope_type": "linear", "factor": model.interpolation_factor}
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[family]],
         "model_type": family,
@@ -366,7 +357,6 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         raise _wrong(config, "hidden_size", f"a multiple of {heads} attention heads")
     else:
         kv_channels = hidden_size // heads
-    rotary_base, rope_scaling = _rope(config)
     return HuggingFaceModel(
         num_layers=config.integer("num_hidden_layers"),
         hidden_size=hidden_size,
@@ -377,8 +367,7 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         vocab_size=config.integer("vocab_size"),
         max_position_embeddings=config.integer("max_position_embeddings"),
         norm_epsilon=_number(config, "rms_norm_eps", _DEFAULT_RMS_NORM_EPS),
-        rotary_base=rotary_base,
-        rope_scaling=rope_scaling,
+        **_rope(config),
         tied_embeddings=_flag(config, "tie_word_embeddings"),
         has_linear_biases=has_biases,
         has_qkv_biases=family == "qwen2" or has_biases,
@@ -386,8 +375,8 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
     )
 
 
-def _rope(config: JsonObject) -> tuple[int, RopeScaling | None]:
-    """Base and scaling: ``rope_theta`` and ``rope_scaling``, or both in ``rope_parameters``."""
+def _rope(config: JsonObject) -> dict[str, Any]:
+    """The model's rotary fields: ``rope_theta`` and ``rope_scaling``, or ``rope_parameters``."""
     content: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
         if config.has(key):
@@ -403,18 +392,18 @@ def _rope(config: JsonObject) -> tuple[int, RopeScaling | None]:
     _only(rope, _PARTIAL, 1.0)
     _only(config, _PARTIAL, 1.0)
     kind = kinds.pop() if len(kinds) == 1 else "default" if not kinds else str(kinds)
-    scaling = None
+    fields: dict[str, Any] = {"rotary_base": int(theta)}
     if kind == "llama3":
-        scaling = RopeScaling("llama3", rope.number("factor"))
+        fields["llama3_factor"] = rope.number("factor")
         for key, value in _LLAMA3.items():
             if rope.number(key) != value:
                 raise _wrong(rope, key, value)
     elif kind == "linear":
-        scaling = RopeScaling("linear", rope.number("factor"))
+        fields["interpolation_factor"] = rope.number("factor")
     elif kind != "default":
         raise _wrong(config, "rope_type", "'default', 'linear' or 'llama3'", kind)
     rope.check_all_read()
-    return int(theta), scaling
+    return fields
 
 
 def _without_nulls(content: Any, what: str) -> JsonObject:
@@ -570,3 +559,78 @@ def _qkv_runs(model: HuggingFaceModel) -> dict[str, _Runs]:
         "self_attn.k_proj": tuple((end, end + size) for end in ends),
         "self_attn.v_proj": tuple((end + size, end + 2 * size) for end in ends),
     }
+
+
+# --- conversion ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What ``import-hf`` or ``export-hf`` has converted."""
+
+    checkpoint: Path
+    """Folder of the checkpoint itself."""
+    model: HuggingFaceModel
+    dtype_name: str
+    """Torch's name of the dtype, such as ``bfloat16``."""
+    num_bytes: int
+    """Size of all tensors."""
+
+    def __str__(self) -> str:
+        model = self.model
+        return (
+            f"{model.family}, {model.num_layers} layers, {model.vocab_size} tokens, "
+            f"{size_text(self.num_bytes)} of {self.dtype_name}"
+        )
+
+
+def check_tensors[Dtype](
+    model: HuggingFaceModel,
+    source: Path,
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[tuple[int, ...], Dtype]],
+    fix: str,
+) -> Dtype:
+    """Check that a source of tensors has exactly those of a model; returns their common dtype.
+
+    Args:
+        model: the model.
+        source: for messages.
+        wanted: shapes by name.
+        found: shapes and dtypes by name.
+        fix: end of the message about damage.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+        ConfigurationError: there are tensors of another model, or of several dtypes.
+    """
+    missing = sorted(wanted.keys() - found.keys())
+    if missing:
+        raise CheckpointError(
+            f"{source}: a {model.family} model of this configuration has {len(wanted)} tensors but "
+            f"{listed(missing)} of them are missing; {fix}"
+        )
+    unknown = sorted(found.keys() - wanted.keys())
+    if unknown:
+        raise ConfigurationError(
+            f"{source}: {listed(unknown)} have no counterpart, since a {model.family} model has "
+            f"{len(wanted)} tensors; only Llama, Qwen2 and Qwen3 models can be converted"
+        )
+    differences = [
+        f"{name} is {found[name][0]} instead of {shape}"
+        for name, shape in wanted.items()
+        if found[name][0] != shape
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{source}: tensors must have the shapes that the configuration and a vocabulary of "
+            f"{model.vocab_size} tokens give but {listed(differences)}; {fix}"
+        )
+    dtypes = {dtype: name for name, (_, dtype) in found.items()}
+    if len(dtypes) > 1:
+        raise ConfigurationError(
+            f"{source}: all tensors must be of one dtype but "
+            f"{', '.join(f'{name} is of {dtype}' for dtype, name in dtypes.items())}; save the "
+            "model in one dtype"
+        )
+    return next(iter(dtypes))
