@@ -1,10 +1,17 @@
-"""What the benchmarks' command lines share: console, progress, the CPU backend, checked numbers."""
+"""What the benchmarks' command lines share: parser, console, progress, tables, JSON output."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import os
+import platform
 import warnings
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -14,13 +21,25 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 WIDTH = 100
-"""Columns of the output where it is no terminal."""
+"""Columns of the output if it is not a terminal."""
+
+
+def make_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """The parser of ``python -m benchmarks.MODULE``, with ``--json FILE``; help shows defaults."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{module}",
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    return parser
 
 
 def wide_console(width: int = WIDTH) -> Console:
-    """A console as wide as its terminal; of ``width`` columns where the output goes elsewhere."""
+    """A console as wide as its terminal, or of ``width`` columns without a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
 
@@ -28,7 +47,7 @@ def wide_console(width: int = WIDTH) -> Console:
 def import_on_cpu(console: Console) -> None:
     """Import torch and Megatron for ranks of one thread on the CPU, without their warnings.
 
-    Upstream's modules import one another by value: what imports them comes after this.
+    Upstream's modules import one another by value, so import what needs them after this call.
     """
     # Of upstream and torch, from every rank: deprecations, experimental modules.
     warnings.filterwarnings("ignore")
@@ -42,8 +61,8 @@ def import_on_cpu(console: Console) -> None:
         apply_cpu_backend()
 
 
-def counted_progress(console: Console, unit: str) -> Progress:
-    """Bars that count ``unit``, with the time that remains."""
+def counted_progress(console: Console, unit: str = "") -> Progress:
+    """Bars that count ``unit``, with the remaining time; nothing without a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -51,11 +70,45 @@ def counted_progress(console: Console, unit: str) -> Progress:
         TextColumn(unit),
         TimeRemainingColumn(),
         console=console,
+        transient=True,
+        disable=not console.is_terminal,
     )
 
 
+def figures_table(
+    title: str, texts: Sequence[str], numbers: Sequence[str], caption: str | None = None
+) -> Table:
+    """A table with columns of text, then right-aligned columns of numbers."""
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name.replace("[", "\\["), justify="right")
+    return table
+
+
+def write_figures(console: Console, path: Path | None, figures: Any) -> None:
+    """Write the file of ``--json``, if it is given."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        console.print(f"written to {path}")
+
+
+def environment() -> dict[str, Any]:
+    """Date, machine, its load and the version of torch, for the file of ``--json``."""
+    import torch
+
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": platform.machine(),
+        "num_cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "torch": torch.__version__,
+    }
+
+
 def positive(text: str) -> int:
-    """A whole number from 1 on; argparse tells of any other."""
+    """A whole number of at least 1, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1 but is {value}")
