@@ -195,6 +195,8 @@ def test_only_patches_assign_to_upstream() -> None:
         ("runtime/executor.py", "import megatron.hydraulis.planner.planners"),
         ("optimizer/__init__.py", "from megatron.training import get_args"),
         ("strategy/strategy.py", "from megatron.hydraulis import runtime"),
+        ("observability/records.py", "from megatron.hydraulis.strategy import Pool"),
+        ("plan_check/rules.py", "import highspy"),
     ],
 )
 def test_import_contracts_reject_a_violation(tmp_path: Path, file: str, line: str) -> None:

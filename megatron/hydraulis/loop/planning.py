@@ -26,6 +26,7 @@ from megatron.hydraulis.flags.describe import describe
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.batch_reader import PlannedBatch
 from megatron.hydraulis.loop.plan_feed import PlanFeed
+from megatron.hydraulis.loop.refit import IterationTimes, OnlineRefit, RefitSettings
 from megatron.hydraulis.observability.earlier_run import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
@@ -35,7 +36,6 @@ from megatron.hydraulis.planner.planners import (
     RecordedPlans,
     ScheduledPlanner,
 )
-from megatron.hydraulis.profiler.refit import IterationTimes, OnlineRefit, RefitSettings
 from megatron.hydraulis.runtime.spans import COMPUTE, HOST, CudaClock, MemoryRecorder, RecordedSpan
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import balance_pool

@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
     ProfiledScheme,
     ProfiledStrategy,
 )
-from megatron.hydraulis.profiler.fit import Sample, fit_coefficients
 from megatron.hydraulis.profiler.measurements import MeasuredPoint, MeasuredStrategy
 from megatron.hydraulis.strategy import Scheme
 

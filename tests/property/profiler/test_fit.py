@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients, fit_near
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.profiler.fit import Sample, fit_coefficients, fit_near
 from megatron.hydraulis.profiler.survey import grid
 
 POINTS = grid(8192, longest=8192, short=64, num_sizes=6)

@@ -13,9 +13,9 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfiledScheme
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.loop.refit import IterationTimes, OnlineRefit, RefitSettings
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import GreedyPlanner
-from megatron.hydraulis.profiler.refit import IterationTimes, OnlineRefit, RefitSettings
 from megatron.hydraulis.runtime.spans import RecordedSpan
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 

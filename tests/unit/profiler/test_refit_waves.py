@@ -7,9 +7,9 @@ import pytest
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfiledScheme
+from megatron.hydraulis.loop.refit import IterationTimes, OnlineRefit
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
-from megatron.hydraulis.profiler.refit import IterationTimes, OnlineRefit
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 SCHEME = Scheme(cp=2, pp=2, splits_cp=True)

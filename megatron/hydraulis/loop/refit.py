@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.hydraulis.cost_model.fit import Sample, fit_near
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
@@ -23,7 +24,6 @@ from megatron.hydraulis.cost_model.profile import (
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ContextGroup, ReplicaPlan
-from megatron.hydraulis.profiler.fit import Sample, fit_near
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 __all__ = ["IterationTimes", "OnlineRefit", "RefitSettings", "RefittedCostModel"]
