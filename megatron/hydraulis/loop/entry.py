@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
-from megatron.hydraulis.flags.arguments import (
-    parse_arguments,
-)
+from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.loop.faults import (
     end_process,
     quieten_upstream,
@@ -22,13 +20,8 @@ from megatron.hydraulis.loop.faults import (
     report_unexpected_error,
 )
 from megatron.hydraulis.loop.job import Job, UserHooks
-from megatron.hydraulis.loop.memory_safety import (
-    use_expandable_segments,
-)
-from megatron.hydraulis.loop.startup import (
-    check_devices,
-    meet,
-)
+from megatron.hydraulis.loop.memory_safety import use_expandable_segments
+from megatron.hydraulis.loop.startup import check_devices, meet
 
 __all__ = ["UserHooks", "main"]
 

@@ -20,11 +20,7 @@ from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.arguments import (
-    Resolved,
-    gpt_model_config,
-    install_globals,
-)
+from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config, install_globals
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
 from megatron.hydraulis.flags.describe import format_description
 from megatron.hydraulis.json_object import write_json
@@ -41,10 +37,7 @@ from megatron.hydraulis.loop.planning import (
     look_ahead_planner,
     read_cost_profile,
 )
-from megatron.hydraulis.loop.startup import (
-    common_constants,
-    constants_of_this_rank,
-)
+from megatron.hydraulis.loop.startup import common_constants, constants_of_this_rank
 from megatron.hydraulis.loop.step import Iterators, TrainingLoop
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import closing_table
