@@ -41,11 +41,12 @@ from megatron.hydraulis.loop.startup import common_constants, constants_of_this_
 from megatron.hydraulis.loop.step import Iterators, TrainingLoop
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import closing_table
-from megatron.hydraulis.observability.earlier_run import (
+from megatron.hydraulis.observability.records import (
+    METRICS_FILE_NAME,
+    MetricsWriter,
     set_aside_earlier_run,
     set_aside_earlier_trace,
 )
-from megatron.hydraulis.observability.records import METRICS_FILE_NAME, MetricsWriter
 from megatron.hydraulis.observability.report_data import read_run
 from megatron.hydraulis.observability.report_figures import write_summary
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings

@@ -27,7 +27,7 @@ from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.batch_reader import PlannedBatch
 from megatron.hydraulis.loop.plan_feed import PlanFeed
 from megatron.hydraulis.loop.refit import IterationTimes, OnlineRefit, RefitSettings
-from megatron.hydraulis.observability.earlier_run import REFITTED_PROFILE_FILE_NAME
+from megatron.hydraulis.observability.records import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.planner.planners import (

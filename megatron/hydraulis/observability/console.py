@@ -1,4 +1,4 @@
-"""What people read in the log: fields of its lines, the closing table, numbers with their units."""
+"""Text for people: fields of log lines, the closing table, numbers with their units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.observability.records import IterationRecord
 from megatron.hydraulis.observability.report_data import Run
 
@@ -23,8 +22,10 @@ __all__ = [
     "count_text",
     "factor_text",
     "iteration_suffix",
+    "loss_text",
     "seconds_text",
     "share_text",
+    "table_text",
 ]
 
 # Number of iterations whose median predicts the rest: enough to ignore an evaluation or a
@@ -40,14 +41,10 @@ class EtaEstimator:
     models and groups and would double the estimate of a short run.
     """
 
-    def __init__(self, num_iterations: int, *, window: int = ETA_WINDOW) -> None:
+    def __init__(self, num_iterations: int) -> None:
         """`num_iterations` is the iteration the run ends with (upstream's ``--train-iters``)."""
-        if window < 1:
-            raise ConfigurationError(
-                f"an ETA needs at least 1 iteration, not a window of {window}; use {ETA_WINDOW}"
-            )
         self._num_iterations = num_iterations
-        self._recent_s: deque[float] = deque(maxlen=window)
+        self._recent_s: deque[float] = deque(maxlen=ETA_WINDOW)
         self._has_only_first = False
 
     def observe(self, iteration_time_s: float) -> None:
@@ -95,27 +92,26 @@ def closing_table(run: Run) -> str:
     table.add_column("value", justify="right")
     for name, value in _closing_rows(run):
         table.add_row(name, value)
+    return f"{table_text(table, TABLE_WIDTH)}run folder: {run.folder}\n"
+
+
+def table_text(table: Table, width: int) -> str:
+    """The table as plain text of a width in columns."""
     text = io.StringIO()
-    Console(file=text, width=TABLE_WIDTH, force_terminal=False, highlight=False).print(table)
-    return f"{text.getvalue()}run folder: {run.folder}\n"
+    Console(file=text, width=width, force_terminal=False, highlight=False).print(table)
+    return text.getvalue()
 
 
 def _closing_rows(run: Run) -> Iterator[tuple[str, str]]:
     totals, prediction = run.numbers.totals, run.numbers.iterations
     used = [strategy for strategy in run.numbers.strategies if strategy.num_iterations]
-    first, last = (
-        "none" if loss is None else f"{loss:.4f}" for loss in (totals.first_loss, totals.last_loss)
-    )
 
     yield "iterations", f"{totals.first_iteration} to {totals.last_iteration}"
-    yield "lm loss, first → last", f"{first} → {last}"
+    yield "lm loss, first → last", f"{loss_text(totals.first_loss)} → {loss_text(totals.last_loss)}"
     yield "trained tokens", f"{totals.num_tokens:,}"
     yield "tokens/s", count_text(totals.tokens_per_s)
     yield "padding", share_text(totals.padding_fraction)
-    yield (
-        "imbalance, median (worst)",
-        f"{totals.imbalance:.2f} ({totals.worst_imbalance:.2f})",
-    )
+    yield "imbalance, median (worst)", f"{totals.imbalance:.2f} ({totals.worst_imbalance:.2f})"
     if len(used) == 1:
         yield "strategy", used[0].name
     else:
@@ -151,6 +147,11 @@ def seconds_text(value_s: float | None) -> str:
     if value_s >= 1.0:
         return f"{value_s:,.2f} s"
     return f"{value_s * 1e3:,.0f} ms" if value_s >= 0.0995 else f"{value_s * 1e3:,.1f} ms"
+
+
+def loss_text(loss: float | None) -> str:
+    """'2.3026', or 'none' if no token was trained."""
+    return "none" if loss is None else f"{loss:.4f}"
 
 
 def share_text(share: float | None) -> str:

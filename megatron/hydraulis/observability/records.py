@@ -1,4 +1,5 @@
-"""The record of one training iteration, and ``metrics.jsonl``, which has one record per line."""
+"""What a run leaves in its folder: the names of files, and ``metrics.jsonl`` with one record per
+iteration."""
 
 from __future__ import annotations
 
@@ -6,19 +7,46 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.observability.trace import MERGED_FILE_NAME, rank_files
 
-__all__ = ["METRICS_FILE_NAME", "IterationRecord", "MetricsWriter", "read_metrics"]
+__all__ = [
+    "CONFIG_FILE_NAME",
+    "METRICS_FILE_NAME",
+    "REFITTED_PROFILE_FILE_NAME",
+    "REPORT_FILE_NAME",
+    "REPORT_PICTURES_FOLDER_NAME",
+    "SUMMARY_FILE_NAME",
+    "IterationRecord",
+    "MetricsWriter",
+    "read_metrics",
+    "set_aside_earlier_run",
+    "set_aside_earlier_trace",
+]
+
 
 METRICS_FILE_NAME = "metrics.jsonl"
+CONFIG_FILE_NAME = "config.json"
+SUMMARY_FILE_NAME = "summary.png"
+REPORT_FILE_NAME = "report.html"
+REPORT_PICTURES_FOLDER_NAME = "report"
+REFITTED_PROFILE_FILE_NAME = "cost_profile_refitted.json"
+"""Written by ``--refit-cost-profile`` at the end of a run."""
 
-# How far below 1 an imbalance may lie because sums of replica times are rounded.
-_IMBALANCE_ROUNDING = 1e-6
+_LEFT_BY_A_RUN = (
+    METRICS_FILE_NAME,
+    CONFIG_FILE_NAME,
+    SUMMARY_FILE_NAME,
+    "tensorboard",
+    REPORT_FILE_NAME,
+    REPORT_PICTURES_FOLDER_NAME,
+    REFITTED_PROFILE_FILE_NAME,
+)
 
 _LOWEST: dict[str, float] = {
     "iteration": 1,
@@ -32,7 +60,8 @@ _LOWEST: dict[str, float] = {
     "plan_wait_s": 0,
     "plan_fetch_s": 0,
     "learning_rate": 0,
-    "imbalance": 1 - _IMBALANCE_ROUNDING,
+    # Sums of replica times are rounded.
+    "imbalance": 1 - 1e-6,
 }
 """Smallest value of each number that is always known; all of them are finite."""
 _OPTIONAL = (
@@ -239,7 +268,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path) -> list[IterationRecord]:
-    """Records of ``<run_dir>/metrics.jsonl`` by iteration; of several, the last record counts.
+    """Records of ``<run_dir>/metrics.jsonl`` by iteration; the last record of an iteration counts.
 
     An unfinished last line, as a killed run leaves it, is ignored.
     Raises `HydraulisError` if there is no such file, or a complete line is not a record.
@@ -273,3 +302,49 @@ def _remove_unfinished_line(path: Path) -> None:
         content = file.read()
         if content and not content.endswith(b"\n"):
             file.truncate(content.rfind(b"\n") + 1)
+
+
+def set_aside_earlier_run(run_dir: str | Path) -> Path | None:
+    """Moves metrics, pictures, configuration and TensorBoard events into a subfolder.
+
+    Event files of two runs in one folder would be drawn as one curve. Events in another folder
+    (``--tensorboard-dir``) are not moved.
+
+    Returns:
+        ``RUN_DIR/earlier.N`` with the first free N; None if there was nothing to move.
+
+    Raises:
+        HydraulisError: something cannot be moved.
+    """
+    run_dir = Path(run_dir)
+    paths = [run_dir / name for name in _LEFT_BY_A_RUN]
+    found = [path for path in paths if (any(path.iterdir()) if path.is_dir() else path.exists())]
+    return _set_aside(run_dir, found, "--run-dir")
+
+
+def set_aside_earlier_trace(folder: str | Path) -> Path | None:
+    """Moves the files of an earlier trace, which may have had other ranks, into a subfolder.
+
+    Returns and raises as `set_aside_earlier_run` does.
+    """
+    folder = Path(folder)
+    found = [*rank_files(folder), folder / MERGED_FILE_NAME]
+    return _set_aside(folder, [path for path in found if path.exists()], "--trace")
+
+
+def _set_aside(folder: Path, found: Sequence[Path], option: str) -> Path | None:
+    if not found:
+        return None
+    number = 1
+    while (aside := folder / f"earlier.{number}").exists():
+        number += 1
+    try:
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+    except OSError as error:
+        raise HydraulisError(
+            f"files of an earlier run in {folder} must be moved to {aside}: {error.strerror}; "
+            f"choose another {option}"
+        ) from error
+    return aside

@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,18 +20,15 @@ from typing import Any
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.records import (
+    CONFIG_FILE_NAME,
     METRICS_FILE_NAME,
     IterationRecord,
     read_metrics,
 )
 from megatron.hydraulis.observability.trace import MERGED_FILE_NAME, rank_files, read_trace
-from megatron.hydraulis.observability.trace_analysis import RankShares, Spans, rank_shares
+from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares
 
 __all__ = [
-    "CONFIG_FILE_NAME",
-    "REPORT_FILE_NAME",
-    "REPORT_PICTURES_FOLDER_NAME",
-    "SUMMARY_FILE_NAME",
     "Prediction",
     "ReplicaNumbers",
     "Run",
@@ -39,10 +36,6 @@ __all__ = [
     "read_run",
 ]
 
-CONFIG_FILE_NAME = "config.json"
-SUMMARY_FILE_NAME = "summary.png"
-REPORT_FILE_NAME = "report.html"
-REPORT_PICTURES_FOLDER_NAME = "report"
 TRACE_FOLDER_NAME = "trace"
 """Subfolder that is searched for a trace if there is no configuration that could name one."""
 
@@ -275,9 +268,8 @@ def _read_spans(run: Run, given: str | Path | None, notes: list[str]) -> Spans:
             # Otherwise the next run of the folder may have written its own trace there.
             candidates.append(Path(named))
     for path in candidates:
-        files: Sequence[Path] = rank_files(path)
-        if not files and (path / MERGED_FILE_NAME).is_file():
-            files = [path / MERGED_FILE_NAME]
+        merged = path / MERGED_FILE_NAME
+        files = rank_files(path) or ([merged] if merged.is_file() else [])
         if not files:
             continue
         num_bytes = sum(file.stat().st_size for file in files)
@@ -286,12 +278,12 @@ def _read_spans(run: Run, given: str | Path | None, notes: list[str]) -> Spans:
                 f"The trace in {path} has {num_bytes / 1e6:,.0f} MB, more than "
                 f"{MAX_TRACE_BYTES / 1e6:,.0f} MB, and is not read; --trace {path} reads it anyway."
             )
-            return Spans()
+            break
         try:
             return Spans.of(read_trace(path))
         except HydraulisError as error:
             notes.append(f"The trace in {path} is not included: {error}.")
-            return Spans()
+            break
     return Spans()
 
 
@@ -455,9 +447,8 @@ class Numbers:
 
 def _numbers_of(run: Run) -> Numbers:
     measured = _measured_replicas(run)
-    iterations = {replica.iteration for replica in measured}
-    counted = (iterations - run.starts) or iterations
-    measured_steady = tuple(one for one in measured if one.iteration in counted)
+    counted = _steady(run, {one.iteration for one in measured})
+    measured_steady = [one for one in measured if one.iteration in counted]
     return Numbers(
         totals=_totals(run),
         iterations=_prediction(
@@ -467,16 +458,7 @@ def _numbers_of(run: Run) -> Numbers:
         strategies=_strategy_numbers(run),
         replicas=_replica_numbers(run, measured_steady),
         measured_replicas=measured,
-        ranks=tuple(
-            RankNumbers(
-                rank=shares.rank,
-                busy_fraction=_ratio(shares.busy_us, shares.window_us) or 0.0,
-                wait_fraction=_ratio(shares.wait_us, shares.window_us) or 0.0,
-                idle_fraction=_ratio(shares.idle_us, shares.window_us) or 0.0,
-                regroup_fraction=_ratio(shares.transfer_us, shares.window_us) or 0.0,
-            )
-            for shares in _shares_of_ranks(run)
-        ),
+        ranks=_rank_numbers(run),
     )
 
 
@@ -485,7 +467,6 @@ def _totals(run: Run) -> Totals:
     losses = [record.lm_loss for record in records if record.lm_loss is not None]
     gaps = [record.plan_gap for record in records if record.plan_gap is not None]
     waits_s = [record.plan_wait_s for record in steady]
-    time_s = math.fsum(record.iteration_time_s for record in steady)
     num_tokens = sum(record.num_tokens for record in records)
     num_padding = math.fsum(record.num_padding for record in records)
     imbalances = [record.imbalance for record in records]
@@ -499,7 +480,7 @@ def _totals(run: Run) -> Totals:
         num_skipped=sum(record.lm_loss is None or record.grad_norm is None for record in records),
         num_tokens=num_tokens,
         num_sequences=sum(record.num_sequences for record in records),
-        tokens_per_s=_ratio(sum(record.num_tokens for record in steady), time_s),
+        tokens_per_s=_tokens_per_s(steady),
         iteration_time_s=statistics.median(record.iteration_time_s for record in steady),
         padding_fraction=num_padding / max(num_tokens + num_padding, 1.0),
         idle_fraction=_idle_fraction(records) or 0.0,
@@ -511,14 +492,14 @@ def _totals(run: Run) -> Totals:
         plan_wait_s=math.fsum(waits_s),
         median_plan_wait_s=statistics.median(waits_s),
         worst_plan_wait_s=max(waits_s),
-        plan_wait_fraction=_ratio(math.fsum(waits_s), time_s) or 0.0,
+        plan_wait_fraction=_share_of_time(steady, "plan_wait_s") or 0.0,
         marked_plans=_marked_plans(run),
         num_switches=sum(
             one.strategy != other.strategy for one, other in itertools.pairwise(records)
         ),
         regroup_bytes=_mean(record.regroup_bytes for record in records),
-        gather_wait_fraction=_share_of_time(steady, lambda record: record.gather_wait_s),
-        scatter_wait_fraction=_share_of_time(steady, lambda record: record.scatter_wait_s),
+        gather_wait_fraction=_share_of_time(steady, "gather_wait_s"),
+        scatter_wait_fraction=_share_of_time(steady, "scatter_wait_s"),
         slowdown=_slowdown(steady),
     )
 
@@ -532,14 +513,13 @@ def _strategy_numbers(run: Run) -> tuple[StrategyNumbers, ...]:
     for name in names:
         records = [record for record in run.records if record.strategy == name]
         steady = [record for record in run.steady if record.strategy == name]
-        time_s = math.fsum(record.iteration_time_s for record in steady)
         found.append(
             StrategyNumbers(
                 name=name,
                 notation=notations.get(name, name),
                 num_iterations=counts[name],
                 num_tokens=sum(record.num_tokens for record in records),
-                tokens_per_s=_ratio(sum(record.num_tokens for record in steady), time_s),
+                tokens_per_s=_tokens_per_s(steady),
                 predicted_s=_median(record.predicted_time_s for record in steady),
                 measured_s=_median(record.iteration_time_s for record in steady),
                 idle_fraction=_idle_fraction(records),
@@ -598,24 +578,30 @@ def _measured_replicas(run: Run) -> tuple[MeasuredReplica, ...]:
             predicted_s = record.replica_times_s[number]
             if own and predicted_s > 0.0:
                 elapsed_us = max(end for _, end in own) - min(start for start, _ in own)
-                found.append(
-                    MeasuredReplica(
-                        record.iteration,
-                        record.strategy,
-                        number,
-                        predicted_s,
-                        elapsed_us / _US_PER_S,
-                    )
-                )
+                place = (record.iteration, record.strategy, number)
+                found.append(MeasuredReplica(*place, predicted_s, elapsed_us / _US_PER_S))
     return tuple(found)
 
 
-def _shares_of_ranks(run: Run) -> Sequence[RankShares]:
-    """Shares of every traced rank, without the first iterations of processes if possible."""
+def _rank_numbers(run: Run) -> tuple[RankNumbers, ...]:
     iterations = {int(span.detail["iteration"]) for span in run.spans.where(name="iteration")}
-    kept = (iterations - run.starts) or iterations
-    by_iteration = [run.spans.where(iteration=iteration) for iteration in sorted(kept)]
-    return rank_shares(Spans.of(itertools.chain.from_iterable(by_iteration)))
+    kept = _steady(run, iterations)
+    spans = Spans(tuple(span for span in run.spans if span.detail.get("iteration") in kept))
+    return tuple(
+        RankNumbers(
+            rank=shares.rank,
+            busy_fraction=_ratio(shares.busy_us, shares.window_us) or 0.0,
+            wait_fraction=_ratio(shares.wait_us, shares.window_us) or 0.0,
+            idle_fraction=_ratio(shares.idle_us, shares.window_us) or 0.0,
+            regroup_fraction=_ratio(shares.transfer_us, shares.window_us) or 0.0,
+        )
+        for shares in rank_shares(spans)
+    )
+
+
+def _steady(run: Run, iterations: set[int]) -> set[int]:
+    """Without the first iterations of processes, if there are others."""
+    return (iterations - run.starts) or iterations
 
 
 def _prediction(pairs: Iterable[tuple[float, float]]) -> Prediction | None:
@@ -676,23 +662,20 @@ def busy_fraction(
 
 
 def _idle_fraction(records: Sequence[IterationRecord]) -> float | None:
-    makespans_s = [max(record.replica_times_s, default=0.0) for record in records]
-    idle_s = math.fsum(
-        makespan_s * record.idle_share
-        for makespan_s, record in zip(makespans_s, records, strict=True)
-    )
-    return _ratio(idle_s, math.fsum(makespans_s))
+    times_s = [(max(r.replica_times_s, default=0.0), r.idle_share) for r in records]
+    return _ratio(math.fsum(s * share for s, share in times_s), math.fsum(s for s, _ in times_s))
 
 
-def _share_of_time(
-    records: Sequence[IterationRecord], part_s: Callable[[IterationRecord], float | None]
-) -> float | None:
-    known = [
-        (value_s, record.iteration_time_s)
-        for record in records
-        if (value_s := part_s(record)) is not None
-    ]
-    return _ratio(math.fsum(value_s for value_s, _ in known), math.fsum(time for _, time in known))
+def _tokens_per_s(records: Sequence[IterationRecord]) -> float | None:
+    time_s = math.fsum(record.iteration_time_s for record in records)
+    return _ratio(sum(record.num_tokens for record in records), time_s)
+
+
+def _share_of_time(records: Sequence[IterationRecord], part: str) -> float | None:
+    """Of the iterations' time: the share of a field in s, in the records that have it."""
+    known = [record for record in records if getattr(record, part) is not None]
+    part_s = math.fsum(getattr(record, part) for record in known)
+    return _ratio(part_s, math.fsum(record.iteration_time_s for record in known))
 
 
 def _ratio(part: float, whole: float) -> float | None:

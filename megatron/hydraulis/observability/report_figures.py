@@ -21,12 +21,8 @@ from matplotlib.ticker import MaxNLocator
 
 from megatron.hydraulis.observability.console import factor_text, share_text
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture
-from megatron.hydraulis.observability.report_data import (
-    SUMMARY_FILE_NAME,
-    Prediction,
-    Run,
-    busy_fraction,
-)
+from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
+from megatron.hydraulis.observability.report_data import Prediction, Run, busy_fraction
 
 __all__ = ["ReportFigure", "figures_of", "summary_of", "write_summary"]
 
@@ -140,49 +136,75 @@ class ReportFigure:
 
 def figures_of(run: Run) -> list[ReportFigure]:
     """The report's figures that the run has data for."""
-    makers = (
-        _loss,
-        _throughput,
-        _times,
-        _prediction,
-        _strategies,
-        _replicas,
-        _idle,
-        _ranks,
-        _padding,
-        _planning,
-        _regrouping,
-    )
-    with matplotlib.rc_context(SETTINGS):
-        found = [figure for make in makers if (figure := make(run)) is not None]
-        for one in found:
-            # The layout uses the ticks of the previous draw: without it, labels that become longer
-            # are cut off.
-            one.figure.draw_without_rendering()
-    return found
-
-
-def _loss(run: Run) -> ReportFigure:
-    figure, axes = _figure()
-    caption = "Mean loss per trained token of each global batch."
-    caption += _line_with_median(axes, run, _losses(run), MEASURED)
-    axes.set_ylabel("lm loss per token")
-    _iteration_axis(axes, run)
-    return ReportFigure("loss", "Loss", caption, figure)
-
-
-def _throughput(run: Run) -> ReportFigure:
     rates = [
         record.num_tokens / record.iteration_time_s if record.iteration_time_s else math.nan
         for record in run.records
     ]
+    idle = [100.0 * record.idle_share for record in run.records]
+    padding = [100.0 * record.padding_fraction for record in run.records]
+    with matplotlib.rc_context(SETTINGS):
+        figures = (
+            _curve(
+                *(run, "loss", "Loss", "lm loss per token", _losses(run), MEASURED),
+                caption="Mean loss per trained token of each global batch.",
+            ),
+            _curve(
+                *(run, "throughput", "Tokens per second", "tokens/s", rates, MEASURED),
+                caption="Trained tokens of an iteration / its measured time; padding does not "
+                "count.",
+                min_top=0.0,
+            ),
+            _times(run),
+            _prediction(run),
+            _strategies(run),
+            _replicas(run),
+            _curve(
+                *(run, "idle", "Idle share, predicted", "% of the makespan", idle, SERIES[2]),
+                caption="By the plan: share of the makespan that the ranks of replicas wait for "
+                "the slowest one.",
+                min_top=1.0,
+            ),
+            _ranks(run),
+            _curve(
+                *(run, "padding", "Padding", "% of the computed tokens", padding, SERIES[3]),
+                caption="Tokens that only fill up lengths to multiples that tp and cp need; they "
+                "are not trained.",
+                min_top=0.1,
+                is_smoothed=False,
+            ),
+            _planning(run),
+            _regrouping(run),
+        )
+        found = [figure for figure in figures if figure is not None]
+        for one in found:
+            # The layout uses the ticks of the previous draw: without it, longer labels are cut off.
+            one.figure.draw_without_rendering()
+    return found
+
+
+def _curve(
+    run: Run,
+    name: str,
+    title: str,
+    label: str,
+    values: Sequence[float],
+    color: str,
+    *,
+    caption: str,
+    min_top: float | None = None,
+    is_smoothed: bool = True,
+) -> ReportFigure:
+    """A value per iteration; with ``min_top`` the axis begins at 0 and reaches at least that."""
     figure, axes = _figure()
-    caption = "Trained tokens of an iteration / its measured time; padding does not count."
-    caption += _line_with_median(axes, run, rates, MEASURED)
-    axes.set_ylabel("tokens/s")
-    axes.set_ylim(bottom=0.0)
+    if is_smoothed:
+        caption += _line_with_median(axes, run, values, color)
+    else:
+        _line(axes, run, values, color)
+    axes.set_ylabel(label)
+    if min_top is not None:
+        axes.set_ylim(0.0, max(axes.get_ylim()[1], min_top))
     _iteration_axis(axes, run)
-    return ReportFigure("throughput", "Tokens per second", caption, figure)
+    return ReportFigure(name, title, caption, figure)
 
 
 def _times(run: Run) -> ReportFigure:
@@ -265,19 +287,6 @@ def _replicas(run: Run) -> ReportFigure | None:
     )
 
 
-def _idle(run: Run) -> ReportFigure:
-    figure, axes = _figure()
-    shares = [100.0 * record.idle_share for record in run.records]
-    caption = (
-        "By the plan: share of the makespan that the ranks of replicas wait for the slowest one."
-    )
-    caption += _line_with_median(axes, run, shares, SERIES[2])
-    axes.set_ylabel("% of the makespan")
-    axes.set_ylim(0.0, max(axes.get_ylim()[1], 1.0))
-    _iteration_axis(axes, run)
-    return ReportFigure("idle", "Idle share, predicted", caption, figure)
-
-
 def _ranks(run: Run) -> ReportFigure | None:
     ranks = run.numbers.ranks[:MAX_RANK_BARS]
     if not ranks:
@@ -309,19 +318,6 @@ def _ranks(run: Run) -> ReportFigure | None:
     if num_left_out:
         caption += f" The table has the {num_left_out} ranks that are not drawn."
     return ReportFigure("ranks", "Idle share, measured, by rank", caption, figure)
-
-
-def _padding(run: Run) -> ReportFigure:
-    figure, axes = _figure()
-    shares = [100.0 * record.padding_fraction for record in run.records]
-    _line(axes, run, shares, SERIES[3])
-    axes.set_ylabel("% of the computed tokens")
-    axes.set_ylim(0.0, max(axes.get_ylim()[1], 0.1))
-    _iteration_axis(axes, run)
-    caption = (
-        "Tokens that only fill up lengths to multiples that tp and cp need; they are not trained."
-    )
-    return ReportFigure("padding", "Padding", caption, figure)
 
 
 def _planning(run: Run) -> ReportFigure:
@@ -366,8 +362,8 @@ def _two_panels(
     min_top: float,
     **below: tuple[str, str],
 ) -> ReportFigure:
-    """Values with label and colour above; fields of the records in s with label and colour below,
-    drawn in ms."""
+    """Above: label, values, colour; below: fields of the records in s, drawn in ms, with label and
+    colour."""
     figure = Figure(figsize=(WIDTH_INCHES, TALL_INCHES), layout="constrained")
     upper, lower = figure.subplots(2, 1, height_ratios=(0.8, 1.0))
     label, values, color = above

@@ -17,15 +17,15 @@ from megatron.hydraulis.observability.console import (
     bytes_text,
     count_text,
     factor_text,
+    loss_text,
     seconds_text,
     share_text,
 )
-from megatron.hydraulis.observability.report_data import (
+from megatron.hydraulis.observability.records import (
     REPORT_FILE_NAME,
     REPORT_PICTURES_FOLDER_NAME,
-    Run,
-    read_run,
 )
+from megatron.hydraulis.observability.report_data import Run, read_run
 from megatron.hydraulis.observability.report_figures import ReportFigure, figures_of
 
 __all__ = ["add_arguments", "make_page", "run"]
@@ -76,7 +76,16 @@ def run(namespace: argparse.Namespace) -> int:
     """
     found = read_run(namespace.folder, trace=namespace.trace)
     if namespace.json:
-        print(json.dumps(_finite(_as_json(found)), indent=1, allow_nan=False))
+        content = {
+            "run_dir": str(found.folder),
+            "notes": list(found.notes),
+            "starts": sorted(found.starts),
+            "strategies_of_pool": [dataclasses.asdict(strategy) for strategy in found.strategies],
+            **dataclasses.asdict(found.numbers),
+            "advice": [dataclasses.asdict(one) for one in advice_on(found)],
+            "records": [record.to_json() for record in found.records],
+        }
+        print(json.dumps(_finite(content), indent=1, allow_nan=False))
         return 0
     page = _write(namespace.output_dir or namespace.folder, found)
     for note in found.notes:
@@ -105,20 +114,8 @@ def _write(folder: Path, found: Run) -> Path:
     return path
 
 
-def _as_json(found: Run) -> dict[str, Any]:
-    return {
-        "run_dir": str(found.folder),
-        "notes": list(found.notes),
-        "starts": sorted(found.starts),
-        "strategies_of_pool": [dataclasses.asdict(strategy) for strategy in found.strategies],
-        **dataclasses.asdict(found.numbers),
-        "advice": [dataclasses.asdict(one) for one in advice_on(found)],
-        "records": [record.to_json() for record in found.records],
-    }
-
-
 def _finite(value: Any) -> Any:
-    """The same with None for values that are not finite, because JSON has no NaN."""
+    """The value with None for numbers that are not finite, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -169,8 +166,8 @@ def _tiles(run: Run) -> str:
     if gather is not None:
         waits = f"waits {share_text(gather + (scatter or 0.0))} of the time"
     losses = "none"
-    if totals.first_loss is not None and totals.last_loss is not None:
-        losses = f"{totals.first_loss:.4f} → {totals.last_loss:.4f}"
+    if totals.first_loss is not None:
+        losses = f"{loss_text(totals.first_loss)} → {loss_text(totals.last_loss)}"
     ratio, error = "–", ""
     if prediction is not None:
         ratio = factor_text(prediction.factor)
@@ -181,10 +178,11 @@ def _tiles(run: Run) -> str:
     reached = f"{totals.last_iteration:,}"
     if totals.num_train_iters is not None:
         reached += f" of {totals.num_train_iters:,}"
-    imbalance = f"imbalance {totals.imbalance:.2f}, worst {totals.worst_imbalance:.2f}"
-    waited = f"{share_text(totals.plan_wait_fraction)} of the time"
     time = f"{seconds_text(totals.iteration_time_s)} per iteration"
     sequences = f"of {count_text(totals.num_sequences)} sequences"
+    imbalance = f"imbalance {totals.imbalance:.2f}, worst {totals.worst_imbalance:.2f}"
+    worst_gap = f"worst {share_text(totals.worst_plan_gap)}"
+    waited = f"{share_text(totals.plan_wait_fraction)} of the time"
     tiles = [
         ("Iterations", reached, f"from {totals.first_iteration:,} on"),
         ("Loss, first → last", losses, "per trained token"),
@@ -193,11 +191,7 @@ def _tiles(run: Run) -> str:
         ("Measured / predicted", ratio, error),
         ("Idle share, predicted", share_text(totals.idle_fraction), imbalance),
         ("Padding", share_text(totals.padding_fraction), "of the computed tokens"),
-        (
-            "Plan gap, median",
-            share_text(totals.plan_gap),
-            f"worst {share_text(totals.worst_plan_gap)}",
-        ),
+        ("Plan gap, median", share_text(totals.plan_gap), worst_gap),
         ("Plan wait", seconds_text(totals.plan_wait_s), waited),
         ("Regrouping per iteration", bytes_text(totals.regroup_bytes), waits),
     ]
@@ -370,7 +364,7 @@ def _iteration_table(run: Run) -> str:
         {
             "iteration": str(record.iteration),
             "strategy": record.strategy,
-            "loss": "none" if record.lm_loss is None else f"{record.lm_loss:.4f}",
+            "loss": loss_text(record.lm_loss),
             "tokens": count_text(record.num_tokens),
             "measured": seconds_text(record.iteration_time_s),
             "predicted": seconds_text(record.predicted_time_s),

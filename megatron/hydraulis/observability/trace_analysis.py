@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.trace import Span
 
-__all__ = ["RankShares", "Spans", "rank_shares", "shares_table"]
+__all__ = ["RankShares", "Spans", "rank_shares"]
 
 WORK = ("forward", "backward", "optimizer")
 WAITS = ("pipeline wait", "gather wait", "scatter wait", "planning wait")
 TRANSFERS = ("gather", "scatter")
-
-TABLE_WIDTH = 100
-_US_PER_MS = 1e3
 
 
 @dataclass(frozen=True)
@@ -160,32 +153,6 @@ def rank_shares(spans: Spans) -> list[RankShares]:
     return [
         _shares_of_rank(rank, measured.where(rank=rank), planned.where(rank=rank)) for rank in ranks
     ]
-
-
-def shares_table(shares: list[RankShares], num_iterations: int) -> str:
-    """The table as plain text: a row per rank, times in ms per iteration."""
-    table = Table(title="Time of each rank, ms per iteration", title_justify="left")
-    columns = ("rank", "time", "forward", "backward", "planned", "busy", "wait", "idle")
-    for name in (*columns, "regrouping", "of it hidden"):
-        table.add_column(name, justify="right")
-
-    def per_iteration(time_us: float) -> str:
-        return f"{time_us / _US_PER_MS / max(num_iterations, 1):,.1f}"
-
-    def share(part_us: float, whole_us: float) -> str:
-        return f"{part_us / whole_us:.0%}" if whole_us else "–"
-
-    for row in shares:
-        table.add_row(
-            str(row.rank),
-            *map(per_iteration, (row.window_us, row.forward_us, row.backward_us, row.planned_us)),
-            *(share(time_us, row.window_us) for time_us in (row.busy_us, row.wait_us, row.idle_us)),
-            per_iteration(row.transfer_us),
-            share(row.hidden_us, row.transfer_us),
-        )
-    text = io.StringIO()
-    Console(file=text, width=TABLE_WIDTH, force_terminal=False, highlight=False).print(table)
-    return text.getvalue()
 
 
 def _shares_of_rank(rank: int, measured: Spans, planned: Spans) -> RankShares:

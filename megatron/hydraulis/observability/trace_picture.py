@@ -1,5 +1,4 @@
-"""``hydraulis trace``: the time of each rank as a table, an iteration as a
-picture."""
+"""``hydraulis trace``: the time of each rank as a table, an iteration as a picture."""
 
 from __future__ import annotations
 
@@ -10,8 +9,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from rich.table import Table
 
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.observability.console import table_text
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,
@@ -20,11 +21,12 @@ from megatron.hydraulis.observability.trace import (
     rank_files,
     read_trace,
 )
-from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares, shares_table
+from megatron.hydraulis.observability.trace_analysis import RankShares, Spans, rank_shares
 
 __all__ = ["add_arguments", "draw_trace", "run"]
 
 PICTURE_FILE_NAME = "trace.png"
+TABLE_WIDTH = 100
 
 WAIT_COLOR = "#e4e4e4"
 COLORS = {
@@ -96,6 +98,30 @@ def run(namespace: argparse.Namespace) -> int:
     print(f"iterations {iterations[0]} to {iterations[-1]}: {merged}")
     print(f"iteration {number}: {picture}")
     return 0
+
+
+def shares_table(shares: list[RankShares], num_iterations: int) -> str:
+    """The table as plain text: a row per rank, times in ms per iteration."""
+    table = Table(title="Time of each rank, ms per iteration", title_justify="left")
+    columns = ("rank", "time", "forward", "backward", "planned", "busy", "wait", "idle")
+    for name in (*columns, "regrouping", "of it hidden"):
+        table.add_column(name, justify="right")
+
+    def per_iteration(time_us: float) -> str:
+        return f"{time_us / _US_PER_MS / num_iterations:,.1f}"
+
+    def share(part_us: float, whole_us: float) -> str:
+        return f"{part_us / whole_us:.0%}" if whole_us else "–"
+
+    for row in shares:
+        table.add_row(
+            str(row.rank),
+            *map(per_iteration, (row.window_us, row.forward_us, row.backward_us, row.planned_us)),
+            *(share(time_us, row.window_us) for time_us in (row.busy_us, row.wait_us, row.idle_us)),
+            per_iteration(row.transfer_us),
+            share(row.hidden_us, row.transfer_us),
+        )
+    return table_text(table, TABLE_WIDTH)
 
 
 def draw_trace(

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
 from megatron.hydraulis.cost_model.profile import ProfiledScheme
-from megatron.hydraulis.observability.earlier_run import REFITTED_PROFILE_FILE_NAME
+from megatron.hydraulis.observability.records import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.strategy import Scheme
 from tests.support.training_run import Launch
 

@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
-from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.observability.console import EtaEstimator, closing_table, iteration_suffix
+from megatron.hydraulis.observability.console import (
+    ETA_WINDOW,
+    EtaEstimator,
+    closing_table,
+    iteration_suffix,
+)
 from megatron.hydraulis.observability.records import IterationRecord
 from tests.unit.observability.run_folders import make_record, make_run
 
@@ -38,8 +42,8 @@ def test_eta_leaves_out_the_first_iteration_and_one_slow_one() -> None:
 
 
 def test_eta_follows_the_recent_iterations() -> None:
-    eta = EtaEstimator(100, window=3)
-    for time_s in (9.0, 1.0, 1.0, 1.0, 4.0, 4.0, 4.0):
+    eta = EtaEstimator(100)
+    for time_s in (9.0, *[1.0] * ETA_WINDOW, *[4.0] * ETA_WINDOW):
         eta.observe(time_s)
     assert eta.remaining_s(98) == pytest.approx(8.0)
 
@@ -49,11 +53,6 @@ def test_nothing_is_left_at_and_beyond_the_end() -> None:
     eta.observe(1.0)
     assert eta.remaining_s(10) == 0.0
     assert eta.remaining_s(12) == 0.0
-
-
-def test_eta_needs_a_window() -> None:
-    with pytest.raises(ConfigurationError, match="window of 0"):
-        EtaEstimator(10, window=0)
 
 
 def rows_of(table: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.observability.earlier_run import (
+from megatron.hydraulis.observability.records import (
     set_aside_earlier_run,
     set_aside_earlier_trace,
 )
