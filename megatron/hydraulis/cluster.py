@@ -1,6 +1,6 @@
 """The machines of a job: nodes, ranks per node, and the links inside and between nodes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.hydraulis.errors import ConfigurationError
 
@@ -34,7 +34,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Nodes of the same number of ranks, counted node by node.
+    """Nodes with the same number of ranks; ranks are numbered node by node.
 
     Raises ConfigurationError for a cluster without nodes or ranks.
     """
@@ -53,7 +53,6 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all nodes."""
         return self.num_nodes * self.ranks_per_node
 
     def crosses_nodes(self, num_ranks: int) -> bool:
@@ -72,9 +71,5 @@ class Cluster:
         """
         if not self.crosses_nodes(num_ranks):
             return self.intra_node
-        together = self.inter_node.bytes_per_s * self.ranks_per_node
-        return Link(
-            bytes_per_s=min(together, self.intra_node.bytes_per_s),
-            latency_s=self.inter_node.latency_s,
-            source=self.inter_node.source,
-        )
+        of_node = self.inter_node.bytes_per_s * self.ranks_per_node
+        return replace(self.inter_node, bytes_per_s=min(of_node, self.intra_node.bytes_per_s))

@@ -1,8 +1,7 @@
 """Every exception this package raises on purpose.
 
-A message states three things, in this order: the rule that was broken, the
-numbers that broke it, and the fix, for example ``strategy 'long': 3 replicas
-use 20 ranks but the job has 16; remove a replica or start 20 ranks``.
+A message states the rule that was broken, the numbers that broke it, and the fix, for example
+``strategy 'long': 3 replicas use 20 ranks but the job has 16; remove a replica or start 20 ranks``.
 """
 
 __all__ = [
@@ -19,7 +18,7 @@ __all__ = [
 
 
 class HydraulisError(Exception):
-    """Base of all errors of this package; its message is meant for the user as it stands."""
+    """Base of all errors of this package; its message is shown to the user."""
 
 
 class ConfigurationError(HydraulisError):

@@ -18,6 +18,7 @@ MAX_DEPTH = 32
 
 # Larger whole numbers are typing errors that neither numpy nor a float can hold.
 _MOST = 10**18
+_MAX_SHOWN_CHARS = 60
 
 
 class JsonObject:
@@ -28,7 +29,8 @@ class JsonObject:
     """
 
     def __init__(self, content: Any, what: str, error: type[HydraulisError]) -> None:
-        self._what = what
+        self.what = what
+        """The object's name in errors."""
         self._error = error
         if not isinstance(content, Mapping):
             raise error(
@@ -36,11 +38,6 @@ class JsonObject:
             )
         self._content = content
         self._read: set[str] = set()
-
-    @property
-    def what(self) -> str:
-        """The object's name in errors."""
-        return self._what
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -59,27 +56,24 @@ class JsonObject:
         """Raise if there is a ``version`` other than the supported one."""
         if self.has("version") and self.integer("version") != supported:
             raise self._error(
-                f"{self._what}: version {supported} can be read but this one is of version "
+                f"{self.what}: version {supported} can be read but this one is of version "
                 f"{self.integer('version')}; write it in version {supported}"
             )
 
     def value(self, key: str) -> Any:
         """The value of a key, whatever its type."""
         if key not in self._content:
-            raise self._error(f"{self._what}: needs {key!r} but lacks it; add {key!r}")
+            raise self._error(f"{self.what}: needs {key!r} but lacks it; add {key!r}")
         self._read.add(key)
         return self._content[key]
 
     def integer(self, key: str) -> int:
-        """A whole number."""
         return self._integer(key, "a whole number", self.value(key))
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers."""
         return tuple(self._integer(key, "whole numbers", value) for value in self.array(key))
 
     def number(self, key: str) -> float:
-        """A number, whole or not."""
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, "a number", value)
@@ -88,21 +82,18 @@ class JsonObject:
         return float(value)
 
     def text(self, key: str) -> str:
-        """A string."""
         value = self.value(key)
         if not isinstance(value, str):
             raise self._wrong(key, "a string", value)
         return value
 
     def flag(self, key: str) -> bool:
-        """True or false."""
         value = self.value(key)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false", value)
         return value
 
     def array(self, key: str) -> list[Any]:
-        """A list of anything."""
         value = self.value(key)
         if not isinstance(value, list):
             raise self._wrong(key, "a list", value)
@@ -113,7 +104,7 @@ class JsonObject:
         unknown = sorted(set(self._content) - self._read)
         if unknown:
             raise self._error(
-                f"{self._what}: has the unknown keys {', '.join(map(repr, unknown))}; remove them"
+                f"{self.what}: has the unknown keys {', '.join(map(repr, unknown))}; remove them"
             )
 
     def _integer(self, key: str, expected: str, value: Any) -> int:
@@ -125,15 +116,14 @@ class JsonObject:
 
     def _wrong(self, key: str, expected: str, value: Any) -> HydraulisError:
         return self._error(
-            f"{self._what}: {key} must be {expected} but is {_shown(value)}; correct it"
+            f"{self.what}: {key} must be {expected} but is {_shown(value)}; correct it"
         )
 
 
 def _shown(value: Any) -> str:
     """A value in an error, shortened if it is long."""
     text = repr(value)
-    longest = 60
-    return text if len(text) <= longest else text[:longest] + "…"
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
 
 
 def read_text(path: str | Path, what: str, error: type[HydraulisError]) -> str:
@@ -187,8 +177,8 @@ def parse_json(text: str, what: str, error: type[HydraulisError]) -> Any:
         raise error(f"{what}: must be JSON of usual size but: {problem}; correct it") from problem
     if _is_deeper(content, MAX_DEPTH):
         raise error(
-            f"{what}: objects and lists stand in one another at most {MAX_DEPTH} deep but these "
-            f"are deeper; correct it"
+            f"{what}: objects and lists are nested at most {MAX_DEPTH} deep but these are deeper; "
+            f"correct it"
         )
     return content
 
@@ -202,7 +192,7 @@ def _is_deeper(content: Any, depth: int) -> bool:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Replace a file atomically; other than regular files, such as /dev/stdout, are written to.
+    """Replace a file atomically, or write to a special file such as /dev/stdout.
 
     Raises OSError.
     """

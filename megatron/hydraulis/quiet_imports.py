@@ -1,4 +1,4 @@
-"""What upstream and torch warn of while they are imported, unheard."""
+"""Silences known warnings of upstream and torch while they are imported."""
 
 import logging
 import warnings
@@ -7,10 +7,10 @@ __all__ = ["silence_warnings_of_imports"]
 
 
 def silence_warnings_of_imports() -> None:
-    """To be called before they are imported, by the packages whose programs import them.
+    """Call it before importing them.
 
-    They tell, a dozen times on every rank, that Apex, Transformer Engine or a CUDA runtime are
-    absent: known, and enough to hide the one line that an error is.
+    A dozen warnings per rank, that Apex, Transformer Engine or a CUDA runtime are absent, would
+    hide an error, which is one line.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.(core|training)\b.*")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

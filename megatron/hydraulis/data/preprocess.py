@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -414,12 +413,7 @@ class DatasetWriter:
             os.replace(self._partial_idx, idx_path(self._prefix))
         return lengths
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Closing flushes, which fails again on a full disk; the first failure is the one to report.
         with contextlib.suppress(OSError):
             self._builder.data_file.close()
@@ -477,16 +471,11 @@ class OrderedWorkers[Input, Output]:
                 self._connections.append(ours)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            if error is not None:
+            if kind is not None:
                 process.terminate()
             process.join(_JOIN_TIMEOUT_S)
             if process.is_alive():

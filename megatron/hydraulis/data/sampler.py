@@ -3,7 +3,6 @@
 What is drawn depends on the lengths and the seed alone, never on ranks or strategies.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +27,8 @@ __all__ = [
 MAX_WAITING_SEQUENCES = 16
 """Number of sequences that may wait for the next batch, under a token budget.
 
-When they are reached the batch is closed. More of them fill batches better but move long sequences
-further from their place in the order."""
+The batch is closed when it is reached. A larger number fills batches better but moves long
+sequences further from their place in the order."""
 
 EVALUATION_SEED = 0
 """Seed of the order of evaluation, whatever ``--seed`` is.
@@ -202,21 +201,13 @@ class EvaluationSampler(LengthSampler):
         self,
         lengths: npt.NDArray[np.integer[Any]],
         groups: Sequence[SequenceGroup],
-        *,
-        global_batch_size: int | None = None,
-        global_batch_tokens: int | None = None,
+        **global_batch: int | None,
     ) -> None:
-        super().__init__(
-            lengths,
-            groups,
-            seed=EVALUATION_SEED,
-            global_batch_size=global_batch_size,
-            global_batch_tokens=global_batch_tokens,
-        )
-        self._start = copy.deepcopy(self.state_dict())
+        super().__init__(lengths, groups, seed=EVALUATION_SEED, **global_batch)
+        self._start = self.state_dict()
 
     def reset(self) -> None:
-        """Return to the first batch, so that every evaluation sees the same data."""
+        """Return to the first batch: every evaluation sees the same data."""
         self.load_state_dict(self._start)
 
 
@@ -315,10 +306,10 @@ def epoch_permutation(
 
 
 def largest_deficit(weights: Sequence[float], num_drawn: Sequence[int]) -> int:
-    """The group that is furthest behind its share; of equals, the first.
+    """The group that is furthest behind its share; the first of equal ones.
 
     After every draw each group has been drawn more than ``share·total − 1`` times, so that the
-    mix holds over any stretch, not just on average. Same rule as Megatron's ``BlendedDataset``
+    mix holds over any stretch, not just on average. It is the rule of Megatron's ``BlendedDataset``
     (``build_blending_indices`` in megatron/core/datasets/helpers.cpp), multiplied by the sum of the
     weights, which keeps whole-number weights exact.
     """

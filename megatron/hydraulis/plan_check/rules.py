@@ -174,15 +174,11 @@ def _check_sequences(plan: Plan, lengths: Sequence[int]) -> None:
 def _checked_time_ms(index: int, replica: PlannedReplica, strategy: StrategyFigures) -> float:
     """The time of a replica, after checking limits and the predicted time."""
     figures = strategy.figures[index]
-    times_ms = [
-        max(
-            _group_time_ms(f"micro-batch {place} of replica {index}{where}", lengths, of_group)
-            for where, lengths, of_group in _groups(
-                index, place, micro_batch, replica.shape, figures
-            )
-        )
-        for place, micro_batch in enumerate(replica.micro_batches)
-    ]
+    times_ms = []
+    for place, micro_batch in enumerate(replica.micro_batches):
+        where = f"micro-batch {place} of replica {index}"
+        groups = _groups(where, micro_batch, replica.shape, figures)
+        times_ms.append(max(_group_time_ms(*group) for group in groups))
     time_ms = simulated_time_ms(times_ms, figures.num_stages)
     _check_equal(
         Rule.REPLICA_TIME,
@@ -195,16 +191,12 @@ def _checked_time_ms(index: int, replica: PlannedReplica, strategy: StrategyFigu
 
 
 def _groups(
-    index: int,
-    place: int,
-    micro_batch: PlannedMicroBatch,
-    shape: Shape,
-    figures: SchemeFigures,
+    where: str, micro_batch: PlannedMicroBatch, shape: Shape, figures: SchemeFigures
 ) -> list[tuple[str, list[int], SchemeFigures]]:
     """What runs at the same time: place, lengths and figures of each group, or of all cp ranks if
     no group is listed."""
     if not micro_batch.groups:
-        return [("", micro_batch.lengths, figures)]
+        return [(where, micro_batch.lengths, figures)]
     of_size = {group.cp: group for group in figures.groups}
     found = []
     num_ranks = num_sequences = 0
@@ -212,16 +204,16 @@ def _groups(
         if offset != num_ranks or size not in of_size or offset % size:
             break
         lengths = micro_batch.lengths[num_sequences : num_sequences + count]
-        found.append((f" on cp ranks {offset} to {offset + size - 1}", lengths, of_size[size]))
+        ranks = f"cp ranks {offset} to {offset + size - 1}"
+        found.append((f"{where} on {ranks}", lengths, of_size[size]))
         num_ranks += size
         num_sequences += count
     if num_ranks != shape.cp or num_sequences != len(micro_batch.lengths):
         sizes = ", ".join(map(str, sorted(of_size))) or "none"
         raise BrokenRule(
             Rule.CONTEXT_GROUPS,
-            f"micro-batch {place} of replica {index} has {len(micro_batch.lengths)} sequences and "
-            f"groups {micro_batch.groups} as (offset, size, sequences) on {shape}, of which the "
-            f"profile knows groups of {sizes}",
+            f"{where} has {len(micro_batch.lengths)} sequences and groups {micro_batch.groups} as "
+            f"(offset, size, sequences) on {shape}, of which the profile knows groups of {sizes}",
         )
     return found
 
