@@ -3,6 +3,7 @@
 import contextlib
 import fnmatch
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -53,11 +54,11 @@ class RawDocument:
                 f"0x{self.content[error.start]:02x}; convert the file or exclude it "
                 f"(--pattern chooses files of a folder)"
             ) from None
-        return text if self.json_key is None else self._json_text(text, self.json_key)
-
-    def _json_text(self, line: str, key: str) -> str:
+        if self.json_key is None:
+            return text
+        key = self.json_key
         try:
-            value = json.loads(line)
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{self.origin}: a line is one JSON object but this one is not ({error}); correct "
@@ -69,13 +70,12 @@ class RawDocument:
                 f"{self.origin}: the text is under key '{key}' but the line has {found or 'no key'}"
                 f"; set --json-key"
             )
-        text = value[key]
-        if not isinstance(text, str):
+        if not isinstance(value[key], str):
             raise DataError(
-                f"{self.origin}: key '{key}' holds a text but here is {type(text).__name__}; "
+                f"{self.origin}: key '{key}' holds a text but here is {type(value[key]).__name__}; "
                 f"correct the line or set --json-key"
             )
-        return text
+        return str(value[key])
 
 
 def find_files(inputs: Sequence[str | Path], *, pattern: str = "*") -> list[Path]:
@@ -173,12 +173,10 @@ def _read_parquet(path: Path, column: str) -> Iterator[RawDocument]:
                     f"{path}: column '{column}' holds text but is of type {kind}; set --json-key"
                 )
             row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
-            row = 0
-            for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    content = (text or "").encode("utf-8")
-                    yield RawDocument(str(path), row, content, None, row_bytes)
+            batches = file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[column])
+            texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+            for row, text in enumerate(texts, start=1):
+                yield RawDocument(str(path), row, (text or "").encode(), None, row_bytes)
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"{path}: not a whole Parquet file ({reason}); write it again") from None

@@ -37,31 +37,29 @@ TABLE_WIDTH = 72
 class EtaEstimator:
     """Remaining time of a run, from the median of its recent iterations.
 
-    The first iteration of a process counts only as long as it is the only one: it also builds
-    models and groups and would double the estimate of a short run.
+    The first iteration of a process counts only as long as there is no other: it also builds models
+    and groups.
     """
 
     def __init__(self, num_iterations: int) -> None:
         """`num_iterations` is the iteration the run ends with (upstream's ``--train-iters``)."""
         self._num_iterations = num_iterations
+        self._first_s: float | None = None
         self._recent_s: deque[float] = deque(maxlen=ETA_WINDOW)
-        self._has_only_first = False
 
     def observe(self, iteration_time_s: float) -> None:
         """Adds the measured time of an iteration."""
-        if self._has_only_first:
-            self._recent_s.clear()
-            self._has_only_first = False
-        elif not self._recent_s:
-            self._has_only_first = True
-        self._recent_s.append(iteration_time_s)
+        if self._first_s is None:
+            self._first_s = iteration_time_s
+        else:
+            self._recent_s.append(iteration_time_s)
 
     def remaining_s(self, iteration: int) -> float | None:
         """Seconds from the end of `iteration` to the end of the run; None without observations."""
-        if not self._recent_s:
+        if self._first_s is None:
             return None
         num_left = max(self._num_iterations - iteration, 0)
-        return num_left * statistics.median(self._recent_s)
+        return num_left * statistics.median(self._recent_s or [self._first_s])
 
 
 def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:

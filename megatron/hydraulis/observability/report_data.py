@@ -559,8 +559,8 @@ def _replica_numbers(run: Run, measured: Sequence[MeasuredReplica]) -> tuple[Rep
 
 
 def _measured_replicas(run: Run) -> tuple[MeasuredReplica, ...]:
-    """By iteration and replica, if the trace and the ranks of the replicas are known; a replica
-    without sequences in an iteration is skipped."""
+    """By iteration and replica, if the trace and the ranks of the replicas are known, without
+    replicas that had no sequences in an iteration."""
     bounds_us: dict[tuple[int, int], tuple[float, float]] = {}
     for span in run.spans.where(is_planned=False).named("forward", "backward"):
         key = (int(span.detail.get("iteration", 0)), span.rank)

@@ -69,9 +69,9 @@ _BYTES_PER_MB = 1e6
 
 def _settings(font_size: float) -> dict[Any, Any]:
     """matplotlib's settings while a figure is made and drawn."""
-    sizes = ("font", "axes.title", "axes.label", "xtick.label", "ytick.label", "legend.font")
+    sizes = ("axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize")
     return {
-        **{f"{name}{'.size' if name == 'font' else 'size'}": font_size for name in sizes},
+        **dict.fromkeys(("font.size", "legend.fontsize", *sizes), font_size),
         "font.family": "sans-serif",
         "text.color": INK,
         "axes.edgecolor": MUTED,
@@ -521,10 +521,9 @@ def _losses(run: Run) -> list[float]:
 def _line(
     axes: Axes, run: Run, values: Sequence[float], color: str, *, label: str | None = None
 ) -> None:
-    iterations = [record.iteration for record in run.records]
-    has_markers = len(iterations) <= MAX_ITERATIONS_WITH_MARKERS
+    has_markers = len(values) <= MAX_ITERATIONS_WITH_MARKERS
     axes.plot(
-        iterations,
+        [record.iteration for record in run.records],
         values,
         color=color,
         linewidth=1.2,
