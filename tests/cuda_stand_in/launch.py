@@ -68,9 +68,13 @@ def environment(
         timeout_s: time after which an NCCL call that waits for other ranks ends its process.
         more: further variables, such as ``STAND_IN_LOG_KERNELS=1`` (README.md lists them).
     """
-    folder = libraries()
+    preloaded = [libraries() / name for name in _LIBRARIES]
+    python_path = [_ROOT]
+    if folder := os.environ.get("STAND_IN_TE"):  # see te/
+        preloaded.append(Path(folder) / "libte_stand_in.so")
+        python_path.append(Path(folder) / "site")
     settings: dict[str, object] = {
-        "LD_PRELOAD": " ".join(str(folder / name) for name in _LIBRARIES),
+        "LD_PRELOAD": " ".join(map(str, preloaded)),
         "STAND_IN_DEVICES": devices,
         "STAND_IN_TIMEOUT_S": int(timeout_s),
         # Kernels are never compiled, and none would run.
@@ -81,9 +85,9 @@ def environment(
         "CUDA_DEVICE_MAX_CONNECTIONS": 1,
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "OMP_NUM_THREADS": 1,
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(
-            os.pathsep
-        ),
+        "PYTHONPATH": os.pathsep.join(
+            [*map(str, python_path), os.environ.get("PYTHONPATH", "")]
+        ).rstrip(os.pathsep),
     }
     optional = {
         "STAND_IN_MEMORY_BYTES": memory_bytes,

@@ -1,0 +1,1 @@
+"""Transformer Engine on the CUDA stand-in; see ../README.md."""
