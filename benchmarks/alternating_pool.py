@@ -1,8 +1,8 @@
-"""What changing the strategy costs: an alternating pool against its two strategies kept.
+"""What changing the strategy costs: an alternating pool against runs that keep one strategy.
 
-Four jobs live at the same time, each in ranks of its own; only one works at a time, and their
-blocks of iterations take turns, so that whatever else the machine does falls on all. `README.md`
-says what this can and cannot show.
+Three jobs live at the same time, each in its own ranks. Only one works at a time, and their blocks
+of iterations take turns, so that other work on the machine affects all. `README.md` says what this
+can and cannot show.
 
     python -m benchmarks.alternating_pool
 """
@@ -10,33 +10,37 @@ says what this can and cannot show.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from benchmarks.command import counted_progress, import_on_cpu, positive, wide_console
+from benchmarks.command import (
+    counted_progress,
+    environment,
+    figures_table,
+    import_on_cpu,
+    make_parser,
+    positive,
+    wide_console,
+    write_figures,
+)
 from benchmarks.paired_statistics import RatioEstimate, paired_ratio
 from benchmarks.rank_set import RankSet
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.strategy import Pool, Strategy
 
 if TYPE_CHECKING:
-    from benchmarks.iteration_block import BlockReport, PlannedIteration
-    from benchmarks.step_report import Spent
+    from benchmarks.iteration_block import BlockReport, EvenIteration
     from benchmarks.workload import Workload
 
 NUM_RANKS = 4
@@ -45,19 +49,12 @@ DEFAULT_TOKENS = 2048
 SEQUENCES_OF_A_MICRO_BATCH = (128, 80, 48)
 """Lengths in tokens: one longer than the others, as in a packed row."""
 GOAL = 1.03
-ALTERNATING, FIRST, SECOND = "alternating", "first", "second"
-SIDES = ((ALTERNATING, True), (FIRST, True), (SECOND, True), (ALTERNATING, False))
-"""Runs, and whether regrouping overlaps compute in them."""
+RUNS = ALTERNATING, FIRST, SECOND = "alternating", "first", "second"
 ITERATIONS_PER_BLOCK = 4
-"""Of every run; in turn of each strategy where it alternates."""
 MS_PER_S = 1000.0
 BYTES_PER_MB = 1e6
 WIDTH = 110
-"""Columns of the output where it is no terminal."""
-
-BlockOfRanks = tuple["BlockReport", ...]
-SideKey = tuple[str, bool]
-"""One of `SIDES`."""
+"""Columns of the output if it is not a terminal."""
 
 
 @dataclass(frozen=True)
@@ -66,88 +63,60 @@ class Alternation:
 
     first: str
     second: str
-    blocks: dict[SideKey, list[BlockOfRanks]]
+    blocks: dict[str, list[tuple[BlockReport, ...]]]
+    """By run: for each block the reports of all ranks."""
 
-    def times_ms(self, side: SideKey, *, cpu: bool = False) -> list[float]:
-        """Of an iteration, by block: that of the slowest rank, or the CPU time of all ranks."""
+    def times_ms(self, run: str, *, cpu: bool = False) -> list[float]:
+        """Time of an iteration by block: that of the slowest rank, or the CPU time of all ranks."""
         return [
             MS_PER_S
             / ITERATIONS_PER_BLOCK
             * (sum(r.spent.cpu_s for r in block) if cpu else max(r.spent.wall_s for r in block))
-            for block in self.blocks[side]
+            for block in self.blocks[run]
         ]
 
-    def ratio(self, overlap: bool, *, cpu: bool = False) -> RatioEstimate:
-        """Alternating over the mean of the two static runs, which overlap."""
-        first, second = (self.times_ms((run, True), cpu=cpu) for run in (FIRST, SECOND))
+    def ratio(self, *, cpu: bool = False) -> RatioEstimate:
+        """Alternating over the mean of the two static runs."""
+        first, second = (self.times_ms(run, cpu=cpu) for run in (FIRST, SECOND))
         static = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
-        return paired_ratio(self.times_ms((ALTERNATING, overlap), cpu=cpu), static)
+        return paired_ratio(self.times_ms(ALTERNATING, cpu=cpu), static)
 
-    def worth_of_overlap(self, *, cpu: bool = False) -> RatioEstimate:
-        """Time of the alternating pool without overlap over that with it."""
-        without, with_it = (self.times_ms((ALTERNATING, o), cpu=cpu) for o in (False, True))
-        return paired_ratio(without, with_it)
-
-    def waits_ms(self, side: SideKey) -> tuple[float, float]:
-        """For parameters and for gradients, an iteration, mean over ranks; median over blocks."""
-
-        def of(kind: str) -> float:
-            return median(
-                MS_PER_S * fmean(_wait_s(report, kind) / ITERATIONS_PER_BLOCK for report in block)
-                for block in self.blocks[side]
+    def waits_ms(self, run: str) -> tuple[float, float]:
+        """Waits for parameters and gradients in an iteration: mean over ranks, median of blocks."""
+        gather, scatter = (
+            median(
+                MS_PER_S / ITERATIONS_PER_BLOCK * fmean(r.waits_s[kind] for r in block)
+                for block in self.blocks[run]
             )
-
-        return of("gather"), of("scatter")
-
-    @property
-    def regroup_shares(self) -> tuple[float, float]:
-        """Share of an iteration's wall and CPU time in regrouping, measured without overlap."""
-        wall, cpu = [], []
-        for block in self.blocks[ALTERNATING, False]:
-            spent = [_regrouping(report) for report in block]
-            wall.append(sum(s.wall_s for s in spent) / sum(r.spent.wall_s for r in block))
-            cpu.append(sum(s.cpu_s for s in spent) / sum(r.spent.cpu_s for r in block))
-        return median(wall), median(cpu)
+            for kind in (0, 1)
+        )
+        return gather, scatter
 
     def regroup_bytes(self, run: str) -> float:
-        """Received and sent by a rank in an iteration (mean)."""
-        return fmean(
-            i.regroup_bytes for report in self.blocks[run, True][0] for i in report.iterations
-        )
-
-    @property
-    def overlap_changed_a_loss(self) -> bool:
-        """Whether some loss of the alternating run differs in any bit without overlap."""
-        with_it, without = (
-            [i.loss for block in self.blocks[ALTERNATING, o] for i in block[0].iterations]
-            for o in (True, False)
-        )
-        return with_it != without
+        """Bytes that a rank receives and sends in an iteration (mean)."""
+        return fmean(r.regroup_bytes for r in self.blocks[run][0]) / ITERATIONS_PER_BLOCK
 
     def to_json(self) -> dict[str, Any]:
         """Every block."""
         return {
             "first": self.first,
             "second": self.second,
-            "ratio": {_overlap(o): str(self.ratio(o)) for o in (True, False)},
-            "cpu_ratio": {_overlap(o): str(self.ratio(o, cpu=True)) for o in (True, False)},
-            "worth_of_overlap": str(self.worth_of_overlap()),
+            "ratio": str(self.ratio()),
+            "cpu_ratio": str(self.ratio(cpu=True)),
             "runs": [
                 {
-                    "run": side[0],
-                    "overlap": side[1],
-                    "times_ms": self.times_ms(side),
-                    "cpu_times_ms": self.times_ms(side, cpu=True),
-                    "waits_ms": self.waits_ms(side),
+                    "run": run,
+                    "times_ms": self.times_ms(run),
+                    "cpu_times_ms": self.times_ms(run, cpu=True),
+                    "waits_ms": self.waits_ms(run),
                 }
-                for side in SIDES
+                for run in RUNS
             ],
-            "regroup_shares": self.regroup_shares,
         }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all pairs of strategies; exit status 1 if overlap changed a loss."""
+    """Run all pairs of strategies."""
     options = _parser().parse_args(arguments)
     console = wide_console(WIDTH)
     import_on_cpu(console)
@@ -168,191 +137,108 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = []
     with counted_progress(console, "blocks") as progress:
         for first, second in options.pairs:
-            task = progress.add_task(f"{first} / {second}", total=1 + options.blocks)
-            found.append(
-                alternate(
-                    first,
-                    second,
-                    workload,
-                    options.blocks,
-                    limit_s=60.0 * options.minutes,
-                    progress=progress,
-                    task=task,
-                )
-            )
+            found.append(alternate(first, second, workload, options, progress))
     console.print(f"Load averages after: {_load()}")
-    for table in _tables(found):
-        console.print(table)
-    if options.json is not None:
-        options.json.write_text(json.dumps(_report(found, options), indent=1) + "\n")
-        console.print(f"written to {options.json}")
-    if any(alternation.overlap_changed_a_loss for alternation in found):
-        console.print("[bold red]overlap changed a loss: the runs do not train alike")
-        return 1
+    console.print(_table(found))
+    figures = environment() | {
+        "num_ranks": NUM_RANKS,
+        "hidden_size": options.hidden_size,
+        "tokens": options.tokens,
+        "pairs": [alternation.to_json() for alternation in found],
+    }
+    write_figures(console, options.json, figures)
     return 0
 
 
 def alternate(
-    first: str,
-    second: str,
-    workload: Workload,
-    num_blocks: int,
-    *,
-    limit_s: float = math.inf,
-    progress: Progress,
-    task: int,
+    first: str, second: str, workload: Workload, options: argparse.Namespace, progress: Progress
 ) -> Alternation:
-    """A block to warm up, then ``num_blocks`` of every run in turn, or as many as begin within
-    ``limit_s``, but at least one."""
+    """A block to warm up, then the blocks of every run in turn, at least one."""
     from benchmarks.iteration_block import EngineRank
 
+    task: TaskID = progress.add_task(f"{first} / {second}", total=1 + options.blocks)
     strategies = tuple(Strategy.parse(text, NUM_RANKS, name=text) for text in (first, second))
     used = {ALTERNATING: strategies, FIRST: strategies[:1], SECOND: strategies[1:]}
-    blocks: dict[SideKey, list[BlockOfRanks]] = {side: [] for side in SIDES}
+    blocks: dict[str, list[tuple[BlockReport, ...]]] = {run: [] for run in RUNS}
     with ExitStack() as stack:
         ranks = {}
-        for run, overlap in SIDES:
+        for run in RUNS:
             pool = Pool(num_ranks=NUM_RANKS, ranks_per_node=NUM_RANKS, strategies=used[run])
-            ranks[run, overlap] = stack.enter_context(
-                RankSet(
-                    f"{run}, {_overlap(overlap)}",
-                    NUM_RANKS,
-                    lambda pool=pool, overlap=overlap: EngineRank(  # type: ignore[misc]
-                        workload, pool, overlap=overlap
-                    ),
-                )
+            ranks[run] = stack.enter_context(
+                RankSet(run, NUM_RANKS, lambda pool=pool: EngineRank(workload, pool))  # type: ignore[misc]
             )
-        end_s = time.monotonic() + limit_s
-        for index in range(1 + num_blocks):
+        end_s = time.monotonic() + 60.0 * options.minutes
+        for index in range(1 + options.blocks):
             if index > 1 and time.monotonic() > end_s:
                 break
-            plans = {run: block_plans(found, workload, index) for run, found in used.items()}
             # Another run comes first each time, so that none always finds the same caches.
-            turn = index % len(SIDES)
-            for side in SIDES[turn:] + SIDES[:turn]:
-                blocks[side].append(tuple(ranks[side].call(plans[side[0]])))
-            progress.advance(task)  # type: ignore[arg-type]
-    return Alternation(first, second, {side: found[1:] for side, found in blocks.items()})
+            turn = index % len(RUNS)
+            for run in RUNS[turn:] + RUNS[:turn]:
+                plans = block_plans(used[run], workload, index)
+                blocks[run].append(tuple(ranks[run].call(plans)))
+            progress.advance(task)
+    return Alternation(first, second, {run: found[1:] for run, found in blocks.items()})
 
 
 def block_plans(
     strategies: Sequence[Strategy], workload: Workload, index: int
-) -> list[PlannedIteration]:
-    """What a run does in a block: every iteration in the next strategy, starting over at the end.
+) -> list[EvenIteration]:
+    """What a run does in a block: every iteration in the next strategy, round robin.
 
     An iteration in a strategy is the same one in every run that has it there.
     """
-    from benchmarks.iteration_block import PlannedIteration
+    from benchmarks.iteration_block import EvenIteration
 
     return [
-        PlannedIteration.even(
-            index * ITERATIONS_PER_BLOCK + i, strategies[i % len(strategies)], workload
+        EvenIteration(
+            index * ITERATIONS_PER_BLOCK + i,
+            strategies[i % len(strategies)].name,
+            workload.micro_batches_per_replica(len(strategies[i % len(strategies)].replicas)),
         )
         for i in range(ITERATIONS_PER_BLOCK)
     ]
-
-
-def _wait_s(report: BlockReport, kind: str) -> float:
-    if kind == "scatter":
-        return sum(i.scatter_wait_s for i in report.iterations)
-    return sum(i.gather_wait_s for i in report.iterations) + report.last_gather.wall_s
-
-
-def _regrouping(report: BlockReport) -> Spent:
-    """In the phases that are nothing but regrouping where nothing overlaps."""
-    return sum(
-        (i.phases[p] for i in report.iterations for p in ("gather", "scatter") if p in i.phases),
-        report.last_gather,
-    )
-
-
-def _overlap(overlap: bool) -> str:
-    return "overlap" if overlap else "no overlap"
 
 
 def _load() -> str:
     return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
 
-def _cell(estimate: RatioEstimate) -> str:
-    return str(estimate).replace("[", "\\[")
-
-
-def _tables(found: Sequence[Alternation]) -> list[Table]:
-    ratios = Table(title=f"An iteration of an alternating pool (goal: ratio at most {GOAL})")
-    ratios.add_column("strategies")
-    for column in (
+def _table(found: Sequence[Alternation]) -> Table:
+    columns = (
         "first\nms",
         "second\nms",
         "alternating\nms",
-        "alternating /\nmean of both\n\\[95 %]",
-        "the same\nof CPU time\n\\[95 %]",
+        "alternating /\nmean of both\n[95 %]",
+        "CPU time\n[95 %]",
         "blocks",
-    ):
-        ratios.add_column(column, justify="right")
-    for a in found:
-        ratio = a.ratio(True)
-        ratios.add_row(
-            f"{a.first} / {a.second}",
-            *(f"{median(a.times_ms((run, True))):.0f}" for run in (FIRST, SECOND, ALTERNATING)),
-            _cell(ratio),
-            _cell(a.ratio(True, cpu=True)),
-            str(ratio.num_pairs),
-        )
-    ratios.caption = (
+        "MB of a rank,\nfirst, second",
+        "waits\nms",
+    )
+    table = figures_table(
+        f"An iteration of an alternating pool (goal: ratio at most {GOAL})",
+        ("strategies",),
+        columns,
         f"Medians over blocks of {ITERATIONS_PER_BLOCK} iterations, same batches and micro-batches "
         "in all runs. Wall: slowest rank, the last gather included. CPU: all ranks. Ratios: median "
-        "over blocks, bootstrap interval."
+        "over blocks, bootstrap interval. MB: received and sent in an iteration. Waits of the "
+        "alternating run: gather + scatter, mean over ranks.",
     )
-    worth = Table(title="What regrouping takes, and what overlap is worth (alternating pool)")
-    worth.add_column("strategies")
-    for column in (
-        "MB of a rank,\nfirst, second",
-        "share of wall,\nof CPU time,\nno overlap",
-        "waits, ms:\nno overlap",
-        "waits, ms:\noverlap",
-        "no overlap /\noverlap\n\\[95 %]",
-        "the same\nof CPU time\n\\[95 %]",
-    ):
-        worth.add_column(column, justify="right")
     for a in found:
-        wall, cpu = a.regroup_shares
-        worth.add_row(
+        table.add_row(
             f"{a.first} / {a.second}",
+            *(f"{median(a.times_ms(run)):.0f}" for run in (FIRST, SECOND, ALTERNATING)),
+            *(str(a.ratio(cpu=cpu)).replace("[", "\\[") for cpu in (False, True)),
+            str(a.ratio().num_pairs),
             ", ".join(f"{a.regroup_bytes(run) / BYTES_PER_MB:.1f}" for run in (FIRST, SECOND)),
-            f"{wall:.1%}, {cpu:.1%}",
-            *(
-                " + ".join(f"{ms:.0f}" for ms in a.waits_ms((ALTERNATING, overlap)))
-                for overlap in (False, True)
-            ),
-            _cell(a.worth_of_overlap()),
-            _cell(a.worth_of_overlap(cpu=True)),
+            " + ".join(f"{ms:.0f}" for ms in a.waits_ms(ALTERNATING)),
         )
-    worth.caption = (
-        "MB received and sent in an iteration. Shares: gather and scatter; wall time contains "
-        "waiting for ranks that are still computing. Waits: gather + scatter, mean over ranks."
-    )
-    return [ratios, worth]
-
-
-def _report(found: Sequence[Alternation], options: argparse.Namespace) -> dict[str, object]:
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
-        "num_cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "num_ranks": NUM_RANKS,
-        "torch": torch.__version__,
-        "hidden_size": options.hidden_size,
-        "tokens": options.tokens,
-        "pairs": [alternation.to_json() for alternation in found],
-    }
+    return table
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.alternating_pool",
-        description="Iteration time of an alternating pool against its two strategies kept.",
+    parser = make_parser(
+        "alternating_pool",
+        "Iteration time of a pool that alternates between two strategies, against keeping either.",
     )
     parser.add_argument(
         "--pairs",
@@ -360,31 +246,19 @@ def _parser() -> argparse.ArgumentParser:
         type=_pair,
         default=[_pair(text) for text in DEFAULT_PAIRS],
         metavar="'A / B'",
-        help=f"strategies on {NUM_RANKS} ranks to alternate between (default: "
-        f"{', '.join(DEFAULT_PAIRS)})",
+        help=f"strategies on {NUM_RANKS} ranks to alternate between",
     )
-    parser.add_argument(
-        "--blocks",
-        type=positive,
-        default=20,
-        help="measured blocks of every run (default: %(default)s)",
-    )
+    parser.add_argument("--blocks", type=positive, default=20, help="measured blocks of every run")
     parser.add_argument(
         "--minutes",
         type=float,
         default=math.inf,
-        help="begin no more blocks of a pair of strategies after so long (default: no limit)",
+        help="begin no more blocks of a pair of strategies after so long",
     )
     parser.add_argument(
-        "--tokens",
-        type=positive,
-        default=DEFAULT_TOKENS,
-        help="of a global batch (default: %(default)s)",
+        "--tokens", type=positive, default=DEFAULT_TOKENS, help="tokens of a global batch"
     )
-    parser.add_argument(
-        "--hidden-size", type=positive, default=256, help="of the model (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument("--hidden-size", type=positive, default=256, help="width of the model")
     return parser
 
 

@@ -8,7 +8,6 @@ optimizer's state, fully reshardable, by its own writer. All write to the same d
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -22,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from benchmarks.command import counted_progress, import_on_cpu, positive, wide_console
+from benchmarks.command import (
+    counted_progress,
+    figures_table,
+    import_on_cpu,
+    make_parser,
+    positive,
+    wide_console,
+    write_figures,
+)
 from benchmarks.paired_statistics import RatioEstimate, paired_ratio
 
 if TYPE_CHECKING:
@@ -265,9 +272,11 @@ def ratios(rounds: Sequence[Measured]) -> dict[str, RatioEstimate]:
 
 def tables(rounds: Sequence[Measured], sizes: dict[str, int]) -> list[Table]:
     """Times with their spread, then ratios."""
-    times = Table(title=f"{NUM_RANKS} ranks, {len(rounds)} rounds: s, median [least, most]")
-    for column in ("", "save", "load", "MB"):
-        times.add_column(column, justify="left" if not column else "right")
+    times = figures_table(
+        f"{NUM_RANKS} ranks, {len(rounds)} rounds: s, median [least, most]",
+        ("",),
+        ("save", "load", "MB"),
+    )
 
     def spread(name: str) -> str:
         values = [getattr(each, name) for each in rounds]
@@ -281,11 +290,9 @@ def tables(rounds: Sequence[Measured], sizes: dict[str, int]) -> list[Table]:
         size = f"{sizes[name] / BYTES_PER_MB:.1f}"
         times.add_row(name, spread(save), spread(load), size)
     times.add_row("ours, beside training", spread("async_save_s"), "", "")
-    times.add_row("of which training stands", spread("async_stall_s"), "", "")
+    times.add_row("of which training waits", spread("async_stall_s"), "", "")
     times.add_row("lost in all, with slower iterations", spread("async_lost_s"), "", "")
-    related = Table(title="Ratios: median over rounds, bootstrap interval")
-    related.add_column("")
-    related.add_column("\\[95 %]", justify="right")
+    related = figures_table("Ratios: median over rounds, bootstrap interval", ("",), ("[95 %]",))
     for name, estimate in ratios(rounds).items():
         related.add_row(name, str(estimate).replace("[", "\\["))
     return [times, related]
@@ -319,28 +326,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"Goal: training stands still for at most {GOAL_STALL:.0%} of an asynchronous save's "
         f"duration; it is {stall.median:.1%}."
     )
-    if options.json is not None:
-        content = {
-            "bytes": sizes,
-            "first": asdict(first),
-            "rounds": [asdict(each) for each in rounds],
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    figures = {"bytes": sizes, "first": asdict(first), "rounds": [asdict(each) for each in rounds]}
+    write_figures(console, options.json, figures)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoints", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument(
-        "--rounds", type=positive, default=7, metavar="N", help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layers", type=positive, default=6, metavar="N", help="(default: %(default)s)"
-    )
+    parser = make_parser("checkpoints", "Save and load of four ranks, against two others.")
+    parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="measured rounds")
+    parser.add_argument("--layers", type=positive, default=6, metavar="N", help="of the model")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to write to")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     return parser
 
 

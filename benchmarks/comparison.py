@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
 from rich.table import Table
 
+from benchmarks.command import figures_table
 from benchmarks.paired_statistics import RatioEstimate, paired_ratio
 from benchmarks.step_report import StepReport, Traffic
 
@@ -16,6 +17,7 @@ LOSS_TOLERANCE = 1e-4
 """Largest relative difference of the losses at which both sides still run the same training."""
 PHASES = ("gather", "compute", "scatter", "optimizer", "other")
 MS_PER_S = 1000.0
+BYTES_PER_MB = 1e6
 
 
 @dataclass(frozen=True)
@@ -38,32 +40,34 @@ class SideSteps:
     @property
     def phases_ms(self) -> dict[str, float]:
         """Median over steps of the mean over ranks; waiting counts where it happens."""
-        return {
-            phase: median(
-                MS_PER_S * fmean(report.phase(phase).wall_s for report in step)
-                for step in self.steps
-            )
-            for phase in PHASES
-        }
+        return self._phases_ms(lambda reports, name: fmean(r.phase(name).wall_s for r in reports))
 
     @property
     def cpu_phases_ms(self) -> dict[str, float]:
         """Median over steps of the sum over ranks."""
+        return self._phases_ms(lambda reports, name: sum(r.phase(name).cpu_s for r in reports))
+
+    def _phases_ms(self, seconds: Callable[[Sequence[StepReport], str], float]) -> dict[str, float]:
         return {
-            phase: median(
-                MS_PER_S * sum(report.phase(phase).cpu_s for report in step) for step in self.steps
-            )
+            phase: median(MS_PER_S * seconds(step, phase) for step in self.steps)
             for phase in PHASES
         }
 
     @property
     def mean_traffic(self) -> Traffic:
         """Of a rank."""
-        return Traffic(
-            parameters_bytes=round(fmean(t.parameters_bytes for t in self.traffic)),
-            gather_bytes=round(fmean(t.gather_bytes for t in self.traffic)),
-            scatter_bytes=round(fmean(t.scatter_bytes for t in self.traffic)),
-        )
+        by_rank = [(t.parameters_bytes, t.gather_bytes, t.scatter_bytes) for t in self.traffic]
+        return Traffic(*(round(fmean(values)) for values in zip(*by_rank, strict=True)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Every step, and the summary."""
+        return {
+            "step_times_ms": self.step_times_ms,
+            "cpu_times_ms": self.cpu_times_ms,
+            "phases_ms": self.phases_ms,
+            "cpu_phases_ms": self.cpu_phases_ms,
+            **asdict(self.mean_traffic),
+        }
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,10 @@ class Comparison:
         return {
             "strategy": self.strategy,
             "loss_difference": self.loss_difference,
-            "step_time_ratio": _estimate_json(self.step_time_ratio),
-            "cpu_time_ratio": _estimate_json(self.cpu_time_ratio),
-            "hydraulis": _side_json(self.ours),
-            "megatron": _side_json(self.plain),
+            "step_time_ratio": asdict(self.step_time_ratio),
+            "cpu_time_ratio": asdict(self.cpu_time_ratio),
+            "hydraulis": self.ours.to_json(),
+            "megatron": self.plain.to_json(),
         }
 
 
@@ -116,31 +120,6 @@ def loss_difference(
     )
 
 
-def _estimate_json(estimate: RatioEstimate) -> dict[str, float]:
-    return {
-        "median": estimate.median,
-        "low": estimate.low,
-        "high": estimate.high,
-        "num_pairs": estimate.num_pairs,
-    }
-
-
-def _side_json(side: SideSteps) -> dict[str, Any]:
-    traffic = side.mean_traffic
-    return {
-        "step_times_ms": side.step_times_ms,
-        "cpu_times_ms": side.cpu_times_ms,
-        "phases_ms": side.phases_ms,
-        "cpu_phases_ms": side.cpu_phases_ms,
-        "parameters_bytes": traffic.parameters_bytes,
-        "gather_bytes": traffic.gather_bytes,
-        "scatter_bytes": traffic.scatter_bytes,
-    }
-
-
-BYTES_PER_MB = 1e6
-
-
 def comparison_tables(comparisons: Sequence[Comparison]) -> Iterator[Table]:
     """Step times, where they go, and bytes."""
     yield _step_times(comparisons)
@@ -149,18 +128,15 @@ def comparison_tables(comparisons: Sequence[Comparison]) -> Iterator[Table]:
 
 
 def _step_times(comparisons: Sequence[Comparison]) -> Table:
-    table = Table(title="One optimizer step: hydraulis (H) against plain megatron-core (M)")
-    table.add_column("strategy")
-    for column in (
-        "H\nms",
-        "M\nms",
-        "H / M\n\\[95 %]",
-        "H CPU\nms",
-        "M CPU\nms",
-        "H / M CPU\n\\[95 %]",
-    ):
-        table.add_column(column, justify="right")
-    table.add_column("pairs", justify="right")
+    ratio = "H / M\n[95 %]"
+    cpu_ratio = "H / M CPU\n[95 %]"
+    table = figures_table(
+        "One optimizer step: hydraulis (H) against plain megatron-core (M)",
+        ("strategy",),
+        ("H\nms", "M\nms", ratio, "H CPU\nms", "M CPU\nms", cpu_ratio, "pairs"),
+        "Medians; a step's time is that of its slowest rank, its CPU time that of all ranks. "
+        "Ratios: median over pairs, bootstrap interval.",
+    )
     for c in comparisons:
         table.add_row(
             c.strategy,
@@ -172,45 +148,37 @@ def _step_times(comparisons: Sequence[Comparison]) -> Table:
             str(c.cpu_time_ratio).replace(" [", "\n\\["),
             str(c.step_time_ratio.num_pairs),
         )
-    table.caption = (
-        "Medians; a step's time is that of its slowest rank, its CPU time that of all ranks. "
-        "Ratios: median over pairs, bootstrap interval."
-    )
     return table
 
 
 def _phases(comparisons: Sequence[Comparison]) -> Table:
-    table = Table(title="Where the time goes: wall / CPU, ms")
-    for column in ("strategy", "side"):
-        table.add_column(column)
-    for phase in PHASES:
-        table.add_column(phase, justify="right")
+    table = figures_table(
+        "Where the time goes: wall / CPU, ms",
+        ("strategy", "side"),
+        PHASES,
+        "Wall: median over steps of the mean over ranks, waiting for other ranks included. CPU: of "
+        "all ranks together. For plain megatron-core gather is ZeRO-1's parameter all-gather, "
+        "scatter is finalize_model_grads (reduce-scatter, sequence-parallel norms, division).",
+    )
     for strategy, name, side in _sides(comparisons, "megatron"):
         wall_ms, cpu_ms = side.phases_ms, side.cpu_phases_ms
         cells = [f"{wall_ms[phase]:.0f} / {cpu_ms[phase]:.0f}" for phase in PHASES]
         table.add_row(strategy, name, *cells)
-    table.caption = (
-        "Wall: median over steps of the mean over ranks, waiting for other ranks included. CPU: of "
-        "all ranks together. For plain megatron-core gather is ZeRO-1's parameter all-gather, "
-        "scatter is finalize_model_grads (reduce-scatter, sequence-parallel norms, division)."
-    )
     return table
 
 
 def _traffic(comparisons: Sequence[Comparison]) -> Table:
-    table = Table(title="MB that a rank receives in one step (mean over ranks)")
-    for column in ("strategy", "side"):
-        table.add_column(column)
-    for column in ("parameters held", "gather", "scatter"):
-        table.add_column(column, justify="right")
+    table = figures_table(
+        "MB that a rank receives in one step (mean over ranks)",
+        ("strategy", "side"),
+        ("parameters held", "gather", "scatter"),
+        "Hydraulis: from its transfer plans; ZeRO-1: P·(1 - 1/dp) by definition. Without the "
+        "traffic of tensor and pipeline parallelism, equal on both sides.",
+    )
     for strategy, name, side in _sides(comparisons, "megatron ZeRO-1"):
         traffic = side.mean_traffic
         amounts = (traffic.parameters_bytes, traffic.gather_bytes, traffic.scatter_bytes)
         table.add_row(strategy, name, *(f"{amount / BYTES_PER_MB:.2f}" for amount in amounts))
-    table.caption = (
-        "Hydraulis: from its transfer plans; ZeRO-1: P·(1 - 1/dp) by definition. Without the "
-        "traffic of tensor and pipeline parallelism, equal on both sides."
-    )
     return table
 
 

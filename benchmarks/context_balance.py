@@ -29,19 +29,25 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.command import import_on_cpu, positive, wide_console
-from benchmarks.flexsp import NUM_RANKS, RANKS_PER_NODE, cost_profile
+from benchmarks.command import (
+    counted_progress,
+    figures_table,
+    import_on_cpu,
+    make_parser,
+    positive,
+    wide_console,
+    write_figures,
+)
 from benchmarks.planner_batches import DATA
 from megatron.hydraulis.cost_model.interface import Coefficients
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
 from megatron.hydraulis.planner.costs import GroupCost, SchemeCost, WaveCosts
 from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.planners import CertifiedPlanner
@@ -56,6 +62,17 @@ SIGMA = 1.5
 MEAN_SHARE = 8
 WIDENINGS = (0, 1)
 """Doublings of a group's size beyond what its longest sequence needs."""
+
+# FlexSP's setting
+NUM_RANKS = 64
+RANKS_PER_NODE = 8
+USABLE_MB = 30 * 1024
+MB_PER_GB = 1024
+STATE_BYTES = 16
+ACTIVATION_BYTES = 2
+NUM_ALL_TO_ALLS = 8
+"""Of a layer's hidden states, forward and backward: 4·2 in the published formula."""
+BYTES_PER_MB = 2**20
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,41 @@ def megatron_balance(setting: Setting, seed: int) -> float:
     return makespan / (sum(map(work, lengths)) / setting.num_ranks)
 
 
+def cost_profile(reference: Mapping[str, Any], model: str) -> ProfileCostModel:
+    """The published time and memory model as a cost profile; a group of d ranks is a scheme cp d.
+
+    ``(a1·Σs² + a2·Σs) / d + b1 + all-to-all`` ms; a rank has room for what 30 GB leave beside
+    ZeRO-3's states.
+    """
+    constants = reference["models"][model]
+    states_mb = constants["P_192K"] * STATE_BYTES * MB_PER_GB / NUM_RANKS
+    tokens_per_rank = (USABLE_MB - states_mb) / constants["act_MB_per_token"]
+    mb_per_token = (
+        NUM_ALL_TO_ALLS
+        * constants["layers"]
+        * constants["hidden"]
+        * ACTIVATION_BYTES
+        / BYTES_PER_MB
+    )
+    rows = []
+    for width in (2**power for power in range(int(math.log2(NUM_RANKS)) + 1)):
+        exchange_ms = 0.0
+        if width > 1:
+            exchange_ms = mb_per_token / width / reference["alltoall_MB_per_ms"][str(width)]
+        rows.append(
+            ProfiledScheme(
+                scheme=Scheme(cp=width),
+                coefficients=Coefficients(
+                    constants["a1"] / width, constants["a2"] / width + exchange_ms, constants["b1"]
+                ),
+                max_tokens=int(tokens_per_rank * width),
+            )
+        )
+    return ProfileCostModel(
+        device="A100-40GB", source=reference["source"], date="2024", schemes=tuple(rows)
+    )
+
+
 @dataclass(frozen=True)
 class FlexspBatch:
     """Times of one batch, s."""
@@ -241,11 +293,12 @@ def balance_table(
     found: dict[tuple[Setting, int], list[Balance]], megatron: dict[Setting, list[float]]
 ) -> Table:
     """Makespan over ideal, median and worst over the seeds."""
-    table = Table(title="Makespan over ideal: median, worst", title_justify="left")
-    table.add_column("ranks/limit/rank/sequences", no_wrap=True)
-    for name in ("needed width", "up to twice", "Megatron's, here", "best of 3, given", "goal"):
-        table.add_column(name, justify="right")
-    table.add_column("CPU s, most", justify="right")
+    table = figures_table(
+        "Makespan over ideal: median, worst",
+        ("ranks/limit/rank/sequences",),
+        ("needed width", "up to twice", "Megatron's, here", "best of 3, given", "goal", "CPU s"),
+        "\n".join([*(verdict(found, each) for each in WIDENINGS), "CPU s: the most of a batch."]),
+    )
     for setting in SETTINGS:
         of = [found[setting, doublings] for doublings in WIDENINGS]
         table.add_row(
@@ -256,7 +309,6 @@ def balance_table(
             f"{setting.goal:.2f}",
             f"{max(one.cpu_s for by_seed in of for one in by_seed):.2f}",
         )
-    table.caption = "\n".join(verdict(found, doublings) for doublings in WIDENINGS)
     return table
 
 
@@ -273,11 +325,13 @@ def verdict(found: dict[tuple[Setting, int], list[Balance]], doublings: int) -> 
 
 def flexsp_table(batches: Sequence[FlexspBatch]) -> Table:
     """Seconds by batch, and what waves take of the others."""
-    table = Table(title="FlexSP's setting, s", title_justify="left")
-    table.add_column("batch")
     names = ("groups of 64", "equal, best fit", "equal, dealt", "equal, searched", "waves", "bound")
-    for name in (*names, "gap %", "CPU s"):
-        table.add_column(name, justify="right")
+    table = figures_table(
+        "FlexSP's setting, s",
+        ("batch",),
+        (*names, "gap %", "CPU s"),
+        "CPU s of the sum: the most of a batch.",
+    )
     rows = [
         (b.static_s, b.best_fit_s, b.longest_first_s, b.searched_s, b.waves_s, b.bound_s)
         for b in batches
@@ -292,7 +346,6 @@ def flexsp_table(batches: Sequence[FlexspBatch]) -> Table:
     table.add_row("sum", *(f"{value:.2f}" for value in sums), gap, worst)
     shares = (f"{sums[4] / value:.3f}" for value in sums[:4])
     table.add_row("waves over it", *shares, "", f"{sums[4] / sums[5]:.3f}", "", "")
-    table.caption = "CPU s of the sum: the most of a batch."
     return table
 
 
@@ -311,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(options.seeds)
     # The solver's start is not a batch's.
     run_flexsp(profile, frozen[0][:20])
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with counted_progress(console) as progress:
         found = {
             (setting, doublings): [balance(setting, seed, doublings) for seed in seeds]
             for setting in progress.track(SETTINGS)
@@ -325,38 +378,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batches = [run(batch) for batch in progress.track(frozen[: options.batches])]
     console.print(balance_table(found, megatron))
     console.print(flexsp_table(batches))
-    if options.json is not None:
-        content = {
-            "balance": [
-                {
-                    "setting": setting.name,
-                    "doublings": doublings,
-                    "makespan": [one.makespan for one in by_seed],
-                    "bound": [one.bound for one in by_seed],
-                    "megatron": megatron[setting],
-                    "cpu_s": [one.cpu_s for one in by_seed],
-                }
-                for (setting, doublings), by_seed in found.items()
-            ],
-            "flexsp": [batch.__dict__ for batch in batches],
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        console.print(f"written to {options.json}")
+    figures = {
+        "balance": [
+            {
+                "setting": setting.name,
+                "doublings": doublings,
+                "makespan": [one.makespan for one in by_seed],
+                "bound": [one.bound for one in by_seed],
+                "megatron": megatron[setting],
+                "cpu_s": [one.cpu_s for one in by_seed],
+            }
+            for (setting, doublings), by_seed in found.items()
+        ],
+        "flexsp": [batch.__dict__ for batch in batches],
+    }
+    write_figures(console, options.json, figures)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.context_balance",
-        description="How evenly waves load the ranks, and what they gain in FlexSP's setting.",
+    parser = make_parser(
+        "context_balance",
+        "How evenly waves load the ranks, and what they gain in FlexSP's setting.",
     )
-    parser.add_argument(
-        "--seeds", type=positive, default=8, help="batches of each setting (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--batches", type=positive, default=8, help="of FlexSP's, at most 8 (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--seeds", type=positive, default=8, help="batches of each setting")
+    parser.add_argument("--batches", type=positive, default=8, help="of FlexSP's, at most 8")
     return parser
 
 

@@ -10,24 +10,29 @@ real. One set of ranks runs all sides, iteration by iteration in turn, on the sa
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import platform
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import counted_progress, import_on_cpu, positive, wide_console
+from benchmarks.command import (
+    counted_progress,
+    environment,
+    figures_table,
+    import_on_cpu,
+    make_parser,
+    positive,
+    wide_console,
+    write_figures,
+)
 from benchmarks.fixed_length import fixed_length_plan, padded_time_s
 from benchmarks.paired_statistics import RatioEstimate, ratio_of_totals
 from benchmarks.rank_set import RankSet, Worker
@@ -72,11 +77,6 @@ class Iteration:
     """Those whose tiny tensors took longer than the modelled time."""
     overrun_s: float
 
-    @property
-    def measured_over_predicted(self) -> float:
-        """1 where the prediction is exact."""
-        return self.measured_s / self.predicted_s
-
 
 @dataclass(frozen=True)
 class SideRun:
@@ -103,14 +103,9 @@ class SideRun:
         return ratio_of_totals(self.measured_s, self.predicted_s)
 
     @property
-    def worst_prediction(self) -> float:
-        """Largest relative difference of an iteration."""
-        return max(abs(i.measured_over_predicted - 1.0) for i in self.iterations)
-
-    @property
-    def num_well_predicted(self) -> int:
-        """Iterations that keep to the goal."""
-        return sum(abs(i.measured_over_predicted - 1.0) <= PREDICTION_GOAL for i in self.iterations)
+    def prediction_errors(self) -> list[float]:
+        """Relative difference between measurement and prediction, of every iteration."""
+        return [abs(i.measured_s / i.predicted_s - 1.0) for i in self.iterations]
 
     @property
     def num_overruns(self) -> int:
@@ -131,18 +126,7 @@ class SideRun:
             "mean_predicted_s": math.fsum(self.predicted_s) / len(self.iterations),
             "mean_measured_s": math.fsum(self.measured_s) / len(self.iterations),
             "measured_over_predicted": [estimate.median, estimate.low, estimate.high],
-            "iterations": [
-                {
-                    "strategy": i.strategy,
-                    "predicted_s": i.predicted_s,
-                    "measured_s": i.measured_s,
-                    "cpu_s": i.cpu_s,
-                    "num_operations": i.num_operations,
-                    "num_overruns": i.num_overruns,
-                    "overrun_s": i.overrun_s,
-                }
-                for i in self.iterations
-            ],
+            "iterations": [asdict(iteration) for iteration in self.iterations],
         }
 
 
@@ -178,9 +162,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{side.name}: {side.what}")
     for table in _tables(sides, plans, device.cost_model, window):
         console.print(table)
-    if options.json is not None:
-        options.json.write_text(json.dumps(_report(sides, options, pool), indent=1) + "\n")
-        console.print(f"written to {options.json}")
+    dynamic, *static = sides
+    speed_ups = {side.name: ratio_of_totals(side.measured_s, dynamic.measured_s) for side in static}
+    figures = environment() | {
+        "emulate_scale": options.emulate_scale,
+        "seed": options.seed,
+        "pool": pool.to_json(),
+        "speed_ups": {name: [e.median, e.low, e.high] for name, e in speed_ups.items()},
+        "sides": [side.to_json() for side in sides],
+    }
+    write_figures(console, options.json, figures)
     return 0
 
 
@@ -320,40 +311,43 @@ def _tables(
     cost_model: ProfileCostModel,
     window: int,
 ) -> list[Table]:
-    times = Table(title="An iteration: predicted and measured")
-    times.add_column("side")
-    for column in (
-        "predicted\ns",
-        "measured\ns",
-        "meas. / pred.\n\\[95 %]",
-        f"within\n{PREDICTION_GOAL:.0%}",
-        "worst\noff by",
-        "overruns",
-        "CPU\ns",
-    ):
-        times.add_column(column, justify="right")
+    times = figures_table(
+        "An iteration: predicted and measured",
+        ("side",),
+        (
+            "predicted\ns",
+            "measured\ns",
+            "meas. / pred.\n[95 %]",
+            f"within\n{PREDICTION_GOAL:.0%}",
+            "worst\noff by",
+            "overruns",
+            "CPU\ns",
+        ),
+        "Means over iterations. Measured: slowest rank, from the moment all were ready, with "
+        "regrouping and update, which are not predicted. Within, off by: single iterations. "
+        "Overruns: forwards and backwards whose tiny tensors took longer than the modelled time, "
+        "of all. CPU: all ranks.",
+    )
     for side in sides:
-        num = len(side.iterations)
+        errors = side.prediction_errors
         times.add_row(
             side.name,
             f"{fmean(side.predicted_s):.3f}",
             f"{fmean(side.measured_s):.3f}",
             str(side.prediction).replace(" [", "\n\\["),
-            f"{side.num_well_predicted}/{num}",
-            f"{side.worst_prediction:.1%}",
+            f"{sum(error <= PREDICTION_GOAL for error in errors)}/{len(errors)}",
+            f"{max(errors):.1%}",
             f"{side.num_overruns}/{side.num_operations}",
             f"{fmean(i.cpu_s for i in side.iterations):.2f}",
         )
-    times.caption = (
-        "Means over iterations. Measured: slowest rank, from the moment all were ready, with "
-        "regrouping and update, which are not predicted. Within, off by: single iterations. "
-        "Overruns: forwards and backwards whose tiny tensors took longer than the modelled time, "
-        "of all. CPU: all ranks."
+    speed = figures_table(
+        "How much faster the dynamic strategies are: time of the side over theirs",
+        ("side",),
+        ("measured\n[95 %]", "predicted"),
+        "Of the total time of all batches; intervals: bootstrap over batches. Padding of fixed "
+        "rows costs nothing where measured; the last line, not run, pads each to "
+        f"{window:,} tokens.",
     )
-    speed = Table(title="How much faster the dynamic strategies are: time of the side over theirs")
-    speed.add_column("side")
-    for column in ("measured\n\\[95 %]", "predicted"):
-        speed.add_column(column, justify="right")
     dynamic = sides[0]
     for side in sides[1:]:
         measured = ratio_of_totals(side.measured_s, dynamic.measured_s)
@@ -362,44 +356,20 @@ def _tables(
     padded_s = [padded_time_s(p, cost_model, window_tokens=window) for p in plans[FIXED]]
     padded = ratio_of_totals(padded_s, dynamic.predicted_s)
     speed.add_row(f"{FIXED}, padded rows", "-", f"{padded.median:.3f}")
-    speed.caption = (
-        "Of the total time of all batches; intervals: bootstrap over batches. Padding of fixed "
-        "rows costs nothing where measured; the last line, not run, pads each to "
-        f"{window:,} tokens."
-    )
     return [times, speed]
 
 
-def _report(sides: Sequence[SideRun], options: argparse.Namespace, pool: Pool) -> dict[str, object]:
-    dynamic = sides[0]
-    speed_ups = {
-        side.name: ratio_of_totals(side.measured_s, dynamic.measured_s) for side in sides[1:]
-    }
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
-        "num_cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "torch": torch.__version__,
-        "emulate_scale": options.emulate_scale,
-        "seed": options.seed,
-        "pool": pool.to_json(),
-        "speed_ups": {name: [e.median, e.low, e.high] for name, e in speed_ups.items()},
-        "sides": [side.to_json() for side in sides],
-    }
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.emulated_cluster",
-        description="Dynamic strategies against the best static one, on an emulated cluster.",
+    parser = make_parser(
+        "emulated_cluster",
+        "Dynamic strategies against the best static one, on an emulated cluster.",
     )
     parser.add_argument(
         "--ranks",
         type=int,
         choices=(8, 16, 32),
         default=16,
-        help="ranks of the cluster, all on this machine (default: %(default)s)",
+        help="ranks of the cluster, all on this machine",
     )
     parser.add_argument(
         "--pool",
@@ -412,23 +382,19 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         default=DEFAULT_PROFILE,
         metavar="COST_PROFILE",
-        help=f"times of the device (default: examples/{DEFAULT_PROFILE.name})",
+        help="times of the device",
     )
     parser.add_argument(
         "--emulate-scale",
         type=float,
         metavar="X",
-        help="seconds here for each second of the device (default: ranks / "
-        f"{RANKS_AT_FULL_TIME}, since the tiny tensors of more ranks take longer)",
+        help="seconds here for each second of the device; if not given, ranks / "
+        f"{RANKS_AT_FULL_TIME}, since the tiny tensors of more ranks take longer",
     )
     parser.add_argument(
-        "--iterations",
-        type=positive,
-        default=20,
-        help="batches, each run once by every side (default: %(default)s)",
+        "--iterations", type=positive, default=20, help="batches, each run once by every side"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the batches (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
+    parser.add_argument("--seed", type=int, default=0, help="of the batches")
     return parser
 
 

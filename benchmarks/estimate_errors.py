@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.command import figures_table, wide_console
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, ProfileCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 
@@ -68,16 +66,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.estimate_errors")
     parser.add_argument("--cost-profile", default=str(DEFAULT_PROFILE), metavar="FILE")
     found = ratios(ProfileCostModel.read(parser.parse_args(argv).cost_profile))
-    table = Table(title="estimate over measurement", title_justify="left")
-    table.add_column("scheme")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
+    table = figures_table("estimate over measurement", ("scheme",), COLUMNS)
     for scheme, row in found.items():
         table.add_row(scheme, *("–" if value is None else f"{value:.2f}" for value in row))
     columns = zip(*found.values(), strict=True)
     table.add_section()
     table.add_row("median error %", *(f"{median_error_percent(column):.1f}" for column in columns))
-    Console(width=100).print(table)
+    wide_console().print(table)
 
 
 if __name__ == "__main__":

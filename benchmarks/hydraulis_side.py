@@ -14,10 +14,14 @@ from megatron.hydraulis.transfer.role import roles_of
 from megatron.hydraulis.transfer.traffic import regroup_bytes
 
 
+_PHASE_NAMES = {"forward-backward": "compute"}
+"""Names of the engine's phases in the comparison, if they differ."""
+
+
 class HydraulisSide:
     """One rank of the engine; callable with the number of an iteration.
 
-    Called with None it tells its `Traffic` instead.
+    Called with None it returns its `Traffic` instead.
     """
 
     def __init__(self, workload: Workload, strategy: str) -> None:
@@ -28,10 +32,6 @@ class HydraulisSide:
         self._engine = Engine(workload.definition(), pool, workload.optimizer, seed=WEIGHT_SEED)
         self._forward_step = make_forward_step()
         self._clock = StepClock()
-        for name in ("divide_gradients", "gradient_norm"):
-            self._clock.time_method(self._engine.optimizer, name, "optimizer")
-        self._clock.time_method(self._engine, "_update", "optimizer")
-        self._clock.time_method(self._engine, "_run", "compute")
         # With overlap a rank spends time on regrouping only where it has to wait for it.
         for waits, name in (
             (self._engine.gather_timer, "gather"),
@@ -48,7 +48,12 @@ class HydraulisSide:
         batches = self._workload.micro_batches(iteration, index, len(replicas))
         dist.barrier()
         self._clock.start_step()
-        outcome = self._engine.train_step(name, batches, self._forward_step)
+        outcome = self._engine.train_step(
+            name,
+            batches,
+            self._forward_step,
+            phase=lambda phase: self._clock.measure(_PHASE_NAMES.get(phase, phase)),
+        )
         assert outcome.gradient_norm is not None
         return self._clock.report(loss=outcome.loss.mean, gradient_norm=outcome.gradient_norm)
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares, minimize
 
+from benchmarks.command import figures_table
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.layout_constants import LAYOUT_CONSTANTS, LayoutConstants
 from megatron.hydraulis.cost_model.layouts import (
@@ -278,10 +279,9 @@ def cross_validate(
 
 
 def _table(title: str, rows: Mapping[str, Errors]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("layouts")
-    for column in ("with a time", "MAPE %", "largest %", "layouts", "fits wrong"):
-        table.add_column(column, justify="right")
+    table = figures_table(
+        title, ("layouts",), ("with a time", "MAPE %", "largest %", "layouts", "fits wrong")
+    )
     for name, errors in rows.items():
         table.add_row(
             name,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import os
 import sys
@@ -23,11 +22,17 @@ from statistics import quantiles
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import planner_batches as batches_of
-from benchmarks.command import wide_console
+from benchmarks.command import (
+    counted_progress,
+    figures_table,
+    make_parser,
+    wide_console,
+    write_figures,
+)
 from benchmarks.planner_batches import LengthDistribution, PublishedResult
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.planner.plan import IterationPlan
@@ -292,7 +297,7 @@ _PERCENT = 100.0
 
 def instance_table(result: PlannedBatch, published: PublishedResult) -> Table:
     """Every strategy alone on instance B, ours against the published planner's plan."""
-    table = _table(
+    table = figures_table(
         "Instance B, every strategy planned alone, ms",
         ("strategy",),
         ("bound", "ours", "gap %", "published", "ours / published"),
@@ -317,7 +322,7 @@ def instance_table(result: PlannedBatch, published: PublishedResult) -> Table:
 
 def quality_table(results: Sequence[PlannedBatch], title: str) -> Table:
     """Quality and time over many batches."""
-    table = _table(title, ("",), ("best", "quartile", "median", "quartile", "worst"))
+    table = figures_table(title, ("",), ("best", "quartile", "median", "quartile", "worst"))
     table.add_row("predicted time / bound", *_spread((r.ratio for r in results), 4))
     others = [r.best_other for r in results]
     table.add_row("best other strategy's plan / choice", *_spread(others, 4, is_best_largest=True))
@@ -337,7 +342,7 @@ def quality_table(results: Sequence[PlannedBatch], title: str) -> Table:
 
 def large_table(results: Sequence[tuple[int, PlannedBatch]], title: str) -> Table:
     """One row per batch; each with the length at which its documents are cut."""
-    table = _table(
+    table = figures_table(
         title,
         (),
         ("cut at", "seed", "sequences", "time ms", "bound ms", "gap %", "wall s", "CPU s"),
@@ -361,7 +366,7 @@ def large_table(results: Sequence[tuple[int, PlannedBatch]], title: str) -> Tabl
 
 def memory_table(uses: Sequence[MemoryUse]) -> Table:
     """The process after some numbers of plans."""
-    table = _table("Memory of one process", (), ("plans", "resident MB", "Python blocks"))
+    table = figures_table("Memory of one process", (), ("plans", "resident MB", "Python blocks"))
     for use in uses:
         table.add_row(
             str(use.num_plans), f"{use.resident_bytes / BYTES_PER_MB:.1f}", str(use.num_blocks)
@@ -388,15 +393,6 @@ def _range(values: Iterable[int]) -> str:
     return f"{found[0]} to {found[-1]}"
 
 
-def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in texts:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sections asked for."""
     options = _parser().parse_args(arguments)
@@ -405,30 +401,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.sched_setaffinity(0, {core})
     console = wide_console()
     figures: dict[str, Any] = {}
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
+    with counted_progress(console) as progress:
         benchmark = Benchmark(options, console, progress)
         for section in options.sections:
             figures[section] = benchmark.run(section)
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        console.print(f"written to {options.json}")
+    write_figures(console, options.json, figures)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planner",
-        description="Quality, speed and memory of the planner on one core.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser("planner", "Quality, speed and memory of the planner on one core.")
     parser.add_argument(
         "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="what to measure"
     )
@@ -437,7 +419,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plans", type=int, default=10_000, help="plans of the memory section")
     parser.add_argument("--seed", type=int, default=0, help="of the first batch")
     parser.add_argument("--core", type=int, help="core to run on; the last one if not given")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     return parser
 
 

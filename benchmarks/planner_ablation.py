@@ -8,7 +8,6 @@ work on the machine falls on both.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -24,7 +23,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import planner_batches as batches_of
-from benchmarks.command import positive, wide_console
+from benchmarks.command import figures_table, make_parser, positive, wide_console, write_figures
 from megatron.hydraulis.strategy import Pool
 
 _NUM_BATCHES = 210
@@ -163,10 +162,14 @@ def compare(before: str, after: str, num_rounds: int) -> list[dict[str, Any]]:
 
 
 def _version_table(found: Sequence[dict[str, Any]], before: str, after: str) -> Table:
-    table = Table(title=f"plans of {before} against {after}", title_justify="left")
-    table.add_column("batches", overflow="fold")
-    for name in ("number", "slower", "faster", "sum %", "worst %", "gap %", "CPU s", "ratio"):
-        table.add_column(name, justify="right")
+    table = figures_table(
+        f"plans of {before} against {after}",
+        ("batches",),
+        ("number", "slower", "faster", "sum %", "worst %", "gap %", "CPU s", "ratio"),
+        "Predicted times, after against before: plans that are slower or faster, change of their "
+        "sum and of the worst plan. Largest gap and CPU time of one plan after another, before "
+        "and after.",
+    )
     groups: dict[str, list[dict[str, Any]]] = {}
     for result in found:
         groups.setdefault(result["group"], []).append(result)
@@ -175,11 +178,6 @@ def _version_table(found: Sequence[dict[str, Any]], before: str, after: str) -> 
     rows.insert(len(groups) - _NUM_HARD_GROUPS, (everything, list(found[:_NUM_BATCHES])))
     for name, results in rows:
         table.add_row(name, *_version_row(results), style="bold" if name == everything else None)
-    table.caption = (
-        "Predicted times, after against before: plans that are slower or faster, change of their "
-        "sum and of the worst plan. Largest gap and CPU time of one plan after another, before "
-        "and after."
-    )
     return table
 
 
@@ -208,10 +206,8 @@ def _version_row(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare two versions."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planner_ablation",
-        description="Plan 210 batches with two versions of the package, alternating on one core.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = make_parser(
+        "planner_ablation", "Plan 210 batches with two versions of the package, in turn."
     )
     version = "git revision, or a folder with megatron/hydraulis"
     parser.add_argument("--before", required=True, metavar="VERSION", help=version)
@@ -219,12 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=positive, default=3, help="how often each batch is planned"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     options = parser.parse_args(arguments)
     found = compare(options.before, options.after, options.rounds)
-    wide_console(140).print(_version_table(found, options.before, options.after))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    console = wide_console(140)
+    console.print(_version_table(found, options.before, options.after))
+    write_figures(console, options.json, found)
     return 0
 
 

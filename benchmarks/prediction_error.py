@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from benchmarks.command import figures_table, make_parser, wide_console, write_figures
 from megatron.hydraulis.observability.records import IterationRecord, read_metrics
 
 SEQ_LENGTH = 1024
@@ -65,16 +66,15 @@ class RunErrors:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it all and print a table; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--num-ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    parser = make_parser("prediction_error", "Profile, plan, train: how far predictions are off.")
+    parser.add_argument("--num-ranks", type=int, default=2, metavar="N", help="number of ranks")
     parser.add_argument(
-        "--strategies", nargs="+", metavar="SPEC", help="one run each (default: N*tp1 and tpN)"
+        "--strategies", nargs="+", metavar="SPEC", help="one run each; if not given, N*tp1 and tpN"
     )
     parser.add_argument("--iterations", type=int, default=24, metavar="N", help="of each run")
     parser.add_argument("--global-batch-tokens", type=int, default=8192, metavar="N")
     parser.add_argument("--refit", action="store_true", help="one more run each, refitted online")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep profile and runs here")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     arguments = parser.parse_args(argv)
     num_ranks = arguments.num_ranks
     strategies = arguments.strategies or [f"{num_ranks}*tp1", f"tp{num_ranks}"]
@@ -87,17 +87,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             for strategy in strategies
             for errors in _errors_of(strategy, folder, corpus, arguments)
         ]
-    print(f"\n{datetime.date.today()}, {num_ranks} ranks on {os.cpu_count()} cores")
-    print(f"{'run':<34} {'iterations':>10} {'median':>8} {'worst':>8} {'signed':>8} {'spread':>8}")
+    console = wide_console()
+    table = figures_table(
+        f"{datetime.date.today()}, {num_ranks} ranks on {os.cpu_count()} cores",
+        ("run",),
+        ("iterations", "median", "worst", "signed", "spread", "load"),
+    )
     for errors in found:
-        print(
-            f"{errors.name:<34} {errors.num_iterations:>10} {errors.median:>8.1%} "
-            f"{errors.worst:>8.1%} {errors.median_signed:>+8.1%} {errors.spread:>8.1%}   "
-            f"load {' '.join(f'{value:.1f}' for value in errors.load)}"
+        table.add_row(
+            errors.name,
+            str(errors.num_iterations),
+            f"{errors.median:.1%}",
+            f"{errors.worst:.1%}",
+            f"{errors.median_signed:+.1%}",
+            f"{errors.spread:.1%}",
+            " ".join(f"{value:.1f}" for value in errors.load),
         )
-    if arguments.json is not None:
-        content = [vars(errors) for errors in found]
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(table)
+    write_figures(console, arguments.json, [vars(errors) for errors in found])
     return 0
 
 

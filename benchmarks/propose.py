@@ -9,12 +9,10 @@ drawn from the Wikipedia lengths as the planner's benchmark draws them. One core
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from benchmarks import planner_batches as batches_of
-from benchmarks.command import wide_console
+from benchmarks.command import figures_table, make_parser, wide_console, write_figures
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
@@ -77,10 +75,13 @@ def interval(ratios: FloatArray) -> tuple[float, float]:
 
 def quality_table(times_s: dict[str, FloatArray], num_tokens: int, title: str) -> Table:
     """Every pool against the first one, batch by batch."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("pool")
-    for name in ("s an iteration", "tokens/s", "time / first", "[95 %]", "worst", "faster in"):
-        table.add_column(name.replace("[", "\\["), justify="right")
+    num_batches = len(next(iter(times_s.values())))
+    table = figures_table(
+        title,
+        ("pool",),
+        ("s an iteration", "tokens/s", "time / first", "[95 %]", "worst", "faster in"),
+        f"{num_batches} held-out batches, times of full plans. Interval: mean ratio.",
+    )
     first = next(iter(times_s.values()))
     for name, of_pool in times_s.items():
         ratios = of_pool / first
@@ -94,16 +95,16 @@ def quality_table(times_s: dict[str, FloatArray], num_tokens: int, title: str) -
             f"{ratios.max():.4f}",
             f"{100 * (of_pool < first).mean():.0f} %",
         )
-    table.caption = f"{len(first)} held-out batches, times of full plans. Interval: mean ratio."
     return table
 
 
 def effort_table(rows: Sequence[tuple[str, Proposal, float]]) -> Table:
     """What proposals cost."""
-    table = Table(title="Proposals", title_justify="left")
-    table.add_column("job")
-    for name in ("wall s", "CPU s", "strategies", "estimated", "bounds", "plans", "s an iteration"):
-        table.add_column(name, justify="right")
+    table = figures_table(
+        "Proposals",
+        ("job",),
+        ("wall s", "CPU s", "strategies", "estimated", "bounds", "plans", "s an iteration"),
+    )
     for name, proposal, cpu_s in rows:
         table.add_row(
             name,
@@ -167,17 +168,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "times_s": {name: of_pool.tolist() for name, of_pool in times_s.items()},
         }
     console.print(effort_table(efforts))
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_figures(console, options.json, figures)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.propose",
-        description="Quality and time of proposed pools on one core.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser("propose", "Quality and time of proposed pools on one core.")
     parser.add_argument(
         "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="what to measure"
     )
@@ -188,7 +184,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--proposal-batches", type=int, default=32, help="to propose from")
     parser.add_argument("--max-strategies", type=int, default=7, help="of the proposed pool")
     parser.add_argument("--seed", type=int, default=1, help="of the batches to propose from")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     return parser
 
 

@@ -8,8 +8,6 @@ iterations since that checkpoint, which have to be trained again, come on top: h
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import signal
 import statistics
@@ -23,9 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from rich.table import Table
 
-from benchmarks.command import positive, wide_console
+from benchmarks.command import figures_table, make_parser, positive, wide_console, write_figures
 from tests.support.tiny_corpus import tiny_command, write_corpus
 
 ROOT = Path(__file__).parent.parent
@@ -121,9 +118,8 @@ def measure(job: Job, rounds: int, tell: Callable[[str], None]) -> list[Recovery
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=positive, default=3, help="deaths (default: 3)")
-    parser.add_argument("--json", type=Path, help="write every figure here as well")
+    parser = make_parser("recovery", "Time from the death of a rank to the next iteration.")
+    parser.add_argument("--rounds", type=positive, default=3, help="deaths")
     options = parser.parse_args(argv)
     console = wide_console()
     with tempfile.TemporaryDirectory() as name:
@@ -141,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             found = measure(job, options.rounds, console.print)
         finally:
             job.end()
-    table = Table("from SIGKILL until", "median, s", "least", "most")
+    table = figures_table("Recovery, s", ("from SIGKILL until",), ("median", "least", "most"))
     names = {
         "noticed_s": "torchrun has noticed",
         "started_s": "new ranks run",
@@ -153,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures = (statistics.median(values), min(values), max(values))
         table.add_row(label, *(f"{figure:.2f}" for figure in figures))
     console.print(table)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+    write_figures(console, options.json, [asdict(each) for each in found])
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from statistics import mean
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import figures_table, wide_console
 from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -159,21 +159,23 @@ class PoolTraffic:
 
 def volume_table(traffic: PoolTraffic) -> Table:
     """What a rank receives in a gather, by formula and plan, and how it compares with ZeRO-1."""
-    table = Table(title="Gather: GB that a rank receives in an iteration (mean / max), bf16")
-    for column in ("", "strategy"):
-        table.add_column(column)
-    for column in (
-        "P_local",
-        "P_local\n·(1-1/N)",
-        "owners by\nnumber",
-        "chosen for\nthis strategy",
-        f"chosen for\n{traffic.commonest}",
-        "ZeRO-1",
-        "by number\n/ ZeRO-1",
-        "chosen\n/ ZeRO-1",
-        "scatter, sent\n(fp32)",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = figures_table(
+        "Gather: GB that a rank receives in an iteration (mean / max), bf16",
+        ("", "strategy"),
+        (
+            "P_local",
+            "P_local\n·(1-1/N)",
+            "owners by\nnumber",
+            "chosen for\nthis strategy",
+            f"chosen for\n{traffic.commonest}",
+            "ZeRO-1",
+            "by number\n/ ZeRO-1",
+            "chosen\n/ ZeRO-1",
+            "scatter, sent\n(fp32)",
+        ),
+        "ZeRO-1 (means): P_local·(1 - 1/dp), for strategies of equal replicas. Which strategy ran "
+        "before plays no part.",
+    )
     for strategy in traffic.pool.strategies:
         by_number = traffic.by_number(strategy)
         chosen = traffic.chosen_for_itself(strategy)
@@ -192,31 +194,19 @@ def volume_table(traffic: PoolTraffic) -> Table:
             ),
             _mean_and_max(by_number.scatter_bytes),
         )
-    table.caption = (
-        "ZeRO-1 (means): P_local·(1 - 1/dp), for strategies of equal replicas. Which strategy ran "
-        "before plays no part."
-    )
     return table
 
 
 def link_table(traffic: PoolTraffic) -> Table:
     """What crosses nodes in one step and in two."""
     per_node = traffic.pool.ranks_per_node
-    table = Table(
-        title=f"Gather by link: GB that a rank receives inside its node and across (mean / max), "
-        f"nodes of {per_node}"
+    table = figures_table(
+        f"Gather by link: GB that a rank receives inside its node and across (mean / max), nodes "
+        f"of {per_node}",
+        ("", "strategy", "owners", "used"),
+        ("one step\ninside", "one step\nacross", "two steps\ninside", "two steps\nacross", "saved"),
+        "Owners chosen for the very strategy. In two steps relays receive for others.",
     )
-    for column in ("", "strategy", "owners"):
-        table.add_column(column)
-    for column in (
-        "one step\ninside",
-        "one step\nacross",
-        "two steps\ninside",
-        "two steps\nacross",
-        "saved\nacross",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("used")
     owners: dict[str, Callable[[Strategy], StrategyTraffic]] = {
         "by number": traffic.by_number,
         "chosen": traffic.chosen_for_itself,
@@ -233,12 +223,11 @@ def link_table(traffic: PoolTraffic) -> Table:
                 strategy.name if is_first else "",
                 str(strategy) if is_first else "",
                 name,
+                found.kind(per_node).value,
                 *_received(one_step),
                 *_received(two_steps),
                 f"{saved:.1%}",
-                found.kind(per_node).value,
             )
-    table.caption = "Owners chosen for the very strategy. In two steps relays receive for others."
     return table
 
 
@@ -254,7 +243,7 @@ def _mean_and_max(num_bytes: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print both tables; exit status 2 for a pool or model that cannot be read, or do not fit."""
     options = _parser().parse_args(arguments)
-    console = Console() if sys.stdout.isatty() else Console(width=options.width)
+    console = wide_console(options.width)
     try:
         pool, shape = Pool.read(options.pool), ModelShape.read(options.model)
         pool.check_model(shape)

@@ -8,21 +8,27 @@ Simulated for a 32B model on 64 devices; `README.md` says what is assumed.
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import planner_batches as batches_of
-from benchmarks.command import wide_console
-from benchmarks.long_tail import MEDIAN_TOKENS, TAIL_EXPONENT, LongTail
+from benchmarks.command import (
+    counted_progress,
+    figures_table,
+    make_parser,
+    positive,
+    wide_console,
+    write_figures,
+)
 from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
@@ -59,6 +65,59 @@ LADDER = (
 BESIDE = ((PER_BATCH, "best homogeneous per batch"), (CP_ONLY, "cp only"))
 NUM_DOCUMENTS = 1_000_000
 DEVICE = "a800-80g"
+
+MEDIAN_TOKENS = 500.0
+TAIL_EXPONENT = 1.5
+"""Of the share of documents longer than s, s to the power of minus this."""
+SIGMA = 1.15
+"""Of the logarithm of lengths, in the body."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongTail:
+    """Lengths of web documents by a law, since there is no list of them.
+
+    A lognormal body and a Pareto tail, as generative models of file sizes and web documents have it
+    (M. Mitzenmacher, Internet Mathematics 1(2), 2004; A. B. Downey, MASCOTS 2001). The tail begins
+    where both densities, and the slopes of their logarithms, are equal.
+
+    The parameters are chosen, not fitted: a mean of about 1,200 tokens before the cut, the order of
+    a cleaned page of Common Crawl, and a tail of infinite variance, so that a few documents of tens
+    of thousands of tokens hold a visible share of all tokens.
+    """
+
+    median_tokens: float = MEDIAN_TOKENS
+    sigma: float = SIGMA
+    tail_exponent: float = TAIL_EXPONENT
+
+    @property
+    def tail_tokens(self) -> float:
+        """Where the tail begins: the slope is ``-1 - log(s/median)/sigma²`` in the body and
+        ``-1 - exponent`` in the tail."""
+        return self.median_tokens * math.exp(self.tail_exponent * self.sigma**2)
+
+    def quantiles(self, probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Lengths in tokens that a share of documents is not above: shape of probabilities."""
+        normal = NormalDist()
+        border = self.tail_exponent * self.sigma
+        body = normal.cdf(border)
+        # With equal densities at the border the tail holds density · s / exponent.
+        tail = normal.pdf(border) / (self.sigma * self.tail_exponent)
+        mass = probabilities * (body + tail)
+        in_tail = mass > body
+        lengths = np.empty_like(probabilities)
+        lengths[~in_tail] = [
+            self.median_tokens * math.exp(self.sigma * normal.inv_cdf(float(share)))
+            for share in np.clip(mass[~in_tail], 1e-12, None)
+        ]
+        left = (body + tail - mass[in_tail]) / tail
+        lengths[in_tail] = self.tail_tokens * left ** (-1.0 / self.tail_exponent)
+        return lengths
+
+    def corpus(self, num_documents: int) -> npt.NDArray[np.int64]:
+        """Lengths of a corpus with just this distribution: shape (num_documents,), rising."""
+        middles = (np.arange(num_documents) + 0.5) / num_documents
+        return np.maximum(1, np.rint(self.quantiles(middles))).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -135,10 +194,14 @@ def simulate(
 def ladder_table(corpus: Corpus, results: Sequence[WayResult]) -> Table:
     """A step a row: what it adds, and what it comes to."""
     by_name = {result.name: result for result in results}
-    table = Table(title=f"{corpus.name}: what each step is worth", title_justify="left")
-    table.add_column("step")
-    for name in ("s / iteration", "step", "over packing [95 %]", "pool over it [95 %]"):
-        table.add_column(name, justify="right")
+    low, high = PUBLISHED
+    table = figures_table(
+        f"{corpus.name}: what each step is worth",
+        ("step",),
+        ("s / iteration", "step", "over packing [95 %]", "pool over it [95 %]"),
+        f"Intervals: bootstrap over batches. arXiv 2412.07894 reports {low} to {high} over "
+        "existing systems, which are static or choose among homogeneous strategies.",
+    )
     last: WayResult | None = None
     for way, text in (*LADDER, *BESIDE):
         if way == BESIDE[0][0]:
@@ -156,11 +219,6 @@ def ladder_table(corpus: Corpus, results: Sequence[WayResult]) -> Table:
             style="bold" if way == POOL else None,
         )
         last = None if way in (CP_ONLY, PER_BATCH) else result
-    low, high = PUBLISHED
-    table.caption = (
-        f"Intervals: bootstrap over batches. arXiv 2412.07894 reports {low} to {high} over "
-        "existing systems, which are static or choose among homogeneous strategies."
-    )
     return table
 
 
@@ -176,15 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = wide_console()
     figures: dict[str, Any] = {}
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed} batches"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
+    with counted_progress(console, "batches") as progress:
         for corpus in corpora(options.median, options.tail_exponent):
             ways, results = simulate(corpus, options, progress)
             by_name = {result.name: result for result in results}
@@ -201,32 +251,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(result_table(results, by_name[PACKING], title))
             console.print(strategy_use_table(results))
             figures[corpus.name] = [result.to_json(by_name[PACKING]) for result in results]
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        console.print(f"written to {options.json}")
+    write_figures(console, options.json, figures)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speedup_ladder",
-        description="What each idea is worth, simulated for a 32B model on 64 devices.",
+    parser = make_parser(
+        "speedup_ladder", "What each idea is worth, simulated for a 32B model on 64 devices."
+    )
+    parser.add_argument("--iterations", type=positive, default=100, help="batches of each corpus")
+    parser.add_argument("--seed", type=int, default=0, help="of the batches")
+    parser.add_argument(
+        "--median", type=float, default=MEDIAN_TOKENS, help="of the law's body, in tokens"
     )
     parser.add_argument(
-        "--iterations", type=int, default=100, help="batches of each corpus (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the batches (default: %(default)s)")
-    parser.add_argument(
-        "--median",
-        type=float,
-        default=MEDIAN_TOKENS,
-        help="of the law's body, in tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tail-exponent",
-        type=float,
-        default=TAIL_EXPONENT,
-        help="of the law's tail (default: %(default)s)",
+        "--tail-exponent", type=float, default=TAIL_EXPONENT, help="of the law's tail"
     )
     parser.add_argument(
         "--regroup",
@@ -234,12 +273,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with regrouping and update, from bytes and the device's links; without, an iteration "
         "is forward and backward alone, as in the profile",
     )
-    parser.add_argument(
-        "--device",
-        default=DEVICE,
-        help="whose links carry what is exchanged (default: %(default)s)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--device", default=DEVICE, help="whose links carry what is exchanged")
     return parser
 
 

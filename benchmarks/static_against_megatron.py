@@ -10,20 +10,23 @@ can and cannot show.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.command import counted_progress, import_on_cpu, positive
+from benchmarks.command import (
+    counted_progress,
+    environment,
+    import_on_cpu,
+    make_parser,
+    positive,
+    wide_console,
+    write_figures,
+)
 from benchmarks.comparison import (
     LOSS_TOLERANCE,
     Comparison,
@@ -48,7 +51,7 @@ NUM_WARM_UPS = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; exit status 1 if the two sides do not train alike."""
     options = _parser().parse_args(arguments)
-    console = Console()
+    console = wide_console()
     import_on_cpu(console)
     from benchmarks.workload import Workload
 
@@ -80,9 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for table in comparison_tables(comparisons):
         console.print(table)
-    if options.json is not None:
-        options.json.write_text(json.dumps(_report(comparisons, options), indent=1) + "\n")
-        console.print(f"written to {options.json}")
+    figures = environment() | {
+        "num_ranks": NUM_RANKS,
+        "plain_adamw": options.plain_adamw,
+        "plain_overlap": options.plain_overlap,
+        "comparisons": [c.to_json() for c in comparisons],
+    }
+    write_figures(console, options.json, figures)
     return 0
 
 
@@ -138,9 +145,9 @@ def _ours(text: str, workload: Workload) -> Callable[[], Worker]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.static_against_megatron",
-        description="Step time of a static homogeneous strategy against plain megatron-core.",
+    parser = make_parser(
+        "static_against_megatron",
+        "Step time of a static homogeneous strategy against plain megatron-core.",
     )
     parser.add_argument(
         "--strategies",
@@ -148,28 +155,23 @@ def _parser() -> argparse.ArgumentParser:
         type=_homogeneous,
         default=list(DEFAULT_STRATEGIES),
         metavar="SPEC",
-        help=f"homogeneous strategies on {NUM_RANKS} ranks "
-        f"(default: {' '.join(DEFAULT_STRATEGIES)})",
+        help=f"homogeneous strategies on {NUM_RANKS} ranks",
     )
     parser.add_argument(
-        "--pairs",
-        type=positive,
-        default=20,
-        help="measured pairs of steps per strategy (default: %(default)s)",
+        "--pairs", type=positive, default=20, help="measured pairs of steps per strategy"
     )
     parser.add_argument(
         "--plain-adamw",
         choices=("fused", "default"),
         default="fused",
         help="torch's fused AdamW kernel for plain megatron-core too, or the loop that it falls "
-        "back to without Transformer Engine and apex (default: %(default)s)",
+        "back to without Transformer Engine and apex",
     )
     parser.add_argument(
         "--plain-overlap",
         action="store_true",
         help="give plain megatron-core its --overlap-grad-reduce",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here too")
     return parser
 
 
@@ -185,19 +187,6 @@ def _homogeneous(text: str) -> str:
             f"something else: give one like {', '.join(DEFAULT_STRATEGIES)}"
         )
     return text
-
-
-def _report(comparisons: Sequence[Comparison], options: argparse.Namespace) -> dict[str, object]:
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
-        "num_cores": os.cpu_count(),
-        "num_ranks": NUM_RANKS,
-        "torch": torch.__version__,
-        "plain_adamw": options.plain_adamw,
-        "plain_overlap": options.plain_overlap,
-        "comparisons": [c.to_json() for c in comparisons],
-    }
 
 
 if __name__ == "__main__":

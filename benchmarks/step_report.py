@@ -70,21 +70,21 @@ class StepClock:
     def start_step(self) -> None:
         """Forget the last step and begin the next."""
         self._phases = {}
-        self._start = _now()
+        self._start = spent_now()
 
     def report(self, *, loss: float, gradient_norm: float) -> StepReport:
         """The step ends here."""
-        return StepReport(_now() - self._start, self._phases, loss, gradient_norm)
+        return StepReport(spent_now() - self._start, self._phases, loss, gradient_norm)
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Add the time of the block to ``phase``."""
-        start = _now()
+        start = spent_now()
         self._inner.append(NOTHING_SPENT)
         try:
             yield
         finally:
-            elapsed = _now() - start
+            elapsed = spent_now() - start
             own = elapsed - self._inner.pop()
             self._phases[phase] = self._phases.get(phase, NOTHING_SPENT) + own
             self._inner[-1] += elapsed
@@ -103,5 +103,6 @@ class StepClock:
         return call
 
 
-def _now() -> Spent:
+def spent_now() -> Spent:
+    """Wall and CPU time of this process until now."""
     return Spent(time.perf_counter(), time.process_time())

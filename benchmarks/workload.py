@@ -104,18 +104,22 @@ class Workload:
             max_sequence_length=max(self.lengths),
         )
 
-    def micro_batches(self, iteration: int, replica: int, num_replicas: int) -> list[PackedBatch]:
-        """One replica's share of an iteration's global batch.
+    def micro_batches_per_replica(self, num_replicas: int) -> int:
+        """How many of the micro-batches each replica runs.
 
-        Raises:
-            ValueError: the micro-batches cannot be shared out evenly.
+        Raises ValueError if they cannot be distributed evenly.
         """
         per_replica, rest = divmod(self.num_micro_batches, num_replicas)
         if rest or not per_replica:
             raise ValueError(
-                f"{self.num_micro_batches} micro-batches cannot be shared out evenly over "
+                f"{self.num_micro_batches} micro-batches cannot be distributed evenly over "
                 f"{num_replicas} replicas; choose a multiple"
             )
+        return per_replica
+
+    def micro_batches(self, iteration: int, replica: int, num_replicas: int) -> list[PackedBatch]:
+        """One replica's share of an iteration's global batch. Raises ValueError as above."""
+        per_replica = self.micro_batches_per_replica(num_replicas)
         rng = np.random.default_rng((DATA_SEED, iteration))
         packs = [
             pack([rng.integers(0, self.vocab_size, size=length + 1) for length in self.lengths])

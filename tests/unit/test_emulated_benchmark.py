@@ -153,6 +153,6 @@ def test_a_side_says_how_well_it_was_predicted() -> None:
 
     side = SideRun("s", "what", (iteration(1.0, 1.04), iteration(2.0, 2.2)))
     assert side.prediction.median == pytest.approx(3.24 / 3.0)
-    assert side.worst_prediction == pytest.approx(0.1)
-    assert (side.num_well_predicted, side.num_overruns, side.num_operations) == (1, 2, 8)
+    assert side.prediction_errors == pytest.approx([0.04, 0.1])
+    assert (side.num_overruns, side.num_operations) == (2, 8)
     assert side.to_json()["mean_measured_s"] == pytest.approx(1.62)

@@ -6,9 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import flexsp, speedup_ladder
-from benchmarks.long_tail import LongTail
+from benchmarks import speedup_ladder
+from benchmarks.context_balance import cost_profile
 from benchmarks.planner_batches import DATA
+from benchmarks.speedup_ladder import LongTail
 from megatron.hydraulis.strategy import Scheme
 
 REFERENCE = json.loads((DATA / "flexsp_reference.json").read_text("utf-8"))
@@ -36,7 +37,7 @@ def test_the_law_is_continuous_and_rises_where_its_tail_begins() -> None:
 
 @pytest.mark.parametrize("width", [1, 8, 64])
 def test_flexsp_s_formulas_are_the_cost_model_s(width: int) -> None:
-    profile = flexsp.cost_profile(REFERENCE, "gpt-7b")
+    profile = cost_profile(REFERENCE, "gpt-7b")
     constants = REFERENCE["models"]["gpt-7b"]
     lengths = [1024, 3072, 128]
     num_tokens = sum(lengths)
@@ -53,22 +54,10 @@ def test_flexsp_s_formulas_are_the_cost_model_s(width: int) -> None:
     assert profile.max_tokens(scheme) == int((30 * 1024 - states_mb) / 4.480441895 * width)
 
 
-def test_flexsp_s_static_groups_take_about_what_its_solver_predicts() -> None:
-    cell = flexsp.cells(REFERENCE, 8)[0]
-    assert (cell.key, len(cell.batches)) == ("7b-192K-wikipedia", 8)
-    result = flexsp.run_cell(flexsp.Cell(cell.model, cell.corpus, cell.batches[:2]), REFERENCE)
-    assert result.groups.time_s < result.per_batch.time_s < result.best_static.time_s
-    assert result.best_static.time_s < result.static.time_s
-    for way in (result.groups, result.per_batch, result.static):
-        assert result.in_step_s(way) >= way.time_s - 1e-9
-    table = flexsp.gain_table([result], REFERENCE)
-    assert table.row_count == 1
-
-
 def test_a_ladder_has_all_steps_and_gains_in_all_but_rounding() -> None:
     options = speedup_ladder._parser().parse_args(["--iterations", "1"])
     corpus = speedup_ladder.corpora(options.median, options.tail_exponent)[1]
-    with flexsp.Progress(disable=True) as progress:
+    with speedup_ladder.Progress(disable=True) as progress:
         ways, results = speedup_ladder.simulate(corpus, options, progress)
     assert ways.limit == 32_768
     by_name = {result.name: result.time_s for result in results}
