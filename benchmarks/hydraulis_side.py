@@ -13,7 +13,6 @@ from megatron.hydraulis.transfer.plan import gather_plan, scatter_plan
 from megatron.hydraulis.transfer.role import roles_of
 from megatron.hydraulis.transfer.traffic import regroup_bytes
 
-
 _PHASE_NAMES = {"forward-backward": "compute"}
 """Names of the engine's phases in the comparison, if they differ."""
 
