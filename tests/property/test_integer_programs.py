@@ -321,7 +321,7 @@ def test_no_dispatch_that_exists_is_called_impossible(
     )
     time_ms = best_ms * (1 + CLOSE) + share * (greedy.makespan_ms - best_ms)
     assert not relaxation.is_impossible(time_ms)
-    shares = dispatch_by_program(relaxation, time_ms, lengths, of_replica)
+    shares = dispatch_by_program(relaxation, time_ms, of_replica)
     assert relaxation.solver.trouble is None
     assert shares is not None
     assert sorted(i for held in shares for i in held) == list(range(len(lengths)))

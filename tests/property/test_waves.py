@@ -60,7 +60,7 @@ def check_waves(costs: WaveCosts, lengths: Sequence[int], packing: Packing) -> l
     by_size = {group.size: group for group in costs.groups}
     seen: list[int] = []
     times_ms = []
-    for micro_batch in packing.micro_batches:
+    for micro_batch in packing.with_lengths(lengths):
         end = 0
         of_wave = []
         for share in micro_batch.shares(costs.width):

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.plan import Packing
-from megatron.hydraulis.planner.replica_plan import MicroBatch
 
 __all__ = ["best_fit", "dispatch", "longest_first", "pack", "useful_num_micro_batches"]
 
@@ -224,8 +223,6 @@ def _finish(packed: list[list[int]], lengths: Sequence[int], cost: SchemeCost) -
         timed.append((-time_ms, tuple(share)))
     timed.sort()
     return Packing(
-        tuple(
-            MicroBatch(share, tuple(lengths[sequence] for sequence in share)) for _, share in timed
-        ),
+        tuple(share for _, share in timed),
         pipeline_time_ms([-negated_ms for negated_ms, _ in timed], cost.num_stages),
     )

@@ -10,9 +10,10 @@ class each goes to the replica with the least work.
 """
 
 import heapq
+import itertools
 import math
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 
 from megatron.hydraulis.planner.greedy import longest_first
 from megatron.hydraulis.planner.long_sequences import LongSequences
-from megatron.hydraulis.planner.pipeline_packing import Effort, Packed, ReplicaPacker
+from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
+from megatron.hydraulis.planner.plan import Packing
 from megatron.hydraulis.planner.relaxation import Relaxation
 
 __all__ = [
@@ -55,7 +57,7 @@ class _Share:
     """By falling length."""
     num_tokens: int
     work_ms: float
-    packed: Packed
+    packed: Packing
     is_repacked: bool = False
 
 
@@ -74,8 +76,9 @@ class Assignment:
     ) -> None:
         self._packers = packers
         self.effort = effort
-        self._lengths = np.array(packers[0].lengths, dtype=np.int64)
-        self._works_ms = {packer: np.array(packer.works_ms) for packer in packers}
+        # The last entry, index -1, is of no sequence.
+        self._lengths = np.array([*packers[0].lengths, 0], dtype=np.int64)
+        self._works_ms = {packer: np.array([*packer.works_ms, 0.0]) for packer in packers}
         self._shares = [
             self._packed_share(packer, longest_first(packer.lengths, share))
             for packer, share in zip(packers, shares, strict=True)
@@ -92,7 +95,13 @@ class Assignment:
         return max(self.times_ms)
 
     @property
-    def packed(self) -> list[Packed]:
+    def slowest(self) -> int:
+        """The slowest replica, the first of several."""
+        times_ms = self.times_ms
+        return times_ms.index(max(times_ms))
+
+    @property
+    def packed(self) -> list[Packing]:
         """The micro-batches of every replica."""
         return [share.packed for share in self._shares]
 
@@ -101,19 +110,18 @@ class Assignment:
         """The sequences of every replica, by falling length."""
         return [list(share.sequences) for share in self._shares]
 
-    def replace_packing(self, replica: int, packed: Packed) -> None:
+    def replace_packing(self, replica: int, packed: Packing) -> None:
         """Take another packing of the same sequences."""
         self._shares[replica].packed = packed
 
     def step(self) -> bool:
         """Make the slowest replica faster by one move or swap; False if none is found."""
-        times_ms = self.times_ms
-        slowest = max(range(len(times_ms)), key=lambda replica: (times_ms[replica], -replica))
-        if times_ms[slowest] == 0.0:
+        slowest = self.slowest
+        limit_ms = self._shares[slowest].packed.time_ms * (1.0 - _LEAST_IMPROVEMENT)
+        if limit_ms == 0.0:
             return False
-        limit_ms = times_ms[slowest] * (1.0 - _LEAST_IMPROVEMENT)
         candidates: list[tuple[float, float, int, int, int]] = []
-        for partner in self._partners(slowest, times_ms):
+        for partner in self._partners(slowest):
             candidates += self._candidates(slowest, partner, limit_ms)
         candidates.sort()
         return any(
@@ -154,10 +162,9 @@ class Assignment:
 
     def repack_slowest(self) -> bool:
         """Pack the slowest replica thoroughly, once; returns whether that made it faster."""
-        times_ms = self.times_ms
-        slowest = max(range(len(times_ms)), key=lambda replica: (times_ms[replica], -replica))
+        slowest = self.slowest
         share = self._shares[slowest]
-        if share.is_repacked or times_ms[slowest] == 0.0:
+        if share.is_repacked or share.packed.time_ms == 0.0:
             return False
         repacked = self._packers[slowest].pack_thoroughly(
             share.sequences, _NUM_THOROUGH_STEPS, self.effort
@@ -168,7 +175,8 @@ class Assignment:
             share.packed = repacked
         return is_faster
 
-    def _partners(self, slowest: int, times_ms: Sequence[float]) -> list[int]:
+    def _partners(self, slowest: int) -> list[int]:
+        times_ms = self.times_ms
         by_class: dict[ReplicaPacker, list[int]] = {}
         for replica, packer in enumerate(self._packers):
             if replica != slowest:
@@ -190,48 +198,32 @@ class Assignment:
         mine, theirs = self._shares[slowest], self._shares[partner]
         self.effort.spend(_PARTNER_EFFORT)
         given = np.array(mine.sequences, dtype=np.int64)
-        taken = np.array(theirs.sequences, dtype=np.int64)
-        given_tokens = self._lengths[given][:, None]
         # The last column is a move: nothing is taken.
-        taken_tokens = np.append(self._lengths[taken], 0)[None, :]
-        giver_works, taker_works = self._works_ms[giver], self._works_ms[taker]
+        taken = np.array([*theirs.sequences, -1], dtype=np.int64)
+        given_tokens, taken_tokens = self._lengths[given][:, None], self._lengths[taken]
+        giver_ms, taker_ms = self._works_ms[giver], self._works_ms[taker]
         mine_ms = giver.estimates_ms(
-            mine.work_ms
-            - giver_works[given][:, None]
-            + np.append(giver_works[taken], 0.0)[None, :],
+            mine.work_ms - giver_ms[given][:, None] + giver_ms[taken],
             mine.num_tokens - given_tokens + taken_tokens,
-            np.maximum(
-                _longest_of_others(giver_works[given])[:, None],
-                np.append(giver_works[taken], 0.0)[None, :],
-            ),
+            np.maximum(_longest_of_others(giver_ms[given])[:, None], giver_ms[taken]),
         )
         theirs_ms = taker.estimates_ms(
-            theirs.work_ms
-            + taker_works[given][:, None]
-            - np.append(taker_works[taken], 0.0)[None, :],
+            theirs.work_ms + taker_ms[given][:, None] - taker_ms[taken],
             theirs.num_tokens + given_tokens - taken_tokens,
-            np.maximum(
-                taker_works[given][:, None],
-                np.append(
-                    _longest_of_others(taker_works[taken]),
-                    taker_works[taken[0]] if len(taken) else 0.0,
-                )[None, :],
-            ),
+            np.maximum(taker_ms[given][:, None], _longest_of_others(taker_ms[taken])),
         )
         slower_ms = np.maximum(mine_ms, theirs_ms)
         fits = (given_tokens <= taker.cost.longest) & (taken_tokens <= giver.cost.longest)
         slower_ms = np.where(fits, slower_ms, np.inf)
         flat = slower_ms.ravel()
-        num = min(_NUM_TRIED_PER_PARTNER, flat.size)
-        # Unlike argpartition, this defines the order of ties.
-        best = np.argsort(flat, kind="stable")[:num]
         found = []
-        for place in best:
+        # Unlike argpartition, this defines the order of ties.
+        for place in np.argsort(flat, kind="stable")[:_NUM_TRIED_PER_PARTNER]:
             if flat[place] >= limit_ms:
                 break
             row, column = divmod(int(place), slower_ms.shape[1])
             both_ms = float(mine_ms[row, column] + theirs_ms[row, column])
-            back = column if column < len(taken) else -1
+            back = column if taken[column] >= 0 else -1
             found.append((float(flat[place]), both_ms, partner, row, back))
         return found
 
@@ -260,10 +252,9 @@ def improve_dispatch(
     is_over: called before every step, stops if true. Returns the number of steps.
     """
     for step in range(num_steps):
-        if assignment.makespan_ms <= target_ms:
-            return step
         if (
-            assignment.effort.is_spent
+            assignment.makespan_ms <= target_ms
+            or assignment.effort.is_spent
             or is_over()
             or not (assignment.step() or assignment.repack_slowest())
         ):
@@ -272,10 +263,9 @@ def improve_dispatch(
 
 
 def _longest_of_others(works_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each sequence of a share by falling length, the work of the longest other one."""
-    others = np.full(works_ms.shape, works_ms[0] if len(works_ms) else 0.0)
-    if len(works_ms):
-        others[0] = works_ms[1] if len(works_ms) > 1 else 0.0
+    """For each of some sequences by falling length, at least one, the work of the longest other."""
+    others = np.full(works_ms.shape, works_ms[0])
+    others[0] = works_ms[1] if len(works_ms) > 1 else 0.0
     return others
 
 
@@ -285,19 +275,19 @@ def _longest_of_others(works_ms: NDArray[np.float64]) -> NDArray[np.float64]:
 def dispatch_by_program(
     relaxation: Relaxation,
     time_ms: float,
-    lengths: Sequence[int],
     packers: Sequence[ReplicaPacker],
     *,
     longest_fill: float = math.inf,
 ) -> list[list[int]] | None:
     """A dispatch from the linear program of a time; None if the solver fails.
 
-    lengths: shape (num_sequences,); packers: shape (num_replicas,); longest_fill: see
-    Relaxation.owed. Returns each replica's sequences, longest first.
+    packers: shape (num_replicas,); longest_fill: see Relaxation.owed. Returns each replica's
+    sequences, longest first.
     """
     owed_tokens = relaxation.owed(time_ms, longest_fill=longest_fill)
     if owed_tokens is None:
         return None
+    lengths = packers[0].lengths
     shares: list[list[int]] = [[] for _ in packers]
     assign_owed(relaxation, owed_tokens, longest_first(lengths), lengths, packers, shares)
     return shares
@@ -306,18 +296,18 @@ def dispatch_by_program(
 def dispatch_long(
     program: LongSequences,
     time_ms: float,
-    lengths: Sequence[int],
     packers: Sequence[ReplicaPacker],
     shares: Sequence[Sequence[int]],
 ) -> list[list[int]] | None:
     """Another dispatch of the long sequences only, from their program of a time.
 
-    lengths: shape (num_sequences,); packers: shape (num_replicas,); shares: a dispatch, in which
-    all other sequences stay. None if the time is impossible or the solver fails.
+    packers: shape (num_replicas,); shares: a dispatch, in which all other sequences stay. None if
+    the time is impossible or the solver fails.
     """
     owed_sequences = program.owed(time_ms)
     if owed_sequences is None:
         return None
+    lengths = packers[0].lengths
     shortest = program.lengths[0]
     changed = [[s for s in share if lengths[s] < shortest] for share in shares]
     long = longest_first(lengths, (s for s in range(len(lengths)) if lengths[s] >= shortest))
@@ -342,11 +332,10 @@ def assign_owed(
     taken: list[list[int]] = [[] for _ in program.classes]
     balance = [0.0] * len(program.classes)
     lengths = packers[0].lengths
-    place = 0
-    for bucket in range(len(program.buckets) - 1, -1, -1):
-        for index in range(len(balance)):
-            balance[index] += float(owed[bucket, index])
-        for sequence in sequences[place : place + program.buckets[bucket].num_sequences]:
+    remaining = iter(sequences)
+    for bucket, of_bucket in zip(program.buckets[::-1], owed[::-1].tolist(), strict=True):
+        balance = [before + more for before, more in zip(balance, of_bucket, strict=True)]
+        for sequence in itertools.islice(remaining, bucket.num_sequences):
             fitting = (
                 index
                 for index, replica_class in enumerate(program.classes)
@@ -355,22 +344,27 @@ def assign_owed(
             index = max(fitting, key=lambda index: (balance[index], -index))
             taken[index].append(sequence)
             balance[index] -= amounts[sequence]
-        place += program.buckets[bucket].num_sequences
     for replica_class, of_class in zip(program.classes, taken, strict=True):
-        _spread(of_class, packers, replica_class.replicas, shares)
+        # Constant costs are left out: they grow in steps, and sequences would pile up below a step.
+        loads = [(0.0, replica) for replica in replica_class.replicas]
+        works_ms = packers[replica_class.replicas[0]].works_ms
+        for sequence in of_class:
+            load_ms, replica = loads[0]
+            heapq.heapreplace(loads, (load_ms + works_ms[sequence], replica))
+            shares[replica].append(sequence)
 
 
 def without_short(
     shares: Sequence[Sequence[int]],
     replicas: Sequence[int],
     shortest: int,
-    lengths: Sequence[int],
     packers: Sequence[ReplicaPacker],
 ) -> list[list[int]]:
     """A dispatch in which these replicas hold no sequence below a length.
 
     Each goes, longest first, to the other replica with the least work that can hold it.
     """
+    lengths = packers[0].lengths
     moved = [list(share) for share in shares]
     others = sorted(set(range(len(shares))) - set(replicas))
     loads_ms = {r: math.fsum(packers[r].works_ms[s] for s in shares[r]) for r in others}
@@ -383,21 +377,3 @@ def without_short(
     for replica in replicas:
         moved[replica] = [s for s in moved[replica] if lengths[s] >= shortest]
     return moved
-
-
-def _spread(
-    sequences: Iterable[int],
-    packers: Sequence[ReplicaPacker],
-    replicas: Sequence[int],
-    shares: list[list[int]],
-) -> None:
-    """Each to the replica of a class with the least work.
-
-    Constant costs are left out: they grow in steps, and sequences would pile up below a step.
-    """
-    loads = [(0.0, replica) for replica in replicas]
-    works_ms = packers[replicas[0]].works_ms
-    for sequence in sequences:
-        load_ms, replica = loads[0]
-        heapq.heapreplace(loads, (load_ms + works_ms[sequence], replica))
-        shares[replica].append(sequence)

@@ -277,75 +277,62 @@ class LongDispatch:
 
 
 class _Times:
-    """Times of shares, cached for all replicas of equal cost."""
+    """Times of shares on replicas of one cost; a share has rising indices: falling lengths."""
 
-    def __init__(self, lengths: Sequence[int], costs: Sequence[SchemeCost]) -> None:
+    def __init__(self, lengths: Sequence[int], cost: SchemeCost) -> None:
         self._lengths = lengths
-        self._works_ms = {
-            cost: [cost.sequence_time_ms(length) for length in lengths] for cost in set(costs)
-        }
-        self._bounds: dict[tuple[SchemeCost, tuple[int, ...]], float] = {}
-        self._exact: dict[tuple[SchemeCost, tuple[int, ...]], float] = {}
+        self._cost = cost
+        self._works_ms = [cost.sequence_time_ms(length) for length in lengths]
+        self.bound_ms = functools.cache(self._bound_ms)
+        self.time_ms = functools.cache(self._time_ms)
 
-    def bound_ms(self, cost: SchemeCost, share: tuple[int, ...]) -> float:
+    def micro_batches(self, share: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The packing with time_ms."""
+        if not share:
+            return ()
+        if self._cost.num_stages == 1:
+            return tuple(map(tuple, best_fit(share, self._lengths, self._cost.max_tokens)))
+        return tuple((i,) for i in self._best_order(share)[0])
+
+    def _bound_ms(self, share: tuple[int, ...]) -> float:
         """A lower bound on time_ms."""
-        key = cost, share
-        if key not in self._bounds:
-            self._bounds[key] = self._computed_ms(cost, share)
-        return self._bounds[key]
+        cost = self._cost
+        if not share:
+            return 0.0
+        if self._lengths[share[0]] > cost.max_tokens:
+            return np.inf
+        if cost.num_stages == 1:
+            num = len(best_fit(share, self._lengths, cost.max_tokens))
+            return sum(self._works_ms[i] for i in share) + num * cost.coefficients.c_ms
+        if len(share) > _MAX_IN_PIPELINE:
+            return np.inf
+        return float(_bounds_of_orders_ms(self._rising_ms(share), cost.num_stages).min())
 
-    def time_ms(self, cost: SchemeCost, share: tuple[int, ...]) -> float:
-        """share: rising indices, that is falling lengths. Infinite if it does not fit."""
-        bound_ms = self.bound_ms(cost, share)
-        if cost.num_stages == 1 or not share or bound_ms == np.inf:
+    def _time_ms(self, share: tuple[int, ...]) -> float:
+        """Infinite if it does not fit."""
+        bound_ms = self.bound_ms(share)
+        if self._cost.num_stages == 1 or not share or bound_ms == np.inf:
             return bound_ms
-        key = cost, share
-        if key not in self._exact:
-            self._exact[key] = self._best_order(cost, share)[1]
-        return self._exact[key]
+        return self._best_order(share)[1]
 
-    def _best_order(
-        self, cost: SchemeCost, share: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], float]:
+    def _best_order(self, share: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
         """The fastest of the orders with the least bounds, and its time."""
+        num_stages = self._cost.num_stages
         rising = np.array(share[::-1])
-        rising_ms = self._rising_ms(cost, share)
-        bounds_ms = _bounds_of_orders_ms(rising_ms, cost.num_stages)
+        rising_ms = self._rising_ms(share)
+        bounds_ms = _bounds_of_orders_ms(rising_ms, num_stages)
         some = np.argsort(bounds_ms, kind="stable")[:_NUM_TIMED]
         # Before the longest in rising order, after it in falling order.
         is_before = np.column_stack((_sides(len(share) - 1)[some], np.ones(len(some))))
         rank = np.arange(len(share))
         places = np.argsort(np.where(is_before > 0.0, rank, 2 * len(share) - rank), axis=1)
-        times_ms = pipeline_times_ms(rising_ms[places], cost.num_stages)
+        times_ms = pipeline_times_ms(rising_ms[places], num_stages)
         best = int(np.argmin(times_ms))
         return tuple(int(i) for i in rising[places[best]]), float(times_ms[best])
 
-    def _rising_ms(self, cost: SchemeCost, share: tuple[int, ...]) -> FloatArray:
-        works_ms = self._works_ms[cost]
-        return np.array([works_ms[i] + cost.coefficients.c_ms for i in reversed(share)])
-
-    def _computed_ms(self, cost: SchemeCost, share: tuple[int, ...]) -> float:
-        if not share:
-            return 0.0
-        if self._lengths[share[0]] > cost.max_tokens:
-            return np.inf
-        c_ms, works_ms = cost.coefficients.c_ms, self._works_ms[cost]
-        if cost.num_stages == 1:
-            num = len(best_fit(share, self._lengths, cost.max_tokens))
-            return sum(works_ms[i] for i in share) + num * c_ms
-        if len(share) > _MAX_IN_PIPELINE:
-            return np.inf
-        return float(_bounds_of_orders_ms(self._rising_ms(cost, share), cost.num_stages).min())
-
-    def micro_batches(
-        self, cost: SchemeCost, share: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], ...]:
-        """The packing with time_ms."""
-        if not share:
-            return ()
-        if cost.num_stages == 1:
-            return tuple(map(tuple, best_fit(share, self._lengths, cost.max_tokens)))
-        return tuple((i,) for i in self._best_order(cost, share)[0])
+    def _rising_ms(self, share: tuple[int, ...]) -> FloatArray:
+        c_ms = self._cost.coefficients.c_ms
+        return np.array([self._works_ms[i] + c_ms for i in reversed(share)])
 
 
 def anneal_long(
@@ -356,9 +343,10 @@ def anneal_long(
     lengths: falling; costs: shape (num_replicas,), of the replicas that hold them; shares: the
     dispatch to start from, as indices into lengths.
     """
-    times = _Times(lengths, costs)
+    times_of = {cost: _Times(lengths, cost) for cost in set(costs)}
+    times = [times_of[cost] for cost in costs]
     held = [tuple(sorted(share)) for share in shares]
-    held_ms = [times.time_ms(cost, share) for cost, share in zip(costs, held, strict=True)]
+    held_ms = [each.time_ms(share) for each, share in zip(times, held, strict=True)]
     now_ms = _objective_ms(held_ms)
     if not np.isfinite(now_ms):
         return None
@@ -378,12 +366,12 @@ def anneal_long(
         new_giver, new_taker = tuple(sorted(less)), tuple(sorted(more))
         limit_ms = now_ms + threshold_ms * (1.0 - step / _NUM_STEPS) ** 2
         new_ms = held_ms.copy()
-        new_ms[giver] = times.bound_ms(costs[giver], new_giver)
-        new_ms[taker] = times.bound_ms(costs[taker], new_taker)
+        new_ms[giver] = times[giver].bound_ms(new_giver)
+        new_ms[taker] = times[taker].bound_ms(new_taker)
         if _objective_ms(new_ms) >= limit_ms:
             continue
-        new_ms[giver] = times.time_ms(costs[giver], new_giver)
-        new_ms[taker] = times.time_ms(costs[taker], new_taker)
+        new_ms[giver] = times[giver].time_ms(new_giver)
+        new_ms[taker] = times[taker].time_ms(new_taker)
         then_ms = _objective_ms(new_ms)
         if then_ms < limit_ms:
             held[giver], held[taker] = new_giver, new_taker
@@ -391,7 +379,7 @@ def anneal_long(
             if max(held_ms) < best_ms:
                 best, best_ms = tuple(held), max(held_ms)
     return LongDispatch(
-        tuple(times.micro_batches(cost, share) for cost, share in zip(costs, best, strict=True)),
+        tuple(each.micro_batches(share) for each, share in zip(times, best, strict=True)),
         best_ms,
     )
 

@@ -38,6 +38,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,9 +116,7 @@ class Shape:
 
 
 @functools.lru_cache(maxsize=_MAX_CACHED_SHAPES)
-def shapes(
-    num_stages: int, num_micro_batches: int, forward_share: float = FORWARD_SHARE
-) -> tuple[Shape, ...]:
+def shapes(num_stages: int, num_micro_batches: int) -> tuple[Shape, ...]:
     """Shapes from almost equal to quite unequal micro-batches, equal ones last.
 
     For one stage and above MAX_SHAPED_MICRO_BATCHES there is only the equal one, whose line is
@@ -129,15 +128,8 @@ def shapes(
     if num_micro_batches == 1:
         return (Shape((1.0,), slope=float(num_stages), relief=0.0),)
     ratios = _LARGEST_OVER_MEAN[1 if num_micro_batches > _MANY_MICRO_BATCHES else 0 :]
-    return (
-        *(
-            _best_shape(
-                num_stages, num_micro_batches, min(1.0, ratio / num_micro_batches), forward_share
-            )
-            for ratio in ratios
-        ),
-        equal,
-    )
+    largest = [min(1.0, ratio / num_micro_batches) for ratio in ratios]
+    return (*(_best_shape(num_stages, num_micro_batches, each) for each in largest), equal)
 
 
 def fill_bound_ms(
@@ -159,11 +151,9 @@ def most_work_ms(
     )
 
 
-def _best_shape(
-    num_stages: int, num_micro_batches: int, largest: float, forward_share: float
-) -> Shape:
+def _best_shape(num_stages: int, num_micro_batches: int, largest: float) -> Shape:
     """The best shape with no share above largest."""
-    model = _model(num_stages, np.zeros(num_micro_batches), 1.0, largest, forward_share)
+    model = _model(num_stages, [0.0] * num_micro_batches, largest)
     solution = solve(model, SolverLimits())
     if solution.outcome is not Outcome.OPTIMAL:
         raise SolverError(f"no shape of {num_micro_batches} micro-batches on {num_stages} stages")
@@ -192,26 +182,19 @@ def best_works_ms(
     maximum of each. None if the solver has no answer, which it remembers.
     """
     scale = 1.0 / total_ms
-    model = _model(num_stages, np.array(least_ms) * scale, 1.0, largest_ms * scale, FORWARD_SHARE)
+    model = _model(num_stages, [each_ms * scale for each_ms in least_ms], largest_ms * scale)
     solution = solver.solve(model, SolverLimits())
     if not solution.is_usable or solution.values is None:
         return None
     return [float(share) * total_ms for share in solution.values[: len(least_ms)]]
 
 
-def _model(
-    num_stages: int,
-    least: NDArray[np.float64],
-    total: float,
-    largest: float,
-    forward_share: float,
-) -> LinearModel:
-    """The program of the least 1F1B time over works between least and largest."""
-    num_micro_batches = len(least)
-    columns = PipelineColumns(num_stages, num_micro_batches)
+def _model(num_stages: int, least: Sequence[float], largest: float) -> LinearModel:
+    """The program of the least 1F1B time over works between least and largest, in sum 1."""
     program = ProgramBuilder()
-    columns.add_to(program, [(each, max(each, largest)) for each in least], forward_share)
-    program.row(dict.fromkeys(range(num_micro_batches), 1.0), total, total)
+    works = [(each, max(each, largest)) for each in least]
+    PipelineColumns(num_stages, len(least)).add_to(program, works)
+    program.row(dict.fromkeys(range(len(least)), 1.0), 1.0, 1.0)
     return program.model()
 
 
@@ -236,12 +219,7 @@ class PipelineColumns:
         """Column of the end of a backward, in ms."""
         return self._v * (1 + self._p + stage) + k
 
-    def add_to(
-        self,
-        program: ProgramBuilder,
-        works: Sequence[tuple[float, float]],
-        forward_share: float = FORWARD_SHARE,
-    ) -> None:
+    def add_to(self, program: ProgramBuilder, works: Sequence[tuple[float, float]]) -> None:
         """Add the columns and rows ``end - end of the operation before it - its work >= 0``.
 
         works: least and most of each. The cost of the program is the end of the last backward.
@@ -250,56 +228,48 @@ class PipelineColumns:
             program.column(lower=least, upper=most)
         for column in range(self._v, self.num):
             program.column(cost=float(column == self.backward(0, self._v - 1)))
-        for end, before, k, share in self._precedences(forward_share):
+        for end, before, k, share in self._precedences():
             entries = {end: 1.0, k: -share}
             if before is not None:
                 entries[before] = -1.0
             program.row(entries, 0.0, math.inf)
 
-    def ends_ms(
-        self, times_ms: Sequence[float], forward_share: float = FORWARD_SHARE
-    ) -> FloatArray:
+    def ends_ms(self, times_ms: Sequence[float]) -> FloatArray:
         """Values of all columns for given works: every operation as early as possible."""
         values = np.zeros(self.num)
         values[: self._v] = times_ms
-        precedences = self._precedences(forward_share)
+        precedences = list(self._precedences())
         is_late = True
         while is_late:
             is_late = False
             for end, before, k, share in precedences:
-                ready_ms = 0.0 if before is None else values[before]
-                if values[end] < ready_ms + share * values[k]:
-                    values[end] = ready_ms + share * values[k]
-                    is_late = True
+                end_ms = share * values[k] + (0.0 if before is None else values[before])
+                if values[end] < end_ms:
+                    values[end], is_late = end_ms, True
         return values
 
-    def _precedences(self, forward_share: float) -> list[tuple[int, int | None, int, float]]:
-        """(end of an operation, end of one before it, micro-batch, share of its work)."""
-        backward_share = 1.0 - forward_share
-        found: list[tuple[int, int | None, int, float]] = []
-        for stage in range(self._p):
+    def _precedences(self) -> Iterator[tuple[int, int | None, int, float]]:
+        """Yields (end of an operation, end of one before it, micro-batch, share of its work)."""
+        for stage, k in itertools.product(range(self._p), range(self._v)):
             num_ahead = self._p - 1 - stage
-            for k in range(self._v):
-                forward, backward = self.forward(stage, k), self.backward(stage, k)
-                if stage > 0:
-                    found.append((forward, self.forward(stage - 1, k), k, forward_share))
-                if k > num_ahead:
-                    before = self.backward(stage, k - num_ahead - 1)
-                    found.append((forward, before, k, forward_share))
-                elif k > 0:
-                    found.append((forward, self.forward(stage, k - 1), k, forward_share))
-                elif stage == 0:
-                    found.append((forward, None, k, forward_share))
-                if num_ahead > 0:
-                    found.append((backward, self.backward(stage + 1, k), k, backward_share))
-                if k + num_ahead < self._v:
-                    before = self.forward(stage, k + num_ahead)
-                elif k > 0:
-                    before = self.backward(stage, k - 1)
-                else:
-                    before = self.forward(stage, self._v - 1)
-                found.append((backward, before, k, backward_share))
-        return found
+            before_forward: list[int | None] = []
+            if stage > 0:
+                before_forward.append(self.forward(stage - 1, k))
+            if k > num_ahead:
+                before_forward.append(self.backward(stage, k - num_ahead - 1))
+            elif k > 0:
+                before_forward.append(self.forward(stage, k - 1))
+            for before in before_forward or [None]:
+                yield self.forward(stage, k), before, k, FORWARD_SHARE
+            before_backward = [self.backward(stage + 1, k)] if num_ahead > 0 else []
+            if k + num_ahead < self._v:
+                before_backward.append(self.forward(stage, k + num_ahead))
+            elif k > 0:
+                before_backward.append(self.backward(stage, k - 1))
+            else:
+                before_backward.append(self.forward(stage, self._v - 1))
+            for before in before_backward:
+                yield self.backward(stage, k), before, k, 1.0 - FORWARD_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +285,7 @@ class LongOrder:
     num_after: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(NamedTuple):
     """The bound of one order: ``X + ends + cost of the work that is missing``."""
 
     num_micro_batches: int
@@ -332,46 +301,35 @@ class _Line:
 class LongOrders:
     """All orders of a set of long micro-batches, and their bound."""
 
-    def __init__(self, apart: Sequence[tuple[LongOrder, _Line]], lines: Sequence[_Line]) -> None:
-        """lines: of apart and of all other cases."""
-        self.apart = tuple(order for order, _ in apart)
+    def __init__(self, apart: Sequence[LongOrder], lines: Sequence[_Line]) -> None:
+        """lines: of apart, then of all other cases."""
+        self.apart = tuple(apart)
         """The orders in which no two long sequences share a micro-batch."""
-        self._apart_lines = _Lines([line for _, line in apart])
-        self._lines = _Lines(lines)
+        self._num, self._ends, self._wanted, self._cheap = map(np.array, zip(*lines, strict=True))
 
     def times_apart_ms(self, total_ms: float) -> FloatArray:
         """The bound of each order of apart, shape (num_orders,)."""
-        return self._apart_lines.times_ms(total_ms)
+        return self._times_ms(total_ms)[: len(self.apart)]
 
     def least_time_ms(self, num_micro_batches: int, total_ms: float) -> float:
         """Lower bound for a total work; infinite if the micro-batches are too few."""
-        times_ms = self._lines.times_ms(total_ms)[self._lines.num <= num_micro_batches]
-        return float(times_ms.min()) if times_ms.size else math.inf
+        times_ms = self._times_ms(total_ms)[self._num <= num_micro_batches]
+        return float(times_ms.min(initial=math.inf))
 
     def most_work_ms(self, num_micro_batches: int, time_ms: float) -> float:
         """Upper limit of the work within a time; -inf if the micro-batches are too few."""
-        works_ms = self._lines.works_ms(time_ms)[self._lines.num <= num_micro_batches]
-        return float(works_ms.max()) if works_ms.size else -math.inf
+        works_ms = self._works_ms(time_ms)[self._num <= num_micro_batches]
+        return float(works_ms.max(initial=-math.inf))
 
-
-class _Lines:
-    """Arrays of lines."""
-
-    def __init__(self, lines: Sequence[_Line]) -> None:
-        self.num = np.array([line.num_micro_batches for line in lines])
-        self._ends = np.array([line.ends_ms for line in lines])
-        self._wanted = np.array([line.wanted_ms for line in lines])
-        self._cheap = np.array([line.cheap_ms for line in lines])
-
-    def times_ms(self, total_ms: float) -> FloatArray:
+    def _times_ms(self, total_ms: float) -> FloatArray:
         missing = np.maximum(0.0, self._wanted - total_ms)
         costly = np.maximum(0.0, missing - self._cheap)
         waiting = _LEAST_ALONGSIDE * (missing - costly) + _MOST_ALONGSIDE * costly
         times: FloatArray = total_ms + self._ends + waiting
         return times
 
-    def works_ms(self, time_ms: float) -> FloatArray:
-        """times_ms solved for the work: the minimum of its three pieces."""
+    def _works_ms(self, time_ms: float) -> FloatArray:
+        """_times_ms solved for the work: the minimum of its three pieces."""
         enough = time_ms - self._ends
         cheap = (enough - _LEAST_ALONGSIDE * self._wanted) / (1.0 - _LEAST_ALONGSIDE)
         costly = enough - _MOST_ALONGSIDE * self._wanted
@@ -421,8 +379,8 @@ def long_micro_batch_orders(lengths: tuple[int, ...], cost: SchemeCost) -> LongO
     c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
     works_ms = [cost.sequence_time_ms(length) for length in lengths]
     num_fewest = -(-sum(lengths) // cost.max_tokens)
-    apart = list(_orders([work_ms + c_ms for work_ms in works_ms], num_stages, len(lengths)))
-    lines = [line for _, line in apart]
+    with_constant_ms = [work_ms + c_ms for work_ms in works_ms]
+    apart, lines = map(list, zip(*_orders(with_constant_ms, num_stages, len(lengths)), strict=True))
     for one, other in itertools.combinations(range(len(lengths)), 2):
         if lengths[one] + lengths[other] <= cost.max_tokens:
             rest = [works_ms[i] for i in range(len(lengths)) if i not in (one, other)]

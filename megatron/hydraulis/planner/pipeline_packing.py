@@ -10,7 +10,6 @@ sequences and every pair of micro-batches in the order, and takes the best by ex
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +29,9 @@ from megatron.hydraulis.planner.pipeline_bounds import (
     shapes,
 )
 from megatron.hydraulis.planner.plan import Packing
-from megatron.hydraulis.planner.replica_plan import MicroBatch
 from megatron.hydraulis.planner.solver import Solver
 
-__all__ = ["Effort", "Packed", "ReplicaPacker", "improve_pipeline", "pipeline_times_ms"]
+__all__ = ["Effort", "ReplicaPacker", "improve_pipeline", "pipeline_times_ms"]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -75,14 +73,6 @@ class Effort:
         return self._left <= 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Micro-batches of one replica, as indices into the batch, in their order."""
-
-    micro_batches: tuple[tuple[int, ...], ...]
-    time_ms: float
-
-
 class ReplicaPacker:
     """Packs shares of one batch for replicas of one cost."""
 
@@ -99,34 +89,32 @@ class ReplicaPacker:
         self._long_lines = long_micro_batch_lines(cost.num_stages)
         self._largest_ms = cost.largest_time_ms(max(lengths))
 
-    def pack(self, sequences: Sequence[int], effort: Effort) -> Packed:
+    def pack(self, sequences: Sequence[int], effort: Effort) -> Packing:
         """The best packing found; sequences by falling length, each within the limit."""
         if not sequences:
-            return Packed((), 0.0)
+            return Packing((), 0.0)
         if self.cost.num_stages == 1:
             return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
         effort.spend(len(sequences) * _DEALING_EFFORT)
         work_ms = math.fsum(self.works_ms[sequence] for sequence in sequences)
         num_tokens = sum(self.lengths[sequence] for sequence in sequences)
-        center = self._best_num(work_ms, num_tokens, len(sequences), sequences[0])[1]
-        best: Packed | None = None
-        for num in range(max(1, center - _NUM_MORE_PACKED), center + _NUM_MORE_PACKED + 1):
-            best = self._better(best, sequences, work_ms, num)
-        while best is None:
-            # Best fit never needs more micro-batches than there are sequences.
-            center += 1
-            if center >= len(sequences):
-                return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
-            best = self._better(best, sequences, work_ms, center)
-        return best
+        center = self._best_num(work_ms, num_tokens, len(sequences), sequences[0])
+        first, last = max(1, center - _NUM_MORE_PACKED), center + _NUM_MORE_PACKED
+        more = ([num] for num in range(last + 1, len(sequences)))
+        for nums in (range(first, min(last, len(sequences)) + 1), *more):
+            found = [each for num in nums for each in self._in_shapes(sequences, work_ms, num)]
+            if found:
+                return min(found, key=lambda packing: packing.time_ms)
+        # It never needs more micro-batches than there are sequences.
+        return self.packed(best_fit(sequences, self.tokens, self.cost.max_tokens))
 
-    def exchanged(self, packed: Packed, gone: int | None, come: int | None) -> Packed:
+    def exchanged(self, packed: Packing, gone: int | None, come: int | None) -> Packing:
         """A pipeline's packing without one of its sequences and with another one.
 
         The new one replaces the old one, or goes where there is most room. Empty if there is no
         room, and for one stage, where a new packing is as quick.
         """
-        nothing = Packed((), 0.0)
+        nothing = Packing((), 0.0)
         if self.cost.num_stages == 1:
             return nothing
         changed = [[s for s in share if s != gone] for share in packed.micro_batches]
@@ -139,7 +127,7 @@ class ReplicaPacker:
             changed[place].append(come)
         return self.packed([share for share in changed if share])
 
-    def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packed:
+    def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packing:
         """The best of several packings, each after at most num_steps improvements."""
         candidates = [self.pack(sequences, effort)]
         if self.cost.num_stages == 1 or len(sequences) < 2:
@@ -166,16 +154,12 @@ class ReplicaPacker:
         orders = long_micro_batch_orders(long, self.cost)
         rated: list[tuple[float, int]] = []
         fewest = -(-num_tokens // self.cost.max_tokens)
-        nums = [len(long) + order.num_before + order.num_after for order in orders.apart]
-        for num in set(nums):
-            if not fewest <= num <= len(sequences):
-                continue
+        nums = np.array([len(long) + each.num_before + each.num_after for each in orders.apart])
+        for num in range(max(fewest, nums.min()), min(len(sequences), nums.max()) + 1):
             total_ms = work_ms + num * self.cost.coefficients.c_ms
             fill_ms = fill_bound_ms(self.cost.num_stages, num, total_ms, self._largest_ms)
             times_ms = np.maximum(orders.times_apart_ms(total_ms), fill_ms)
-            rated += [
-                (float(times_ms[place]), place) for place, other in enumerate(nums) if other == num
-            ]
+            rated += [(float(times_ms[place]), int(place)) for place in np.nonzero(nums == num)[0]]
         rated.sort()
         return [(orders.apart[place], len(long)) for _, place in rated[:_NUM_ORDERS]]
 
@@ -200,8 +184,8 @@ class ReplicaPacker:
         return self._deal(sequences[num_long:], first, lacking_ms, rooms)
 
     def improve(
-        self, packed: Packed, num_steps: int, effort: Effort, *, target_ms: float = 0.0
-    ) -> Packed:
+        self, packed: Packing, num_steps: int, effort: Effort, *, target_ms: float = 0.0
+    ) -> Packing:
         """A pipeline's packing after at most num_steps improvements, which end below target_ms."""
         if self.cost.num_stages == 1 or len(packed.micro_batches) < 2:
             return packed
@@ -252,34 +236,22 @@ class ReplicaPacker:
             num += 1
         return np.where(num_tokens == 0, 0.0, best_ms)
 
-    def packed(self, micro_batches: Sequence[Sequence[int]]) -> Packed:
+    def packed(self, micro_batches: Sequence[Sequence[int]]) -> Packing:
         """Micro-batches in this order, with their exact time: infinite where one has no room."""
         limit = self.cost.max_tokens
         if any(sum(self.tokens[sequence] for sequence in share) > limit for share in micro_batches):
-            return Packed(tuple(map(tuple, micro_batches)), math.inf)
+            return Packing(tuple(map(tuple, micro_batches)), math.inf)
         times_ms = [
             self.cost.coefficients.time_ms(self.lengths[sequence] for sequence in share)
             for share in micro_batches
         ]
-        return Packed(
+        return Packing(
             tuple(tuple(sorted(share)) for share in micro_batches),
             pipeline_time_ms(times_ms, self.cost.num_stages),
         )
 
-    def to_packing(self, packed: Packed) -> Packing:
-        """The micro-batches with their lengths, as a plan has them."""
-        return Packing(
-            tuple(
-                MicroBatch(share, tuple(self.lengths[sequence] for sequence in share))
-                for share in packed.micro_batches
-            ),
-            packed.time_ms,
-        )
-
-    def _best_num(
-        self, work_ms: float, num_tokens: int, num_sequences: int, longest: int
-    ) -> tuple[float, int]:
-        """The least bound over numbers of micro-batches, and that number."""
+    def _best_num(self, work_ms: float, num_tokens: int, num_sequences: int, longest: int) -> int:
+        """The number of micro-batches with the least bound."""
         c_ms = self.cost.coefficients.c_ms
         num = max(1, -(-num_tokens // self.cost.max_tokens))
         long_ms = self.works_ms[longest] + c_ms
@@ -298,21 +270,19 @@ class ReplicaPacker:
             if num > MAX_SHAPED_MICRO_BATCHES:
                 break
             num += 1
-        return best_ms, best_num
+        return best_num
 
-    def _better(
-        self, best: Packed | None, sequences: Sequence[int], work_ms: float, num: int
-    ) -> Packed | None:
-        if num > len(sequences):
-            return best
+    def _in_shapes(self, sequences: Sequence[int], work_ms: float, num: int) -> list[Packing]:
+        """Packings to the shapes of num micro-batches, without those that lack room."""
+        c_ms = self.cost.coefficients.c_ms
+        found = []
         for shape in self._shapes(num):
-            dealt = self._deal_to_shape(sequences, shape, work_ms)
-            if dealt is None:
-                continue
-            candidate = self.packed(dealt)
-            if best is None or candidate.time_ms < best.time_ms:
-                best = candidate
-        return best
+            lacking_ms = [max(x * (work_ms + num * c_ms) - c_ms, 0.0) for x in shape.shares]
+            rooms = [self.cost.max_tokens] * num
+            dealt = self._deal(sequences, [[] for _ in range(num)], lacking_ms, rooms)
+            if dealt is not None:
+                found.append(self.packed(dealt))
+        return found
 
     def _shapes(self, num: int) -> Sequence[Shape]:
         if num <= MAX_SHAPED_MICRO_BATCHES:
@@ -327,16 +297,6 @@ class ReplicaPacker:
             )
             for shape in shapes(self.cost.num_stages, MAX_SHAPED_MICRO_BATCHES)
         )
-
-    def _deal_to_shape(
-        self, sequences: Sequence[int], shape: Shape, work_ms: float
-    ) -> list[list[int]] | None:
-        num = len(shape.shares)
-        c_ms = self.cost.coefficients.c_ms
-        total_ms = work_ms + num * c_ms
-        lacking_ms = [max(share * total_ms - c_ms, 0.0) for share in shape.shares]
-        rooms = [self.cost.max_tokens] * num
-        return self._deal(sequences, [[] for _ in range(num)], lacking_ms, rooms)
 
     def _deal(
         self,
@@ -368,14 +328,12 @@ def _widened(shares: Sequence[float], num: int) -> tuple[float, ...]:
     return tuple(share / total for share in wider)
 
 
-def pipeline_times_ms(
-    times_ms: FloatArray, num_stages: int, *, forward_share: float = FORWARD_SHARE
-) -> FloatArray:
+def pipeline_times_ms(times_ms: FloatArray, num_stages: int) -> FloatArray:
     """pipeline_time_ms of many replicas at once: (num_replicas, num_micro_batches) to
     (num_replicas,)."""
     num_micro_batches = times_ms.shape[1]
     # Micro-batches first: a row is then contiguous.
-    forward_ms = np.ascontiguousarray((times_ms * forward_share).T)
+    forward_ms = np.ascontiguousarray((times_ms * FORWARD_SHARE).T)
     backward_ms = np.ascontiguousarray(times_ms.T) - forward_ms
     zero = np.zeros(times_ms.shape[0])
     free_ms = [zero] * num_stages

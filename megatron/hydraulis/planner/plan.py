@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.planner.replica_plan import (
+    ContextGroup,
     GroupShare,
     MicroBatch,
     ReplicaPlan,
@@ -482,8 +483,20 @@ class Planner(Protocol):
 class Packing:
     """Micro-batches of a replica in the order in which they run, and the replica's exact time."""
 
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: tuple[tuple[int, ...], ...]
+    """Sequences of each, as indices into the batch."""
     time_ms: float
+    """Infinite if a micro-batch has no room."""
+    groups: tuple[tuple[ContextGroup, ...], ...] = ()
+    """Context groups of each micro-batch; empty for a scheme that does not split its cp ranks."""
+
+    def with_lengths(self, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
+        """The micro-batches as a plan has them; lengths: of the batch."""
+        groups = self.groups or ((),) * len(self.micro_batches)
+        return tuple(
+            MicroBatch(share, tuple(lengths[sequence] for sequence in share), of_share)
+            for share, of_share in zip(self.micro_batches, groups, strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -507,8 +520,8 @@ class Candidate:
         """Predicted time of the iteration."""
         return self.makespan_ms + self.overhead_ms
 
-    def to_plan(self, iteration: int, start_s: float) -> IterationPlan:
-        """start_s: when planning began, by time.perf_counter."""
+    def to_plan(self, iteration: int, lengths: Sequence[int], start_s: float) -> IterationPlan:
+        """lengths: of the batch; start_s: when planning began, by time.perf_counter."""
         return IterationPlan(
             iteration=iteration,
             strategy=self.strategy.name,
@@ -516,7 +529,7 @@ class Candidate:
                 ReplicaPlan(
                     scheme=replica.scheme,
                     ranks=replica.ranks,
-                    micro_batches=packing.micro_batches,
+                    micro_batches=packing.with_lengths(lengths),
                     predicted_time_s=packing.time_ms / MS_PER_S,
                 )
                 for replica, packing in zip(self.strategy.replicas, self.packings, strict=True)

@@ -127,7 +127,7 @@ class CertifiedPlanner:
                 for strategy in feasible
             ]
             best = _search_all(searches, solver)
-            plan = best.candidate().to_plan(iteration, start_s)
+            plan = best.candidate().to_plan(iteration, batch, start_s)
             plan.validate(
                 batch, best.strategy, partial(self._costs.limits.max_tokens, best.strategy)
             )
@@ -249,7 +249,7 @@ class GreedyPlanner:
             if best is None or candidate.time_ms < best.time_ms:
                 best = candidate
         assert best is not None  # some strategy is feasible
-        plan = best.to_plan(iteration, start_s)
+        plan = best.to_plan(iteration, batch, start_s)
         plan.validate(batch, best.strategy, partial(self.costs.limits.max_tokens, best.strategy))
         return plan, bounds_ms, found_ms
 

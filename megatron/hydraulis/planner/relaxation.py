@@ -22,7 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,43 +151,28 @@ class Relaxation:
         )
         if not able.any(axis=1).all():
             return None
-        if longest_fill < math.inf:
-            able &= self._fills(modes, able, longest_fill * time_ms)
-        model = self._model(modes, able)
-        if longest_fill < math.inf:
-            for column, mode in enumerate(modes):
-                if self.classes[mode.replica_class].cost.num_stages > 1:
-                    num_spread = able.size
-                    model.cost[column : num_spread : len(modes)] = _PIPELINE_COST
-        return model, modes
-
-    def _fills(
-        self, modes: Sequence[Mode], able: NDArray[np.bool_], most_ms: float
-    ) -> NDArray[np.bool_]:
-        """Whether a bucket is short enough for a mode, or has to go to a pipeline."""
-        num_stages = [self.classes[mode.replica_class].cost.num_stages for mode in modes]
-        is_single = np.array([num == 1 for num in num_stages])
-        has_single = (able & is_single[None, :]).any(axis=1)
+        if longest_fill == math.inf:
+            return self._model(modes, able), modes
+        costs = [self.classes[mode.replica_class].cost for mode in modes]
+        is_pipeline = np.array([cost.num_stages > 1 for cost in costs])
+        most_ms = longest_fill * time_ms
         is_short = np.array(
             [
-                [
-                    self.classes[mode.replica_class].cost.sequence_time_ms(bucket.high) <= most_ms
-                    for mode in modes
-                ]
+                [cost.sequence_time_ms(bucket.high) <= most_ms for cost in costs]
                 for bucket in self.buckets
             ]
         )
-        fills: NDArray[np.bool_] = is_single[None, :] | is_short | ~has_single[:, None]
-        return fills
+        must_fill = ~(able & ~is_pipeline).any(axis=1)[:, None]
+        model = self._model(modes, able & (~is_pipeline | is_short | must_fill))
+        model.cost[: able.size].reshape(able.shape)[:, is_pipeline] = _PIPELINE_COST
+        return model, modes
 
     def _longest_within(self, cost: SchemeCost, time_ms: float) -> int:
         """The longest sequence of the batch that fits a class and passes all its stages in time."""
-        for length in reversed(self.lengths):
-            if length > cost.max_tokens:
-                continue
-            if cost.num_stages * cost.coefficients.time_ms((length,)) <= time_ms:
-                return length
-        return 0
+        fitting = (length for length in reversed(self.lengths) if length <= cost.max_tokens)
+        return next(
+            (s for s in fitting if cost.num_stages * cost.coefficients.time_ms((s,)) <= time_ms), 0
+        )
 
     def _tiers(
         self, replica_class: ReplicaClass, longest: int, longest_elsewhere: int, time_ms: float
@@ -423,11 +408,6 @@ class Bucket:
     num_tokens: int
     """Sum of the real lengths."""
 
-    @property
-    def rounding_tokens(self) -> int:
-        """Tokens lost by rounding down."""
-        return self.num_tokens - self.low * self.num_sequences
-
 
 def make_buckets(
     lengths: Sequence[int], num_buckets: int, *, borders: Iterable[int] = ()
@@ -461,22 +441,18 @@ def make_buckets(
 
 def _groups(lengths: Sequence[int], borders: Sequence[int]) -> list[Bucket]:
     """Groups of equal lengths or, if there are very many, of almost equal ones."""
-    counts = sorted(Counter(lengths).items())
-    groups: list[Bucket] = []
-    if len(counts) <= _MAX_GROUPS:
-        return [Bucket(length, length, num, length * num) for length, num in counts]
-    last_key: tuple[int, int] | None = None
-    for length, num in counts:
-        quantum_bits = max(0, length.bit_length() - _KEPT_BITS)
-        key = (length >> quantum_bits << quantum_bits, bisect_left(borders, length))
-        if key == last_key:
-            group = groups[-1]
-            groups[-1] = Bucket(
-                group.low, length, group.num_sequences + num, group.num_tokens + length * num
-            )
-        else:
-            groups.append(Bucket(length, length, num, length * num))
-        last_key = key
+    counts = Counter(lengths)
+    is_exact = len(counts) <= _MAX_GROUPS
+
+    def leading_bits(length: int) -> tuple[int, int]:
+        quantum_bits = 0 if is_exact else max(0, length.bit_length() - _KEPT_BITS)
+        return length >> quantum_bits << quantum_bits, bisect_left(borders, length)
+
+    groups = []
+    for _, members in groupby(sorted(counts), leading_bits):
+        group = list(members)
+        num_tokens = sum(length * counts[length] for length in group)
+        groups.append(Bucket(group[0], group[-1], sum(map(counts.__getitem__, group)), num_tokens))
     return groups
 
 

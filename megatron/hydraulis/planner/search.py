@@ -26,8 +26,8 @@ from megatron.hydraulis.planner.improve import (
 )
 from megatron.hydraulis.planner.long_sequences import LongSequences, anneal_long, long_sequences
 from megatron.hydraulis.planner.pipeline_bounds import PipelineColumns
-from megatron.hydraulis.planner.pipeline_packing import Effort, Packed, ReplicaPacker
-from megatron.hydraulis.planner.plan import MS_PER_S, Candidate, StageReport
+from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
+from megatron.hydraulis.planner.plan import MS_PER_S, Candidate, Packing, StageReport
 from megatron.hydraulis.planner.relaxation import Relaxation
 from megatron.hydraulis.planner.solver import ProgramBuilder, Solution, Solver, SolverLimits
 from megatron.hydraulis.planner.wave_packing import WavePacker
@@ -181,14 +181,10 @@ class StrategySearch:
         """The best plan with its reports."""
         begin_s = time.perf_counter()
         packing_bound_ms = self._packing_bound_ms()
-        packings = [
-            packer.to_packing(packed)
-            for packer, packed in zip(self._packers, self.best.packed, strict=True)
-        ]
         self._packing_s += time.perf_counter() - begin_s
         return Candidate(
             strategy=self.strategy,
-            packings=packings,
+            packings=self.best.packed,
             overhead_ms=self.overhead_ms,
             dispatch=self._report(self.bound_ms, self._dispatch_s),
             packing=self._report(packing_bound_ms, self._packing_s),
@@ -213,8 +209,7 @@ class StrategySearch:
             replica_bound_ms([self._batch[sequence] for sequence in share], packer.cost)
             for share, packer in zip(self.best.shares, self._packers, strict=True)
         ]
-        times_ms = self.best.times_ms
-        slowest = times_ms.index(max(times_ms))
+        slowest = self.best.slowest
         packer = self._packers[slowest]
         if len(self._packers) == 1:
             bounds_ms.append(self.bound_ms)
@@ -264,7 +259,7 @@ class StrategySearch:
             if self._is_done():
                 return
             time_ms = self.bound_ms + share * (self.found_ms - self.bound_ms)
-            shares = dispatch_by_program(self._relaxation, time_ms, self._batch, self._packers)
+            shares = dispatch_by_program(self._relaxation, time_ms, self._packers)
             if shares is not None:
                 yield Assignment(self._packers, shares, self._effort)
 
@@ -281,15 +276,13 @@ class StrategySearch:
                     return
                 time_ms = low_ms + _PIPELINE_STEP * (high_ms - low_ms)
                 shares = dispatch_by_program(
-                    self._relaxation, time_ms, self._batch, self._packers, longest_fill=longest_fill
+                    self._relaxation, time_ms, self._packers, longest_fill=longest_fill
                 )
                 if shares is None:
                     return
                 assignment = Assignment(self._packers, shares, self._effort)
                 assignment.repack_slowest()
-                times_ms = assignment.times_ms
-                slowest = self._packers[times_ms.index(max(times_ms))]
-                if slowest.cost.num_stages > 1:
+                if self._packers[assignment.slowest].cost.num_stages > 1:
                     low_ms = time_ms
                 else:
                     high_ms = time_ms
@@ -304,7 +297,7 @@ class StrategySearch:
             if self.gap <= _LONG_GAP or self._solver.deadline.is_over:
                 return
             time_ms = self.bound_ms + _LONG_TIME * (self.found_ms - self.bound_ms)
-            shares = dispatch_long(program, time_ms, self._batch, self._packers, self.best.shares)
+            shares = dispatch_long(program, time_ms, self._packers, self.best.shares)
             if shares is not None:
                 self._improve(Assignment(self._packers, shares, Effort(_LONG_EFFORT)))
                 self._anneal_long_sequences(program, shares)
@@ -326,7 +319,7 @@ class StrategySearch:
         )
         if found is None or found.makespan_ms >= self.found_ms:
             return
-        moved = without_short(shares, replicas, shortest, self._batch, self._packers)
+        moved = without_short(shares, replicas, shortest, self._packers)
         packings = {}
         for replica, micro_batches in zip(replicas, found.micro_batches, strict=True):
             moved[replica] = [long[i] for members in micro_batches for i in members]
@@ -349,15 +342,14 @@ class StrategySearch:
         for _ in range(len(self._packers)):
             if self._is_done():
                 return
-            times_ms = self.best.times_ms
-            slowest = times_ms.index(max(times_ms))
+            slowest = self.best.slowest
             better = self._packed_by_program(slowest)
-            if better is None or better.time_ms >= times_ms[slowest]:
+            if better is None or better.time_ms >= self.best.makespan_ms:
                 return
             self.best.replace_packing(slowest, better)
             self._improve(self.best)
 
-    def _packed_by_program(self, replica: int) -> Packed | None:
+    def _packed_by_program(self, replica: int) -> Packing | None:
         packer, share = self._packers[replica], self.best.shares[replica]
         packed = self.best.packed[replica]
         lengths = [self._batch[sequence] for sequence in share]

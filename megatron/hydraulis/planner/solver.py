@@ -260,8 +260,19 @@ def _ended_highs(
     start: Sequence[float] | FloatArray | None,
     presolve: str,
 ) -> highspy.Highs:
+    options: dict[str, bool | int | float | str] = {
+        "output_flag": False,
+        "threads": _NUM_THREADS,
+        "random_seed": limits.seed,
+        "time_limit": limits.guard_s,
+        "presolve": presolve,
+    }
+    if model.is_integral is None:
+        options["simplex_iteration_limit"] = limits.num_iterations
+    else:
+        options |= {"mip_max_nodes": limits.num_nodes, "mip_rel_gap": limits.relative_gap}
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in _options(model, limits, presolve):
+    for name, value in options.items():
         if highs.setOptionValue(name, value) != highspy.HighsStatus.kOk:
             raise RuntimeError(f"HiGHS refuses the option {name} = {value}")
     if highs.passModel(_to_highs(model)) == highspy.HighsStatus.kError:
@@ -272,26 +283,6 @@ def _ended_highs(
         highs.setSolution(first)
     highs.run()
     return highs
-
-
-def _options(
-    model: LinearModel, limits: SolverLimits, presolve: str
-) -> list[tuple[str, bool | int | float | str]]:
-    options: list[tuple[str, bool | int | float | str]] = [
-        ("output_flag", False),
-        ("threads", _NUM_THREADS),
-        ("random_seed", limits.seed),
-        ("time_limit", limits.guard_s),
-        ("presolve", presolve),
-    ]
-    if model.is_integral is None:
-        options.append(("simplex_iteration_limit", limits.num_iterations))
-    else:
-        options += [
-            ("mip_max_nodes", limits.num_nodes),
-            ("mip_rel_gap", limits.relative_gap),
-        ]
-    return options
 
 
 def _to_highs(model: LinearModel) -> highspy.HighsLp:

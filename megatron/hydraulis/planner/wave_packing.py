@@ -21,13 +21,13 @@ import numpy as np
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.planner.costs import SchemeCost, WaveCosts
 from megatron.hydraulis.planner.greedy import best_fit
-from megatron.hydraulis.planner.pipeline_packing import Effort, Packed, ReplicaPacker
+from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.plan import Packing
-from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch
+from megatron.hydraulis.planner.replica_plan import ContextGroup
 from megatron.hydraulis.planner.solver import Solver
 from megatron.hydraulis.planner.wave_bounds import wave_bound_ms
 
-__all__ = ["PackedWaves", "WavePacker", "pack_waves", "packer_for"]
+__all__ = ["WavePacker", "pack_waves", "packer_for"]
 
 Counts = list[int]
 """Number of sequences of each length of a LengthTable."""
@@ -114,7 +114,10 @@ class LengthTable:
         self.num_sizes = len(costs.groups)
         self.usable = [i for i, group in enumerate(costs.groups) if group in costs.usable]
         """Indices of the sizes that can hold a sequence, rising."""
-        self.least_size = [self._least_size(of_length) for of_length in self.tokens]
+        self.least_size = [
+            next((i for i, room in enumerate(self.rooms) if of_length[i] <= room), self.num_sizes)
+            for of_length in self.tokens
+        ]
         """Of each length, the index of the least size that holds it; num_sizes if none."""
         self.most_size = [
             self.num_sizes - 1
@@ -143,12 +146,6 @@ class LengthTable:
         ]
         """Of each length, the least column time that a sequence takes."""
 
-    def _least_size(self, tokens: list[int]) -> int:
-        for index, room in enumerate(self.rooms):
-            if tokens[index] <= room:
-                return index
-        return self.num_sizes
-
     def counts(self, lengths: Sequence[int]) -> Counts:
         """Number of sequences of each length."""
         found = [0] * len(self.lengths)
@@ -158,11 +155,11 @@ class LengthTable:
 
 
 def fill_wave(
-    table: LengthTable, counts: Sequence[int], time_ms: float, *, most_unplaced: int | None = None
+    table: LengthTable, counts: Sequence[int], time_ms: float, *, takes_all: bool = False
 ) -> tuple[Wave, Counts] | None:
     """A wave of at most time_ms with some of the counted sequences, and the rest of the counts.
 
-    most_unplaced: returns None as soon as more sequences are left over.
+    None if no sequence fits; with takes_all, as soon as one does not fit.
     """
     most_ms = time_ms * (1.0 + _ROUNDING)
     num_sizes, rooms = table.num_sizes, table.rooms
@@ -170,7 +167,6 @@ def fill_wave(
     groups: list[OpenGroup] = []
     left = [0] * len(counts)
     free = table.costs.width
-    num_unplaced = 0
     for place, count in enumerate(counts):
         if not count:
             continue
@@ -206,10 +202,9 @@ def fill_wave(
             best.counts[place] = best.counts.get(place, 0) + fitting
             num -= fitting
         if num:
-            left[place] = num
-            num_unplaced += num
-            if most_unplaced is not None and num_unplaced > most_unplaced:
+            if takes_all:
                 return None
+            left[place] = num
     if not groups:
         return None
     busy_ms = max(group.time_ms for group in groups)
@@ -232,14 +227,15 @@ class WaveSearch:
         self._num_stages = table.costs.num_stages
         self._width = table.costs.width
 
-    def first(self, counts: Counts, effort: Effort) -> list[Wave]:
-        """The best waves of several times; counts: of a share that has sequences."""
-        return self._starts(counts, effort)[0]
+    def best(self, counts: Counts, effort: Effort, *, is_thorough: bool) -> list[Wave]:
+        """The best waves of several times; if thorough, after dividing pairs of waves again.
 
-    def thorough(self, counts: Counts, effort: Effort) -> list[Wave]:
-        """The best of several starts after dividing pairs of waves again."""
-        starts = self._starts(counts, effort)[:_NUM_DIVIDED]
-        found = [self.divide_pairs(waves, effort) for waves in starts]
+        counts: of a share that has sequences.
+        """
+        starts = self._starts(counts, effort)
+        if not is_thorough:
+            return starts[0]
+        found = [self.divide_pairs(waves, effort) for waves in starts[:_NUM_DIVIDED]]
         return min(found, key=self.time_ms)
 
     def _starts(self, counts: Counts, effort: Effort) -> list[list[Wave]]:
@@ -439,18 +435,13 @@ class WaveSearch:
         return wave.time_ms - self._column_ms(counts) / self._width
 
     def _whole(self, counts: Counts, time_ms: float, effort: Effort) -> Wave | None:
-        filled = self._filled(counts, time_ms, effort, most_unplaced=0)
+        filled = self._filled(counts, time_ms, effort, takes_all=True)
         return None if filled is None else filled[0]
 
     def _filled(
-        self,
-        counts: Counts,
-        time_ms: float,
-        effort: Effort,
-        *,
-        most_unplaced: int | None = None,
+        self, counts: Counts, time_ms: float, effort: Effort, *, takes_all: bool = False
     ) -> tuple[Wave, Counts] | None:
-        filled = fill_wave(self.table, counts, time_ms, most_unplaced=most_unplaced)
+        filled = fill_wave(self.table, counts, time_ms, takes_all=takes_all)
         num_groups = 1 if filled is None else len(filled[0].groups)
         effort.spend(_FILL_EFFORT * len(counts) * (1 + num_groups / 4))
         return filled
@@ -487,23 +478,6 @@ def _simple_orders(times_ms: Sequence[float]) -> Iterator[list[int]]:
     yield falling[1::2][::-1] + falling[::2]
 
 
-@dataclass(frozen=True, slots=True)
-class PackedWaves(Packed):
-    """Packed with the groups of every micro-batch."""
-
-    groups: tuple[tuple[ContextGroup, ...], ...] = ()
-
-    def to_packing(self, lengths: Sequence[int]) -> Packing:
-        """The waves with their lengths, which are those of the whole batch."""
-        return Packing(
-            tuple(
-                MicroBatch(share, tuple(lengths[sequence] for sequence in share), groups)
-                for share, groups in zip(self.micro_batches, self.groups, strict=True)
-            ),
-            self.time_ms,
-        )
-
-
 class WavePacker(ReplicaPacker):
     """Packs shares of one batch into waves, for replicas of one cost."""
 
@@ -516,25 +490,25 @@ class WavePacker(ReplicaPacker):
         self._table = LengthTable(cost.waves, lengths)
         self._search = WaveSearch(self._table)
 
-    def pack(self, sequences: Sequence[int], effort: Effort) -> Packed:
+    def pack(self, sequences: Sequence[int], effort: Effort) -> Packing:
         """The best of several packings; an infinite time if a sequence does not fit."""
         return self._packed(sequences, effort, is_thorough=False)
 
-    def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packed:
+    def pack_thoroughly(self, sequences: Sequence[int], num_steps: int, effort: Effort) -> Packing:
         """Also divides pairs of waves again."""
         return self._packed(sequences, effort, is_thorough=True)
 
-    def exchanged(self, packed: Packed, gone: int | None, come: int | None) -> Packed:
+    def exchanged(self, packed: Packing, gone: int | None, come: int | None) -> Packing:
         """Empty: a new packing is as quick."""
-        return Packed((), 0.0)
+        return Packing((), 0.0)
 
     def improve(
-        self, packed: Packed, num_steps: int, effort: Effort, *, target_ms: float = 0.0
-    ) -> Packed:
+        self, packed: Packing, num_steps: int, effort: Effort, *, target_ms: float = 0.0
+    ) -> Packing:
         """There is nothing to improve."""
         return packed
 
-    def packed(self, micro_batches: Sequence[Sequence[int]]) -> Packed:
+    def packed(self, micro_batches: Sequence[Sequence[int]]) -> Packing:
         """One wave per micro-batch, in this order; an infinite time if one does not fit."""
         effort = Effort(math.inf)
         waves = []
@@ -542,15 +516,9 @@ class WavePacker(ReplicaPacker):
             counts = self._counts(share)
             wave = None if counts is None else self._search.shortest(counts, effort)
             if wave is None:
-                return Packed(tuple(map(tuple, micro_batches)), math.inf)
+                return Packing(tuple(map(tuple, micro_batches)), math.inf)
             waves += _members(self._table, [wave], share, self.lengths)
         return _finished(self._waves, waves, self.lengths, keeps_order=True)
-
-    def to_packing(self, packed: Packed) -> Packing:
-        """The waves with their lengths, as a plan has them."""
-        if not isinstance(packed, PackedWaves):
-            return super().to_packing(packed)
-        return packed.to_packing(self.lengths)
 
     def bound_ms(self, sequences: Sequence[int], found_ms: float, *, with_integers: bool) -> float:
         """Lower bound on the time of these sequences; the arguments are those of wave_bound_ms."""
@@ -559,15 +527,15 @@ class WavePacker(ReplicaPacker):
             self._waves, lengths, found_ms, self._solver, with_integers=with_integers
         )
 
-    def _packed(self, sequences: Sequence[int], effort: Effort, *, is_thorough: bool) -> Packed:
+    def _packed(self, sequences: Sequence[int], effort: Effort, *, is_thorough: bool) -> Packing:
         if not sequences:
-            return Packed((), 0.0)
+            return Packing((), 0.0)
         counts = self._counts(sequences)
         if counts is None:
-            return Packed((tuple(sequences),), math.inf)
-        search = self._search.thorough if is_thorough else self._search.first
-        waves = _members(self._table, search(counts, effort), sequences, self.lengths)
-        return _finished(self._waves, waves, self.lengths, keeps_order=False)
+            return Packing((tuple(sequences),), math.inf)
+        waves = self._search.best(counts, effort, is_thorough=is_thorough)
+        members = _members(self._table, waves, sequences, self.lengths)
+        return _finished(self._waves, members, self.lengths, keeps_order=False)
 
     def _counts(self, sequences: Sequence[int]) -> list[int] | None:
         """By length; None if a sequence fits no group."""
@@ -591,9 +559,9 @@ def pack_waves(sequences: Sequence[int], lengths: Sequence[int], cost: SchemeCos
         return Packing((), 0.0)
     table = LengthTable(cost.waves, [lengths[sequence] for sequence in sequences])
     counts = table.counts([lengths[sequence] for sequence in sequences])
-    waves = WaveSearch(table).thorough(counts, Effort(_GREEDY_EFFORT))
+    waves = WaveSearch(table).best(counts, Effort(_GREEDY_EFFORT), is_thorough=True)
     members = _members(table, waves, sequences, lengths)
-    return _finished(cost.waves, members, lengths, keeps_order=False).to_packing(lengths)
+    return _finished(cost.waves, members, lengths, keeps_order=False)
 
 
 def _members(
@@ -625,7 +593,7 @@ def _finished(
     lengths: Sequence[int],
     *,
     keeps_order: bool,
-) -> PackedWaves:
+) -> Packing:
     """Waves of adjacent groups with these members, and their exact time."""
     micro_batches: list[tuple[int, ...]] = []
     all_groups: list[tuple[ContextGroup, ...]] = []
@@ -644,7 +612,7 @@ def _finished(
     order = list(range(len(times_ms)))
     if not keeps_order:
         order = wave_order(times_ms, costs.num_stages)
-    return PackedWaves(
+    return Packing(
         micro_batches=tuple(micro_batches[i] for i in order),
         time_ms=pipeline_time_ms([times_ms[i] for i in order], costs.num_stages),
         groups=tuple(all_groups[i] for i in order),

@@ -65,8 +65,8 @@ def test_the_limit_holds_where_the_least_work_has_the_most_tokens() -> None:
     lengths = [100] * 2 + [10] * 40
     cost = SchemeCost(Coefficients(1.0, 0.0, 1.0), 120, 2)
     packing = pack(range(len(lengths)), lengths, cost)
-    assert max(batch.num_tokens for batch in packing.micro_batches) <= 120
-    assert sum(batch.num_tokens for batch in packing.micro_batches) == 600
+    assert max(batch.num_tokens for batch in packing.with_lengths(lengths)) <= 120
+    assert sum(batch.num_tokens for batch in packing.with_lengths(lengths)) == 600
 
 
 def test_micro_batches_run_in_falling_order_of_work() -> None:
@@ -74,7 +74,7 @@ def test_micro_batches_run_in_falling_order_of_work() -> None:
     lengths = [9, 8, 7, 6, 2]
     cost = SchemeCost(Coefficients(0.0, 1.0, 4.0), 13, 2)
     packing = pack(range(5), lengths, cost)
-    work = [batch.num_tokens for batch in packing.micro_batches]
+    work = [batch.num_tokens for batch in packing.with_lengths(lengths)]
     assert work == sorted(work, reverse=True)
     assert len(work) > 1
 
@@ -83,7 +83,7 @@ def test_a_high_constant_cost_packs_to_the_last_token() -> None:
     lengths = [6, 5, 5, 4]
     cost = SchemeCost(Coefficients(0.0, 1.0, 100.0), 10, 2)
     packing = pack(range(4), lengths, cost)
-    assert sorted(batch.num_tokens for batch in packing.micro_batches) == [10, 10]
+    assert sorted(batch.num_tokens for batch in packing.with_lengths(lengths)) == [10, 10]
 
 
 def test_nothing_to_pack_takes_no_time() -> None:
