@@ -155,7 +155,7 @@ def simulate(
     setting = SimulationSettings(
         shape=shape if options.regroup else None,
         regroup=regroup if options.regroup else None,
-        keeps=lambda _: False,
+        kept=range(0),
     )
     task = progress.add_task(corpus.name, total=None)
     ways = Ways(

@@ -283,8 +283,23 @@ class _Times:
         self._lengths = lengths
         self._cost = cost
         self._works_ms = [cost.sequence_time_ms(length) for length in lengths]
-        self.bound_ms = functools.cache(self._bound_ms)
-        self.time_ms = functools.cache(self._time_ms)
+        self._bounds_ms: dict[tuple[int, ...], float] = {}
+        self._times_ms: dict[tuple[int, ...], float] = {}
+
+    def bound_ms(self, share: tuple[int, ...]) -> float:
+        """A lower bound on time_ms."""
+        if share not in self._bounds_ms:
+            self._bounds_ms[share] = self._computed_bound_ms(share)
+        return self._bounds_ms[share]
+
+    def time_ms(self, share: tuple[int, ...]) -> float:
+        """Infinite if it does not fit."""
+        bound_ms = self.bound_ms(share)
+        if self._cost.num_stages == 1 or not share or bound_ms == np.inf:
+            return bound_ms
+        if share not in self._times_ms:
+            self._times_ms[share] = self._best_order(share)[1]
+        return self._times_ms[share]
 
     def micro_batches(self, share: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The packing with time_ms."""
@@ -294,8 +309,7 @@ class _Times:
             return tuple(map(tuple, best_fit(share, self._lengths, self._cost.max_tokens)))
         return tuple((i,) for i in self._best_order(share)[0])
 
-    def _bound_ms(self, share: tuple[int, ...]) -> float:
-        """A lower bound on time_ms."""
+    def _computed_bound_ms(self, share: tuple[int, ...]) -> float:
         cost = self._cost
         if not share:
             return 0.0
@@ -307,13 +321,6 @@ class _Times:
         if len(share) > _MAX_IN_PIPELINE:
             return np.inf
         return float(_bounds_of_orders_ms(self._rising_ms(share), cost.num_stages).min())
-
-    def _time_ms(self, share: tuple[int, ...]) -> float:
-        """Infinite if it does not fit."""
-        bound_ms = self.bound_ms(share)
-        if self._cost.num_stages == 1 or not share or bound_ms == np.inf:
-            return bound_ms
-        return self._best_order(share)[1]
 
     def _best_order(self, share: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
         """The fastest of the orders with the least bounds, and its time."""

@@ -12,9 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.context import ContextCosts
-from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, given_shape
@@ -41,7 +40,6 @@ from megatron.hydraulis.simulator.output import (
     draw_results,
     iteration_spans,
     result_table,
-    stage_leaders,
     stage_names,
     strategy_use_table,
 )
@@ -196,10 +194,9 @@ def run(namespace: argparse.Namespace) -> int:
     profile = ProfileCostModel.read(namespace.cost_profile)
     window = _window(namespace)
     settings, context_costs = _settings(namespace, pool, profile)
-    if namespace.out is None:
-        settings = replace(settings, keeps=lambda _: False)
-    else:  # with the previous iteration, whose end is the beginning
-        settings = replace(settings, keeps=lambda each: each in window or each + 1 in window)
+    # With the iteration before the traced ones: they begin when it ends.
+    kept = range(0) if namespace.out is None else range(window.first - 1, window.last + 1)
+    settings = replace(settings, kept=kept)
     batches = sample_batches(
         read_corpus_lengths(namespace.lengths),
         longest=namespace.seq_length or _longest_held(pool, profile),
@@ -286,9 +283,13 @@ def _settings(
         plan_ahead=namespace.plan_ahead,
         overlaps_regrouping=not namespace.no_regroup_overlap,
     )
-    bandwidths = (namespace.intra_node_gb_per_s, namespace.inter_node_gb_per_s)
+    bandwidths = {
+        "intra_node": namespace.intra_node_gb_per_s,
+        "inter_node": namespace.inter_node_gb_per_s,
+    }
+    given = {name: gb_per_s for name, gb_per_s in bandwidths.items() if gb_per_s is not None}
     if namespace.device is None:
-        if any(each is not None for each in bandwidths):
+        if given:
             raise ConfigurationError(
                 "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
                 "--device is not given; give --device and the model"
@@ -300,7 +301,14 @@ def _settings(
             f"the model, which is not described; give --model, or its flags"
         )
     device = device_constants(namespace.device)
-    cluster = _cluster(device, pool, *bandwidths)
+    cluster = device.cluster(pool.num_ranks, pool.ranks_per_node)
+    links = {
+        name: replace(
+            getattr(cluster, name), bytes_per_s=gb_per_s * _BYTES_PER_GB, source="command line"
+        )
+        for name, gb_per_s in given.items()
+    }
+    cluster = replace(cluster, **links)
     pool.check_model(shape)
     regroup = RegroupCosts(
         shape,
@@ -313,24 +321,6 @@ def _settings(
         profile=profile, shape=shape, cluster=cluster, link_fraction=device.link_fraction
     )
     return replace(settings, regroup=regroup), context_costs
-
-
-def _cluster(
-    device: DeviceConstants, pool: Pool, intra_gb_per_s: float | None, inter_gb_per_s: float | None
-) -> Cluster:
-    """The pool's nodes with the device's links, or with other bandwidths."""
-    cluster = device.cluster(pool.num_ranks, pool.ranks_per_node)
-    return replace(
-        cluster,
-        intra_node=_link(cluster.intra_node, intra_gb_per_s),
-        inter_node=_link(cluster.inter_node, inter_gb_per_s),
-    )
-
-
-def _link(link: Link, gb_per_s: float | None) -> Link:
-    if gb_per_s is None:
-        return link
-    return replace(link, bytes_per_s=gb_per_s * _BYTES_PER_GB, source="command line")
 
 
 def _num_atoms(pool: Pool, profile: ProfileCostModel) -> int:
@@ -423,11 +413,10 @@ def _write(
 def _shown_spans(iteration: IterationTasks, spans: Sequence[Span]) -> list[Span]:
     """Spans of one rank of every stage, since all its ranks do the same; collectives, which are the
     same on all ranks, only of the first rank."""
-    leaders = stage_leaders(iteration)
+    leaders = list(stage_names(iteration))
+    first_only = leaders[:1]
     return [
-        span
-        for span in spans
-        if span.rank in leaders and (span.track != "regroup" or span.rank == leaders[0])
+        span for span in spans if span.rank in (first_only if span.track == "regroup" else leaders)
     ]
 
 

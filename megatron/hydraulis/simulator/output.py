@@ -21,7 +21,6 @@ __all__ = [
     "draw_results",
     "iteration_spans",
     "result_table",
-    "stage_leaders",
     "stage_names",
     "strategy_use_table",
 ]
@@ -188,17 +187,8 @@ def _draw_way(
     )
 
 
-def stage_leaders(iteration: IterationTasks) -> tuple[int, ...]:
-    """The first rank of every stage of every replica; all ranks of a stage do the same."""
-    return tuple(
-        replica.replica.rank_at(stage, 0, 0)
-        for replica in iteration.replicas
-        for stage in range(replica.replica.scheme.pp)
-    )
-
-
 def stage_names(iteration: IterationTasks) -> dict[int, str]:
-    """Name of each stage by its first rank: scheme, stage if there are several, ranks."""
+    """Name of each stage of each replica by its first rank: scheme, stage if several, ranks."""
     names: dict[int, str] = {}
     for replica in iteration.replicas:
         scheme, ranks = replica.replica.scheme, replica.replica.ranks
@@ -206,7 +196,7 @@ def stage_names(iteration: IterationTasks) -> dict[int, str]:
         for stage in range(scheme.pp):
             own = ranks[stage * of_stage : (stage + 1) * of_stage]
             name = f"{scheme}, stage {stage}" if scheme.pp > 1 else str(scheme)
-            names[replica.replica.rank_at(stage, 0, 0)] = f"{name}, {_rank_text(own)}"
+            names[own[0]] = f"{name}, {_rank_text(own)}"
     return names
 
 
@@ -257,14 +247,8 @@ def _stage_spans(iteration: IterationTasks, operations: list[OperationTasks]) ->
     for operation in operations:
         stage = operation.stage
         if operation.start_ms > free_ms:
-            yield _span(
-                "compute",
-                "pipeline wait",
-                free_ms,
-                operation.start_ms,
-                iteration=number,
-                stage=stage,
-            )
+            detail = {"iteration": number, "stage": stage}
+            yield _span("compute", "pipeline wait", free_ms, operation.start_ms, **detail)
         yield _span(
             "compute",
             "forward" if operation.is_forward else "backward",
@@ -288,12 +272,12 @@ def _common_spans(iteration: IterationTasks, started_ms: float) -> Iterator[Span
     if begin_ms > started_ms:
         yield _span("host", "planning wait", started_ms, begin_ms, iteration=number)
     yield _span("iteration", "iteration", begin_ms, end_ms, iteration=number, strategy=strategy)
-    for name in ("gather", "scatter"):
-        for bucket in iteration.buckets:
-            task = bucket.gather if name == "gather" else bucket.scatter
-            yield _span(
-                "regroup", name, task.start_ms, task.end_ms, iteration=number, bucket=bucket.index
-            )
+    collectives = [
+        *(("gather", bucket.index, bucket.gather) for bucket in iteration.buckets),
+        *(("scatter", bucket.index, bucket.scatter) for bucket in iteration.buckets),
+    ]
+    for name, index, task in collectives:
+        yield _span("regroup", name, task.start_ms, task.end_ms, iteration=number, bucket=index)
     if iteration.buckets:
         updates = [bucket.update for bucket in iteration.buckets]
         first_ms = min(task.start_ms for task in updates)

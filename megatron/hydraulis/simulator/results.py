@@ -7,7 +7,7 @@ import gc
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -29,12 +29,9 @@ __all__ = [
 ]
 
 _MS_PER_S = 1e3
+_RELATIVE_TOLERANCE = 1e-9
 PARTS = ("work", "fill", "imbalance", "regroup", "planning")
 """Parts of the time of a rank; see `IterationAccount`."""
-
-
-def _keeps_all(_: int) -> bool:
-    return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,17 +43,8 @@ class SimulationSettings:
     regroup: RegroupCosts | None = None
     plan_ahead: int = 2
     overlaps_regrouping: bool = True
-    keeps: Callable[[int], bool] = _keeps_all
-    """Whether the tasks of the iteration with this number are kept in the result."""
-
-    def simulator(self, cost_model: CostModel) -> Simulator:
-        """The simulator for the cost model of a way."""
-        return Simulator(
-            StageCosts(cost_model, self.shape),
-            regroup=self.regroup,
-            plan_ahead=self.plan_ahead,
-            overlaps_regrouping=self.overlaps_regrouping,
-        )
+    kept: range | None = None
+    """Numbers of the iterations whose tasks are kept in the result; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +152,12 @@ def simulate_way(
 def _simulated(
     name: str, cost_model: CostModel, works: Sequence[IterationWork], settings: SimulationSettings
 ) -> WayResult:
-    simulator = settings.simulator(cost_model)
+    simulator = Simulator(
+        StageCosts(cost_model, settings.shape),
+        regroup=settings.regroup,
+        plan_ahead=settings.plan_ahead,
+        overlaps_regrouping=settings.overlaps_regrouping,
+    )
     accounts: list[IterationAccount] = []
     ended_ms = 0.0
     with _no_garbage_collection():
@@ -182,7 +175,9 @@ def _simulated(
     return WayResult(
         name=name,
         accounts=tuple(accounts),
-        iterations=tuple(each for each in iterations if settings.keeps(each.number)),
+        iterations=tuple(
+            each for each in iterations if settings.kept is None or each.number in settings.kept
+        ),
         strategies={work.strategy.name: str(work.strategy) for work in works},
     )
 
@@ -198,9 +193,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-_RELATIVE_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,9 @@ If no scheme with cp was measured, "cp only" needs model and links to estimate t
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +39,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.costs import SchemeCost
-from megatron.hydraulis.planner.greedy import best_fit, dispatch
+from megatron.hydraulis.planner.greedy import best_fit, dispatch, longest_first
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.simulator.batches import BatchPlanning
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
@@ -194,8 +196,7 @@ class Ways:
 
     def _dispatched(self, strategy: Strategy, batch: Sequence[int]) -> Shares:
         cost = self._cost(strategy)
-        falling = sorted(range(len(batch)), key=lambda i: (-batch[i], i))
-        shares = dispatch(falling, batch, [cost] * len(strategy.replicas))
+        shares = dispatch(longest_first(batch), batch, [cost] * len(strategy.replicas))
         return tuple(
             tuple(
                 MicroBatchWork.packed([batch[i] for i in row])
@@ -228,15 +229,10 @@ class Ways:
         Raises PlanError as the planner does.
         """
         works = []
-        timed_plans = self.planning.plans(pool, cost_model, self.batches, shortlists=shortlists)
-        for timed in timed_plans:
-            works.append(
-                IterationWork.of_plan(
-                    timed.plan,
-                    pool.strategy(timed.plan.strategy),
-                    plan_time_s=timed.cpu_s if self.plan_time_s is None else self.plan_time_s,
-                )
-            )
+        for timed in self.planning.plans(pool, cost_model, self.batches, shortlists=shortlists):
+            strategy = pool.strategy(timed.plan.strategy)
+            time_s = timed.cpu_s if self.plan_time_s is None else self.plan_time_s
+            works.append(IterationWork.of_plan(timed.plan, strategy, plan_time_s=time_s))
             self.advance()
         return works
 
@@ -253,10 +249,7 @@ def deal_padded(
     if longest > max_tokens:
         raise ValueError(f"a micro-batch of {max_tokens} tokens cannot hold a row of {longest}")
     num_rows = max_tokens // longest
-    indices = list(range(len(lengths)))
-    micro_batches = [
-        indices[start : start + num_rows] for start in range(0, len(indices), num_rows)
-    ]
+    micro_batches = [list(row) for row in itertools.batched(range(len(lengths)), num_rows)]
     return [micro_batches[replica::num_replicas] for replica in range(num_replicas)]
 
 
@@ -290,7 +283,7 @@ def equal_rows(lengths: Sequence[int], window_tokens: int, num_replicas: int) ->
     rows += [[] for _ in range(num_rows - len(rows))]
     balanced: list[list[int]] = [[] for _ in range(num_rows)]
     tokens = [0] * num_rows
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for index in longest_first(lengths):
         place = tokens.index(min(tokens))
         balanced[place].append(index)
         tokens[place] += lengths[index]
@@ -308,7 +301,7 @@ def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[i
         raise ValueError(f"a row of {row_tokens} tokens cannot hold one of {max(lengths)}")
     rows: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for index in longest_first(lengths):
         place = next((i for i, free in enumerate(room) if free >= lengths[index]), len(rows))
         if place == len(rows):
             rows.append([])
@@ -344,8 +337,7 @@ def context_group_pools(
         for widths in _groupings(num_ranks // tp):
             if costs.max_tokens(Scheme(tp=tp, cp=widths[0])) < longest:
                 continue
-            terms = [f"{widths.count(cp)}*tp{tp}cp{cp}" for cp in dict.fromkeys(widths)]
-            text = "+".join(terms)
+            text = "+".join(f"{num}*tp{tp}cp{cp}" for cp, num in Counter(widths).items())
             strategies.append(Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node))
         if strategies:
             pools[tp] = Pool.of(*strategies)

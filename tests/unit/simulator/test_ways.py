@@ -122,7 +122,7 @@ def test_tasks_are_kept_of_the_iterations_that_are_asked_for() -> None:
     setting = SimulationSettings()
     candidates = ways().candidates(POOL)
     everything = simulate_way(POOL, candidates, setting)
-    second = simulate_way(POOL, candidates, replace(setting, keeps=lambda number: number == 2))
+    second = simulate_way(POOL, candidates, replace(setting, kept=range(2, 3)))
     assert everything is not None
     assert second is not None
     assert [each.number for each in everything.iterations] == [1, 2, 3]
