@@ -79,24 +79,16 @@ class LookAheadPlanner:
         self._stand_in = planner if stand_in is None else stand_in
         self._answer_limit_s = (time_limit_s or 0.0) + grace_s
         self._open: dict[int, tuple[int, ...]] = {}
-        self._num_restarts = 0
-        self._is_lost = False
+        self.num_restarts = 0
+        """How often the process was restarted."""
+        self.is_lost = False
+        """Whether the process died or hung too often, so that the stand-in plans inline."""
         self._process = self._started() if in_process else None
 
     @property
     def is_inline(self) -> bool:
         """Whether plans are made when they are taken."""
         return self._process is None
-
-    @property
-    def num_restarts(self) -> int:
-        """How often the process was restarted."""
-        return self._num_restarts
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the process died or hung too often, so that the stand-in plans inline."""
-        return self._is_lost
 
     def submit(self, iteration: int, lengths: Sequence[int]) -> None:
         """Request a plan to `take` later; never waits for the process."""
@@ -135,7 +127,7 @@ class LookAheadPlanner:
                 raise
             del self._open[iteration]
             return plan, time.perf_counter() - start_s
-        planner = self._stand_in if self._is_lost else self._planner
+        planner = self._stand_in if self.is_lost else self._planner
         plan = PlanText.of(planner.plan(self._open.pop(iteration), iteration=iteration))
         return plan, time.perf_counter() - start_s
 
@@ -153,15 +145,15 @@ class LookAheadPlanner:
         assert self._process is not None  # the one that was lost
         self._process.kill()
         self._process = None
-        if self._num_restarts >= MAX_RESTARTS:
-            self._is_lost = True
+        if self.num_restarts >= MAX_RESTARTS:
+            self.is_lost = True
             logger.warning(
                 "%s, again: planning continues in the training process with %s",
                 error,
                 type(self._stand_in).__name__,
             )
             return
-        self._num_restarts += 1
+        self.num_restarts += 1
         logger.warning("%s: it is restarted", error)
         self._process = self._started()
         for iteration, lengths in self._open.items():

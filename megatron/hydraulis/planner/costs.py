@@ -7,7 +7,6 @@ coordinate.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -107,40 +106,28 @@ class PoolCosts:
         Raises PlanError when there is none.
         """
         longest = max(batch)
-        feasible = []
-        for strategy in self.pool.strategies:
-            limits = self._limits(strategy)
-            if min(limits) > 0 and max(limits) >= longest:
-                feasible.append(strategy)
+        with_room = [s for s in self.pool.strategies if min(self._limits(s)) > 0]
+        feasible = [s for s in with_room if max(self._limits(s)) >= longest]
         if feasible:
             return feasible
-        raise PlanError(self._infeasible_message(batch, iteration))
-
-    def _limits(self, strategy: Strategy) -> list[int]:
-        return [self._costs[strategy.name, scheme].max_tokens for scheme in strategy.schemes]
-
-    def _infeasible_message(self, batch: Sequence[int], iteration: int) -> str:
-        longest = max(batch)
-        fitting = [
-            (max(self._limits(strategy)), strategy)
-            for strategy in self.pool.strategies
-            if min(self._limits(strategy)) > 0
-        ]
-        if not fitting:
+        if not with_room:
             first = self.pool.strategies[0]
             scheme = next(s for s in first.schemes if self._costs[first.name, s].longest == 0)
-            return (
+            raise PlanError(
                 f"plan of iteration {iteration + 1}: every replica needs room for its weights and "
                 f"a token but in each of {len(self.pool.strategies)} strategies some scheme has "
                 f"none, in {first.name!r} {scheme}; use larger degrees"
             )
-        limit, strategy = max(fitting, key=operator.itemgetter(0))
-        return (
+        strategy = max(with_room, key=lambda s: max(self._limits(s)))
+        raise PlanError(
             f"plan of iteration {iteration + 1}: a sequence must fit one micro-batch but sequence "
             f"{batch.index(longest)} has {longest} tokens and the largest limit, in strategy "
-            f"{strategy.name!r}, is {limit}; split or drop long sequences, raise the limit of "
-            f"tokens per micro-batch, or add a replica with a larger tp or cp"
+            f"{strategy.name!r}, is {max(self._limits(strategy))}; split or drop long sequences, "
+            f"raise the limit of tokens per micro-batch, or add a replica with a larger tp or cp"
         )
+
+    def _limits(self, strategy: Strategy) -> list[int]:
+        return [self._costs[strategy.name, scheme].max_tokens for scheme in strategy.schemes]
 
 
 def _scheme_cost(
@@ -169,8 +156,7 @@ def _wave_costs(
     """Groups of a size that the cost model does not know can hold nothing."""
     full_width = cost_model.coefficients(scheme)
     groups = []
-    size = 1
-    while size <= scheme.cp:
+    for size in (1 << i for i in range(scheme.cp.bit_length())):
         of_group = scheme.of_context_group(size)
         try:
             coefficients = cost_model.coefficients(of_group)
@@ -178,7 +164,6 @@ def _wave_costs(
         except StrategyError:
             coefficients, limit = full_width, 0
         groups.append(GroupCost(size, coefficients, limit, tp=scheme.tp))
-        size *= 2
     return WaveCosts(tuple(groups), num_stages=scheme.pp)
 
 

@@ -45,15 +45,23 @@ def dispatch(
 
     Raises ValueError when a sequence fits no replica: the caller has excluded such strategies.
     """
-    classes = [_Class(of_class) for of_class in ReplicaClass.of(costs)]
+    # By class, a heap of (estimated time in ms, replica, load).
+    classes = {
+        of_class.cost: [(0.0, replica, _Load(of_class.cost)) for replica in of_class.replicas]
+        for of_class in ReplicaClass.of(costs)
+    }
     shares: list[list[int]] = [[] for _ in costs]
     for sequence in sequences:
         length = lengths[sequence]
-        fitting = [class_ for class_ in classes if length <= class_.cost.longest]
+        fitting = [heap for cost, heap in classes.items() if length <= cost.longest]
         if not fitting:
             raise ValueError(f"sequence {sequence} of {length} tokens fits no replica")
-        best = fitting[0] if len(fitting) == 1 else min(fitting, key=lambda c: c.offer_ms(length))
-        shares[best.take(length)].append(sequence)
+        grown = [heap[0][2].with_sequence(length) for heap in fitting]
+        times_ms = [load.estimated_time_ms() for load in grown]
+        best = times_ms.index(min(times_ms))
+        replica = fitting[best][0][1]
+        heapq.heapreplace(fitting[best], (times_ms[best], replica, grown[best]))
+        shares[replica].append(sequence)
     return shares
 
 
@@ -61,58 +69,35 @@ def dispatch(
 class _Load:
     """What a replica has been assigned so far."""
 
+    cost: SchemeCost
     work_ms: float = 0.0
     num_tokens: int = 0
     num_sequences: int = 0
     longest_ms: float = 0.0
     """Work of the longest sequence."""
 
-    def with_sequence(self, length: int, time_ms: float) -> "_Load":
+    def with_sequence(self, length: int) -> "_Load":
+        time_ms = self.cost.sequence_time_ms(length)
         return _Load(
+            self.cost,
             self.work_ms + time_ms,
             self.num_tokens + length,
             self.num_sequences + 1,
             max(self.longest_ms, time_ms),
         )
 
-    def estimated_time_ms(self, cost: SchemeCost) -> float:
+    def estimated_time_ms(self) -> float:
         """``W + v·c + (pp-1)·(t + c)`` for a good v; t is the largest micro-batch's work if the
         others are equal."""
-        num_fewest = -(-self.num_tokens // cost.max_tokens)
-        c_ms = cost.coefficients.c_ms
-        if cost.num_stages == 1:
+        num_fewest = -(-self.num_tokens // self.cost.max_tokens)
+        c_ms = self.cost.coefficients.c_ms
+        if self.cost.num_stages == 1:
             return self.work_ms + num_fewest * c_ms
-        num_useful = min(self.num_sequences, useful_num_micro_batches(self.work_ms, cost))
+        num_useful = min(self.num_sequences, useful_num_micro_batches(self.work_ms, self.cost))
         num_micro_batches = max(num_fewest, math.floor(num_useful), 1)
         largest_ms = max(self.longest_ms, self.work_ms / num_micro_batches)
-        fill_ms = (cost.num_stages - 1) * (largest_ms + c_ms)
+        fill_ms = (self.cost.num_stages - 1) * (largest_ms + c_ms)
         return self.work_ms + num_micro_batches * c_ms + fill_ms
-
-
-class _Class:
-    """The replicas of one class and their loads."""
-
-    def __init__(self, of_class: ReplicaClass) -> None:
-        self.cost = of_class.cost
-        self._loads = {replica: _Load() for replica in of_class.replicas}
-        # (estimated time in ms, replica), a heap.
-        self._times = [(0.0, replica) for replica in of_class.replicas]
-
-    def offer_ms(self, length: int) -> float:
-        """Estimated time of the least loaded replica with one more sequence."""
-        return self._grown(length).estimated_time_ms(self.cost)
-
-    def take(self, length: int) -> int:
-        """Assign the sequence to the least loaded replica, which is returned."""
-        replica = self._times[0][1]
-        grown = self._grown(length)
-        self._loads[replica] = grown
-        heapq.heapreplace(self._times, (grown.estimated_time_ms(self.cost), replica))
-        return replica
-
-    def _grown(self, length: int) -> _Load:
-        time_ms = self.cost.sequence_time_ms(length)
-        return self._loads[self._times[0][1]].with_sequence(length, time_ms)
 
 
 def useful_num_micro_batches(work_ms: float, cost: SchemeCost) -> float:

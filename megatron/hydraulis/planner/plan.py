@@ -53,6 +53,9 @@ MS_PER_S = 1e3
 _FORMAT_VERSION = 1
 # Times are sums of a few thousand floats, which may be added up in another order.
 _RELATIVE_TOLERANCE = 1e-9
+# Beginnings of the statuses that mark a plan, the worst last. A plan is greedy where the search
+# failed, or where the process that searches was lost.
+_MARKS = ("time limit", "solver ", "greedy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +69,6 @@ class StageReport:
     """Predicted time of the answer."""
     bound_s: float
     """Proved lower limit of that time."""
-    gap: float
-    """(objective - bound) / objective; 0.0 when both are 0."""
     seconds: float
     """Time spent searching; not part of a plan's digest."""
     status: str
@@ -76,23 +77,17 @@ class StageReport:
     def __post_init__(self) -> None:
         check_time("objective_s of a planning stage", self.objective_s)
         check_time("bound_s of a planning stage", self.bound_s)
-        check_time("gap of a planning stage", self.gap)
         check_time("seconds of a planning stage", self.seconds)
-        if self.objective_s < self.bound_s and not _close(self.objective_s, self.bound_s):
+        if _is_below(self.objective_s, self.bound_s):
             raise PlanError(
                 f"nothing is better than a bound but the objective {self.objective_s} s is below "
                 f"the bound {self.bound_s} s; correct the bound"
             )
 
-    @classmethod
-    def of(
-        cls, *, objective_s: float, bound_s: float, seconds: float, status: str
-    ) -> "StageReport":
-        """A report whose gap follows from objective and bound."""
-        gap = max(0.0, (objective_s - bound_s) / objective_s) if objective_s > 0.0 else 0.0
-        return cls(
-            objective_s=objective_s, bound_s=bound_s, gap=gap, seconds=seconds, status=status
-        )
+    @property
+    def gap(self) -> float:
+        """(objective - bound) / objective; 0.0 when both are 0."""
+        return _gap(self.objective_s, self.bound_s)
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name."""
@@ -110,10 +105,10 @@ class StageReport:
         report = cls(
             objective_s=content.number("objective_s"),
             bound_s=content.number("bound_s"),
-            gap=content.number("gap"),
             seconds=content.number("seconds"),
             status=content.text("status"),
         )
+        content.number("gap")  # It follows from the others.
         content.check_all_read()
         return report
 
@@ -161,9 +156,7 @@ class IterationPlan:
                         f"micro-batches; remove it from one"
                     )
                 seen_sequences.update(micro_batch.sequences)
-        if self.predicted_time_s < self.makespan_s and not _close(
-            self.predicted_time_s, self.makespan_s
-        ):
+        if _is_below(self.predicted_time_s, self.makespan_s):
             raise self._error(
                 f"an iteration takes at least its makespan but {self.predicted_time_s} s are "
                 f"predicted and {self.makespan_s} s for the slowest replica; correct the time"
@@ -372,13 +365,13 @@ def _report_from_json(plan: JsonObject, stage: str) -> StageReport | None:
     return StageReport.from_json(plan.nested(content, f"{stage} of the plan"))
 
 
-def _close(left: float, right: float) -> bool:
-    return math.isclose(left, right, rel_tol=_RELATIVE_TOLERANCE)
+def _is_below(time_s: float, bound_s: float) -> bool:
+    """Whether a time is smaller than its lower bound by more than rounding."""
+    return time_s < bound_s and not math.isclose(time_s, bound_s, rel_tol=_RELATIVE_TOLERANCE)
 
 
-# Beginnings of the statuses that mark a plan, the worst last. A plan is greedy where the search
-# failed, or where the process that searches was lost.
-_MARKS = ("time limit", "solver ", "greedy")
+def _gap(time_s: float, bound_s: float) -> float:
+    return max(0.0, (time_s - bound_s) / time_s) if time_s > 0.0 else 0.0
 
 
 def plan_status(plan: IterationPlan) -> str:
@@ -393,10 +386,9 @@ def is_marked(status: str) -> bool:
 
 
 def _badness(status: str) -> int:
-    for number, mark in enumerate(_MARKS):
-        if status.startswith(mark):
-            return 2 + number
-    return 1 if status == "search ended" else 0
+    """Position in the statuses from 'certified' to the worst."""
+    beginnings = ("search ended", *_MARKS)
+    return next((i for i, each in enumerate(beginnings, 1) if status.startswith(each)), 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -418,7 +410,7 @@ class StrategyOutcome:
     def __post_init__(self) -> None:
         if self.bound_s is None or self.found_s is None:
             return
-        if self.found_s < self.bound_s and not _close(self.found_s, self.bound_s):
+        if _is_below(self.found_s, self.bound_s):
             raise PlanError(
                 f"strategy {self.name!r}: nothing is better than a bound but a plan takes "
                 f"{self.found_s} s and the bound is {self.bound_s} s; correct the bound"
@@ -429,9 +421,7 @@ class StrategyOutcome:
         """(found - bound) / found, None when either is missing."""
         if self.bound_s is None or self.found_s is None:
             return None
-        if self.found_s == 0.0:
-            return 0.0
-        return max(0.0, (self.found_s - self.bound_s) / self.found_s)
+        return _gap(self.found_s, self.bound_s)
 
     @property
     def is_chosen(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,14 +90,9 @@ class CertifiedPlanner:
         plan, searches = self._plan(lengths, iteration)
         if searches is None:
             return replace(self._greedy.explain(lengths, iteration=iteration), plan=plan)
-        by_name = {search.strategy.name: search for search in searches}
-        return PlanExplanation(
-            plan=plan,
-            strategies=tuple(
-                _outcome(strategy.name, by_name.get(strategy.name), plan)
-                for strategy in self._costs.pool.strategies
-            ),
-        )
+        bounds_ms = {search.strategy.name: _bound_ms(search) for search in searches}
+        found_ms = {search.strategy.name: _found_ms(search) for search in searches}
+        return _explanation(self._costs.pool, plan, bounds_ms, found_ms)
 
     def _plan(
         self, lengths: Sequence[int], iteration: int
@@ -176,19 +171,31 @@ def _bound_ms(search: StrategySearch) -> float:
     return search.bound_ms + search.overhead_ms
 
 
-def _outcome(name: str, search: StrategySearch | None, plan: IterationPlan) -> StrategyOutcome:
-    if search is None:
-        return StrategyOutcome(name=name, bound_s=None, found_s=None, why_not_chosen=_INFEASIBLE)
-    bound_s, found_s = _bound_ms(search) / MS_PER_S, _found_ms(search) / MS_PER_S
-    if name == plan.strategy:
-        why = ""
-    elif bound_s >= plan.predicted_time_s * (1.0 - 2.0 * _ROUNDING):
-        why = f"proved to be no faster than the plan for {plan.strategy!r}"
-    else:
-        why = f"the plan for {plan.strategy!r} is faster than any found for it"
-    return StrategyOutcome(
-        name=name, bound_s=min(bound_s, found_s), found_s=found_s, why_not_chosen=why
-    )
+def _explanation(
+    pool: Pool, plan: IterationPlan, bounds_ms: Mapping[str, float], found_ms: Mapping[str, float]
+) -> PlanExplanation:
+    """bounds_ms, found_ms: by name of the strategies that are feasible, and that were searched."""
+    outcomes = []
+    for name in (strategy.name for strategy in pool.strategies):
+        bound_s = found_s = None
+        if name in bounds_ms:
+            bound_s = bounds_ms[name] / MS_PER_S
+        if name in found_ms:
+            found_s = found_ms[name] / MS_PER_S
+        if name == plan.strategy:
+            why = ""
+        elif bound_s is None:
+            why = _INFEASIBLE
+        elif bound_s >= plan.predicted_time_s * (1.0 - 2.0 * _ROUNDING):
+            why = f"proved to be no faster than the plan for {plan.strategy!r}"
+        else:
+            why = f"the plan for {plan.strategy!r} is faster than any found for it"
+        if bound_s is not None and found_s is not None:
+            bound_s = min(bound_s, found_s)
+        outcomes.append(
+            StrategyOutcome(name=name, bound_s=bound_s, found_s=found_s, why_not_chosen=why)
+        )
+    return PlanExplanation(plan=plan, strategies=tuple(outcomes))
 
 
 def _marked(plan: IterationPlan, status: str) -> IterationPlan:
@@ -216,12 +223,7 @@ class GreedyPlanner:
 
     def explain(self, lengths: Sequence[int], *, iteration: int = 0) -> PlanExplanation:
         """Plan, and say why each strategy was chosen or not; raises what plan raises."""
-        plan, bounds_ms, found_ms = self._plan(lengths, iteration)
-        outcomes = (
-            self._outcome(strategy, plan, bounds_ms.get(strategy.name), found_ms.get(strategy.name))
-            for strategy in self.costs.pool.strategies
-        )
-        return PlanExplanation(plan=plan, strategies=tuple(outcomes))
+        return _explanation(self.costs.pool, *self._plan(lengths, iteration))
 
     def _plan(
         self, lengths: Sequence[int], iteration: int
@@ -253,28 +255,6 @@ class GreedyPlanner:
         plan.validate(batch, best.strategy, partial(self.costs.limits.max_tokens, best.strategy))
         return plan, bounds_ms, found_ms
 
-    def _outcome(
-        self,
-        strategy: Strategy,
-        plan: IterationPlan,
-        bound_ms: float | None,
-        found_ms: float | None,
-    ) -> StrategyOutcome:
-        if strategy.name == plan.strategy:
-            why = ""
-        elif bound_ms is None:
-            why = _INFEASIBLE
-        elif found_ms is None:
-            why = f"its bound is no better than the plan for {plan.strategy!r}"
-        else:
-            why = f"the plan for {plan.strategy!r} is faster"
-        return StrategyOutcome(
-            name=strategy.name,
-            bound_s=None if bound_ms is None else bound_ms / MS_PER_S,
-            found_s=None if found_ms is None else found_ms / MS_PER_S,
-            why_not_chosen=why,
-        )
-
     def _candidate(self, strategy: Strategy, bound_ms: float, batch: Sequence[int]) -> Candidate:
         dispatch_start_s = time.perf_counter()
         costs = self.costs.replica_costs(strategy)
@@ -290,7 +270,7 @@ class GreedyPlanner:
         ]
         end_s = time.perf_counter()
         report = partial(
-            StageReport.of,
+            StageReport,
             objective_s=max(packing.time_ms for packing in packings) / MS_PER_S,
             status=_GREEDY,
         )

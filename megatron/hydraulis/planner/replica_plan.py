@@ -192,15 +192,6 @@ def _groups_from_json(content: JsonObject) -> tuple[ContextGroup, ...]:
     return tuple(groups)
 
 
-def _check_fits_scheme(micro_batch: MicroBatch, scheme: Scheme) -> None:
-    if micro_batch.groups and not scheme.splits_cp:
-        raise PlanError(
-            f"only a scheme like cp8~ splits its cp ranks but {scheme} has a micro-batch with "
-            f"context groups; leave them out or plan for a scheme with '~'"
-        )
-    micro_batch.check_width(scheme.cp)
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
     """The share of one replica, possibly empty.
@@ -223,7 +214,12 @@ class ReplicaPlan:
             raise PlanError(f"replica of a plan: {error}") from None
         check_time("predicted_time_s of a replica", self.predicted_time_s)
         for micro_batch in self.micro_batches:
-            _check_fits_scheme(micro_batch, self.scheme)
+            if micro_batch.groups and not self.scheme.splits_cp:
+                raise PlanError(
+                    f"only a scheme like cp8~ splits its cp ranks but {self.scheme} has a "
+                    f"micro-batch with context groups; leave them out or plan for a scheme with '~'"
+                )
+            micro_batch.check_width(self.scheme.cp)
 
     @property
     def replica(self) -> Replica:

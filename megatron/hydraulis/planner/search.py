@@ -199,9 +199,7 @@ class StrategySearch:
             is_certified = self.found_ms <= bound_ms / (1.0 - TARGET_GAP) * (1.0 + _ROUNDING)
             status = "certified" if is_certified else "search ended"
         objective_s, bound_s = self.found_ms / MS_PER_S, min(bound_ms, self.found_ms) / MS_PER_S
-        return StageReport.of(
-            objective_s=objective_s, bound_s=bound_s, seconds=seconds, status=status
-        )
+        return StageReport(objective_s=objective_s, bound_s=bound_s, seconds=seconds, status=status)
 
     def _packing_bound_ms(self) -> float:
         """No packing of the best plan's dispatch has a smaller makespan."""

@@ -256,8 +256,10 @@ def account(
     begin_ms, end_ms = iteration.begin_ms, iteration.end_ms
     ends_ms = iteration.replica_ends_ms
     slowest_ms = max(ends_ms)
+    makespan_ms = slowest_ms - begin_ms
     work_ms = fill_ms = waiting_ms = 0.0
     gaps_ms: list[float] = []
+    rank_times_ms: list[float] = []
     num_in_replicas = 0
     for replica, replica_end_ms in zip(iteration.replicas, ends_ms, strict=True):
         num_per_stage = replica.replica.scheme.tp * replica.replica.scheme.cp
@@ -267,8 +269,10 @@ def account(
             work_ms += num_per_stage * stage_work_ms
             fill_ms += num_per_stage * (replica_end_ms - begin_ms - stage_work_ms)
         waiting_ms += replica.replica.num_ranks * (slowest_ms - replica_end_ms)
+        rank_times_ms.append(replica.replica.num_ranks * (replica_end_ms - begin_ms))
         gaps_ms += _gaps_ms(replica, started_ms, end_ms, iteration.number)
     num_idle = strategy.num_ranks - num_in_replicas
+    rank_time_ms = math.fsum(rank_times_ms)
     result = IterationAccount(
         iteration=iteration.number,
         strategy=strategy.name,
@@ -276,12 +280,12 @@ def account(
         num_tokens=iteration.work.num_tokens,
         num_padding=iteration.work.num_padding,
         time_ms=end_ms - started_ms,
-        makespan_ms=slowest_ms - begin_ms,
+        makespan_ms=makespan_ms,
         replica_times_ms=tuple(each_ms - begin_ms for each_ms in ends_ms),
-        imbalance=_imbalance(iteration, slowest_ms),
+        imbalance=makespan_ms * num_in_replicas / rank_time_ms if rank_time_ms else 1.0,
         work_ms=work_ms,
         fill_ms=fill_ms,
-        imbalance_ms=waiting_ms + num_idle * (slowest_ms - begin_ms),
+        imbalance_ms=waiting_ms + num_idle * makespan_ms,
         regroup_ms=strategy.num_ranks * (end_ms - slowest_ms),
         planning_ms=strategy.num_ranks * (begin_ms - started_ms),
         received_bytes=received_bytes,
@@ -309,14 +313,6 @@ def _gaps_ms(replica: ReplicaTasks, from_ms: float, to_ms: float, number: int) -
                 )
             gaps_ms.append(num_per_stage * (stop_ms - start_ms))
     return gaps_ms
-
-
-def _imbalance(iteration: IterationTasks, slowest_ms: float) -> float:
-    begin_ms = iteration.begin_ms
-    nums = [replica.replica.num_ranks for replica in iteration.replicas]
-    ends = zip(nums, iteration.replica_ends_ms, strict=True)
-    total_ms = math.fsum(num_ranks * (end_ms - begin_ms) for num_ranks, end_ms in ends)
-    return (slowest_ms - begin_ms) * sum(nums) / total_ms if total_ms else 1.0
 
 
 def _check_sum(number: int, what: str, found_ms: float, wanted_ms: float) -> None:

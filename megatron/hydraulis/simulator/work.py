@@ -76,23 +76,19 @@ class MicroBatchWork:
         if not self.groups:
             return [self.time_ms(coefficients) for coefficients in stages(scheme)]
         groups_ms = [
-            [
-                coefficients.a_ms_per_token2 * sum_of_squares
-                + coefficients.b_ms_per_token * num_tokens
-                + coefficients.c_ms
-                for coefficients in stages(scheme.of_context_group(cp))
-            ]
-            for cp, num_tokens, sum_of_squares in self.groups
+            [_time_ms(each, *sums) for each in stages(scheme.of_context_group(cp))]
+            for cp, *sums in self.groups
         ]
         return [max(of_stage) for of_stage in zip(*groups_ms, strict=True)]
 
     def time_ms(self, coefficients: Coefficients) -> float:
         """Forward and backward on a stage of these coefficients, without groups."""
-        return (
-            coefficients.a_ms_per_token2 * self.sum_of_squares
-            + coefficients.b_ms_per_token * self.num_computed
-            + coefficients.c_ms
-        )
+        return _time_ms(coefficients, self.num_computed, self.sum_of_squares)
+
+
+def _time_ms(coefficients: Coefficients, num_tokens: int, sum_of_squares: int) -> float:
+    a, b = coefficients.a_ms_per_token2, coefficients.b_ms_per_token
+    return a * sum_of_squares + b * num_tokens + coefficients.c_ms
 
 
 @dataclass(frozen=True, slots=True)

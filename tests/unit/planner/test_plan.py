@@ -32,7 +32,7 @@ def make_plan() -> IterationPlan:
             ReplicaPlan(tp1.scheme, tp1.ranks, (), 0.0),
         ),
         predicted_time_s=0.5,
-        dispatch=StageReport.of(objective_s=0.5, bound_s=0.4, seconds=0.01, status="greedy"),
+        dispatch=StageReport(objective_s=0.5, bound_s=0.4, seconds=0.01, status="greedy"),
         plan_time_s=0.02,
     )
 
@@ -128,7 +128,7 @@ def test_impossible_shares() -> None:
 
 def test_impossible_reports() -> None:
     with pytest.raises(PlanError, match=r"objective 0\.4 s is below the bound 0\.5 s"):
-        StageReport.of(objective_s=0.4, bound_s=0.5, seconds=0.0, status="greedy")
+        StageReport(objective_s=0.4, bound_s=0.5, seconds=0.0, status="greedy")
 
 
 def test_impossible_plans() -> None:

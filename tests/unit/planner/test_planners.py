@@ -402,7 +402,7 @@ def test_the_worse_status_counts(pool: Pool, model: ProfileCostModel) -> None:
     plan = CertifiedPlanner(pool, model).plan(LENGTHS)
 
     def report(status: str) -> StageReport:
-        return StageReport.of(objective_s=1.0, bound_s=1.0, seconds=0.0, status=status)
+        return StageReport(objective_s=1.0, bound_s=1.0, seconds=0.0, status=status)
 
     ranked = ["certified", "search ended", "time limit", "solver error", "greedy: KeyError"]
     for index, worse in enumerate(ranked):
