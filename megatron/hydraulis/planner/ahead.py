@@ -121,12 +121,12 @@ class LookAheadPlanner:
                 plan = self._process.result(iteration)
             except (PlannerProcessDied, PlannerProcessHung) as error:
                 self._recover(error)
-                continue
             except PlanError:
                 del self._open[iteration]
                 raise
-            del self._open[iteration]
-            return plan, time.perf_counter() - start_s
+            else:
+                del self._open[iteration]
+                return plan, time.perf_counter() - start_s
         planner = self._stand_in if self.is_lost else self._planner
         plan = PlanText.of(planner.plan(self._open.pop(iteration), iteration=iteration))
         return plan, time.perf_counter() - start_s

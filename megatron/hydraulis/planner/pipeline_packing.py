@@ -8,6 +8,7 @@ sequences and every pair of micro-batches in the order, and takes the best by ex
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -100,8 +101,9 @@ class ReplicaPacker:
         num_tokens = sum(self.lengths[sequence] for sequence in sequences)
         center = self._best_num(work_ms, num_tokens, len(sequences), sequences[0])
         first, last = max(1, center - _NUM_MORE_PACKED), center + _NUM_MORE_PACKED
+        near = range(first, min(last, len(sequences)) + 1)
         more = ([num] for num in range(last + 1, len(sequences)))
-        for nums in (range(first, min(last, len(sequences)) + 1), *more):
+        for nums in itertools.chain([near], more):
             found = [each for num in nums for each in self._in_shapes(sequences, work_ms, num)]
             if found:
                 return min(found, key=lambda packing: packing.time_ms)

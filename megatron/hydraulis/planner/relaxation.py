@@ -115,8 +115,7 @@ class Relaxation:
         num_buckets, num_modes = len(self.buckets), len(modes)
         spread = solution.values[: num_buckets * num_modes].reshape(num_buckets, num_modes)
         owed = np.zeros((num_buckets, len(self.classes)))
-        for column, mode in enumerate(modes):
-            owed[:, mode.replica_class] += spread[:, column]
+        np.add.at(owed.T, [mode.replica_class for mode in modes], spread.T)
         return owed
 
     def _program(
@@ -144,8 +143,6 @@ class Relaxation:
                     lengths=self.lengths,
                     num_tokens=self._num_tokens,
                 )
-        if not modes:
-            return None
         able = np.array(
             [[bucket.low <= mode.tier.longest for mode in modes] for bucket in self.buckets]
         )
