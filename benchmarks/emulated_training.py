@@ -128,7 +128,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_json(scaled, dataclasses.replace(device.cost_model, device=name).to_json())
         entry.main(
             [*flags, COST_PROFILE, str(scaled)],
-            entry.UserHooks(engine=partial(EmulatedEngine, emulated=device)),
+            entry.UserHooks(
+                engine=partial(EmulatedEngine, emulated=device),
+                notes=(f"{device.notice[:1].upper()}{device.notice[1:]}.",),
+            ),
         )
 
 

@@ -292,7 +292,8 @@ _FAMILIES = (
     Family(
         "emulation",
         "emulated devices are part of the benchmarks",
-        "give the same flags to torchrun -m benchmarks.emulated_training",
+        "in a checkout of the repository give the same flags to torchrun -m "
+        "benchmarks.emulated_training",
         r"emulate-",
     ),
     Family(

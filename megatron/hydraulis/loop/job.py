@@ -90,6 +90,8 @@ class UserHooks:
     """``model_provider(pre_process, post_process, config=, pg_collection=)``: one stage."""
     engine: Callable[..., Engine] = Engine
     """What builds the engine: a subclass can watch, or replace, what it is given to run."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the run's report must know, a sentence each; kept in ``config.json``."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,10 @@ class Job:
             for part in corpora
             if part is not None
         }
-        configuration = self._planning.description_of(self._resolved) | {"corpus": corpus}
+        configuration = self._planning.description_of(self._resolved) | {
+            "corpus": corpus,
+            "notes": list(self._hooks.notes),
+        }
         try:
             write_json(self._run_dir / "config.json", configuration)
         except OSError as error:

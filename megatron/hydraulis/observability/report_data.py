@@ -150,6 +150,7 @@ def read_run(
     )
     if only_last_start:
         return run
+    notes += map(str, config.get("notes") or ())
     run = _with_earlier_parts(run, notes)
     spans = _read_spans(run, trace, notes)
     notes += _interruptions(run)
@@ -298,10 +299,6 @@ def _interruptions(run: Run) -> list[str]:
     num_missing = last - run.records[0].iteration + 1 - len(run.records)
     if num_missing:
         notes.append(f"{num_missing} iterations in between are missing in {METRICS_FILE_NAME}.")
-    if run.setting("hydraulis", "emulate_device"):
-        notes.append(
-            "The device was emulated: times are those of its cost profile, losses mean nothing."
-        )
     return notes
 
 

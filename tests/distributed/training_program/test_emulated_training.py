@@ -49,6 +49,8 @@ def test_iterations_take_at_least_their_modelled_time_and_keep_their_tokens(
     assert len(notices) == 1
     assert "modelled for imagined (made up, 2026-01-01) times 0.25" in notices[0]
     assert "losses" in notices[0]
+    (note,) = json.loads((run.run_dir / "config.json").read_text())["notes"]
+    assert "losses" in note
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What is read from a run folder in any state, and numbers against figures worked out by hand."""
 
+import json
 import shutil
 import statistics
 from pathlib import Path
@@ -59,6 +60,14 @@ def test_iterations_that_ran_twice_count_once(tmp_path: Path) -> None:
     assert run.starts == {1, 5}
     (note,) = run.notes
     assert "from iteration 5 after it had reached 6" in note
+
+
+def test_notes_of_the_configuration_are_in_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path, make_records(8))
+    write_config(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"notes": ["Losses mean nothing."]}))
+    assert read_run(tmp_path).notes == ("Losses mean nothing.",)
 
 
 def test_a_resumed_run_goes_on_from_the_folder_set_aside(tmp_path: Path) -> None:
