@@ -318,6 +318,11 @@ int stand_in_computing(int value) {
   return before;
 }
 void stand_in_require_values(int value) { values_are_required = value; }
+// A kernel whose values the caller computes; whether they are required.
+int stand_in_kernel(const char* name, void* stream) {
+  if (logs_kernels()) stand_in::log_line("KERNEL stream %p %s", stream, name);
+  return values_are_required;
+}
 void stand_in_never_ready(int value) { is_never_ready = value; }
 
 // ---- devices ----

@@ -15,6 +15,7 @@ def driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     for name in ("stand_in_used_bytes", "stand_in_peak_bytes"):
         getattr(library, name).restype = ctypes.c_size_t
+    library.stand_in_kernel.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
     return library
 
 

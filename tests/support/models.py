@@ -18,7 +18,7 @@ from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_spec
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.gloo_pool import worker_groups
@@ -44,6 +44,9 @@ class SmallModel:
     swiglu: bool = True
     position_embedding: str = "rope"
     core_attention: CoreAttentionName = "sdpa"
+    cp_comm_type: str | None = None
+    has_te_layers: bool = False
+    """On CUDA; the reference on the CPU has local layers."""
 
     def transformer(self) -> TransformerConfig:
         """Upstream's configuration of the whole model."""
@@ -71,6 +74,7 @@ class SmallModel:
             gradient_accumulation_fusion=False,
             persist_layer_norm=False,
             transformer_impl="local",
+            cp_comm_type=self.cp_comm_type,
             init_method_std=0.1,
         )
 
@@ -79,9 +83,12 @@ class SmallModel:
         spec = get_gpt_layer_local_spec(
             qk_layernorm=self.qk_layernorm, normalization=self.normalization
         )
+        transformer = self.transformer()
+        has_te = self.has_te_layers and torch.cuda.is_available()
         return ModelDefinition(
-            transformer=self.transformer(),
+            transformer=transformer,
             layer_spec=spec,
+            built_layer_spec=te_layer_spec(transformer) if has_te else None,
             vocab_size=self.vocab_size,
             padded_vocab_size=self.padded_vocab_size,
             max_sequence_length=256,

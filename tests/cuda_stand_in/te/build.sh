@@ -38,19 +38,22 @@ fi
 binding=site/transformer_engine_torch.$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX").lstrip("."))')
 if [ ! -f "$binding" ]; then
     cd "transformer_engine_torch-$version"
-    export flags="-std=c++20 -O0 -g0 -fPIC -w -fvisibility=hidden
-        -DTORCH_EXTENSION_NAME=transformer_engine_torch -DTORCH_API_INCLUDE_EXTENSION_H
-        -Icommon_headers -Icommon_headers/common -Icommon_headers/common/include -Icsrc
-        -I$(paths include) -I$packages/torch/include -I$packages/torch/include/torch/csrc/api/include
-        -I$cuda -I$nvidia/cudnn/include -I$nvidia/nccl/include -I$folder/headers/include
-        -I$folder/headers/nvidia/cu13/include -I$folder/headers/nvidia/cu13/include/cccl"
+    # Read by each compiler as a file of options.
+    cat >options <<END
+-std=c++20 -O0 -g0 -fPIC -w -fvisibility=hidden
+-DTORCH_EXTENSION_NAME=transformer_engine_torch -DTORCH_API_INCLUDE_EXTENSION_H
+-Icommon_headers -Icommon_headers/common -Icommon_headers/common/include -Icsrc
+-I$(paths include) -I$packages/torch/include -I$packages/torch/include/torch/csrc/api/include
+-I$cuda -I$nvidia/cudnn/include -I$nvidia/nccl/include -I$folder/headers/include
+-I$folder/headers/nvidia/cu13/include -I$folder/headers/nvidia/cu13/include/cccl
+END
     mkdir -p objects precompiled
     echo '#include "extensions.h"' >precompiled/all.h
     [ -f precompiled/all.h.gch ] ||
-        g++ $flags -x c++-header precompiled/all.h -o precompiled/all.h.gch
+        g++ @options -x c++-header precompiled/all.h -o precompiled/all.h.gch
     compile() {
         object=objects/$(tr / _ <<<"$1").o
-        [ -f "$object" ] || g++ -include precompiled/all.h $flags -c "$1" -o "$object"
+        [ -f "$object" ] || g++ -include precompiled/all.h @options -c "$1" -o "$object"
     }
     export -f compile
     find csrc -name '*.cpp' | sort | xargs -P "$(nproc)" -I{} bash -c 'compile {}'

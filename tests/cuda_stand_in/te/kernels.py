@@ -1,0 +1,533 @@
+"""Reference computations for what Transformer Engine's Python side calls in its binding.
+
+`replace` puts them in place of the binding's functions. Each allocates what the binding's function
+allocates and counts as one kernel. Where values are required, the CPU computes them from aliases of
+the arguments. FP8, dropout, fused GELU and overlap with user buffers are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.cuda_stand_in.attention import _forward as attention_forward
+from tests.cuda_stand_in.attention import _refuse, _window_bias
+from tests.cuda_stand_in.device import driver
+from tests.cuda_stand_in.values import alias
+
+Tensors = tuple[Tensor, ...]
+
+
+def replace() -> None:
+    """Replace the binding's functions in this process."""
+    # It loads the libraries that the binding needs.
+    from transformer_engine.pytorch import cpp_extensions
+
+    binding = import_module("transformer_engine_torch")
+    for kernel in _KERNELS:
+        name = kernel.__name__
+        # Functions of Transformer Engine's Python side may have the name of what they call.
+        original = getattr(binding, name)
+        for module in (binding, cpp_extensions):
+            if getattr(module, name, None) is original:
+                setattr(module, name, kernel)
+
+
+def rmsnorm_fwd(
+    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, *others: Any
+) -> list[Any]:
+    """Output, None and the reciprocal of the root mean square, (tokens,) fp32."""
+    _refuse(quantizer=quantizer, zero_centered_gamma=others[1])
+    out = _new(x.shape, x, _torch_type(dtype)) if out is None else out
+    scale = _new(x.shape[:1], x, torch.float32)
+
+    def compute(x: Tensor, weight: Tensor) -> Tensors:
+        x = x.float()
+        scale = (x.square().mean(-1) + eps).rsqrt()
+        return x * scale[:, None] * weight.float(), scale
+
+    _launch("rmsnorm_fwd", compute, (x, weight), (out, scale))
+    return [out, None, scale]
+
+
+def rmsnorm_bwd(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *others: Any) -> list[Any]:
+    """Gradients of input and weight."""
+    _refuse(zero_centered_gamma=others[1])
+    outs = torch.empty_like(x), torch.empty_like(weight)
+
+    def compute(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> Tensors:
+        grad, normed = grad.float().view_as(x), x.float() * scale[:, None]
+        scaled = grad * weight.float()
+        mean = (scaled * normed).mean(-1, keepdim=True)
+        return scale[:, None] * (scaled - normed * mean), (grad * normed).sum(0)
+
+    _launch("rmsnorm_bwd", compute, (grad, x, scale, weight), outs)
+    return list(outs)
+
+
+def layernorm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    out: Any,
+    quantizer: Any,
+    dtype: Any,
+    *others: Any,
+) -> list[Any]:
+    """Output, mean and the reciprocal of the standard deviation, (tokens,) fp32."""
+    _refuse(quantizer=quantizer, zero_centered_gamma=others[1])
+    out = _new(x.shape, x, _torch_type(dtype)) if out is None else out
+    mean, scale = (_new(x.shape[:1], x, torch.float32) for _ in range(2))
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor) -> Tensors:
+        x = x.float()
+        mean, scale = x.mean(-1), (x.var(-1, correction=0) + eps).rsqrt()
+        normed = (x - mean[:, None]) * scale[:, None]
+        return normed * weight.float() + bias.float(), mean, scale
+
+    _launch("layernorm_fwd", compute, (x, weight, bias), (out, mean, scale))
+    return [out, mean, scale]
+
+
+def layernorm_bwd(
+    grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, *others: Any
+) -> list[Any]:
+    """Gradients of input, weight and bias."""
+    _refuse(zero_centered_gamma=others[1])
+    outs = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+
+    def compute(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor) -> Tensors:
+        grad, normed = grad.float().view_as(x), (x.float() - mean[:, None]) * scale[:, None]
+        scaled = grad * weight.float()
+        d_x = scaled - scaled.mean(-1, keepdim=True)
+        d_x = d_x - normed * (scaled * normed).mean(-1, keepdim=True)
+        return d_x * scale[:, None], (grad * normed).sum(0), grad.sum(0)
+
+    _launch("layernorm_bwd", compute, (grad, x, mean, scale, weight), outs)
+    return list(outs)
+
+
+def generic_gemm(
+    a: Tensor,
+    is_a_transposed: bool,
+    b: Tensor,
+    is_b_transposed: bool,
+    out: Tensor | None,
+    quantizer: Any,
+    dtype: Any,
+    bias: Tensor | None,
+    bias_type: Any,
+    gelu: bool,
+    gelu_in: Any,
+    is_backward: bool,
+    workspace: Tensor,
+    workspace_size: int,
+    accumulates: bool,
+    *others: Any,
+    comm_overlap: Any = None,
+    extra_output: Any = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    **more: Any,
+) -> tuple[Any, ...]:
+    """``b @ a`` in row-major order, with either operand transposed, in fp32.
+
+    Returns:
+        The product, the gradient of the bias in the backward, two results that are not supported.
+    """
+    _refuse(quantizer=quantizer, gelu=gelu, comm_overlap=comm_overlap, extra_output=extra_output)
+    _refuse(scaled=alpha != 1.0 or (beta or 0.0) != float(accumulates))
+    a_flat, b_flat = a.flatten(0, -2), b.flatten(0, -2)
+    columns = a_flat.size(0 if is_a_transposed else 1)
+    shape = (b_flat.size(1), columns) if is_b_transposed else (*b.shape[:-1], columns)
+    if out is None:
+        out = _new(shape, b, b.dtype if dtype is None else _torch_type(dtype))
+    has_bias_gradient = bias is not None and is_backward
+    bias_gradient = None
+    if has_bias_gradient:
+        assert bias is not None
+        bias_gradient = _new((b_flat.size(1),), b, bias.dtype)
+
+    def compute(a: Tensor, b: Tensor, bias: Tensor | None, before: Tensor) -> Tensors:
+        wide = torch.promote_types(a.dtype, torch.float32)
+        a, b = a.to(wide), b.to(wide)
+        product = (b.t() if is_b_transposed else b) @ (a.t() if is_a_transposed else a)
+        if bias is not None and not is_backward:
+            product = product + bias.to(wide)
+        if accumulates:
+            product = product + before.view_as(product)
+        return (product, b.sum(0)) if has_bias_gradient else (product,)
+
+    outs = (out,) if bias_gradient is None else (out, bias_gradient)
+    _launch("generic_gemm", compute, (a_flat, b_flat, bias, out), outs)
+    return out, bias_gradient, None, None
+
+
+def fused_attn_fwd(
+    max_q: int,
+    max_k: int,
+    is_training: bool,
+    scale: float,
+    dropout: float,
+    zeroes: bool,
+    layout: Any,
+    out_format: Any,
+    scale_format: Any,
+    bias_type: Any,
+    mask: Any,
+    softmax: Any,
+    window: Any,
+    is_bottom_right: bool,
+    lengths_q: Tensor,
+    lengths_k: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dtype: Any,
+    borders_q: Tensor | None,
+    borders_k: Tensor | None,
+    *others: Any,
+) -> list[Tensor]:
+    """Packed rows: output, log-sum-exp (tokens, heads, 1) fp32, state of random numbers."""
+    page_k, _, s_quantizer, o_quantizer, bias, offset, *_ = others
+    _refuse(dropout=dropout, bias=bias is not None, offset=offset is not None)
+    _refuse(pages=page_k is not None, s_quantizer=s_quantizer, o_quantizer=o_quantizer)
+    out = _new((*query.shape[:-1], value.size(-1)), query, query.dtype)
+    lse = _new((*query.shape[:-1], 1), query, torch.float32)
+    random_state = _new((2,), query, torch.int64)
+
+    def compute(q: Tensor, k: Tensor, v: Tensor, *cuts: Any) -> Tensors:
+        found, sums = torch.zeros(out.shape), torch.zeros(lse.shape)
+        for q_at, k_at in _segments(*cuts):
+            bias = _bias(q_at, k_at, mask, is_bottom_right)
+            here, keys, values = (x.transpose(0, 1) for x in (q[q_at], k[k_at], v[k_at]))
+            part, lse_part = attention_forward(here, keys, values, scale, bias)
+            found[q_at] = part.transpose(0, 1)
+            sums[q_at] = lse_part.transpose(0, 1).unsqueeze(-1)
+        return found, sums, torch.zeros(2, dtype=torch.int64)
+
+    given = (query, key, value, lengths_q, lengths_k, borders_q, borders_k)
+    _launch("fused_attn_fwd", compute, given, (out, lse, random_state))
+    return [out, lse, random_state]
+
+
+def fused_attn_bwd(
+    max_q: int,
+    max_k: int,
+    scale: float,
+    dropout: float,
+    zeroes: bool,
+    layout: Any,
+    out_format: Any,
+    grad_format: Any,
+    grads_layout: Any,
+    scale_format: Any,
+    grad_scale_format: Any,
+    bias_type: Any,
+    mask: Any,
+    softmax: Any,
+    window: Any,
+    is_bottom_right: bool,
+    is_deterministic: bool,
+    lengths_q: Tensor,
+    lengths_k: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    grad: Tensor,
+    dtype: Any,
+    kept: list[Tensor],
+    borders_q: Tensor | None,
+    borders_k: Tensor | None,
+    *others: Any,
+) -> list[Any]:
+    """Gradients of queries, keys and values, for the log-sum-exp that the forward kept.
+
+    That may include keys of other ranks, so probabilities come from it, as in the kernel.
+    """
+    _refuse(dropout=dropout)
+    outs = tuple(_new(x.shape, x, x.dtype) for x in (query, key, value))
+
+    def compute(
+        q: Tensor, k: Tensor, v: Tensor, o: Tensor, g: Tensor, lse: Tensor, *cuts: Any
+    ) -> Tensors:
+        found = tuple(torch.zeros(x.shape) for x in (q, k, v))
+        for q_at, k_at in _segments(*cuts):
+            bias = _bias(q_at, k_at, mask, is_bottom_right)
+            heads = (x.transpose(0, 1) for x in (g[q_at], q[q_at], k[k_at], v[k_at], o[q_at]))
+            parts = _attention_gradients(
+                *heads, lse=lse[q_at].transpose(0, 1).float(), scale=scale, bias=bias
+            )
+            for whole, at, part in zip(found, (q_at, k_at, k_at), parts, strict=True):
+                whole[at] = part.transpose(0, 1)
+        return found
+
+    cuts = (lengths_q, lengths_k, borders_q, borders_k)
+    given = (query, key, value, out, grad.view(out.shape), kept[0], *cuts)
+    _launch("fused_attn_bwd", compute, given, outs)
+    return [*outs, None, None]
+
+
+def thd_read_half_tensor(tensor: Tensor, borders: Tensor, half: int) -> Tensor:
+    """The first or second half of every segment, of (tokens, ...) or (2, tokens, ...)."""
+    axis = 0 if tensor.dim() == 3 else 1
+    shape = list(tensor.shape)
+    shape[axis] //= 2
+    out = _new(shape, tensor, tensor.dtype)
+
+    def compute(tensor: Tensor, borders: Tensor) -> Tensors:
+        return (tensor.index_select(axis, _half(borders, half)),)
+
+    _launch("thd_read_half_tensor", compute, (tensor, borders), (out,))
+    return out
+
+
+def thd_second_half_lse_correction(
+    lse: Tensor, of_step: Tensor, borders: Tensor, is_packed: bool
+) -> None:
+    """Add the step's to the log-sum-exp (heads, tokens) of second halves, in place."""
+    _refuse(unpacked=not is_packed)
+
+    def compute(lse: Tensor, of_step: Tensor, borders: Tensor) -> Tensors:
+        at = _half(borders, 1)
+        found = lse.clone()
+        found[:, at] = torch.logaddexp(lse[:, at], of_step[:, : at.numel()])
+        return (found,)
+
+    _launch("thd_second_half_lse_correction", compute, (lse, of_step, borders), (lse,))
+
+
+def thd_read_second_half_lse(lse: Tensor, borders: Tensor, is_packed: bool, size: int) -> Tensor:
+    """(heads, size): the log-sum-exp of second halves."""
+    _refuse(unpacked=not is_packed)
+    out = torch.zeros((lse.size(0), size), dtype=lse.dtype, device=lse.device)
+
+    def compute(lse: Tensor, borders: Tensor) -> Tensors:
+        found = torch.zeros(out.shape)
+        at = _half(borders, 1)
+        found[:, : at.numel()] = lse[:, at]
+        return (found,)
+
+    _launch("thd_read_second_half_lse", compute, (lse, borders), (out,))
+    return out
+
+
+def thd_out_correction(
+    out: Tensor,
+    of_step: Tensor,
+    old_lse: Tensor,
+    lse: Tensor,
+    lse_of_step: Tensor,
+    borders: Tensor,
+    only_second_half: bool,
+    is_packed: bool,
+) -> None:
+    """Merge a step's output into that of the steps before, in place; lse is (heads, tokens)."""
+    _refuse(unpacked=not is_packed)
+
+    def compute(
+        out: Tensor, of_step: Tensor, old: Tensor, new: Tensor, lse_of_step: Tensor, cuts: Tensor
+    ) -> Tensors:
+        at = _half(cuts, 1) if only_second_half else torch.arange(new.size(1))
+
+        def weight(lse: Tensor) -> Tensor:
+            return (lse - new[:, at]).exp().nan_to_num(0.0).t().unsqueeze(-1)
+
+        found = out.float().view(new.size(1), new.size(0), -1).clone()
+        part = of_step.float().view(-1, *found.shape[1:])[: at.numel()]
+        found[at] = found[at] * weight(old[:, at]) + part * weight(lse_of_step[:, : at.numel()])
+        return (found.view(out.shape),)
+
+    given = (out, of_step, old_lse, lse, lse_of_step, borders)
+    _launch("thd_out_correction", compute, given, (out,))
+
+
+def thd_grad_correction(
+    grad: Tensor, of_step: Tensor, borders: Tensor, first: str, second: str
+) -> None:
+    """Add or copy a step's gradient to the halves of every segment, in place.
+
+    Where one half is 'none', ``of_step`` has only the other.
+    """
+
+    def compute(grad: Tensor, of_step: Tensor, borders: Tensor) -> Tensors:
+        found, is_half = grad.clone(), "none" in (first, second)
+        for half, what in enumerate((first, second)):
+            at = _half(borders, half)
+            part = of_step[: at.numel()] if is_half else of_step[at]
+            if what == "add":
+                found[at] += part
+            elif what == "copy":
+                found[at] = part
+            elif what == "zero":
+                found[at] = 0
+        return (found,)
+
+    _launch("thd_grad_correction", compute, (grad, of_step, borders), (grad,))
+
+
+def thd_sequence_order_to_cp_rank_order(
+    tensor: Tensor, borders: Tensor, size: int, num_tokens: int
+) -> Tensor:
+    """All tokens of a row, rank after rank."""
+    tensor = tensor.contiguous()
+    out = torch.empty_like(tensor)
+    _launch(
+        "thd_sequence_order_to_cp_rank_order",
+        lambda tensor, borders: (tensor[_rank_order(borders, size)],),
+        (tensor, borders),
+        (out,),
+    )
+    return out
+
+
+def thd_cp_rank_order_to_sequence_order(
+    tensor: Tensor, borders: Tensor, size: int, num_tokens: int
+) -> Tensor:
+    """The inverse of `thd_sequence_order_to_cp_rank_order`."""
+    tensor = tensor.contiguous()
+    out = torch.empty_like(tensor)
+    _launch(
+        "thd_cp_rank_order_to_sequence_order",
+        lambda tensor, borders: (tensor[_rank_order(borders, size).argsort()],),
+        (tensor, borders),
+        (out,),
+    )
+    return out
+
+
+def thd_copy_valid_tokens_from_per_split_to_rank_local(
+    out: Tensor, tensor: Tensor, begins: Tensor, lengths: Tensor
+) -> None:
+    """Copy the true tokens of every segment, in place."""
+
+    def compute(out: Tensor, tensor: Tensor, begins: Tensor, lengths: Tensor) -> Tensors:
+        found = out.clone()
+        for begin, length in zip(begins.tolist(), lengths.diff().tolist(), strict=False):
+            found[begin : begin + length] = tensor[begin : begin + length]
+        return (found,)
+
+    _launch("thd_copy_valid_tokens", compute, (out, tensor, begins, lengths), (out,))
+
+
+_KERNELS: tuple[Callable[..., Any], ...] = (
+    rmsnorm_fwd,
+    rmsnorm_bwd,
+    layernorm_fwd,
+    layernorm_bwd,
+    generic_gemm,
+    fused_attn_fwd,
+    fused_attn_bwd,
+    thd_read_half_tensor,
+    thd_second_half_lse_correction,
+    thd_read_second_half_lse,
+    thd_out_correction,
+    thd_grad_correction,
+    thd_sequence_order_to_cp_rank_order,
+    thd_cp_rank_order_to_sequence_order,
+    thd_copy_valid_tokens_from_per_split_to_rank_local,
+)
+
+
+def _launch(
+    name: str,
+    compute: Callable[..., Tensors],
+    inputs: tuple[Tensor | None, ...],
+    outputs: Tensors,
+) -> None:
+    """One kernel on the current stream, and its values if they are required."""
+    stream = torch.cuda.current_stream().cuda_stream
+    if not driver().stand_in_kernel(name.encode(), stream):
+        return
+    found = compute(*(None if x is None else _on_cpu(x) for x in inputs))
+    for out, values in zip(outputs, found, strict=True):
+        _on_cpu(out).copy_(values.view(out.shape))
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return alias(tensor.detach()) if tensor.is_cuda else tensor
+
+
+def _new(shape: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=like.device)
+
+
+def _torch_type(dtype: Any) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    from transformer_engine.pytorch.constants import TE_DType_To_Torch
+
+    found: torch.dtype = TE_DType_To_Torch[dtype]
+    return found
+
+
+def _segments(
+    lengths_q: Tensor, lengths_k: Tensor, borders_q: Tensor | None, borders_k: Tensor | None
+) -> list[tuple[slice, slice]]:
+    """Queries and keys of every segment, which begins at a padded border and has a true length."""
+    slices = []
+    for lengths, borders in ((lengths_q, borders_q), (lengths_k, borders_k)):
+        begins = (lengths if borders is None else borders).tolist()
+        sizes = lengths.diff().tolist()
+        slices.append([slice(b, b + size) for b, size in zip(begins, sizes, strict=False)])
+    return list(zip(*slices, strict=True))
+
+
+def _bias(queries: slice, keys: slice, mask: Any, is_bottom_right: bool) -> Tensor:
+    num_q, num_k = queries.stop - queries.start, keys.stop - keys.start
+    is_causal = "CAUSAL" in str(mask).upper()
+    if is_causal and num_q != num_k and not (is_bottom_right or "BOTTOM" in str(mask).upper()):
+        raise NotImplementedError(f"a causal rectangle of {num_q} queries and {num_k} keys")
+    return _window_bias(num_q, num_k, -1, 0 if is_causal else -1)
+
+
+def _attention_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    *,
+    lse: Tensor,
+    scale: float,
+    bias: Tensor,
+) -> Tensors:
+    """All (heads, tokens, size), lse (heads, queries, 1)."""
+    groups = q.size(0) // k.size(0)
+    grad, q, out = grad.float(), q.float(), out.float()
+    k, v = (x.float().repeat_interleave(groups, 0) for x in (k, v))
+    p = (q @ k.transpose(-1, -2) * scale + bias - lse).exp().nan_to_num(0.0)
+    d_scores = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
+    d_k, d_v = d_scores.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+    return d_scores @ k, *(x.unflatten(0, (-1, groups)).sum(1) for x in (d_k, d_v))
+
+
+def _half(borders: Tensor, half: int) -> Tensor:
+    """Places of the first or second half of every segment.
+
+    Borders are those of the row or of a rank's part, whichever cuts what is indexed in halves.
+    """
+    starts, lengths = borders[:-1].tolist(), borders.diff().tolist()
+    return torch.cat(
+        [
+            torch.arange(start + half * (length // 2), start + (half + 1) * (length // 2))
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+    )
+
+
+def _rank_order(borders: Tensor, size: int) -> Tensor:
+    """Places of tokens in a row, as all ranks together hold them: two chunks of every segment."""
+    places = []
+    for rank in range(size):
+        for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+            chunk = (stop - start) // (2 * size)
+            for number in (rank, 2 * size - 1 - rank):
+                places.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+    return torch.cat(places)

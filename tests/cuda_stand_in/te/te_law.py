@@ -1,0 +1,90 @@
+"""The same batch gives the same update under every strategy, with layers and core attention of
+Transformer Engine: its Python side on several ranks of the stand-in, with reference computations
+for its kernels, against the CPU's run of one process with local layers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda_stand_in.lone_ranks import log_of
+from tests.cuda_stand_in.order import check_order, read_log
+from tests.cuda_stand_in.pool import run_logged
+from tests.support.bf16_error import MOST_OF_ONE_PROCESS, worst_ratio
+from tests.support.gloo_pool import pool_of
+from tests.support.law import MAIN_MODEL, SPLITS, assert_law, law_job, waves
+from tests.support.models import Job, RankRun, SmallModel, assemble, run_job
+
+pytestmark = pytest.mark.timeout(900)
+
+FP32_MODEL = replace(MAIN_MODEL, dtype=torch.float32, has_te_layers=True)
+"""Its core attention takes no fp32."""
+BF16_ON_THE_CPU = replace(MAIN_MODEL, dtype=torch.bfloat16, hidden_size=64)
+BF16_MODEL = replace(BF16_ON_THE_CPU, core_attention="te", has_te_layers=True)
+
+STRATEGIES = ("tp2+2*tp1", "cp4~", "pp2+tp2")
+LAYERS = {"generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd"}
+ATTENTION = {"fused_attn_fwd", "fused_attn_bwd"}
+REORDER = {"thd_cp_rank_order_to_sequence_order", "thd_sequence_order_to_cp_rank_order"}
+KERNELS_OF = {
+    "p2p": {
+        "thd_read_half_tensor",
+        "thd_read_second_half_lse",
+        "thd_second_half_lse_correction",
+        "thd_out_correction",
+        "thd_grad_correction",
+    },
+    "all_gather": REORDER | {"thd_copy_valid_tokens"},
+    "a2a": REORDER,
+}
+"""Kernels of Transformer Engine that each exchange of a row's parts needs."""
+
+
+def job_of(text: str, model: SmallModel) -> Job:
+    return waves(list(SPLITS.values()), model) if text == "cp4~" else law_job(4, text, model)
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
+def test_layers_in_fp32(text: str, tmp_path: Path) -> None:
+    job = job_of(text, FP32_MODEL)
+    runs, kernels = run(job, tmp_path)
+    assert_law(job, runs)
+    assert kernels >= LAYERS
+
+
+@pytest.mark.parametrize("text", [*STRATEGIES, "tp2pp2"])
+def test_layers_and_attention_in_bf16(text: str, tmp_path: Path) -> None:
+    kernels = run_in_bf16(job_of(text, BF16_MODEL), tmp_path)
+    assert kernels >= LAYERS | ATTENTION
+
+
+@pytest.mark.parametrize("way", KERNELS_OF)
+@pytest.mark.parametrize("text", ["cp2+2*tp1", "tp2cp2"])
+def test_every_exchange_in_bf16(text: str, way: str, tmp_path: Path) -> None:
+    kernels = run_in_bf16(job_of(text, replace(BF16_MODEL, cp_comm_type=way)), tmp_path)
+    assert kernels >= LAYERS | ATTENTION
+    assert {name for name in kernels if name.startswith("thd_")} == KERNELS_OF[way]
+
+
+def run(job: Job, folder: Path) -> tuple[list[RankRun], set[str]]:
+    """All ranks and the kernels that they launch. NCCL calls match and have one order."""
+    runs: list[RankRun] = pool_of(4, "cuda").run(run_logged, folder, run_job, job)
+    logs = [log_of(folder, rank) for rank in range(4)]
+    report = check_order([read_log(log) for log in logs])
+    assert not report.mismatches, str(report)
+    assert not report.cycle, str(report)
+    return runs, {
+        name for log in logs for name in re.findall(r"KERNEL stream \S+ (\w+)", log.read_text())
+    }
+
+
+def run_in_bf16(job: Job, folder: Path) -> set[str]:
+    """As `run`, with the error of gradients checked."""
+    runs, kernels = run(job, folder)
+    gradients = [assemble(runs, [r.gradients[i] for r in runs]) for i in range(len(job.batches))]
+    assert worst_ratio(BF16_ON_THE_CPU, gradients, BF16_ON_THE_CPU) <= MOST_OF_ONE_PROCESS
+    return kernels
