@@ -22,7 +22,10 @@ RNG_STATE_HASHES = {
     "megatron.core.tensor_parallel.random:_set_cuda_rng_state": "b179c9d95438b61c",
 }
 
+JIT_FUSER_HASHES = {"megatron.core.jit:enable_jit_fuser": "0714694302faf5a4"}
+
 TRAINING_LOOP_HASHES = {
+    "megatron.training.global_vars:_build_tokenizer": "4f6e73c7794fbe3c",
     "megatron.training.training:train_step": "68989d425b2300aa",
     "megatron.training.training:evaluate": "a8be7269bc278373",
     "megatron.training.training:get_megatron_optimizer": "b473223298c43430",

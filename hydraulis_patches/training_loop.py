@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Protocol
+
+from megatron.training import global_vars
 
 from hydraulis_patches.hashes import TRAINING_LOOP_HASHES
 from hydraulis_patches.registry import AppliedPatch, Patch, SetState, check_signature
@@ -127,6 +130,12 @@ COMPILE_DEPENDENCIES = _patch(
     "helpers but no Makefile, so that the process exits",
     "the wheel holds a Makefile, or upstream skips what is compiled",
 )
+BUILD_TOKENIZER = _patch(
+    "megatron.training.global_vars:_build_tokenizer",
+    "loads the tokenizer on every rank, which training does not need: its data are tokens and the "
+    "size of the vocabulary is known; get_tokenizer() still returns it, loaded at its first use",
+    "upstream loads the tokenizer when it is asked for",
+)
 SET_JIT_FUSION_OPTIONS = _patch(
     "set_jit_fusion_options",
     "warms up compiled fusions with tensors of (sequence length, 1, ffn) whatever a strategy's tp "
@@ -147,6 +156,7 @@ ALL = (
     GET_FORWARD_BACKWARD_FUNC,
     REPORT_THEORETICAL_MEMORY,
     COMPILE_DEPENDENCIES,
+    BUILD_TOKENIZER,
     SET_JIT_FUSION_OPTIONS,
     REPORT_MEMORY,
 )
@@ -175,6 +185,7 @@ def apply_training_loop(loop: LoopReplacements, *, has_cuda: bool) -> list[Appli
     for patch in WRAPPED:
         applied += patch.apply(getattr(loop, f"around_{patch.name}"))
     applied += GET_FORWARD_BACKWARD_FUNC.apply(_replace_by(_never_called))
+    applied += BUILD_TOKENIZER.apply(_replace_by(build_tokenizer_at_first_use))
     silenced = [REPORT_THEORETICAL_MEMORY, COMPILE_DEPENDENCIES, SET_JIT_FUSION_OPTIONS]
     if not has_cuda:
         silenced.append(REPORT_MEMORY)
@@ -186,6 +197,26 @@ def apply_training_loop(loop: LoopReplacements, *, has_cuda: bool) -> list[Appli
 def _replace_by(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
     """A function of the original, which it ignores, as `Patch.apply` takes it."""
     return lambda original: replacement
+
+
+class _Tokenizer:
+    """Upstream's tokenizer, built when an attribute of it is first read."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._built, name)
+
+    @cached_property
+    def _built(self) -> Any:
+        return global_vars.build_tokenizer(self._args)
+
+
+def build_tokenizer_at_first_use(args: Any) -> Any:
+    """Set what `get_tokenizer()` returns."""
+    global_vars._GLOBAL_TOKENIZER = _Tokenizer(args)
+    return global_vars._GLOBAL_TOKENIZER
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -2,7 +2,9 @@
 
 import importlib
 import inspect
+import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
-from megatron.training import initialize, training
+from megatron.training import global_vars, initialize, training
 
 from hydraulis_patches import registry
 from hydraulis_patches.__main__ import main as list_patches
@@ -21,6 +23,7 @@ from hydraulis_patches.cpu_backend import (
     RNG_TRACKER,
     stand_in_for_rng_state,
 )
+from hydraulis_patches.deferred_compile import JIT_FUSER, compile_at_first_call
 from hydraulis_patches.hashes import CPU_BACKEND_HASHES, RNG_STATE_HASHES, TRAINING_LOOP_HASHES
 from hydraulis_patches.registry import (
     Patch,
@@ -31,10 +34,12 @@ from hydraulis_patches.registry import (
 )
 from hydraulis_patches.training_loop import (
     ALL,
+    BUILD_TOKENIZER,
     MEMORY_BUFFER,
     REPLACED,
     WRAPPED,
     apply_training_loop,
+    build_tokenizer_at_first_use,
 )
 from megatron.hydraulis.errors import UpstreamVersionError
 
@@ -208,6 +213,65 @@ def test_no_fusion_is_warmed_up_in_the_shape_of_the_longest_sequence(
     assert warmed_up == [1]
 
 
+def test_a_fused_function_is_compiled_by_its_first_call_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    JIT_FUSER.check()
+    compiled: list[Callable[..., int]] = []
+
+    def double(number: int) -> int:
+        """Twice the number."""
+        return 2 * number
+
+    def compile_now(function: Callable[..., int]) -> Callable[..., int]:
+        compiled.append(function)
+        return lambda number: function(number) + 1000
+
+    monkeypatch.setattr(torch, "compile", compile_now)
+    function = compile_at_first_call(double)
+    assert (function.__name__, function.__doc__) == ("double", "Twice the number.")
+    assert not compiled
+    assert [function(1), function(number=2)] == [1002, 1004]
+    assert compiled == [double]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert function(3) == 6
+
+
+WITHOUT_COMPILER = """
+import sys
+import megatron.hydraulis.loop.entry
+import megatron.training.training
+from megatron.core.fusions.fused_bias_swiglu import swiglu
+not_wanted = {"torch._dynamo", "matplotlib", "transformers", "pandas", "pyarrow"} & set(sys.modules)
+assert not not_wanted, f"training imports {not_wanted} before it needs them"
+import torch
+assert swiglu.__wrapped__(torch.ones(1, 2)).item() > 0
+"""
+
+
+def test_starting_to_train_imports_no_compiler_and_no_tokenizer() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_COMPILER], check=True)
+
+
+def test_the_tokenizer_is_loaded_when_a_hook_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[object] = []
+
+    def build_tokenizer(args: object) -> object:
+        loaded.append(args)
+        return SimpleNamespace(vocab_size=61)
+
+    monkeypatch.setattr(global_vars, "_GLOBAL_TOKENIZER", None)
+    monkeypatch.setattr(global_vars, "build_tokenizer", build_tokenizer)
+    applied = BUILD_TOKENIZER.apply(lambda original: build_tokenizer_at_first_use)
+    try:
+        global_vars._build_tokenizer("arguments")
+    finally:
+        undo_all(applied)
+    assert not loaded
+    assert global_vars.get_tokenizer().vocab_size == global_vars.get_tokenizer().vocab_size == 61
+    assert loaded == ["arguments"]
+
+
 def test_every_patch_and_every_state_that_is_set_is_listed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +279,7 @@ def test_every_patch_and_every_state_that_is_set_is_listed(
     assert list_patches() == 0
     listed = capsys.readouterr().out
     described = (Path(registry.__file__).parent / "README.md").read_text()
-    for patch in (CPU_BACKEND, RNG_STATE, *ALL):
+    for patch in (CPU_BACKEND, RNG_STATE, JIT_FUSER, *ALL):
         assert patch.name in listed
         assert f"`{patch.name}`" in described
     for state in (RNG_TRACKER, MEMORY_BUFFER):

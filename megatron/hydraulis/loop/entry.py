@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+import hydraulis_patches.deferred_compile  # noqa: F401 - before anything that imports Megatron
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.flags.arguments import parse_arguments

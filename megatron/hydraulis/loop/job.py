@@ -48,7 +48,6 @@ from megatron.hydraulis.observability.records import (
     set_aside_earlier_trace,
 )
 from megatron.hydraulis.observability.report_data import read_run
-from megatron.hydraulis.observability.report_figures import write_summary
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import (
     CoreAttention,
@@ -331,12 +330,12 @@ class Job:
             memory=parts.memory,
             guard=parts.guard,
         )
+        apply_training_loop(loop, has_cuda=self._has_cuda)
         install_globals(self._resolved)
         if args.exit_signal_handler:
             heed_both_signals(args.exit_signal)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         of_self = group_of_self(timeout, "hydraulis_loop")
-        apply_training_loop(loop, has_cuda=self._has_cuda)
         pretrain(
             pretrain_cfg_container_from_args(args, self._model_config(parts)),
             None,
@@ -451,6 +450,9 @@ class Job:
         if parts.metrics is not None:
             parts.metrics.close()
             if (self._run_dir / METRICS_FILE_NAME).stat().st_size:
+                # Not above: matplotlib would take every start half a second.
+                from megatron.hydraulis.observability.report_figures import write_summary
+
                 run = read_run(self._run_dir, only_last_start=True)
                 write_summary(run)
                 print(closing_table(run), flush=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.optimizer.shards import CanonicalShards
@@ -300,6 +301,11 @@ class InitialiserRecorder(TorchDispatchMode):
         self._writes: dict[int, list[_Write]] = {}
         self._kept: list[Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, for torch (2.15): skipping its compiler would import it, and none is running."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -409,9 +415,20 @@ class EverythingOnMeta(TorchFunctionMode):
             if caller.f_globals.get("__name__") == "torch.nn.init":
                 name = caller.f_code.co_name.removeprefix("_no_grad_")
                 self._recorder.note_left_out(args[0], name)
+        if func is torch.arange and "device" in kwargs:
+            # Upstream's rotary frequencies. On meta, torch would compute what follows from them in
+            # Python, in a module that imports its compiler: 2 s.
+            return func(*args, **kwargs | {"device": "cpu"})
         if "device" in kwargs or func in _FACTORIES:
             kwargs["device"] = "meta"
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if any(each.is_meta for each in tensors):
+            args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]

@@ -120,3 +120,17 @@ def test_a_parameter_that_nothing_initialises_in_place_is_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"'some.weight' is not initialised by"):
         recorded(make)
+
+
+def test_a_table_of_numbers_on_a_named_device_can_be_combined_with_parameters() -> None:
+    def scaled() -> Tensor:
+        parameter = nn.Parameter(torch.empty(6, 4))
+        with torch.no_grad():
+            parameter.zero_()
+        table = torch.arange(4, dtype=torch.float32, device="cpu") / 2
+        assert table.tolist() == [0.0, 0.5, 1.0, 1.5]
+        assert (parameter + table).is_meta
+        assert torch.cat([table, parameter.detach()[0]]).is_meta
+        return parameter
+
+    assert recorded(scaled) == ["zero_"]

@@ -1,0 +1,67 @@
+"""Megatron's fused functions are compiled at their first call, not while they are imported.
+
+Upstream decorates them by `torch.compile`, which imports torch's compiler: about 2 s of CPU time in
+every process, also in those that never call such a function, as is the case without CUDA.
+`megatron.core` takes the decorator from torch while it is imported. Importing this module imports
+`megatron.core` with a decorator that waits; torch is left unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from hydraulis_patches.hashes import JIT_FUSER_HASHES
+from hydraulis_patches.registry import UPSTREAM_PACKAGE, Patch
+
+JIT_FUSER = Patch(
+    name="jit_fuser",
+    targets=JIT_FUSER_HASHES,
+    reason="upstream calls torch.compile while it is imported, and that imports torch's compiler "
+    "into every process, also where nothing is compiled; it is called at the first call instead",
+    removable_when="upstream or torch imports the compiler only when something is compiled",
+)
+
+
+def compile_at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled by its first call. Code that is being compiled sees the original."""
+    compiled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if not compiled:
+            compiled.append(torch.compile(function))
+        return compiled[0](*args, **kwargs)
+
+    return call
+
+
+def _import_upstream() -> None:
+    """Import `megatron.core` with the decorator that waits.
+
+    Nothing happens if it is already imported, or is not a version that the patch was written for.
+    """
+    if "megatron.core" in sys.modules or version(UPSTREAM_PACKAGE) not in JIT_FUSER.versions:
+        return
+    torch_compile = torch.compile
+
+    def decorate(model: Any = None, **options: Any) -> Any:
+        if model is None or options:
+            return torch_compile(model, **options)
+        return compile_at_first_call(model)
+
+    torch.compile = decorate  # type: ignore[assignment]
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = torch_compile
+
+
+_import_upstream()
