@@ -75,6 +75,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "trace",
         "trace_iterations",
         "keep_last",
+        "take_over_save",
         "load_fallback",
         "skip_nan_iterations",
         "max_skipped_in_a_row",

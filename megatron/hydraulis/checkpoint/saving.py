@@ -109,6 +109,7 @@ class CheckpointSaver:
         stored: from `stored_parameters`.
         asynchronous: write in the background.
         keep_last: number of checkpoints to keep; all if None.
+        check_lock: called on rank 0 before a checkpoint gets its name; may raise.
         log: called with messages, on rank 0.
     """
 
@@ -120,6 +121,7 @@ class CheckpointSaver:
         *,
         asynchronous: bool = False,
         keep_last: int | None = None,
+        check_lock: Callable[[], None] = lambda: None,
         log: Callable[[str], None] = print,
     ) -> None:
         self._folder = folder
@@ -128,6 +130,7 @@ class CheckpointSaver:
         self._object_keys = stored_objects(engine.definition)
         self._asynchronous = asynchronous
         self._keep_last = keep_last
+        self._check_lock = check_lock
         self._log = log if dist.get_rank() == 0 else lambda message: None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hydraulis-checkpoint")
         self._current: _Save | None = None
@@ -290,6 +293,7 @@ class CheckpointSaver:
             files=records_of(path, records),
         )
         manifest.write(path)
+        self._check_lock()
         self._folder.publish(saved.iteration)
         return manifest.num_bytes
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.errors import ConfigurationError
@@ -125,6 +124,9 @@ def _fit(samples: Sequence[Sample], prior: Coefficients | None, prior_weight: fl
         known = np.array([prior.a_ms_per_token2, prior.b_ms_per_token, prior.c_ms]) * scales
         rows = np.vstack([rows, root * np.eye(3)])
         wanted = np.concatenate([wanted, root * known])
+    # Not above: it takes half a second of every start, and few runs fit anything.
+    from scipy.optimize import nnls
+
     solution, _ = nnls(rows, wanted)
     a, b, c = (solution / scales).tolist()
     predicted_ms = features @ (solution / scales)

@@ -294,6 +294,7 @@ def check_checkpoints(args: argparse.Namespace, hydraulis: HydraulisConfig) -> N
         )
     for option, is_set, needed, value in (
         ("--keep-last", hydraulis.keep_last is not None, "--save", args.save),
+        ("--take-over-save", hydraulis.take_over_save, "--save", args.save),
         ("--load-fallback", hydraulis.load_fallback, "--load", args.load),
     ):
         if is_set and value is None:

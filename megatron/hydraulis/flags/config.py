@@ -124,6 +124,10 @@ class HydraulisConfig:
     keep_last: int | None = field(default=None, metadata=_flag("K"))
     """Newest checkpoints kept in --save (checkpoints); older ones are deleted. Default: all."""
 
+    take_over_save: bool = False
+    """Write to --save although another job seems to write there, without waiting for a sign of life
+    of it; the log names that job. Default: wait 180 s, then stop with an error if it is running."""
+
     load_fallback: bool = False
     """If the checkpoint that --load names is damaged or incomplete, load the newest earlier one
     that is complete, with a warning. Default: stop with an error."""

@@ -22,6 +22,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.training.global_vars import get_args
 
+from megatron.hydraulis.checkpoint.collective_errors import on_rank_0
 from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import (
     LoadedCheckpoint,
@@ -31,6 +32,7 @@ from megatron.hydraulis.checkpoint.loading import (
 )
 from megatron.hydraulis.checkpoint.manifest import model_of
 from megatron.hydraulis.checkpoint.names import sharding_metadata, stored_parameters
+from megatron.hydraulis.checkpoint.save_lock import SaveLock, Writer
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved
@@ -69,6 +71,8 @@ class RunCheckpoints:
         self._resolved = resolved
         self._planning = planning
         self._saver: CheckpointSaver | None = None
+        self._lock: SaveLock | None = None
+        """On rank 0, of the folder that it saves to."""
         self.counters = LoopCounters()
         self.first_iteration = 0
         """Number of iterations that earlier starts have trained."""
@@ -183,10 +187,11 @@ class RunCheckpoints:
 
     # --- around the loop --------------------------------------------------------------------
 
-    def check_save_folder(self) -> None:
-        """Refuse a ``--save`` folder with checkpoints from which the run would not continue.
+    def open_save_folder(self) -> None:
+        """Take the lock of the ``--save`` folder and remove what an interrupted save left there.
 
-        Raises ConfigurationError. Rank 0 also removes what an interrupted save left there.
+        Collective. Raises ConfigurationError if another job writes to it, or if it has checkpoints
+        from which the run would not continue.
         """
         save, load = self._resolved.args.save, self._resolved.args.load
         if save is None:
@@ -202,8 +207,15 @@ class RunCheckpoints:
                 f"--save {save} holds checkpoints, the newest {existing[-1].name}, but {start} and "
                 f"would replace them; give --load {save} to go on, or another --save"
             )
-        if dist.get_rank() == 0:
+
+        def take() -> None:
+            folder.root.mkdir(parents=True, exist_ok=True)
+            log = partial(print, flush=True)
+            self._lock = SaveLock(folder.root, Writer.of_this_process(), log=log)
+            self._lock.acquire(take_over=self._resolved.hydraulis.take_over_save)
             folder.remove_leftovers()
+
+        on_rank_0(take, f"--save {save} cannot be used")
 
     def poll(self) -> None:
         """Complete an asynchronous save that has ended. Collective; raises CheckpointError."""
@@ -214,11 +226,17 @@ class RunCheckpoints:
         """Complete all saves. Collective; raises CheckpointError."""
         if self._saver is not None:
             self._saver.finish()
+        self._release_lock()
 
     def abandon(self) -> None:
         """Give up saves that are not complete, because the run ends with an error."""
         if self._saver is not None:
             self._saver.abandon()
+        self._release_lock()
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _saver_of(self, container: ModelContainer) -> CheckpointSaver:
         if self._saver is None:
@@ -229,6 +247,7 @@ class RunCheckpoints:
                 stored_parameters(engine.definition),
                 asynchronous=self._resolved.args.async_save,
                 keep_last=self._resolved.hydraulis.keep_last,
+                check_lock=(lambda: None) if self._lock is None else self._lock.check,
                 log=partial(print, flush=True),
             )
         return self._saver

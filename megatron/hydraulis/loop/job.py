@@ -298,7 +298,7 @@ class Job:
             refit = RunRefit(hydraulis, lambda: memory.planning, store, has_cuda=self._has_cuda)
         checkpoints = RunCheckpoints(self._resolved, self._planning)
         guard = HangGuard(store, rank, num_ranks, 60.0 * args.distributed_timeout_minutes)
-        checkpoints.check_save_folder()
+        checkpoints.open_save_folder()
         return _Parts(metrics, trace, memory, refit, checkpoints, guard)
 
     def _pretrain(self, parts: _Parts, corpora: Corpora, store: dist.Store) -> None:

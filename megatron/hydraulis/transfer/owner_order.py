@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.ranges import Amounts, elements_in_shares, held_ranges
@@ -55,6 +54,9 @@ def best_owner_orders(
 
 def _best_order(held: Amounts) -> tuple[int, ...] | None:
     """The owner of every share; held: elements of each share (row) that a rank (column) holds."""
+    # Not above: it takes half a second, and most runs do not choose owners.
+    from scipy.optimize import linear_sum_assignment
+
     num_ranks = len(held)
     # One more element outweighs that all ranks keep the share of their number.
     worth = held * (num_ranks + 1) + np.eye(num_ranks, dtype=np.int64)

@@ -1,0 +1,169 @@
+"""The lock of a folder of checkpoints: one job writes, and what is left of a dead one gives way."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.hydraulis.checkpoint.save_lock import (
+    HEARTBEAT_S,
+    LOCK_FILE_NAME,
+    STALE_S,
+    SaveLock,
+    Writer,
+)
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+
+OTHER = Writer("Slurm's job 7", "node3", 11, "pid:[1]", "their token")
+OURS = Writer("Slurm's job 8", socket.gethostname(), os.getpid(), "pid:[2]", "our token")
+BEAT_S = 0.05
+STALE_IN_TEST_S = 0.5
+
+
+class Locks:
+    """Locks of one folder, released at the end, and what they said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        self._open: list[SaveLock] = []
+
+    @property
+    def path(self) -> Path:
+        return self.folder / LOCK_FILE_NAME
+
+    @property
+    def holder(self) -> str:
+        return str(json.loads(self.path.read_text())["job"])
+
+    def lock(self, writer: Writer) -> SaveLock:
+        self._open.append(
+            SaveLock(
+                self.folder,
+                writer,
+                log=self.said.append,
+                heartbeat_s=BEAT_S,
+                stale_s=STALE_IN_TEST_S,
+            )
+        )
+        return self._open[-1]
+
+    def leave(self, writer: Writer) -> None:
+        """The lock of a writer that was killed."""
+        self.path.write_text(json.dumps(dataclasses.asdict(writer) | {"num_heartbeats": 3}))
+
+    def close(self) -> None:
+        for lock in self._open:
+            lock.release()
+
+
+@pytest.fixture
+def locks(tmp_path: Path) -> Iterator[Locks]:
+    locks = Locks(tmp_path)
+    yield locks
+    locks.close()
+
+
+def test_the_lock_names_its_job_beats_and_is_given_back(locks: Locks) -> None:
+    lock = locks.lock(OURS)
+    lock.acquire()
+    assert locks.holder == OURS.job
+    first = locks.path.read_text()
+    deadline_s = time.monotonic() + 10
+    while locks.path.read_text() == first:
+        assert time.monotonic() < deadline_s
+        time.sleep(BEAT_S)
+    lock.check()
+    lock.release()
+    lock.release()
+    assert os.listdir(locks.folder) == []
+    assert locks.said == []
+
+
+def test_a_job_that_is_running_keeps_its_folder(locks: Locks) -> None:
+    locks.lock(OTHER).acquire()
+    with pytest.raises(
+        ConfigurationError, match=r"in use by Slurm's job 7 \(process 11 on node3\), which is run"
+    ):
+        locks.lock(OURS).acquire()
+    assert locks.holder == OTHER.job
+    assert "waiting for a sign of life for 0.5 s" in locks.said[0]
+
+
+def test_a_lock_that_does_not_change_is_stale(locks: Locks) -> None:
+    locks.leave(OTHER)
+    start_s = time.monotonic()
+    locks.lock(OURS).acquire()
+    assert time.monotonic() - start_s >= STALE_IN_TEST_S
+    assert locks.holder == OURS.job
+    assert "gave no sign of life for 0.5 s: taken over" in locks.said[1]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"job": "x"}', "[]", '"text"', "\x00\xff"])
+def test_a_lock_that_cannot_be_read_becomes_stale_as_well(locks: Locks, text: str) -> None:
+    locks.path.write_text(text)
+    locks.lock(OURS).acquire()
+    assert locks.holder == OURS.job
+    assert "an unnamed job" in locks.said[0]
+
+
+def test_a_lock_that_is_given_back_meanwhile_is_taken(locks: Locks) -> None:
+    locks.leave(OTHER)
+    threading.Timer(BEAT_S, locks.path.unlink).start()
+    locks.lock(OURS).acquire()
+    assert locks.holder == OURS.job
+
+
+def test_a_forced_take_over_is_logged_and_noticed(locks: Locks) -> None:
+    theirs = locks.lock(OTHER)
+    theirs.acquire()
+    ours = locks.lock(OURS)
+    ours.acquire(take_over=True)
+    assert "in use by Slurm's job 7" in locks.said[0]
+    assert "taken over (--take-over-save)" in locks.said[0]
+    with pytest.raises(CheckpointError, match="was taken over by Slurm's job 8"):
+        theirs.check()
+    theirs.release()
+    ours.check()
+    assert locks.holder == OURS.job
+
+
+def test_another_start_of_the_same_job_does_not_wait(locks: Locks) -> None:
+    locks.leave(dataclasses.replace(OURS, host="node3", token="earlier"))
+    locks.lock(OURS).acquire()
+    assert locks.said == []
+
+
+def test_a_process_of_this_host_that_has_ended_does_not_keep_anyone_waiting(locks: Locks) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    here = Writer.of_this_process({})
+    locks.leave(dataclasses.replace(here, job="another", process=ended.pid))
+    locks.lock(here).acquire()
+    assert locks.said == []
+    assert not here.is_gone
+    assert not OTHER.is_gone  # nobody here can know
+    elsewhere = dataclasses.replace(here, process=ended.pid, process_namespace="a container's")
+    assert not elsewhere.is_gone
+
+
+def test_a_job_is_what_slurm_or_torchrun_call_it() -> None:
+    assert Writer.of_this_process({}).job == f"process {os.getppid()} on {socket.gethostname()}"
+    alone = {"TORCHELASTIC_RUN_ID": "none"}
+    assert Writer.of_this_process(alone).job == Writer.of_this_process({}).job
+    assert Writer.of_this_process({"TORCHELASTIC_RUN_ID": "a1"}).job == "torchrun's run a1"
+    both = {"TORCHELASTIC_RUN_ID": "12-1", "SLURM_JOB_ID": "12"}
+    assert Writer.of_this_process(both).job == "Slurm's job 12"
+
+
+def test_a_stale_lock_has_missed_several_heartbeats_as_an_nfs_client_sees_them() -> None:
+    cached_for_s = 60.0
+    assert cached_for_s + 3 * HEARTBEAT_S <= STALE_S
