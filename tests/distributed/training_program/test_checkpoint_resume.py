@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME
 from megatron.hydraulis.checkpoint.manifest import Manifest
+from megatron.hydraulis.checkpoint.save_lock import LOCK_FILE_NAME, SaveLock, Writer
+from megatron.hydraulis.errors import CheckpointError
 from megatron.hydraulis.loop.entry import EXIT_STATUS_OF_ERROR
 from tests.support.checkpoints import whole_tensors
 from tests.support.forked_job import run_job
@@ -182,3 +186,31 @@ def test_what_cannot_go_on_ends_with_one_line(
     (line,) = [each for each in outcome.ranks[0].stderr.splitlines() if "error" in each.lower()]
     assert told.format(**places) in line
     assert not any((tmp_path / "other").glob("iter_*"))
+
+
+def test_a_folder_that_another_job_writes_to_is_refused_and_can_be_taken_over(
+    corpus_prefix: str, tmp_path: Path
+) -> None:
+    save = tmp_path / "save"
+    save.mkdir()
+    said: list[str] = []
+    theirs = Writer("Slurm's job 7", "node3", 11, "pid:[1]", "their token")
+    lock = SaveLock(save, theirs, log=said.append, heartbeat_s=0.2)
+    argv = tiny_command(
+        *(corpus_prefix, tmp_path / "run", "--strategy", "2*tp1", *MAIN_FLAGS),
+        *("--train-iters", "3", "--save", str(save), "--save-interval", "3"),
+    )
+    lock.acquire()
+    try:
+        refused = run_job(argv, 2, tmp_path / "refused")
+        assert EXIT_STATUS_OF_ERROR in refused.statuses
+        assert "by Slurm's job 7 (process 11 on node3), which is running" in refused.stderr
+        assert os.listdir(save) == [LOCK_FILE_NAME]
+        taken = run_job([*argv, "--take-over-save"], 2, tmp_path / "taken")
+        assert taken.statuses == (0, 0)
+        assert "it is taken over (--take-over-save)" in taken.stdout
+        with pytest.raises(CheckpointError, match="was taken over by"):
+            lock.check()
+    finally:
+        lock.release()
+    assert sorted(os.listdir(save)) == ["iter_0000003", LATEST_FILE_NAME]
