@@ -93,6 +93,11 @@ resolve_settings() {
 
     container_image="${CONTAINER_IMAGE:-}"
     container_mounts="${CONTAINER_MOUNTS:-$root:$root}"
+    setup_script="${SETUP_SCRIPT:-}"
+    [[ -z $setup_script || $setup_script == /* ]] || setup_script="$root/$setup_script"
+    [[ -z $setup_script || -f $setup_script ]] ||
+        fail "SETUP_SCRIPT is a file that every node sources but $setup_script is none; correct it"
+    numa_binding="${NUMA_BINDING:-}"
     python="${PYTHON:-}"
     if [[ -z $python ]]; then
         python=python3
@@ -163,16 +168,22 @@ resolve_settings() {
     else
         step+=(--kill-on-bad-exit=1)
     fi
-    # srun gives a task one CPU unless told; what the job asked for does not reach it by itself.
-    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || step+=(--cpus-per-task "$SLURM_CPUS_PER_TASK")
+    # srun gives a task one CPU unless it is named a number: the job's, else all that the job has on
+    # its first node. Slurm binds nothing: torchrun does, if NUMA_BINDING is set.
+    cpus="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-}}"
+    [[ -z $cpus ]] || step+=(--cpus-per-task "$cpus" --cpu-bind none)
     if [[ -n $container_image ]]; then
         step+=(--container-image="$container_image" --container-mounts="$container_mounts"
             --container-workdir="$root")
     else
         step+=(--chdir="$root")
     fi
+    setup=()
+    # shellcheck disable=SC2016  # the node's shell expands these
+    [[ -z $setup_script ]] || setup=(bash -c 'source "$0" && exec "$@"' "$setup_script")
     launcher=(--nnodes "$num_nodes" --nproc-per-node "$ranks_per_node")
     ((min_nodes == num_nodes)) || launcher[1]="$min_nodes:$num_nodes"
+    [[ -z $numa_binding ]] || launcher+=(--numa-binding "$numa_binding")
     launcher+=(--rdzv-backend c10d --rdzv-endpoint "$master_addr:$master_port")
 }
 
@@ -197,6 +208,8 @@ PREFLIGHT        $preflight
 PREFLIGHT_TIMEOUT_S  $preflight_timeout_s
 CONTAINER_IMAGE  ${container_image:-(none)}
 CONTAINER_MOUNTS $container_mounts
+SETUP_SCRIPT     ${setup_script:-(none)}
+NUMA_BINDING     ${numa_binding:-(none)}
 OMP_NUM_THREADS  $OMP_NUM_THREADS
 CUDA_DEVICE_MAX_CONNECTIONS $CUDA_DEVICE_MAX_CONNECTIONS
 logs of ranks    $log_dir/rank-NNNN.log
@@ -208,7 +221,7 @@ EOT
 
 # The command of the training itself, as one array.
 compose_training() {
-    training_step=("${step[@]}"
+    training_step=("${step[@]}" "${setup[@]}"
         bash "$root/scripts/node.sh" "${launcher[@]}"
         --rdzv-id "$job_id-$restart" --max-restarts "$max_restarts"
         --rdzv-conf "join_timeout=$rendezvous_timeout_s" -- pretrain_gpt.py "${program_flags[@]}")
@@ -219,7 +232,7 @@ describe_run() {
     local command=("$python" pretrain_gpt.py "${program_flags[@]}" --dry-run
         --num-ranks "$((num_nodes * ranks_per_node))" --ranks-per-node "$ranks_per_node")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
-        srun --nodes 1 --ntasks 1 --input=none "${step[@]:6}" "${command[@]}"
+        srun --nodes 1 --ntasks 1 --input=none "${step[@]:6}" "${setup[@]}" "${command[@]}"
     elif [[ -n $container_image ]]; then
         echo "the flags themselves are checked inside the container, once the job has started"
     else
@@ -233,7 +246,8 @@ run_preflight() {
     say "pre-flight 1 of 3: every node starts Python and writes to the run folder"
     mkdir -p "$folder"
     # shellcheck disable=SC2016  # the node's shell expands these
-    timeout --kill-after=10 "$preflight_timeout_s" "${step[@]}" --kill-on-bad-exit=0 bash -c '
+    timeout --kill-after=10 "$preflight_timeout_s" "${step[@]}" --kill-on-bad-exit=0 \
+        "${setup[@]}" bash -c '
         "$1" -W ignore -c "import torch, megatron.core, highspy" && : >"$2/${SLURMD_NODENAME:-$(hostname)}"
     ' node "$python" "$folder" || status=$?
     while IFS= read -r node; do
@@ -250,7 +264,7 @@ run_preflight() {
     describe_run || fail "pre-flight: pretrain_gpt.py refuses these flags, see above; correct them"
     say "pre-flight 3 of 3: two collectives among $((num_nodes * ranks_per_node)) ranks"
     status=0
-    timeout --kill-after=10 "$((2 * preflight_timeout_s))" "${step[@]}" \
+    timeout --kill-after=10 "$((2 * preflight_timeout_s))" "${step[@]}" "${setup[@]}" \
         "$python" -m torch.distributed.run "${launcher[@]}" --rdzv-id "preflight-$job_id-$restart" \
         --rdzv-conf "join_timeout=$preflight_timeout_s" --max-restarts 0 \
         -m megatron.hydraulis preflight --timeout "$preflight_timeout_s" || status=$?

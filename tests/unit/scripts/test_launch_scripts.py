@@ -48,6 +48,7 @@ def job_library(code: str, **environment: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
+        ({"SETUP_SCRIPT": "absent.sh"}, "SETUP_SCRIPT is a file that every node sources but"),
         ({"RANKS_PER_NODE": ""}, "Slurm names no GPUs, of which each would get a rank; set"),
         ({"NUM_NODES": "many"}, "NUM_NODES is a whole number of at least 1 but is 'many'"),
         ({"EXIT_GRACE_S": "0"}, "EXIT_GRACE_S is a whole number of at least 1 but is '0'"),
@@ -156,6 +157,37 @@ def test_flags_win_over_variables(tmp_path: Path) -> None:
     assert "RUN_DIR          /a\n" in text
     assert "CHECKPOINT_DIR   /b\n" in text
     assert "--exit-signal-handler --run-dir /a --save=/b --save-interval 9 --load /b\n" in text
+
+
+def test_cpus_come_from_the_job_or_the_node_and_binding_is_torchruns() -> None:
+    assert "--cpus-per-task 96 --cpu-bind none" in composed(SLURM_CPUS_ON_NODE="96")
+    asked = composed(SLURM_CPUS_ON_NODE="96", SLURM_CPUS_PER_TASK="32")
+    assert "--cpus-per-task 32" in asked
+    assert "--numa-binding" not in asked
+    bound = composed(NUMA_BINDING="node")
+    assert "--nproc-per-node 8 --numa-binding node --rdzv-backend c10d" in bound
+
+
+def test_a_setup_script_is_sourced_before_the_ranks_start(tmp_path: Path) -> None:
+    script = tmp_path / "setup.sh"
+    script.write_text('export NCCL_IB_HCA=mlx5 PATH="$PATH:/some/module"\n')
+    fake_srun = 'srun() { while [[ $1 != bash ]]; do shift; done; "$@"; }'
+    result = job_library(
+        f"{fake_srun}; resolve_settings --lr 1; "
+        '"${step[@]}" "${setup[@]}" bash -c \'echo "$NCCL_IB_HCA ${PATH##*:} $1"\' x "a b"',
+        SETUP_SCRIPT=str(script),
+    )
+    assert result.stdout == "mlx5 /some/module a b\n", result.stderr
+
+
+def test_a_container_without_the_hosts_tmpdir(tmp_path: Path) -> None:
+    result = bash(
+        *("scripts/node.sh", "--bad-option", "--", "program.py"),
+        TMPDIR="/not/mounted",
+        HYDRAULIS_LOG_DIR=str(tmp_path),
+        PYTHON="/bin/true",
+    )
+    assert result.returncode == 0, result.stderr
 
 
 def test_containers_and_the_loss_of_nodes_are_options_of_the_step() -> None:
