@@ -71,7 +71,7 @@ class SmallModel:
             masked_softmax_fusion=False,
             bias_dropout_fusion=False,
             apply_rope_fusion=False,
-            gradient_accumulation_fusion=False,
+            gradient_accumulation_fusion=self.has_te_layers and torch.cuda.is_available(),
             persist_layer_norm=False,
             transformer_impl="local",
             cp_comm_type=self.cp_comm_type,

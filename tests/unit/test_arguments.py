@@ -291,6 +291,19 @@ def test_defaults_with_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert args.gradient_accumulation_fusion is False
 
 
+def _only_te(name: str, package: str | None = None) -> object:
+    return object() if name == "transformer_engine" else None
+
+
+def test_layers_of_transformer_engine_add_to_gradients_without_apex(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("megatron.hydraulis.flags.checks.importlib.util.find_spec", _only_te)
+    args = parse(tmp_path, "--transformer-impl", "transformer_engine").args
+    assert args.gradient_accumulation_fusion is True
+
+
 # Strategy and batch
 
 

@@ -32,8 +32,9 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         "max_position_embeddings": flags.args.seq_length,
         "num_workers": 0,
         "cp_comm_type": ["auto"],
-        # Upstream's default is an error where apex is not installed.
-        "gradient_accumulation_fusion": has_cuda and has_fused_weight_gradients(),
+        # Upstream's default is an error where local layers have no apex.
+        "gradient_accumulation_fusion": has_cuda
+        and (has_fused_weight_gradients() or _has_te_layers(flags)),
         "tensorboard_dir": str(run_dir / "tensorboard"),
         # Upstream would write to the folder of checkpoints.
         "wandb_save_dir": str(run_dir / "wandb"),
@@ -48,6 +49,11 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
     for dest, value in defaults.items():
         if not flags.was_given(dest):
             setattr(flags.args, dest, value)
+
+
+def _has_te_layers(flags: ParsedFlags) -> bool:
+    was_given = flags.was_given("transformer_impl")
+    return was_given and flags.args.transformer_impl == "transformer_engine"
 
 
 def has_fused_weight_gradients() -> bool:

@@ -267,8 +267,10 @@ class Job:
             f"core attention: {self._core_attention.name} ({self._core_attention.why})", flush=True
         )
         if self._has_cuda and not has_fused_weight_gradients():
+            has_te_layers = self._resolved.args.transformer_impl == "transformer_engine"
+            which = "that of the output layer" if has_te_layers else "each"
             print(
-                "weight gradients: each is added by a separate kernel (apex's "
+                f"weight gradients: {which} is added by a separate kernel (apex's "
                 "fused_weight_gradient_mlp_cuda is not installed)",
                 flush=True,
             )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -29,6 +30,9 @@ from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.core_attention import MODULE_OF, CoreAttentionName
 from megatron.hydraulis.runtime.packed_rope import follow_rows
 from megatron.hydraulis.transfer.role import Role
+
+_TE_FUSION = "te_gradient_accumulation_fusion"
+"""Attribute of a role's configuration: whether Transformer Engine's layers add to gradients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,9 @@ class ModelDefinition:
         config.pipeline_model_parallel_size = 1
         config.context_parallel_size = 1
         config.sequence_parallel = self.sequence_parallel and role.tp > 1
+        # Without apex's kernel only Transformer Engine's layers add to gradients, see `on_meta`.
+        vars(config)[_TE_FUSION] = config.gradient_accumulation_fusion
+        config.gradient_accumulation_fusion &= parallel_layers._grad_accum_fusion_available
         config.use_cpu_initialization = True  # allocates without naming a device, so on `meta`
         config.perform_initialization = False
         config.calculate_per_token_loss = True
@@ -320,14 +327,18 @@ def on_meta(wrapper: Any) -> Any:
 
     A role's configuration asks for initialisation on the CPU, as local modules need it to be built
     on `meta`; upstream's wrappers would name that device, which overrides the context of `meta`, so
-    they get a changed copy. The builder is a subclass where the wrapper is an ordinary class, since
-    upstream tests instances of it.
+    they get a changed copy. That also restores ``gradient_accumulation_fusion``, for which they do
+    not need apex. The builder is a subclass where the wrapper is an ordinary class, since upstream
+    tests instances of it.
     """
 
     def changed(config: TransformerConfig) -> TransformerConfig:
         config = copy.copy(config)
         config.use_cpu_initialization = False
         config.init_model_with_meta_device = True
+        config.gradient_accumulation_fusion = vars(config).get(
+            _TE_FUSION, config.gradient_accumulation_fusion
+        )
         return config
 
     if "__new__" in vars(wrapper):  # a function written as a class

@@ -164,7 +164,8 @@ def generic_gemm(
         return (product, b.sum(0)) if has_bias_gradient else (product,)
 
     outs = (out,) if bias_gradient is None else (out, bias_gradient)
-    _launch("generic_gemm", compute, (a_flat, b_flat, bias, out), outs)
+    name = "generic_gemm_accumulating" if accumulates else "generic_gemm"
+    _launch(name, compute, (a_flat, b_flat, bias, out), outs)
     return out, bias_gradient, None, None
 
 

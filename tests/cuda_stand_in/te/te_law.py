@@ -27,7 +27,8 @@ BF16_ON_THE_CPU = replace(MAIN_MODEL, dtype=torch.bfloat16, hidden_size=64)
 BF16_MODEL = replace(BF16_ON_THE_CPU, core_attention="te", has_te_layers=True)
 
 STRATEGIES = ("tp2+2*tp1", "cp4~", "pp2+tp2")
-LAYERS = {"generic_gemm", "rmsnorm_fwd", "rmsnorm_bwd"}
+LAYERS = {"generic_gemm", "generic_gemm_accumulating", "rmsnorm_fwd", "rmsnorm_bwd"}
+"""Products of weight gradients add to the arena."""
 ATTENTION = {"fused_attn_fwd", "fused_attn_bwd"}
 REORDER = {"thd_cp_rank_order_to_sequence_order", "thd_sequence_order_to_cp_rank_order"}
 KERNELS_OF = {

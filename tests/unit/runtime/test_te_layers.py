@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -85,3 +86,12 @@ def test_wrappers_build_on_meta(wrapper: Any) -> None:
     assert not built.config.use_cpu_initialization
     assert built.config.init_model_with_meta_device
     assert config.use_cpu_initialization  # local modules read it
+
+
+def test_without_apex_only_their_layers_add_to_gradients() -> None:
+    transformer = SmallModel().transformer()
+    transformer.gradient_accumulation_fusion = True
+    definition = dataclasses.replace(SmallModel().definition(), transformer=transformer)
+    config = definition.role_config(Role(1, 0, 0, 4, 4, True))
+    assert not config.gradient_accumulation_fusion
+    assert on_meta(Module)(config=config, size=3).config.gradient_accumulation_fusion
