@@ -9,7 +9,15 @@ from typing import Any
 
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 
-__all__ = ["JsonObject", "parse_json", "read_json", "read_text", "write_json", "write_output"]
+__all__ = [
+    "JsonObject",
+    "parse_json",
+    "read_json",
+    "read_text",
+    "replace_text",
+    "write_json",
+    "write_output",
+]
 
 MAX_FILE_BYTES = 256 << 20
 """Limit of a file that is read: far more than the lengths of a large global batch take."""
@@ -196,8 +204,11 @@ def write_json(path: str | Path, content: Any) -> None:
 
     Raises OSError.
     """
-    text = json.dumps(content, indent=1) + "\n"
-    path = Path(path)
+    replace_text(Path(path), json.dumps(content, indent=1) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """`write_json` for text."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return

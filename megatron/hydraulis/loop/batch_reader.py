@@ -29,6 +29,8 @@ class PlannedBatch:
 
     batch: GlobalBatch
     plan: IterationPlan
+    digest: str
+    """Of the plan."""
     micro_batches: tuple[PackedBatch, ...]
     """Of this rank's replica, its own part of each where that has cp > 1; empty where it is idle or
     the replica has no sequence."""
@@ -90,17 +92,19 @@ class BatchReader:
         """The next batch; waits for its plan. Raises PlanError, DataError."""
         iteration, batch = self.batches.iteration, self.batches.take()
         start_s = time.perf_counter()
-        plan, plan_wait_s = self._exchange.fetch(iteration)
+        published, plan_wait_s = self._exchange.fetch(iteration)
+        plan = published.parse()
         plan_fetch_s = time.perf_counter() - start_s
         strategy = self._pool.strategy(plan.strategy)
         plan.validate(batch.lengths, strategy, partial(self._limits.max_tokens, strategy))
         if self._plan_dir is not None:
-            write_plan(self._plan_dir, plan)
+            write_plan(self._plan_dir, iteration, published)
         replica = plan.replica_of(self._rank)
         packed = [] if replica is None else self._pack(batch, replica)
         return PlannedBatch(
             batch,
             plan,
+            published.digest,
             tuple(micro_batch for micro_batch, _ in packed),
             tuple(sequence_ids for _, sequence_ids in packed),
             plan_wait_s,

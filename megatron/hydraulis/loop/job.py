@@ -31,12 +31,8 @@ from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import HydraulisModelConfig
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
-from megatron.hydraulis.loop.planning import (
-    Planning,
-    RunRefit,
-    look_ahead_planner,
-    read_cost_profile,
-)
+from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
+from megatron.hydraulis.loop.refit import RunRefit
 from megatron.hydraulis.loop.startup import common_constants, constants_of_this_rank
 from megatron.hydraulis.loop.step import Iterators, TrainingLoop
 from megatron.hydraulis.loop.tracing import RunTrace
@@ -49,6 +45,7 @@ from megatron.hydraulis.observability.records import (
 )
 from megatron.hydraulis.observability.report_data import read_run
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.planner.planners import PLAN_FILES
 from megatron.hydraulis.runtime.core_attention import (
     CoreAttention,
     choose,
@@ -75,8 +72,6 @@ __all__ = ["Job", "UserHooks"]
 
 Corpora = tuple[Corpus | None, Corpus | None, Corpus | None]
 """Training, validation and test data."""
-
-_PLAN_FILES = "iteration_*.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +186,7 @@ class Job:
             "--save": args.save,
         }
         if hydraulis.plan_dir is not None and args.load is None:
-            num_plans = sum(1 for _ in Path(hydraulis.plan_dir).glob(_PLAN_FILES))
+            num_plans = sum(1 for _ in Path(hydraulis.plan_dir).glob(PLAN_FILES))
             if num_plans:
                 raise ConfigurationError(
                     f"--plan-dir {hydraulis.plan_dir} is for the plans of one run but holds "
@@ -461,7 +456,7 @@ class Job:
         if parts.trace is not None:
             parts.trace.close(merges=True)
         if parts.refit is not None:
-            parts.refit.write(self._run_dir, self._planning)
+            parts.refit.write(self._run_dir)
         parts.guard.close()
 
     def _abandon(self, parts: _Parts) -> None:

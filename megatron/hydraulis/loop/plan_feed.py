@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.hydraulis.data.sampler import EvaluationSampler, GlobalBatch, LengthSampler
 from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
-from megatron.hydraulis.planner.plan import IterationPlan, Planner, PlanText
+from megatron.hydraulis.planner.plan import Planner, PlanText
 
 __all__ = ["NUM_PLANS_KEPT", "PlanExchange", "PlanFeed", "SampledBatches"]
 
@@ -102,17 +102,13 @@ class PlanExchange:
         """Rank 0: delete a plan that every rank has fetched."""
         self._store.delete_key(str(iteration))
 
-    def fetch(self, iteration: int) -> tuple[IterationPlan, float]:
-        """Wait for a plan; returns it with its waited_s.
-
-        Raises:
-            PlanError: rank 0 found no plan, or the plan has another digest than the planner's.
-        """
+    def fetch(self, iteration: int) -> tuple[PlanText, float]:
+        """Wait for a plan; returns it with its waited_s. Raises PlanError if rank 0 found none."""
         head_line, text = self._store.get(str(iteration)).decode().split("\n", 1)
         head = json.loads(head_line)
         if "error" in head:
             raise PlanError(head["error"])
-        return PlanText(head["strategy"], head["digest"], text).parse(), float(head["waited_s"])
+        return PlanText(head["strategy"], head["digest"], text), float(head["waited_s"])
 
 
 class PlanFeed:

@@ -1,5 +1,7 @@
 """Coefficients fitted while training runs, drift from the profile, slow ranks.
 
+`OnlineRefit` computes them from times; `RunRefit` measures the times and plans by the result.
+
 Every iteration gives the time of each micro-batch on each rank. Times of the last iterations are
 fitted as those of a profile are, close to the profile's coefficients scaled by the drift: see
 `fit.fit_near`. The first iteration of a strategy is ignored, because it also builds models.
@@ -7,10 +9,15 @@ fitted as those of a profile are, close to the profile's coefficients scaled by 
 
 from __future__ import annotations
 
+import datetime
+import json
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
 
 from megatron.hydraulis.cost_model.fit import Sample, fit_near
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
@@ -22,11 +29,32 @@ from megatron.hydraulis.cost_model.profile import (
     ProfiledStrategy,
 )
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.json_object import write_json
+from megatron.hydraulis.loop.batch_reader import PlannedBatch
+from megatron.hydraulis.loop.plan_feed import PlanFeed
+from megatron.hydraulis.loop.planning import Planning, planners
+from megatron.hydraulis.observability.records import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ContextGroup, ReplicaPlan
+from megatron.hydraulis.runtime.spans import COMPUTE, HOST, CudaClock, MemoryRecorder, RecordedSpan
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = ["IterationTimes", "OnlineRefit", "RefitSettings", "RefittedCostModel"]
+__all__ = [
+    "IterationTimes",
+    "OnlineRefit",
+    "RefitSettings",
+    "RefittedCostModel",
+    "RunRefit",
+    "micro_batch_times_ms",
+]
+
+_NUM_SLOTS = 4
+"""Keys of a rank in the store, used in turn. No rank is more than an iteration ahead of another, so
+nothing is overwritten that rank 0 still has to read."""
+_NS_PER_MS = 1e6
+_MS_PER_S = 1e3
+_NO_TRACKS: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,3 +357,134 @@ def _slowest_stage_ms(
         )
         for stage in range(scheme.pp)
     )
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """An iteration whose times have not been read yet."""
+
+    iteration: int
+    plan: IterationPlan
+    iteration_ms: float
+
+
+class RunRefit:
+    """``--refit-cost-profile``: ranks measure micro-batches, rank 0 fits times and plans by them.
+
+    Times travel through the job's store, one key per rank, without a collective: rank 0 reads those
+    of the previous iteration, which every rank has written before it could begin this one.
+
+    Args:
+        hydraulis: our flags.
+        current: what the run plans with at the time of the call.
+        store: of the job.
+        has_cuda: whether the job computes on CUDA devices.
+    """
+
+    def __init__(
+        self,
+        hydraulis: HydraulisConfig,
+        current: Callable[[], Planning],
+        store: dist.Store,
+        *,
+        has_cuda: bool,
+    ) -> None:
+        self._hydraulis = hydraulis
+        self._current = current
+        self._store = dist.PrefixStore("hydraulis_refit", store)
+        self._rank = dist.get_rank()
+        self._num_ranks = dist.get_world_size()
+        self._refit = (
+            OnlineRefit(current().cost_model, RefitSettings(drift=hydraulis.refit_drift))
+            if self._rank == 0
+            else None
+        )
+        self.spans = MemoryRecorder(CudaClock() if has_cuda else None)
+        """Records the engine's work on this rank."""
+        self.spans.tracks = _NO_TRACKS
+        self._before: _Trained | None = None
+
+    def begin(self) -> None:
+        """Measure the iteration that begins."""
+        self.spans.tracks = frozenset({COMPUTE, HOST})
+
+    def end(
+        self,
+        iteration: int,
+        planned: PlannedBatch,
+        iteration_time_s: float,
+        feed: PlanFeed | None,
+    ) -> None:
+        """Publish the times of an iteration; on rank 0, read those of the previous one.
+
+        Plans that rank 0's feed requests from now on use them.
+        """
+        self.spans.tracks = _NO_TRACKS
+        own_ms = micro_batch_times_ms(self.spans.take(), len(planned.micro_batches))
+        message = json.dumps({"iteration": iteration, "times_ms": own_ms})
+        self._store.set(_key(iteration, self._rank), message)
+        if self._refit is None:
+            return
+        before = self._before
+        iteration_ms = (iteration_time_s - planned.plan_wait_s) * _MS_PER_S
+        self._before = _Trained(iteration, planned.plan, iteration_ms)
+        if before is None or not self._refit.add(self._times_of(before)):
+            return
+        for line in self._refit.news():
+            print(f"iteration {before.iteration}: {line}", flush=True)
+        assert feed is not None
+        planning = replace(self._current(), cost_model=self._refit.refitted())
+        feed.replace_planner(*planners(planning, self._hydraulis))
+
+    def write(self, folder: Path) -> None:
+        """Rank 0: write the newest times as a cost profile, for the next run.
+
+        Raises ConfigurationError when it cannot be written.
+        """
+        if self._refit is None:
+            return
+        planning = self._current()
+        profile = self._refit.refitted().to_profile(
+            planning.pool,
+            planning.limits,
+            device=f"{self._num_ranks} ranks as trained",
+            source=f"refitted in training; before: {planning.source}",
+            date=datetime.date.today().isoformat(),
+        )
+        path = folder / REFITTED_PROFILE_FILE_NAME
+        try:
+            write_json(path, profile.to_json())
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot write {path}: {error.strerror or error}; make room or name another "
+                f"--run-dir"
+            ) from error
+
+    def _times_of(self, trained: _Trained) -> IterationTimes:
+        keys = [_key(trained.iteration, rank) for rank in range(self._num_ranks)]
+        messages = [json.loads(value) for value in self._store.multi_get(keys)]
+        assert {message["iteration"] for message in messages} == {trained.iteration}
+        return IterationTimes(
+            plan=trained.plan,
+            rank_times_ms={rank: message["times_ms"] for rank, message in enumerate(messages)},
+            iteration_ms=trained.iteration_ms,
+        )
+
+
+def micro_batch_times_ms(spans: Sequence[RecordedSpan], num_micro_batches: int) -> list[float]:
+    """Forward and backward of each micro-batch of a rank, without waits for parameters."""
+    times_ms = [0.0] * num_micro_batches
+    waits = [span for span in spans if span.name == "gather wait"]
+    for span in spans:
+        if span.name in ("forward", "backward"):
+            waited_ns = sum(
+                max(0, min(span.end_ns, wait.end_ns) - max(span.start_ns, wait.start_ns))
+                for wait in waits
+            )
+            own_ns = span.end_ns - span.start_ns - waited_ns
+            times_ms[int(span.detail["micro_batch"])] += own_ns / _NS_PER_MS
+    return times_ms
+
+
+def _key(iteration: int, rank: int) -> str:
+    return f"{iteration % _NUM_SLOTS}/{rank}"

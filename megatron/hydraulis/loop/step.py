@@ -26,12 +26,12 @@ from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ModelContainer
-from megatron.hydraulis.loop.planning import RunRefit
+from megatron.hydraulis.loop.refit import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
 from megatron.hydraulis.observability.records import IterationRecord, MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
-from megatron.hydraulis.planner.plan import IterationPlan, is_marked, plan_status
+from megatron.hydraulis.planner.plan import is_marked, plan_status
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.memory import allocator_peaks
 from megatron.hydraulis.runtime.outcome import StepOutcome
@@ -252,7 +252,7 @@ class TrainingLoop:
                 # For every batch, because the timeout applies to a single wait.
                 self._guard.enter("evaluation", plan="")
                 planned = data_iterator.next_batch()
-                self._guard.enter("evaluation", plan=_named(planned.plan))
+                self._guard.enter("evaluation", plan=_named(planned))
                 loss = engine.evaluate(
                     planned.plan.strategy, planned.micro_batches, forward_step_func
                 )
@@ -344,7 +344,7 @@ class TrainingLoop:
                 handle = self._trace.spans.begin("planning wait")
                 planned = data.next_batch()
                 self._trace.spans.end(handle)
-        self._guard.enter("gather", plan=_named(planned.plan))
+        self._guard.enter("gather", plan=_named(planned))
         return planned
 
     def _traced(self, number: int, planned: PlannedBatch) -> AbstractContextManager[None]:
@@ -402,9 +402,9 @@ class TrainingLoop:
             writer.add_scalar("imbalance", record.imbalance, number)
 
 
-def _named(plan: IterationPlan) -> str:
+def _named(planned: PlannedBatch) -> str:
     """The plan's name in errors and for the hang guard."""
-    return f"strategy '{plan.strategy}', plan {plan.digest[:12]}"
+    return f"strategy '{planned.plan.strategy}', plan {planned.digest[:12]}"
 
 
 @contextmanager

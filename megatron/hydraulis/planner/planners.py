@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.json_object import read_json, write_json
+from megatron.hydraulis.json_object import read_json, replace_text
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms, packing_bound_ms
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, checked_batch
 from megatron.hydraulis.planner.greedy import dispatch, longest_first, pack
@@ -23,6 +23,7 @@ from megatron.hydraulis.planner.plan import (
     IterationPlan,
     PlanExplanation,
     Planner,
+    PlanText,
     StageReport,
     StrategyOutcome,
 )
@@ -32,6 +33,7 @@ from megatron.hydraulis.planner.wave_packing import pack_waves, packer_for
 from megatron.hydraulis.strategy import Pool, Strategy
 
 __all__ = [
+    "PLAN_FILES",
     "CertifiedPlanner",
     "GreedyPlanner",
     "RecordedPlans",
@@ -42,6 +44,9 @@ __all__ = [
 
 
 logger = logging.getLogger(__name__)
+
+PLAN_FILES = "iteration_*.json"
+"""Files in the folder of recorded plans."""
 
 _GREEDY = "greedy"
 # A strategy is searched unless it is proved to be slower by more than this share.
@@ -330,18 +335,18 @@ class ScheduledPlanner:
 
 def plan_path(folder: Path, iteration: int) -> Path:
     """File of an iteration's plan; ``iteration`` counts from 0, the name from 1."""
-    return folder / f"iteration_{iteration + 1:07d}.json"
+    return folder / PLAN_FILES.replace("*", f"{iteration + 1:07d}")
 
 
-def write_plan(folder: Path, plan: IterationPlan) -> None:
+def write_plan(folder: Path, iteration: int, plan: PlanText) -> None:
     """Record a plan, creating the folder if needed; PlanError if it cannot be written."""
-    path = plan_path(folder, plan.iteration)
+    path = plan_path(folder, iteration)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, plan.to_json())
+        replace_text(path, f"{plan.text}\n")
     except OSError as error:
         raise PlanError(
-            f"iteration {plan.iteration + 1}: the plan cannot be written to {path}: "
+            f"iteration {iteration + 1}: the plan cannot be written to {path}: "
             f"{error.strerror or error}; make room or name another --plan-dir"
         ) from error
 
@@ -354,9 +359,9 @@ class RecordedPlans:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        if not plan_path(folder, 0).exists() and not any(folder.glob("iteration_*.json")):
+        if not plan_path(folder, 0).exists() and not any(folder.glob(PLAN_FILES)):
             raise PlanError(
-                f"--replay-plans {folder}: there is no iteration_*.json in it; name a folder that "
+                f"--replay-plans {folder}: there is no {PLAN_FILES} in it; name a folder that "
                 "--plan-dir of an earlier run wrote"
             )
 

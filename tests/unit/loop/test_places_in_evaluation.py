@@ -22,7 +22,8 @@ def test_every_batch_is_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     data = MagicMock()
     data.next_batch.side_effect = [
         SimpleNamespace(
-            plan=SimpleNamespace(strategy=name, digest=name * 20),
+            plan=SimpleNamespace(strategy=name),
+            digest=name * 20,
             micro_batches=(),
             batch=SimpleNamespace(num_sequences=1),
         )

@@ -15,7 +15,7 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.planner import ahead as process_module
 from megatron.hydraulis.planner.ahead import LookAheadPlanner, PlannerProcess, PlannerProcessDied
-from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.plan import IterationPlan, PlanText
 from megatron.hydraulis.planner.planners import GreedyPlanner, RecordedPlans, plan_path, write_plan
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import LLAMA_7B
@@ -132,8 +132,8 @@ def test_the_process_imports_neither_torch_nor_megatron_core() -> None:
 
 def test_recorded_plans_are_replayed(planner: GreedyPlanner, tmp_path: Path) -> None:
     plans = [planner.plan((*LENGTHS, 5 + i), iteration=i) for i in range(2)]
-    for plan in plans:
-        write_plan(tmp_path / "plans", plan)
+    for iteration, plan in enumerate(plans):
+        write_plan(tmp_path / "plans", iteration, PlanText.of(plan))
     recorded = RecordedPlans(tmp_path / "plans")
     for iteration, plan in enumerate(plans):
         assert recorded.plan((*LENGTHS, 5 + iteration), iteration=iteration).digest == plan.digest

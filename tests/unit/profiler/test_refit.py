@@ -5,15 +5,28 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfiledScheme
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.loop.refit import IterationTimes, OnlineRefit, RefitSettings
+from megatron.hydraulis.loop.planning import Planning
+from megatron.hydraulis.loop.refit import (
+    IterationTimes,
+    OnlineRefit,
+    RefitSettings,
+    RunRefit,
+    micro_batch_times_ms,
+)
+from megatron.hydraulis.observability.records import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.runtime.spans import RecordedSpan
@@ -205,8 +218,6 @@ def test_a_drift_to_name_is_positive() -> None:
 
 
 def test_waits_for_parameters_are_no_part_of_a_micro_batch() -> None:
-    from megatron.hydraulis.loop.planning import micro_batch_times_ms
-
     def span(name: str, start_ms: float, end_ms: float, micro_batch: int = 0) -> RecordedSpan:
         detail = {"micro_batch": micro_batch}
         return RecordedSpan(name, int(start_ms * 1e6), int(end_ms * 1e6), detail)
@@ -223,3 +234,23 @@ def test_waits_for_parameters_are_no_part_of_a_micro_batch() -> None:
     ]
     assert micro_batch_times_ms(spans, 2) == [10 - 3 - 1 + 6, 4 + 1]
     assert micro_batch_times_ms([], 0) == []
+
+
+def test_the_profile_for_the_next_run_has_the_limits_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    strategies = [Strategy.parse(text, 4) for text in ("4*tp1", "2*tp2")]
+    limits = Limits(PROFILE)
+    planning = Planning(
+        cost_model=PROFILE, limits=limits, pool=Pool.of(*strategies), left_out=(), source="test"
+    )
+    flags = cast(Any, SimpleNamespace(refit_drift=0.1))
+    refit = RunRefit(flags, lambda: planning, dist.HashStore(), has_cuda=False)
+    planning = replace(
+        planning, limits=limits.reduced([(Scheme(), 700)]), pool=Pool.of(strategies[0])
+    )
+    refit.write(tmp_path)
+    written = ProfileCostModel.read(tmp_path / REFITTED_PROFILE_FILE_NAME)
+    assert {row.scheme: row.max_tokens for row in written.schemes} == {Scheme(): 700}
