@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -101,12 +101,6 @@ class AppliedPatch:
     def undo(self) -> None:
         """Restore upstream's value."""
         setattr(self.module, self.attribute, self.original)
-
-
-def undo_all(applied: Iterable[AppliedPatch]) -> None:
-    """Undo in reverse order."""
-    for patch in reversed(list(applied)):
-        patch.undo()
 
 
 def check_signature(target: str, replacement: Callable[..., Any]) -> None:

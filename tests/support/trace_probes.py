@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+from megatron.hydraulis.observability.trace import Span
 from megatron.hydraulis.observability.trace_analysis import Spans
 
 
@@ -20,4 +23,11 @@ def operations(spans: Spans) -> list[tuple[str, int]]:
     """What ran, in its order."""
     return [
         (span.name, int(span.detail["micro_batch"])) for span in spans.named("forward", "backward")
+    ]
+
+
+def overlaps(spans: Spans) -> list[tuple[Span, Span]]:
+    """Pairs of neighbours of which the second starts before the first has ended."""
+    return [
+        (earlier, later) for earlier, later in pairwise(spans) if later.start_us < earlier.end_us
     ]

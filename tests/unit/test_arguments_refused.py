@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.options import _FAMILIES, FORMER, HONOURED, family_of, refusal
+from megatron.hydraulis.flags.options import _FAMILIES, FORMER_OPTIONS, HONOURED, family_of, refusal
 from tests.unit.argument_command import flag_parser
 
 
@@ -110,7 +110,7 @@ def test_every_family_refuses_an_option_of_this_upstream_or_a_former_one_of_ours
         for option, group in flag_parser().upstream_options.items()
         if any(option in action.option_strings for action in _actions())
     }
-    in_use |= {family_of(option, "").name for option in FORMER}
+    in_use |= {family_of(option, "").name for option in FORMER_OPTIONS}
     assert {family.name for family in _FAMILIES} <= in_use
 
 

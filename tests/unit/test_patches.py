@@ -26,11 +26,11 @@ from hydraulis_patches.cpu_backend import (
 from hydraulis_patches.deferred_compile import JIT_FUSER, compile_at_first_call
 from hydraulis_patches.hashes import CPU_BACKEND_HASHES, RNG_STATE_HASHES, TRAINING_LOOP_HASHES
 from hydraulis_patches.registry import (
+    AppliedPatch,
     Patch,
     SetState,
     check_signature,
     source_hash,
-    undo_all,
 )
 from hydraulis_patches.training_loop import (
     ALL,
@@ -59,6 +59,12 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "some_upstream", raising=False)
     return importlib.import_module("some_upstream")
+
+
+def undo_all(applied: list[AppliedPatch]) -> None:
+    """In reverse order, so that a name that was replaced twice is restored."""
+    for patch in reversed(applied):
+        patch.undo()
 
 
 def patch_of(*attributes: str) -> Patch:

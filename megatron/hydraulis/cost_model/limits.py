@@ -67,9 +67,14 @@ class Limits:
 
     def of_scheme(self, scheme: Scheme) -> int:
         """The limit of a scheme in strategies without ``max_tokens``; raises as `max_tokens`."""
-        if self.flag is not None:
-            return self._reduced(scheme, scheme.rounded_down(self.flag))
-        return self._reduced(scheme, self.cost_model.max_tokens(scheme))
+        by_flag = self.by_flag(scheme)
+        return self._reduced(
+            scheme, self.cost_model.max_tokens(scheme) if by_flag is None else by_flag
+        )
+
+    def by_flag(self, scheme: Scheme) -> int | None:
+        """The limit of a scheme by --max-tokens-per-micro-batch; None without it."""
+        return None if self.flag is None else scheme.rounded_down(self.flag)
 
     def holds(self, strategy: Strategy) -> bool:
         """Whether every replica of a strategy has room for a token."""
@@ -85,8 +90,10 @@ class Limits:
     def _set_limits(self, strategy: Strategy) -> dict[Scheme, int]:
         """Limits by the flag or the pool file, reduced by the measured ones of all groups."""
         limits = dict(strategy.token_limits)
-        if self.flag is not None:
-            limits = {scheme: scheme.rounded_down(self.flag) for scheme in strategy.schemes}
+        for scheme in strategy.schemes:
+            by_flag = self.by_flag(scheme)
+            if by_flag is not None:
+                limits[scheme] = by_flag
         measured = dict(self.measured)
         for scheme, limit in limits.items():
             of_groups = [

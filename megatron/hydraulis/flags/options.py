@@ -14,7 +14,7 @@ from types import MappingProxyType
 from megatron.hydraulis.model_shape import NO_DROPOUT
 
 __all__ = [
-    "FORMER",
+    "FORMER_OPTIONS",
     "HONOURED",
     "HONOURED_BY_TOPIC",
     "Family",
@@ -284,7 +284,7 @@ class Family:
 _REMOVE = "remove it"
 _DENSE_ONLY = "the model here is a dense decoder of attention and MLP layers"
 
-FORMER = ("--emulate-device", "--emulate-scale")
+FORMER_OPTIONS = ("--emulate-device", "--emulate-scale")
 """Options of our own that earlier versions had."""
 
 # The first family that covers an option words its refusal, so narrow ones stand before wide ones.

@@ -11,7 +11,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.config import HydraulisConfig
-from megatron.hydraulis.flags.options import FORMER, HONOURED, Honoured, Need, refusal
+from megatron.hydraulis.flags.options import FORMER_OPTIONS, HONOURED, Honoured, Need, refusal
 
 __all__ = ["FlagParser", "ParsedFlags"]
 
@@ -135,7 +135,8 @@ class FlagParser:
         refusals = [
             refusal(option, self._upstream[option][1] if option in self._upstream else "")
             for option in dict.fromkeys(options)
-            if option in FORMER or (option in self._upstream and self._honoured(option) is None)
+            if option in FORMER_OPTIONS
+            or (option in self._upstream and self._honoured(option) is None)
         ]
         if len(refusals) == 1:
             raise ConfigurationError(refusals[0])
@@ -184,7 +185,7 @@ class FlagParser:
                 nargs=action.nargs,
                 default=argparse.SUPPRESS,
             )
-        for option in FORMER:
+        for option in FORMER_OPTIONS:
             recorder.add_argument(option, action=_Record, nargs="?", default=argparse.SUPPRESS)
         return recorder
 

@@ -47,7 +47,7 @@ def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
         return None
     profile = ProfileCostModel.read(path)
     missing: dict[Scheme, list[str]] = {}
-    for strategy in _pool_with_layers(resolved, profile).strategies:
+    for strategy in _pool_with_layers(resolved, _limits(resolved, profile)).strategies:
         for scheme in strategy.schemes:
             try:
                 profile.coefficients(scheme)
@@ -92,10 +92,10 @@ class Planning:
         else:
             cost_model = _analytic(resolved, device)
             source = f"analytic, device '{device.name}'"
-        limits = Limits(cost_model, resolved.hydraulis.max_tokens_per_micro_batch)
+        limits = _limits(resolved, cost_model)
         reasons = {
             strategy: _why_it_does_not_fit(limits, strategy, source)
-            for strategy in _pool_with_layers(resolved, cost_model).strategies
+            for strategy in _pool_with_layers(resolved, limits).strategies
         }
         kept = [strategy for strategy, why in reasons.items() if why is None]
         left_out = tuple(
@@ -206,25 +206,30 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
     )
 
 
-def _pool_with_layers(resolved: Resolved, cost_model: CostModel) -> Pool:
+def _limits(resolved: Resolved, cost_model: CostModel) -> Limits:
+    return Limits(cost_model, resolved.hydraulis.max_tokens_per_micro_batch)
+
+
+def _pool_with_layers(resolved: Resolved, limits: Limits) -> Pool:
     """The pool that the flags describe, with the layers that --balance-pipeline-layers chooses."""
     if not resolved.hydraulis.balance_pipeline_layers:
         return resolved.pool
-    flag = resolved.hydraulis.max_tokens_per_micro_batch
+    cost_model = limits.cost_model
 
     def choose(scheme: Scheme, own_limit: int | None) -> Scheme:
         # The strategy's own limit must fit in memory, or else the longest sequence.
         min_tokens = resolved.args.seq_length if own_limit is None else own_limit
+        by_flag = limits.by_flag(scheme)
         if isinstance(cost_model, ProfileCostModel):
             return cost_model.balanced_scheme(
                 scheme,
                 num_layers=resolved.shape.num_layers,
                 min_tokens=min_tokens,
-                limit=None if flag is None else scheme.rounded_down(flag),
+                limit=by_flag,
             )
         assert isinstance(cost_model, AnalyticCostModel)
         # With the flag, memory is not checked.
-        return cost_model.balanced_scheme(scheme, min_tokens=min_tokens if flag is None else 0)
+        return cost_model.balanced_scheme(scheme, min_tokens=min_tokens if by_flag is None else 0)
 
     return balance_pool(resolved.pool, choose)
 

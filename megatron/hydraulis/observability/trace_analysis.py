@@ -73,10 +73,6 @@ class Spans:
         return min(span.start_us for span in self._required())
 
     @property
-    def first_end_us(self) -> float:
-        return min(span.end_us for span in self._required())
-
-    @property
     def last_end_us(self) -> float:
         return max(span.end_us for span in self._required())
 
@@ -88,14 +84,6 @@ class Spans:
             total_us += max(0.0, span.end_us - max(span.start_us, until_us))
             until_us = max(until_us, span.end_us)
         return total_us
-
-    def overlaps(self) -> list[tuple[Span, Span]]:
-        """Pairs of neighbours of which the second starts before the first has ended."""
-        return [
-            (earlier, later)
-            for earlier, later in zip(self.spans, self.spans[1:], strict=False)
-            if later.start_us < earlier.end_us
-        ]
 
     def __iter__(self) -> Iterator[Span]:
         return iter(self.spans)

@@ -327,15 +327,16 @@ def context_group_pools(
         widths, and with widths halved down to 1. A tp is left out if the profile lacks it without
         pipeline, or nothing holds the sequence.
     """
+    limits = Limits(costs)
     pools: dict[int, Pool] = {}
     degrees = sorted({row.scheme.tp for row in costs.profile.schemes if row.scheme.pp == 1})
     for tp in degrees:
-        has_row = costs.is_measured(Scheme(tp=tp)) and costs.max_tokens(Scheme(tp=tp)) > 0
+        has_row = costs.is_measured(Scheme(tp=tp)) and limits.of_scheme(Scheme(tp=tp)) > 0
         if num_ranks % tp or not has_row:
             continue
         strategies = []
         for widths in _groupings(num_ranks // tp):
-            if costs.max_tokens(Scheme(tp=tp, cp=widths[0])) < longest:
+            if limits.of_scheme(Scheme(tp=tp, cp=widths[0])) < longest:
                 continue
             text = "+".join(f"{num}*tp{tp}cp{cp}" for cp, num in Counter(widths).items())
             strategies.append(Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node))

@@ -73,8 +73,6 @@ class EqualShares:
     **Scatter** (``adds_up`` true): copy the bucket's gradients to the flat buffer as `segments`
     say (the rest must be finite, for example zero); the collective gives rank r the sum of all
     ranks' r-th shares, which starts with its shard's gradient.
-
-    If `is_in_place`, the flat buffer is the bucket itself: no padding, no copy.
     """
 
     bucket: int
@@ -105,11 +103,6 @@ class EqualShares:
             if start < stop
         )
         return tuple(Segment(*copy) for copy in merged_copies(copies))
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the flat buffer is the bucket in canonical order, without padding."""
-        return len(self.segments) == 1 and self.num_elements == self.num_buffer_elements
 
     def for_bucket(self, index: int) -> EqualShares:
         """The same plan for another bucket, see `buckets_with_equal_plans`."""

@@ -9,6 +9,7 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.trace import Span, TraceWriter, rank_file
 from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares
+from tests.support.trace_probes import overlaps
 
 
 def span(name: str, start_us: float, end_us: float, track: str = "compute", **more: Any) -> Span:
@@ -49,8 +50,8 @@ def test_queries() -> None:
     )
     assert measured.where(bucket=0).values("name") == ["gather", "scatter"]
     assert spans.where(iteration=2).values("name") == []
-    assert spans.where(track="regroup").overlaps() == []
-    overlap = measured.named("forward", "gather").overlaps()
+    assert overlaps(spans.where(track="regroup")) == []
+    overlap = overlaps(measured.named("forward", "gather"))
     assert [(a.name, b.name) for a, b in overlap] == [("gather", "forward")]
     assert measured.named("forward", "gather").total_us == 40
     with pytest.raises(HydraulisError, match="no such span"):
