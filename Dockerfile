@@ -9,12 +9,12 @@
 #
 # Build arguments, each with its default:
 #   BASE_IMAGE                  an image with python >= 3.12 and PyTorch
-#   MEGATRON_CORE_VERSION       must be what setup.py asks for, or the build stops
-#   TRANSFORMER_ENGINE_VERSION  installed where the base has a CUDA compiler and no Transformer Engine
-#   APEX_REF                    branch, tag or commit of NVIDIA's apex, built where the base has a CUDA
-#                               compiler, git and no apex; empty: never. It is optional, see setup.py
-#   MAX_JOBS                    compilers at a time while these are built
-#   USER_ID                     of the user that the image runs as; give your own where the image
+#   MEGATRON_CORE_VERSION       must be the version in setup.py, or the build stops
+#   TRANSFORMER_ENGINE_VERSION  installed if the base has a CUDA compiler and no Transformer Engine
+#   APEX_REF                    branch, tag or commit of NVIDIA's apex, built if the base has a CUDA
+#                               compiler, git and no apex; empty: never. Optional, see setup.py
+#   MAX_JOBS                    number of compilers that run at a time
+#   USER_ID                     of the user that the image runs as; give your own if the image
 #                               writes to folders of the host
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.05-py3
 # hadolint ignore=DL3006
@@ -28,30 +28,30 @@ ARG USER_ID=10001
 
 WORKDIR /workspace/hydraulis
 
-# Dependencies first: this layer is built again only when setup.py or pyproject.toml change. The
-# base's torch is held, as one from PyPI would not fit its Transformer Engine; NVIDIA's images name
-# constraints of their own in PIP_CONSTRAINT, which stay in force. The version is that of the
-# installed package: PyTorch's own word for it may have a suffix that pip knows nothing of.
+# Dependencies first: this layer is rebuilt only when setup.py or pyproject.toml change. The base's
+# torch is pinned, as one from PyPI would not fit its Transformer Engine; constraints that NVIDIA's
+# images set in PIP_CONSTRAINT still apply. The version is that of the installed package, because
+# torch.__version__ may have a suffix that pip does not know.
 COPY setup.py pyproject.toml LICENSE ./
 RUN python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
-        > held.txt \
-    && echo "megatron-core==${MEGATRON_CORE_VERSION}" >> held.txt \
+        > pinned.txt \
+    && echo "megatron-core==${MEGATRON_CORE_VERSION}" >> pinned.txt \
     && mkdir -p megatron/hydraulis hydraulis_patches \
-    && PIP_CONSTRAINT="$PWD/held.txt${PIP_CONSTRAINT:+ ${PIP_CONSTRAINT}}" \
+    && PIP_CONSTRAINT="$PWD/pinned.txt${PIP_CONSTRAINT:+ ${PIP_CONSTRAINT}}" \
         python -m pip install --no-cache-dir --editable . \
-    && rm -r held.txt megatron hydraulis_patches
+    && rm -r pinned.txt megatron hydraulis_patches
 
-# What the base lacks, where it can be built and used: importing Transformer Engine without CUDA
-# fails, and megatron-core's import with it. Built against the base's torch, hence no isolation.
+# What the base lacks, if it can be built and used: without CUDA, importing Transformer Engine fails,
+# and with it megatron-core's import. Built against the base's torch, so without isolation.
 RUN if python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("transformer_engine"))'; \
     then echo "Transformer Engine: the base has it"; \
-    elif ! command -v nvcc; then echo "Transformer Engine: left out, the base has no nvcc"; \
+    elif ! command -v nvcc; then echo "Transformer Engine: skipped, the base has no nvcc"; \
     else MAX_JOBS="${MAX_JOBS}" python -m pip install --no-cache-dir --no-build-isolation \
         "transformer-engine[pytorch]==${TRANSFORMER_ENGINE_VERSION}"; fi \
     && if python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("apex"))'; \
     then echo "apex: the base has it"; \
     elif [ -z "${APEX_REF}" ] || ! command -v nvcc || ! command -v git; \
-    then echo "apex: left out, without APEX_REF, nvcc or git"; \
+    then echo "apex: skipped, without APEX_REF, nvcc or git"; \
     else APEX_CPP_EXT=1 APEX_CUDA_EXT=1 MAX_JOBS="${MAX_JOBS}" python -m pip install \
         --no-cache-dir --no-build-isolation "git+https://github.com/NVIDIA/apex@${APEX_REF}"; fi
 
@@ -60,9 +60,9 @@ COPY megatron ./megatron
 COPY hydraulis_patches ./hydraulis_patches
 COPY scripts ./scripts
 
-# The package itself; then a user without rights on it, who owns only the folder of runs; then a
-# smoke test as that user. A build has no GPU driver, without which Transformer Engine's import
-# fails and megatron-core's with it; marked as absent, both do without.
+# The package; then a user who may write only to the folder of runs; then a smoke test as that user.
+# A build has no GPU driver, so Transformer Engine's import would fail, and with it megatron-core's;
+# it is marked as absent.
 RUN python -m pip install --no-cache-dir --no-deps --editable . \
     && useradd --create-home --uid "${USER_ID}" hydraulis \
     && mkdir runs && chown hydraulis: runs
@@ -73,7 +73,7 @@ import highspy, torch, megatron.core, megatron.training, megatron.hydraulis.loop
     && python -m hydraulis_patches \
     && hydraulis --version
 
-# Whether the program can be imported with what the container was given, driver and mounts included.
+# Whether the program can be imported in this container, with its driver and mounts.
 HEALTHCHECK --interval=10m --timeout=3m --start-period=3m --retries=2 \
     CMD ["python", "-W", "ignore", "-c", "import megatron.training, megatron.hydraulis.loop.entry"]
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Sourced by the other scripts: makes .venv ready and puts its interpreter into $python.
+# Sourced by the other scripts: prepares .venv and sets $python to its interpreter.
 #
-# The interpreter is the first that works of $PYTHON, python3.12 and python3; it must be 3.12 or
-# newer. Where nothing changed since the last time (setup.py, pyproject.toml, the interpreter's
-# version, the folder), nothing is installed; a .venv that an interrupted set-up left half-made is
+# The interpreter is the first of $PYTHON, python3.12 and python3 that works; it must be 3.12 or
+# newer. If nothing has changed since the last time (setup.py, pyproject.toml, the interpreter's
+# version, the folder), nothing is installed; an incomplete .venv of an interrupted installation is
 # repaired.
 
 hydraulis_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -11,8 +11,8 @@ hydraulis_venv="$hydraulis_root/.venv"
 hydraulis_stamp_file="$hydraulis_venv/.hydraulis-stamp"
 python="$hydraulis_venv/bin/python"
 
-# Every place where a name is found, since the first may be a shim of a version manager that knows
-# no such version. One inside .venv would vanish while the .venv is made anew.
+# Every path where a name is found, since the first may be a version manager's shim for a version
+# that is not installed. Paths inside .venv are skipped: they vanish when .venv is recreated.
 hydraulis_candidates() {
     local name found
     for name in "${PYTHON:-}" python3.12 python3; do
@@ -23,7 +23,7 @@ hydraulis_candidates() {
     done
 }
 
-# Prints the interpreter to make .venv with; one line of complaint and status 1 if there is none.
+# Prints the interpreter for .venv; without one, prints an error and returns 1.
 hydraulis_find_interpreter() {
     local candidate version
     while IFS= read -r candidate; do
@@ -43,7 +43,7 @@ hydraulis_find_interpreter() {
     return 1
 }
 
-# What an installed .venv depends on, as one hash; status 1 if the interpreter does not work.
+# Hash of everything that an installed .venv depends on; status 1 if the interpreter does not work.
 hydraulis_stamp() {
     "$1" -c '
 import hashlib, pathlib, sys
@@ -59,41 +59,42 @@ print(digest.hexdigest())
 hydraulis_make_venv() {
     local interpreter
     interpreter="$(hydraulis_find_interpreter)" || return 1
-    # To clear it would empty an environment that another folder may live on.
+    # Clearing it would empty an environment that another folder may use.
     if [[ -L $hydraulis_venv ]]; then
-        echo "error: .venv is made anew where it does not fit this folder but is a link to" \
+        echo "error: .venv does not fit this folder and must be recreated, but it is a link to" \
             "$(readlink "$hydraulis_venv"); remove the link" >&2
         return 1
     fi
-    echo "making .venv with $interpreter" >&2
-    # Any stamp goes first: from here to the end of the installation .venv is half-made.
+    echo "creating .venv with $interpreter" >&2
+    # The stamp is removed first: from here to the end of the installation .venv is incomplete.
     rm -f "$hydraulis_stamp_file"
     if ! "$interpreter" -m venv --clear "$hydraulis_venv"; then
-        echo "error: $interpreter cannot make a virtual environment; install its venv module" \
+        echo "error: $interpreter cannot create a virtual environment; install its venv module" \
             "(Debian, Ubuntu: apt install python3-venv)" >&2
         return 1
     fi
 }
 
 hydraulis_install() {
-    echo "installing into .venv (torch is large: the first time takes some minutes)" >&2
+    echo "installing into .venv (torch is large: the first installation takes some minutes)" >&2
     rm -f "$hydraulis_stamp_file"
-    # A person sees pip's progress; a log does not need a line for every package.
+    # A terminal shows pip's progress; a log does not need one line per package.
     local quiet=()
     [[ -t 1 ]] || quiet=(--quiet)
     "$python" -m pip install "${quiet[@]}" --disable-pip-version-check \
         --editable "${hydraulis_root}[dev]"
 }
 
-# Whether .venv runs, has pip, and was made in this folder for an interpreter that is new enough;
-# scripts in .venv/bin hold the folder's path, so a moved one does not do.
+# Whether .venv runs, has pip, and was created in this folder with an interpreter that is new enough.
+# Scripts in .venv/bin contain the folder's path, so a moved .venv does not work.
 hydraulis_venv_works() {
     [[ -f $hydraulis_venv/bin/activate ]] &&
         grep -qF -- "$hydraulis_venv" "$hydraulis_venv/bin/activate" &&
         "$python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null
 }
 
-# Whether what was installed imports: an installation cut off half-way may not, whatever pip says.
+# Whether the installed packages can be imported: after an interrupted installation they may fail
+# although pip reports success.
 hydraulis_imports() {
     (cd "$hydraulis_root" && OMP_NUM_THREADS=1 "$python" -W ignore -c '
 import highspy, torch
@@ -107,7 +108,7 @@ hydraulis_version() {
 
 hydraulis_set_up() {
     local interpreter stamp
-    # A .venv that works needs no other interpreter, unless the user names one of another version.
+    # A working .venv needs no other interpreter, unless $PYTHON names one of another version.
     if [[ -n ${PYTHON:-} ]]; then
         interpreter="$(hydraulis_find_interpreter)" || return 1
         if [[ $(hydraulis_version "$interpreter") != "$(hydraulis_version "$python")" ]]; then
@@ -123,11 +124,11 @@ hydraulis_set_up() {
     fi
     hydraulis_install || return 1
     if ! hydraulis_imports; then
-        echo ".venv is damaged and is made anew" >&2
+        echo ".venv is damaged and is recreated" >&2
         hydraulis_make_venv || return 1
         hydraulis_install || return 1
         if ! hydraulis_imports; then
-            echo "error: .venv was made anew and still cannot import torch, highspy and" \
+            echo "error: .venv was recreated and still cannot import torch, highspy and" \
                 "megatron.core; see: $python -c 'import torch, highspy, megatron.core'" >&2
             return 1
         fi

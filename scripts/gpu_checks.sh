@@ -3,9 +3,9 @@
 #
 #     bash scripts/gpu_checks.sh [FLAGS of python -m benchmarks.gpu]
 #
-# Makes .venv, adds Transformer Engine, runs tests/gpu and then the benchmarks, which write their
-# results with device and date to docs/results/. HYDRAULIS_WITHOUT_TE=1 leaves Transformer Engine
-# away: it is built here against the installed torch and takes a CUDA toolkit and some minutes.
+# Creates .venv, adds Transformer Engine, runs tests/gpu and then the benchmarks, which write their
+# results with device and date to docs/results/. HYDRAULIS_WITHOUT_TE=1 skips Transformer
+# Engine, which is built against the installed torch and needs a CUDA toolkit and some minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -19,7 +19,7 @@ then
     major="$("$python" -c 'import torch; print(torch.version.cuda.split(".")[0])')"
     "$python" -m pip install --quiet ninja pybind11
     if ! "$python" -m pip install --no-build-isolation "transformer-engine[pytorch,core-cu$major]"; then
-        echo "warning: Transformer Engine was not built; what needs it is left out" >&2
+        echo "warning: Transformer Engine was not built; tests that need it are skipped" >&2
     fi
 fi
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The long lists of which scripts/test.sh runs examples: every test marked `nightly`; random pools,
-# property tests and injected faults in the numbers that HYPOTHESIS_PROFILE=nightly has; the wheel,
-# installed with all its dependencies from the package index (gigabytes, deleted afterwards). Arguments,
-# if any, go to pytest in place of the list of tests. The last line is pytest's own.
+# The long test lists, of which scripts/test.sh runs a part: every test marked `nightly`; random
+# pools, property tests and injected faults with as many examples as HYPOTHESIS_PROFILE=nightly sets;
+# the wheel, installed with all its dependencies from the package index (gigabytes, deleted
+# afterwards). Arguments, if any, go to pytest instead of the list of tests. The last line is pytest's own.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -14,5 +14,5 @@ if ((${#tests[@]} == 0)); then
     tests=(tests/cuda_stand_in tests/fault tests/property tests/distributed/test_random_pools.py
         tests/distributed/test_installed_program.py)
 fi
-# Two hours a test: one of many draws takes longer than any of the default suite.
+# Two hours per test: a test with many draws takes longer than any of the default suite.
 exec "$python" -m pytest -o timeout=7200 -m "nightly or not nightly" "${tests[@]}"

@@ -5,13 +5,13 @@
 # Python file, or -m and a module. Started by scripts/run_local.sh, or by Slurm on every node.
 #
 # SIGUSR1, SIGTERM and the first SIGINT ask the ranks to stop: each gets SIGTERM, at which one with
-# --exit-signal-handler finishes its iteration, saves and exits with 0. torchrun itself is kept out
-# of it: it would end with an error although all went well. After EXIT_GRACE_S, or at a second SIGINT,
-# what is left is killed.
+# --exit-signal-handler finishes its iteration, saves and exits with 0. torchrun itself gets
+# no signal: it would end with an error although all went well. After EXIT_GRACE_S, or at a second
+# SIGINT, all remaining processes are killed.
 #
 #   PYTHON               interpreter
-#   HYDRAULIS_LOG_DIR    folder of one file a rank
-#   EXIT_GRACE_S         seconds from the first signal on until ranks are killed     (default: 240)
+#   HYDRAULIS_LOG_DIR    folder with one file per rank
+#   EXIT_GRACE_S         seconds from the first signal until ranks are killed        (default: 240)
 set -euo pipefail
 scripts="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 python="${PYTHON:-python3}"
@@ -38,7 +38,7 @@ HYDRAULIS_NODE_DIR="$(mktemp -d "${TMPDIR:-/tmp}/hydraulis-node-XXXXXX")"
 export HYDRAULIS_LOG_DIR HYDRAULIS_NODE_DIR
 trap 'rm -rf "$HYDRAULIS_NODE_DIR"' EXIT
 
-# Sends a signal to each rank that has started; one that has ended is no error.
+# Sends a signal to each rank that has started; a rank that has already ended is no error.
 signal_ranks() {
     local file
     for file in "$HYDRAULIS_NODE_DIR"/rank-*.pid; do
@@ -48,10 +48,10 @@ signal_ranks() {
     done
 }
 
-# Ends torchrun, and with it all ranks, unless it has ended by itself in time.
+# Ends torchrun, and with it all ranks, unless it ends by itself in time.
 lose_patience() {
     local deadline_s=$((SECONDS + exit_grace_s))
-    # The signal may come again, and then goes to this process too.
+    # The signal may be sent again, and then also reaches this process.
     trap '' INT TERM USR1
     while kill -0 "$launched" 2>/dev/null; do
         if ((SECONDS >= deadline_s)); then
@@ -65,15 +65,15 @@ lose_patience() {
     done
 }
 
-# Traps act themselves: one that only took a note between two commands of the loop at the end would
-# be heeded no sooner than torchrun ends.
+# Traps act immediately: if one only set a variable between two commands of the loop at the end, it
+# would have no effect before torchrun ends.
 launched=
 is_asked=0
 ask() {
     if ((!is_asked)); then
         is_asked=1
         echo "$(date -Is) $1: asking the ranks of $(hostname) to save and end" >&2
-        # Ranks that start from now on see this and end.
+        # Ranks that start after this see the file and end.
         touch "$HYDRAULIS_NODE_DIR/stopping"
         signal_ranks TERM
         [[ -z $launched ]] || lose_patience &
@@ -88,9 +88,9 @@ trap 'ask SIGTERM' TERM
 trap 'ask SIGINT' INT
 
 # Slurm sends a signal to every process of a step, a terminal to every process in the foreground, but
-# only this script is to act on it: torchrun ignores all but SIGHUP, which also tells it should this
-# script be killed. Ranks heed SIGTERM as ever.
-# torchrun reads the first of these; before it had an option for it, it read the second.
+# only this script must act on it: torchrun ignores all but SIGHUP, which it also gets if this script
+# is killed. Ranks handle SIGTERM as usual.
+# Newer versions of torchrun read the first of these variables, older ones the second.
 export PET_SIGNALS_TO_HANDLE=SIGHUP TORCHELASTIC_SIGNALS_TO_HANDLE=SIGHUP
 (
     trap '' INT TERM USR1
@@ -98,7 +98,7 @@ export PET_SIGNALS_TO_HANDLE=SIGHUP TORCHELASTIC_SIGNALS_TO_HANDLE=SIGHUP
         --no-python env --default-signal=INT,TERM bash "$scripts/rank.sh" "$python" -u "$@"
 ) </dev/null &
 launched=$!
-# A signal ends `wait`, not torchrun, whose status bash keeps.
+# A signal interrupts `wait`, not torchrun, whose status bash keeps.
 while kill -0 "$launched" 2>/dev/null; do
     wait "$launched" || true
 done

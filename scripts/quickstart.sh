@@ -3,30 +3,30 @@
 #
 #     bash scripts/quickstart.sh [FLAGS of pretrain_gpt.py]
 #
-# The corpus is the source of Python's standard library, one file a sequence; it is prepared once.
-# Flags given here come after those below, and the last of a flag wins, for example
+# The corpus is the source of Python's standard library, one sequence per file; it is prepared once.
+# Flags given here come after those below; if a flag is repeated, the last value wins. Examples:
 #
 #     bash scripts/quickstart.sh --train-iters 8 --run-dir runs/short --strategy pp2+tp2
 #     bash scripts/quickstart.sh --strategy-pool examples/pool_4_ranks.json
 #     HYDRAULIS_NUM_RANKS=2 bash scripts/quickstart.sh
 #
-# It ends with a page about the run, report.html in the run folder.
+# At the end it writes a page about the run, report.html in the run folder.
 #
-# It trains on the CPU, also on a machine with GPUs; HYDRAULIS_DEVICE=cuda gives every rank a GPU.
+# It trains on the CPU even if there are GPUs; HYDRAULIS_DEVICE=cuda gives every rank a GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 num_ranks="${HYDRAULIS_NUM_RANKS:-4}"
 if ! [[ $num_ranks =~ ^[1-9][0-9]*$ ]]; then
-    echo "error: HYDRAULIS_NUM_RANKS is a count of ranks but is '$num_ranks'; set it to 1 or more" >&2
+    echo "error: HYDRAULIS_NUM_RANKS must be a number of ranks but is '$num_ranks'; set it to 1 or more" >&2
     exit 2
 fi
 case "${HYDRAULIS_DEVICE:-cpu}" in
     cpu) export CUDA_VISIBLE_DEVICES= ;;
     cuda) ;;
     *)
-        echo "error: HYDRAULIS_DEVICE is cpu or cuda but is '$HYDRAULIS_DEVICE'; set one of them" >&2
+        echo "error: HYDRAULIS_DEVICE must be cpu or cuda but is '$HYDRAULIS_DEVICE'; set one of them" >&2
         exit 2
         ;;
 esac
@@ -38,11 +38,11 @@ fi
 corpus="$PWD/runs/quickstart/corpus"
 "$python" scripts/stdlib_corpus.py --output-dir "$corpus"
 
-# More threads than cores only make the ranks wait for each other.
+# With more threads than cores the ranks only wait for each other.
 export OMP_NUM_THREADS=1
 
-# The size of a batch is given in sequences or in tokens, and strategies alone or by a pool file,
-# never both.
+# These flags exclude each other: the batch size in sequences or in tokens, and one strategy or a
+# pool file.
 batch_size=(--global-batch-size 12)
 strategies=(--strategy "$strategy")
 run_dir="runs/quickstart/$(date +%Y%m%d-%H%M%S)"
@@ -65,7 +65,7 @@ for argument in "$@"; do
 done
 
 flags=(
-    # Data: sequences longer than --seq-length become several.
+    # Data: sequences longer than --seq-length are split.
     --data-path "$corpus/stdlib"
     --split "98,2,0"
     --tokenizer-type HuggingFaceTokenizer
@@ -104,8 +104,8 @@ flags=(
     --trace "${trace:-$run_dir/trace}"
 )
 
-# In the background with its own input, so that this script can hand signals on: bash would let a
-# foreground job end first, or leave it behind.
+# In the background with a separate standard input, so that this script can forward signals: with a
+# foreground job, bash would wait for its end first, or leave it running.
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$num_ranks" \
     pretrain_gpt.py "${flags[@]}" "${batch_size[@]}" "${strategies[@]}" "$@" <&0 &
 training=$!
@@ -113,7 +113,7 @@ trap 'kill -TERM "$training"' TERM
 trap 'kill -INT "$training"' INT
 status=0
 wait "$training" || status=$?
-# A signal ends `wait`, not the training.
+# A signal interrupts `wait`, not the training.
 while kill -0 "$training" 2>/dev/null; do
     status=0
     wait "$training" || status=$?

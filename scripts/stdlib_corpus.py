@@ -31,7 +31,7 @@ from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 VOCABULARY_SIZE = 2048
 END_OF_DOCUMENT = "<|endoftext|>"
 RECIPE = 1
-"""Raise it when the same files must give another corpus; old ones are then made anew."""
+"""Raise it when the same files must give another corpus; old corpora are then rebuilt."""
 
 _LEFT_OUT_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

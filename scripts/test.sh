@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every check of the project: ruff, mypy, import-linter, shellcheck, then pytest, which gets all
 # arguments. A failing check does not stop the others; the exit status is nonzero if any failed.
-# The last line is pytest's own. With --no-tests as the only argument pytest is left out.
+# The last line is pytest's own. With --no-tests as the only argument pytest is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -11,7 +11,7 @@ export OMP_NUM_THREADS=1 MPLBACKEND=Agg
 runs_tests=1
 if [[ ${1:-} == --no-tests ]]; then
     if (($# > 1)); then
-        echo "error: --no-tests leaves pytest out but ${*:2} is meant for it; give one of them" >&2
+        echo "error: --no-tests skips pytest but ${*:2} is an argument of pytest; give one of them" >&2
         exit 2
     fi
     runs_tests=0

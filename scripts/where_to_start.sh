@@ -1,26 +1,26 @@
 # shellcheck shell=bash
-# Sourced by rank.sh and slurm/job.sh: a run that has checkpoints of its own goes on from the latest,
-# whatever it once started from. Looked at whenever ranks start, as torchrun starts them again with
-# the flags of the first time.
+# Sourced by rank.sh and slurm/job.sh: a run that has written checkpoints resumes from the latest,
+# whatever it started from. Checked at every start of the ranks, because torchrun restarts them with
+# the original flags.
 
-# Whether a folder names a latest checkpoint.
+# Whether a folder has a latest checkpoint.
 holds_checkpoint() {
     [[ -n $1 && -f $1/latest_checkpointed_iteration.txt ]]
 }
 
-# Puts a command into the array `going_on`, so that it loads the folder and nothing else:
-# `go_on_from FOLDER COMMAND …`.
-go_on_from() {
+# `resume_from FOLDER COMMAND …` sets the array `resuming` to the command, changed such that it
+# loads this folder and no other.
+resume_from() {
     local folder="$1"
     shift
-    going_on=()
+    resuming=()
     while (($#)); do
         case "$1" in
             --load | --ckpt-step) shift ;;
             --load=* | --ckpt-step=* | --finetune) ;;
-            *) going_on+=("$1") ;;
+            *) resuming+=("$1") ;;
         esac
         (($# == 0)) || shift
     done
-    going_on+=(--load "$folder")
+    resuming+=(--load "$folder")
 }

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains on nodes that one waits for at a terminal, and sees what happens:
+# Trains on allocated nodes from a terminal, with the output on it:
 #
 #     bash scripts/slurm/interactive.sh --nodes 2 --gpus-per-node 8 --time 1:00:00 -- FLAGS
 #
-# What stands before -- goes to salloc, FLAGS to pretrain_gpt.py. Inside an allocation that one has
-# already it is used, and nothing may stand before --. The variables are those of
-# pretrain_gpt.sbatch. Ctrl-C lets the ranks save and end; nothing is queued again. FLAGS that are
-# just --shell give a shell in the allocation, in which this script can be called again and again.
+# Options before -- go to salloc, FLAGS to pretrain_gpt.py. Inside an existing allocation the script
+# uses it and accepts no options before --. The variables are those of pretrain_gpt.sbatch. Ctrl-C
+# lets the ranks save and end; the job is not requeued. With --shell as FLAGS the script opens a
+# shell in the allocation, from which it can be called repeatedly.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -29,11 +29,11 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
     exec salloc --job-name hydraulis "${options[@]}" bash "${BASH_SOURCE[0]}" -- "$@"
 fi
 if ((${#options[@]})); then
-    echo "error: this shell is in the allocation of job $SLURM_JOB_ID already, so that options of" \
-        "salloc cannot apply: ${options[*]}; leave them out" >&2
+    echo "error: this shell is already in the allocation of job $SLURM_JOB_ID, so options of" \
+        "salloc have no effect: ${options[*]}; remove them" >&2
     exit 2
 fi
-# A second run in one allocation must not meet what is left of the first.
+# A second run in the allocation must not connect to processes that the first has left.
 MASTER_PORT="${MASTER_PORT:-$((20000 + ($$ % 10000)))}"
 export MASTER_PORT HYDRAULIS_ROOT="${HYDRAULIS_ROOT:-$root}"
 source "$root/scripts/slurm/job.sh"

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the Slurm scripts of this folder: the settings of a job, what is checked before it
-# starts, and how its ranks are started, warned, ended and queued again. Settings are environment
-# variables, so that one script serves every cluster; `print_settings` names all of them.
+# starts, how its ranks are started, warned and ended, and how it is requeued. Settings are
+# environment variables, so that one script serves every cluster; `print_settings` names all of them.
 
 # shellcheck source=where_to_start.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../where_to_start.sh"
@@ -36,14 +36,14 @@ fail() {
     exit 2
 }
 
-# Each setting that is a count, with the least it may be.
+# Checks the settings that are counts against their minimum.
 check_counts() {
     local setting name least
     for setting in num_nodes:1 ranks_per_node:1 min_nodes:1 master_port:1 max_restarts:0 \
         max_requeues:0 exit_grace_s:1 rendezvous_timeout_s:1 preflight_timeout_s:1 save_interval:1; do
         name="${setting%:*}" least="${setting#*:}"
         if ! [[ ${!name} =~ ^[0-9]+$ ]] || ((${!name} < least)); then
-            fail "${name^^} is a whole number of at least $least but is '${!name}'; set it to one"
+            fail "${name^^} must be an integer of at least $least but is '${!name}'; correct it"
         fi
     done
     if ((min_nodes > num_nodes)); then
@@ -51,11 +51,11 @@ check_counts() {
     fi
 }
 
-# Completes program_flags by the given ones and by --load: a job that has a checkpoint goes on from it,
-# whatever it once started from. So do ranks that torchrun starts again (rank.sh).
+# Completes program_flags by the given ones and by --load: a job that has a checkpoint resumes from
+# it, whatever it started from. So do ranks that torchrun restarts (rank.sh).
 choose_where_to_start() {
     local elsewhere
-    export HYDRAULIS_GO_ON_FROM="$save_dir"
+    export HYDRAULIS_RESUME_FROM="$save_dir"
     if ! holds_checkpoint "$save_dir"; then
         program_flags+=("$@")
         [[ -z $save_dir ]] || has_flag --load "$@" || program_flags+=(--load "$save_dir")
@@ -63,11 +63,11 @@ choose_where_to_start() {
     fi
     elsewhere="$(flag_value --load "$@")"
     if has_flag --ckpt-step "$@" && [[ ${elsewhere:-$save_dir} -ef $save_dir ]]; then
-        fail "a job that starts again takes the latest checkpoint, but --ckpt-step names another of" \
+        fail "a restarted job takes the latest checkpoint, but --ckpt-step names another of" \
             "CHECKPOINT_DIR $save_dir; set a new CHECKPOINT_DIR and give --load $save_dir with it"
     fi
-    go_on_from "$save_dir" "${program_flags[@]}" "$@"
-    program_flags=("${going_on[@]}")
+    resume_from "$save_dir" "${program_flags[@]}" "$@"
+    program_flags=("${resuming[@]}")
 }
 
 # Settings from variables, or their defaults; arguments are the flags of pretrain_gpt.py.
@@ -85,11 +85,11 @@ resolve_settings() {
     # Outside a job, that is with --dry-run on a login node, NUM_NODES stands for the allocation.
     num_nodes="${NUM_NODES:-1}"
     ((${#nodes[@]} == 0)) || num_nodes="${#nodes[@]}"
-    # salloc says only what was asked for, which may be `a100:8`.
+    # salloc only passes on what was requested, which may be `a100:8`.
     ranks_per_node="${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-}}}"
     ranks_per_node="${ranks_per_node##*:}"
     [[ -n $ranks_per_node ]] ||
-        fail "Slurm names no GPUs, of which each would get a rank; set RANKS_PER_NODE"
+        fail "Slurm names no GPUs to assign ranks to; set RANKS_PER_NODE"
 
     container_image="${CONTAINER_IMAGE:-}"
     container_mounts="${CONTAINER_MOUNTS:-$root:$root}"
@@ -103,10 +103,10 @@ resolve_settings() {
         python=python3
         [[ -n $container_image || ! -x $root/.venv/bin/python ]] || python="$root/.venv/bin/python"
     fi
-    # srun starts in another folder when told to, and torchrun needs a path that holds there.
+    # srun may start in another folder, and torchrun needs a path that is valid there.
     [[ $python != */* || $python == /* ]] || python="$root/$python"
 
-    # Where files go. What the flags say themselves counts.
+    # Output folders. Flags take precedence over variables.
     run_dir="$(flag_value --run-dir "$@")"
     run_dir="${run_dir:-${RUN_DIR:-runs/$job_id}}"
     [[ $run_dir == /* ]] || run_dir="$root/$run_dir"
@@ -116,12 +116,12 @@ resolve_settings() {
     save_interval="${SAVE_INTERVAL:-500}"
     log_dir="$run_dir/logs/start-$restart"
 
-    # One rendezvous for the whole job, derived here and nowhere else.
+    # The rendezvous of the job; nothing else computes it.
     master_port="${MASTER_PORT:-$((20000 + job_id % 10000))}"
     master_addr="${MASTER_ADDR:-}"
     if [[ -z $master_addr ]]; then
         master_addr="${nodes[0]:-localhost}"
-        # The name of a node need not be one that the network knows; its address is.
+        # The network may not resolve a node's name, but knows its address.
         if ((${#nodes[@]})) && ! getent hosts "$master_addr" >/dev/null; then
             master_addr="$(scontrol show node --oneliner "${nodes[0]}" |
                 sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
@@ -137,11 +137,11 @@ resolve_settings() {
     preflight_timeout_s="${PREFLIGHT_TIMEOUT_S:-180}"
     check_counts
 
-    # The ranks' threads do little beside a GPU.
+    # With a GPU the ranks' CPU threads have little to do.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
     # Upstream's overlap of communication and compute relies on one launch queue.
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    # torchrun and Python see these; a value of the submitting shell would send ranks elsewhere.
+    # torchrun and Python read these; values from the submitting shell would be wrong.
     for variable in RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE; do
         unset "$variable"
     done
@@ -153,23 +153,23 @@ resolve_settings() {
         has_flag --save-interval "$@" || program_flags+=(--save-interval "$save_interval")
     fi
     if [[ -n ${MIN_NODES:-} ]]; then
-        # Strategies are written for all nodes, of which a job that is queued again may get fewer.
+        # Strategies are written for all nodes, but a requeued job may get fewer.
         has_flag --elastic "$@" || program_flags+=(--elastic)
-        # Where the node of rank 0 is lost, the others must not go on naming its address.
+        # If the node of rank 0 is lost, the others must not keep using its address.
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     fi
     choose_where_to_start "$@"
 
-    # What is typed at a terminal is not for the ranks.
+    # Ranks do not read the terminal.
     step=(srun --nodes "$num_nodes" --ntasks-per-node 1 --input=none)
     if ((min_nodes < num_nodes)); then
-        # The loss of a node is not the end of the others.
+        # If a node is lost, the others continue.
         step+=(--no-kill --kill-on-bad-exit=0)
     else
         step+=(--kill-on-bad-exit=1)
     fi
-    # srun gives a task one CPU unless it is named a number: the job's, else all that the job has on
-    # its first node. Slurm binds nothing: torchrun does, if NUMA_BINDING is set.
+    # Without this option srun gives a task one CPU: name the job's number, else all CPUs that the job has
+    # on its first node. Slurm binds nothing: torchrun does, if NUMA_BINDING is set.
     cpus="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-}}"
     [[ -z $cpus ]] || step+=(--cpus-per-task "$cpus" --cpu-bind none)
     if [[ -n $container_image ]]; then
@@ -219,7 +219,7 @@ EOT
     printf '\n'
 }
 
-# The command of the training itself, as one array.
+# The training command as one array.
 compose_training() {
     training_step=("${step[@]}" "${setup[@]}"
         bash "$root/scripts/node.sh" "${launcher[@]}"
@@ -227,20 +227,20 @@ compose_training() {
         --rdzv-conf "join_timeout=$rendezvous_timeout_s" -- pretrain_gpt.py "${program_flags[@]}")
 }
 
-# The program's own --dry-run, on one node: what would run, or what is wrong with the flags.
+# --dry-run of the program on one node: shows what would run, or what is wrong with the flags.
 describe_run() {
     local command=("$python" pretrain_gpt.py "${program_flags[@]}" --dry-run
         --num-ranks "$((num_nodes * ranks_per_node))" --ranks-per-node "$ranks_per_node")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         srun --nodes 1 --ntasks 1 --input=none "${step[@]:6}" "${setup[@]}" "${command[@]}"
     elif [[ -n $container_image ]]; then
-        echo "the flags themselves are checked inside the container, once the job has started"
+        echo "the flags are checked in the container after the job has started"
     else
         (cd "$root" && "${command[@]}")
     fi
 }
 
-# Every node answers and sees the same files; the flags hold; all ranks pass two collectives.
+# Checks that every node answers and sees the same files, the flags are valid, and collectives work.
 run_preflight() {
     local folder="$run_dir/preflight-$job_id-$restart" node missing=() status=0
     say "pre-flight 1 of 3: every node starts Python and writes to the run folder"
@@ -257,10 +257,10 @@ run_preflight() {
     if ((${#missing[@]})); then
         fail "pre-flight: each of $num_nodes nodes must start $python, import this package's" \
             "dependencies and write to $run_dir within $preflight_timeout_s s, but" \
-            "${#missing[@]} did not: ${missing[*]}; look at what they printed above, exclude them" \
+            "${#missing[@]} did not: ${missing[*]}; see their output above, exclude them" \
             "by sbatch --exclude, or correct PYTHON, RUN_DIR or CONTAINER_MOUNTS"
     fi
-    say "pre-flight 2 of 3: the flags, as --dry-run tells them"
+    say "pre-flight 2 of 3: the flags, with --dry-run"
     describe_run || fail "pre-flight: pretrain_gpt.py refuses these flags, see above; correct them"
     say "pre-flight 3 of 3: two collectives among $((num_nodes * ranks_per_node)) ranks"
     status=0
@@ -291,42 +291,42 @@ saved_iteration() {
     echo "$found"
 }
 
-# Queues the job again, unless it is done, has been queued too often or gets nowhere.
-queue_again() {
+# Requeues the job, unless it is done, was requeued too often or makes no progress.
+requeue_job() {
     local last saved train_iters
     last="$(last_iteration)" saved="$(saved_iteration)"
     train_iters="$(flag_value --train-iters "${program_flags[@]}")"
     if [[ $train_iters =~ ^[0-9]+$ ]] && ((last >= train_iters)); then
-        say "all $train_iters iterations are done; not queued again"
+        say "all $train_iters iterations are done; not requeued"
         return 0
     fi
     if ((restart >= max_requeues)); then
-        say "error: the job was queued again $restart times, the most that MAX_REQUEUES allows, and" \
+        say "error: the job was requeued $restart times, the most that MAX_REQUEUES allows, and" \
             "is at iteration $last; raise MAX_REQUEUES" >&2
         return 1
     fi
     if [[ -n $save_dir ]] && ((restart > 0 && saved <= saved_at_start)); then
-        say "error: this start saved nothing beyond iteration $saved, and another would not either;" \
+        say "error: this start saved nothing beyond iteration $saved, and the next one would not either;" \
             "lengthen --time, or lower SAVE_INTERVAL" >&2
         return 1
     fi
     [[ -n $save_dir ]] ||
         say "warning: there are no checkpoints (CHECKPOINT_DIR is empty):" \
-            "training starts again from iteration 1" >&2
-    say "at iteration $last, saved up to $saved: queueing job $job_id again"
+            "training restarts from iteration 1" >&2
+    say "at iteration $last, saved up to $saved: requeueing job $job_id"
     scontrol requeue "$job_id"
 }
 
-# Asks the ranks of a step that runs to save and end.
+# Asks the ranks of the running step to save and end.
 tell_training() {
     [[ -z $training ]] || kill -USR1 "$training" 2>/dev/null || true
 }
 
-# Everything, as a job script does it; arguments are the flags of pretrain_gpt.py.
+# Runs the job from start to end; arguments are the flags of pretrain_gpt.py.
 run_job() {
-    local queues_again=1 asked='' status=0 training=''
+    local requeues=1 asked='' status=0 training=''
     if [[ ${1:-} == --interactive ]]; then
-        queues_again=0
+        requeues=0
         shift
     fi
     resolve_settings "$@"
@@ -337,21 +337,21 @@ run_job() {
         return
     fi
     [[ -n ${SLURM_JOB_ID:-} ]] ||
-        fail "training runs in a Slurm job and this is none; use sbatch, or add --dry-run"
+        fail "training runs in a Slurm job and this is not one; use sbatch, or add --dry-run"
     mkdir -p "$log_dir" || fail "RUN_DIR $run_dir cannot be written; set another"
     print_settings
     saved_at_start="$(saved_iteration)"
     export PYTHON="$python" HYDRAULIS_LOG_DIR="$log_dir" EXIT_GRACE_S="$exit_grace_s"
 
-    # USR1 is Slurm's warning before the time limit: save, end, queue again. TERM is a cancelled or
-    # pre-empted job: save and end; whether it comes back is for Slurm to say.
-    # Either way srun, once it runs, hands USR1 on to every node.
+    # USR1 is Slurm's warning before the time limit: save, end, requeue. TERM means a cancelled or
+    # pre-empted job: save and end; Slurm decides whether to requeue it.
+    # In both cases srun, once it runs, forwards USR1 to every node.
     trap 'asked=USR1; tell_training' USR1
     trap 'asked=TERM; tell_training' TERM INT
     [[ $preflight == 0 ]] || run_preflight
     if [[ -n $asked ]]; then
         say "SIG$asked before training started"
-        [[ $asked != USR1 ]] || ((!queues_again)) || queue_again
+        [[ $asked != USR1 ]] || ((!requeues)) || requeue_job
         return
     fi
     say "training starts: $num_nodes nodes of $ranks_per_node ranks," \
@@ -359,18 +359,18 @@ run_job() {
     "${training_step[@]}" &
     training=$!
     [[ -z $asked ]] || tell_training
-    # A signal ends `wait`, not the step, whose status bash keeps.
+    # A signal interrupts `wait`, not the step, whose status bash keeps.
     while kill -0 "$training" 2>/dev/null; do
         wait "$training" || true
     done
     wait "$training" || status=$?
     trap - USR1 TERM INT
     say "training ended with status $status${asked:+ after SIG$asked}"
-    if ((queues_again)); then
+    if ((requeues)); then
         if [[ $asked == USR1 ]]; then
-            queue_again || status=1
+            requeue_job || status=1
         elif [[ -z $asked ]] && ((status == 0)) && has_flag --exit-duration-in-mins "$@"; then
-            queue_again || status=1
+            requeue_job || status=1
         fi
     fi
     return "$status"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A Slurm cluster on this machine, for trying and testing job scripts; needs Debian's packages
 # slurm-wlm and munge (apt-get install --no-install-recommends slurm-wlm munge). Everything it writes
-# is under one folder; it runs as any user and touches no Slurm or munge that is there already.
+# is under one folder; it runs as any user and does not touch an existing Slurm or munge.
 #
 #     bash scripts/slurm/local_cluster.sh start DIR      start controller, nodes and munge
 #     source DIR/environment                             point sbatch, squeue, … at it
@@ -12,18 +12,18 @@
 #   GPUS_PER_NODE    GPUs that a node claims to have, none of them real    (default: 2)
 #   BASE_PORT        first of NUM_NODES + 1 ports of the loopback          (default: 17800)
 #
-# Where Debian's slurmd cannot be several nodes of one machine, NUM_NODES=1 still does.
+# If Debian's slurmd cannot run several nodes on one machine, use NUM_NODES=1.
 set -euo pipefail
 
 action="${1:-}"
 folder="${2:-}"
 if [[ $action != start && $action != stop ]] || [[ -z $folder ]]; then
-    echo "error: this script takes an action and a folder but has '$*';" \
+    echo "error: this script takes an action and a folder but got '$*';" \
         "write local_cluster.sh start DIR, or stop DIR" >&2
     exit 2
 fi
 
-# Whether the process that a file names runs, under the name of the program that wrote it.
+# Whether the process in a pid file runs and has the name of the program that wrote the file.
 is_running() {
     local id
     [[ -s $1 ]] || return 1
@@ -31,7 +31,7 @@ is_running() {
     [[ -r /proc/$id/comm && $(</proc/"$id"/comm) == "$2"* ]]
 }
 
-# Ends the process that a file names, and waits for it; any that is not ours is left alone.
+# Ends the process in a pid file and waits for it, unless it is another program's.
 end_process() {
     local id
     is_running "$1" "$2" || return 0
@@ -47,7 +47,7 @@ end_process() {
 stop_cluster() {
     local file
     if is_running "$folder/run/slurmctld.pid" slurmctld; then
-        # Jobs first, so that no step outlives its node.
+        # End jobs first, so that no step outlives its node.
         (
             # shellcheck disable=SC1091
             source "$folder/environment"
@@ -134,7 +134,7 @@ GresTypes=gpu
 JobRequeue=1
 KillWait=20
 ReturnToService=2
-# What nodes claim to have, whatever this machine has.
+# What the nodes claim to have, independent of this machine.
 SlurmdParameters=config_overrides
 EOT
     names=()

@@ -99,7 +99,7 @@ def test_a_rerun_measures_nothing_and_writes_the_same(profiled: Path, folder: Pa
     before, log = profiled.read_text(), measurements_path(profiled).read_text()
     again = profile(folder, profiled, "--pool", str(folder / "pool.json"), "--json")
     again.assert_succeeded()
-    assert "going on:" in again.ranks[0].stderr
+    assert "resuming:" in again.ranks[0].stderr
     assert measurements_path(profiled).read_text() == log
     assert json.loads(again.ranks[0].stdout) == json.loads(before)
     assert json.loads(profiled.read_text()) == json.loads(before)

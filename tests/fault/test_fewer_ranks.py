@@ -57,7 +57,7 @@ def test_four_two_three_ranks_train_one_run(tmp_path: Path) -> None:
             "the strategies are for 4 ranks but there are 2",
             "strategy 'short': 4*tp1 becomes 2*tp1",
             "strategy 'mixed': tp2+2*tp1 becomes tp2",
-            "strategy 'wide' is left out: its tp2pp2 needs 4 ranks",
+            "strategy 'wide' is skipped: its tp2pp2 needs 4 ranks",
             "it was written by 4 ranks, now 2 go on",
         ),
         3: (

@@ -1,4 +1,4 @@
-"""A gradient that is not finite: the update is left out, on all ranks alike, but not for ever."""
+"""A gradient that is not finite: the update is skipped on all ranks, but not forever."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_updates_are_left_out_and_too_many_in_a_row_end_the_run(tmp_path: Path) 
         (1, 0),
         (1, 0),
     ]
-    warnings = re.findall(r"^warning: iteration (\d+) is left out: .*$", outcome.stdout, re.M)
+    warnings = re.findall(r"^warning: iteration (\d+) is skipped: .*$", outcome.stdout, re.M)
     assert warnings == ["2", "3"]
     (error,) = re.findall(r"^error: .*$", outcome.stderr, re.M)
     assert "iteration 4: the gradient norm is nan, the loss is finite" in error

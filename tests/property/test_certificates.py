@@ -270,7 +270,9 @@ LONGER = st.lists(st.integers(1, 60), min_size=9, max_size=24)
 
 @settings(max_examples=25)
 @given(instances(), st.sampled_from([1, 10, 60]))
-def test_a_larger_limit_keeps_the_plans_of_a_smaller_one(instance: Instance, more: int) -> None:
+def test_a_larger_limit_does_not_raise_the_bound_above_the_optimum(
+    instance: Instance, more: int
+) -> None:
     larger = Instance(
         instance.lengths,
         [

@@ -175,7 +175,7 @@ def test_a_job_is_killed_warned_and_cancelled_and_trains_as_if_it_were_not(
     cluster.run("scancel", "--signal=USR1", "--batch", job.identifier)
     job.wait("the requeue", lambda: job.shown("Restarts") == "1")
     assert "ended with status 0 after SIGUSR1" in job.text
-    saved = re.search(r"at iteration (\d+), saved up to (\d+): queueing", job.text)
+    saved = re.search(r"at iteration (\d+), saved up to (\d+): requeueing", job.text)
     assert saved is not None, job.text
     assert saved[1] == saved[2]
     last = int(saved[1]) + 3

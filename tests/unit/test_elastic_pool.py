@@ -46,14 +46,14 @@ def test_what_does_not_fit_is_dropped_and_told() -> None:
         "both": "tp4+tp1",
     }
     assert changes[0] == "the strategies are for 8 ranks but there are 5"
-    assert "strategy 'wide' is left out: its tp8 needs 8 ranks" in changes
+    assert "strategy 'wide' is skipped: its tp8 needs 8 ranks" in changes
     assert "strategy 'both': tp4+4*tp1 becomes tp4+tp1" in changes
 
 
 def test_strategies_that_become_alike_are_one() -> None:
     found, changes = fit_pool(pool(4, a="tp2+2*tp1", b="2*tp2"), 2, 2, num_layers=4)
     assert [s.name for s in found.strategies] == ["a"]
-    assert any("'b' is left out: it becomes the same as 'a'" in line for line in changes)
+    assert any("'b' is skipped: it becomes the same as 'a'" in line for line in changes)
 
 
 def test_without_any_left_every_scheme_of_the_models_sizes_is_one() -> None:

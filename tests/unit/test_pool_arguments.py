@@ -1,4 +1,4 @@
-"""--strategy-pool and the flags beside it: what fits the job, what is left out, what is refused."""
+"""--strategy-pool and the flags beside it: what fits the job, what is skipped, what is refused."""
 
 import json
 from collections.abc import Mapping
@@ -210,11 +210,11 @@ def test_a_strategy_that_does_not_hold_the_model_is_left_out_with_numbers(tmp_pa
     plan_with = planning(tmp_path, device=device)
     assert names(plan_with) == ["long", "mixed"]
     (line,) = plan_with.left_out
-    assert "'short' is left out" in line
+    assert "'short' is skipped" in line
     gigabytes = f"{device.memory_bytes / 1e9:.3g} GB"
     assert f"on tp1 it holds 0 in the {gigabytes} of a rank, of which 0 GB are kept free" in line
     assert f"take {gigabytes}" in line
-    with pytest.raises(ConfigurationError, match=r"'short' is none of its 2 \(.*is left out"):
+    with pytest.raises(ConfigurationError, match=r"'short' is none of its 2 \(.*is skipped"):
         planning(tmp_path, "--strategy-schedule", "long,short", device=device)
 
 

@@ -1,4 +1,4 @@
-"""What a process says and heeds besides training: errors, signals, and messages of upstream."""
+"""Errors, signals and upstream's messages: how a process reports and reacts to them."""
 
 from __future__ import annotations
 

@@ -110,7 +110,8 @@ def report_of(
         return None
     own = places[rank]
     assert own is not None
-    who_waits = f"rank {rank} and {len(waiting) - 1} others have"
+    others = len(waiting) - 1
+    who_waits = f"rank {rank} and {others} other rank{'s' * (others > 1)} have"
     if len(waiting) < 2:
         who_waits = f"rank {rank} has"
     if missing:
@@ -130,7 +131,7 @@ def report_of(
 
 def _state(rank: int, place: Place | None, now_s: float, silent_s: float) -> str:
     if place is None:
-        return f"rank {rank}, never heard of"
+        return f"rank {rank}, which has reported nothing yet"
     silence_s = now_s - place.alive_s
     if silence_s > silent_s:
         return f"rank {rank}, silent for {silence_s:.0f} s, since {place}"

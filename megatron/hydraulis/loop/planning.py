@@ -99,7 +99,7 @@ class Planning:
         }
         kept = [strategy for strategy, why in reasons.items() if why is None]
         left_out = tuple(
-            f"strategy {strategy.name!r} is left out: {why}"
+            f"strategy {strategy.name!r} is skipped: {why}"
             for strategy, why in reasons.items()
             if why is not None
         )

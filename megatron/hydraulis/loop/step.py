@@ -517,14 +517,14 @@ def count_skipped(
             if num_allowed
             else ""
         )
-        fix = "" if num_allowed else "; --skip-nan-iterations leaves such updates out and goes on"
+        fix = "" if num_allowed else "; --skip-nan-iterations skips such updates"
         raise NonFiniteLossError(
             f"iteration {iteration}: {what}, {sequences}{before}; lower --lr or look at these "
             f"sequences{fix}"
         )
     if dist.get_rank() == 0:
         print(
-            f"warning: iteration {iteration} is left out: {what}, {sequences} "
+            f"warning: iteration {iteration} is skipped: {what}, {sequences} "
             f"({in_a_row} in a row, of at most {num_allowed}; {counters.num_skipped} in all)",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""Measuring a cost profile, and fitting one anew while training runs."""
+"""Measures a cost profile, and fits it again while training runs."""
 
 from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 

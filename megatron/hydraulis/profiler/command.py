@@ -345,14 +345,14 @@ class _Job:
         return found
 
     def _measurements(self, setup: dict[str, Any]) -> Measurements:
-        """Collective: those of rank 0's file, which rank 0 goes on writing."""
+        """Collective: those of rank 0's file, to which rank 0 appends."""
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
             path = measurements_path(Path(self.namespace.out))
             shared[0] = Measurements(path, setup, restart=self.namespace.restart)
             if shared[0].num_found:
                 print(
-                    f"going on: {shared[0].num_found} results of an earlier run are in {path}",
+                    f"resuming: {shared[0].num_found} results of an earlier run are in {path}",
                     file=sys.stderr,
                     flush=True,
                 )

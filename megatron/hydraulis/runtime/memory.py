@@ -436,7 +436,7 @@ class SharedOutOfMemoryError(OutOfMemoryError):
 
     def __init__(self, own: OutOfMemory | None, num_ranks_without_memory: int) -> None:
         super().__init__(
-            f"{num_ranks_without_memory} other ranks ran out of memory in a micro-batch"
+            f"ranks that ran out of memory in a micro-batch: {num_ranks_without_memory} others"
             if own is None
             else own.text
         )
@@ -449,7 +449,7 @@ class LoneOutOfMemoryError(OutOfMemoryError):
 
     def __init__(self, own: OutOfMemory) -> None:
         super().__init__(
-            f"{own.text}; the other {own.scheme.num_ranks - 1} ranks of the replica wait for it, "
+            f"{own.text}; the rest of the replica ({own.scheme}) waits for it, "
             "so this run cannot go on: start it again with a lower "
             "--max-tokens-per-micro-batch, or give the replica more ranks"
         )

@@ -152,19 +152,19 @@ def fit_pool(
         if not schemes:
             largest = _largest_first(strategy)[0]
             changes.append(
-                f"strategy {strategy.name!r} is left out: its {largest} needs {largest.num_ranks} "
+                f"strategy {strategy.name!r} is skipped: its {largest} needs {largest.num_ranks} "
                 f"ranks"
             )
             continue
         try:
             found = _strategy(schemes, num_ranks, ranks_per_node, strategy.name)
         except StrategyError as error:
-            changes.append(f"strategy {strategy.name!r} is left out: {error}")
+            changes.append(f"strategy {strategy.name!r} is skipped: {error}")
             continue
         if str(found) in fitted:
             same = fitted[str(found)].name
             changes.append(
-                f"strategy {strategy.name!r} is left out: it becomes the same as {same!r}"
+                f"strategy {strategy.name!r} is skipped: it becomes the same as {same!r}"
             )
             continue
         if strategy.name == str(strategy):

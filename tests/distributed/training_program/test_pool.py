@@ -112,7 +112,7 @@ def test_what_cannot_be_run_is_left_out_and_plans_cut_short_are_counted(
         line for line in run.outcome.stderr.splitlines() if line.startswith("warning: strategy")
     ]
     assert len(warnings) == 1
-    assert "'wide' is left out" in warnings[0]
+    assert "'wide' is skipped" in warnings[0]
     assert f"on tp2 it holds 0 by the cost profile {profile}" in warnings[0]
     assert {record.strategy for record in run.records} == {"pair"}
     assert [record.plan_status for record in run.records] == ["time limit"] * TRAIN_ITERS

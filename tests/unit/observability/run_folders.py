@@ -44,7 +44,7 @@ def write_config(
             }
             for name in strategies
         ],
-        "left_out": ["strategy 'wide' is left out: cp is 2"],
+        "left_out": ["strategy 'wide' is skipped: cp is 2"],
         "model": {"num_layers": 4, "hidden_size": 128, "num_parameters": 1_115_264},
         "hydraulis": {"plan_ahead": 2, "trace": str(run_dir / "trace"), "cost_profile": None}
         | ours,

@@ -49,9 +49,9 @@ def job_library(code: str, **environment: str) -> subprocess.CompletedProcess[st
     ("environment", "says"),
     [
         ({"SETUP_SCRIPT": "absent.sh"}, "SETUP_SCRIPT is a file that every node sources but"),
-        ({"RANKS_PER_NODE": ""}, "Slurm names no GPUs, of which each would get a rank; set"),
-        ({"NUM_NODES": "many"}, "NUM_NODES is a whole number of at least 1 but is 'many'"),
-        ({"EXIT_GRACE_S": "0"}, "EXIT_GRACE_S is a whole number of at least 1 but is '0'"),
+        ({"RANKS_PER_NODE": ""}, "Slurm names no GPUs to assign ranks to; set"),
+        ({"NUM_NODES": "many"}, "NUM_NODES must be an integer of at least 1 but is 'many'"),
+        ({"EXIT_GRACE_S": "0"}, "EXIT_GRACE_S must be an integer of at least 1 but is '0'"),
         ({"NUM_NODES": "2", "MIN_NODES": "3"}, "MIN_NODES is 3 but the job has 2 nodes"),
         ({"HYDRAULIS_ROOT": "/"}, "but '/' does not; submit from it or set HYDRAULIS_ROOT"),
     ],
@@ -128,7 +128,7 @@ def test_a_job_does_not_go_back_in_its_own_checkpoints(
     assert f"set a new CHECKPOINT_DIR and give --load {own} with it" in result.stderr
 
 
-def test_ranks_that_are_started_again_go_on_from_the_runs_own_checkpoint(tmp_path: Path) -> None:
+def test_ranks_that_are_started_again_resume_from_the_runs_own_checkpoint(tmp_path: Path) -> None:
     def started(**environment: str) -> str:
         result = bash(
             *("scripts/rank.sh", "printf", "%s ", "pretrain_gpt.py", *ELSEWHERE),
@@ -143,9 +143,9 @@ def test_ranks_that_are_started_again_go_on_from_the_runs_own_checkpoint(tmp_pat
 
     own = tmp_path / "checkpoints"
     first = f"[rank 3] pretrain_gpt.py {' '.join(ELSEWHERE)} "
-    assert started() == started(HYDRAULIS_GO_ON_FROM=str(own)) == first
+    assert started() == started(HYDRAULIS_RESUME_FROM=str(own)) == first
     hold_checkpoint(own, 12)
-    again = started(HYDRAULIS_GO_ON_FROM=str(own))
+    again = started(HYDRAULIS_RESUME_FROM=str(own))
     assert again == f"[rank 3] pretrain_gpt.py --lr 1 --load {own} "
     log = (tmp_path / "rank-0003.log").read_text()
     assert log.count("--- ") == 3
@@ -206,13 +206,13 @@ def test_containers_and_the_loss_of_nodes_are_options_of_the_step() -> None:
 @pytest.mark.parametrize(
     ("last", "saved", "restart", "says", "queued"),
     [
-        (40, 40, 0, "at iteration 40, saved up to 40: queueing job 5 again", True),
-        (100, 100, 0, "all 100 iterations are done; not queued again", False),
+        (40, 40, 0, "at iteration 40, saved up to 40: requeueing job 5", True),
+        (100, 100, 0, "all 100 iterations are done; not requeued", False),
         (40, 30, 1, "saved nothing beyond iteration 30", False),
         (50, 40, 9, "the most that MAX_REQUEUES allows", False),
     ],
 )
-def test_queued_again_while_there_is_something_to_gain(
+def test_requeued_while_there_is_something_to_gain(
     tmp_path: Path, last: int, saved: int, restart: int, says: str, queued: bool
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1}}\n{{"iteration": {last}}}\n')
@@ -220,7 +220,7 @@ def test_queued_again_while_there_is_something_to_gain(
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(saved))
     result = job_library(
         "scontrol() { echo called scontrol $*; }\n"
-        "resolve_settings --train-iters 100; saved_at_start=30; queue_again || true",
+        "resolve_settings --train-iters 100; saved_at_start=30; requeue_job || true",
         RUN_DIR=str(tmp_path),
         SLURM_JOB_ID="5",
         SLURM_RESTART_COUNT=str(restart),
