@@ -43,8 +43,8 @@ def test_the_first_that_waits_speaks_for_all() -> None:
     said = [report_of(rank, places, NOW_S, SILENT_S, TIMEOUT_S) for rank in (1, 2)]
     assert said[1] is None
     assert said[0] == (
-        "hang: rank 1 and 1 other rank have been in phase 'scatter' of iteration 3 (strategy 'x', plan "
-        "12ab) for 50 s (--distributed-timeout-minutes ends the job after 60 s of waiting); "
+        "hang: rank 1 and 1 other rank have been in phase 'scatter' of iteration 3 (strategy 'x', "
+        "plan 12ab) for 50 s (--distributed-timeout-minutes ends the job after 60 s of waiting); "
         "missing: rank 0, alive, for 50 s in phase 'gather' of iteration 2 (strategy 'x', plan "
         "12ab); rank 3, which has reported nothing yet"
     )
