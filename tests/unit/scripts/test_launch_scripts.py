@@ -237,7 +237,7 @@ def test_requeued_while_there_is_something_to_gain(
         ("scripts/slurm/local_cluster.sh", ["begin"], "an action and a folder but got 'begin'"),
         ("scripts/slurm/interactive.sh", ["--nodes", "2"], "-- and the flags of pretrain_gpt.py"),
         ("scripts/slurm/sweep.sbatch", ["nowhere"], "a file of runs but there is no 'nowhere'"),
-        ("scripts/slurm/pretrain_gpt.sbatch", ["--lr", "1"], "in a Slurm job and this is none"),
+        ("scripts/slurm/pretrain_gpt.sbatch", ["--lr", "1"], "in a Slurm job and this is not one"),
     ],
 )
 def test_a_script_that_is_called_wrongly_says_how(
