@@ -436,7 +436,7 @@ class SharedOutOfMemoryError(OutOfMemoryError):
 
     def __init__(self, own: OutOfMemory | None, num_ranks_without_memory: int) -> None:
         super().__init__(
-            f"ranks that ran out of memory in a micro-batch: {num_ranks_without_memory} others"
+            f"number of other ranks that ran out of memory: {num_ranks_without_memory}"
             if own is None
             else own.text
         )
