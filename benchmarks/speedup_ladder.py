@@ -183,7 +183,7 @@ def simulate(
         except PlanError as error:
             if way != CP_ONLY:
                 raise
-            progress.console.print(f"{way!r} is left out: {error}", markup=False)
+            progress.console.print(f"{way!r} is skipped: {error}", markup=False)
             continue
         assert result is not None  # 4*tp16 holds the limit
         results.append(result)
