@@ -248,8 +248,17 @@ run_preflight() {
     # shellcheck disable=SC2016  # the node's shell expands these
     timeout --kill-after=10 "$preflight_timeout_s" "${step[@]}" --kill-on-bad-exit=0 \
         "${setup[@]}" bash -c '
-        "$1" -W ignore -c "import torch, megatron.core, highspy" && : >"$2/${SLURMD_NODENAME:-$(hostname)}"
-    ' node "$python" "$folder" || status=$?
+        node="${SLURMD_NODENAME:-$(hostname)}"
+        [[ $node != "$3" ]] || "$1" -c "
+import socket, sys
+try:
+    socket.create_server((\"\", int(sys.argv[1])))
+except OSError as error:
+    sys.exit(f\"error: MASTER_PORT {sys.argv[1]} cannot be used ({error.strerror}); set another\")
+" "$4" || exit 1
+        "$1" -W ignore -c "import torch, megatron.core, highspy" && : >"$2/$node"
+    ' node "$python" "$folder" "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" \
+        "$master_port" || status=$?
     while IFS= read -r node; do
         [[ -e $folder/$node ]] || missing+=("$node")
     done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

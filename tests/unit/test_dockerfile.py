@@ -51,3 +51,11 @@ def test_the_image_runs_as_a_user_without_rights_and_checks_its_health_by_import
     assert int(arguments()["USER_ID"]) > 0
     assert kinds.index("USER") > kinds.index("COPY")
     assert "import megatron.training, megatron.hydraulis.loop.entry" in text_of["HEALTHCHECK"]
+
+
+def test_a_pre_release_of_an_image_is_older_than_its_release() -> None:
+    torch = declared()["torch"].specifier
+    for version in ("2.10.0a0+b4e4ee81d3", "2.11.0a0+eb65b36914.nv26.02"):
+        assert not torch.contains(version, prereleases=True)
+    for version in ("2.11.0", "2.12.0a0+0123abc.nv26.05", "2.15.0"):
+        assert torch.contains(version, prereleases=True)

@@ -36,10 +36,10 @@ OF_OTHERS = {
     # Slurm
     *("--account", "--array", "--batch", "--container-image", "--container-mounts", "--exclude"),
     *("--gpus-per-node", "--mem", "--no-kill", "--nodes", "--partition", "--requeue", "--signal"),
-    *("--start", "--time"),
+    *("--start", "--time", "--exclusive"),
     # torchrun, pip
     *("--max-restarts", "--nnodes", "--nproc-per-node", "--no-build-isolation", "--build-arg"),
-    "--shutdown-timeout",
+    *("--shutdown-timeout", "--numa-binding"),
     # docker, apt
     *("--gpus", "--no-install-recommends"),
 }

@@ -1,0 +1,98 @@
+"""`hydraulis preflight` on forked ranks that believe to be on several nodes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.loop import startup
+from tests.support.forked_job import JobOutcome, run_job
+
+pytestmark = pytest.mark.distributed
+
+RANKS_PER_NODE = 2
+
+
+def replace(owner: object, name: str, value: Any) -> None:
+    """In a forked rank, which ends with the test."""
+    setattr(owner, name, value)
+
+
+def preflight(
+    folder: Path, num_ranks: int, change: Callable[[int], None], *flags: str
+) -> JobOutcome:
+    """Run it on two ranks a node; ``change(rank)`` is called on each rank first."""
+
+    def program(argv: Sequence[str] | None) -> None:
+        rank = int(os.environ["RANK"])
+        torch.set_num_threads(1)
+        replace(socket, "gethostname", lambda: f"node{rank // RANKS_PER_NODE}")
+        change(rank)
+        sys.exit(main(["preflight", "--timeout", "50", *flags]))
+
+    return run_job([], num_ranks, folder, program=program, ends_others=False)
+
+
+def test_ranks_that_are_alike_pass_and_every_pair_of_neighbours_is_measured(
+    tmp_path: Path,
+) -> None:
+    outcome = preflight(tmp_path, 4, lambda rank: None)
+    outcome.assert_succeeded()
+    assert "preflight: 4 ranks on 2 hosts (node0: 2, node1: 2), cpu" in outcome.stdout
+    assert "preflight: all_to_all between node0 and node1, " in outcome.stdout
+
+
+def test_a_slow_node_is_named_by_its_two_slow_links(tmp_path: Path) -> None:
+    def slow_node_2(rank: int) -> None:
+        all_to_all = dist.all_to_all_single
+
+        def slowed(received: Any, sent: Any, group: Any = None) -> Any:
+            if group is not None and set(dist.get_process_group_ranks(group)) & {4, 5}:
+                time.sleep(1.0)
+            return all_to_all(received, sent, group=group)
+
+        replace(dist, "all_to_all_single", slowed)
+
+    outcome = preflight(tmp_path, 12, slow_node_2)
+    assert set(outcome.statuses) == {2}
+    assert "check the network cards and cables of node2 and" in outcome.stderr
+    for pair in ("node1 and node2", "node2 and node3"):
+        assert pair in outcome.stderr
+
+
+def test_a_rate_that_no_link_reaches_is_an_error(tmp_path: Path) -> None:
+    outcome = preflight(tmp_path, 4, lambda rank: None, "--least-gb-per-s", "100000")
+    assert set(outcome.statuses) == {2}
+    assert "nodes must exchange at least 100000.00 GB/s a rank" in outcome.stderr
+
+
+@pytest.mark.parametrize("what", ["megatron_core", "driver"])
+def test_a_node_with_another_version_is_named(tmp_path: Path, what: str) -> None:
+    def older_on_rank_3(rank: int) -> None:
+        version = importlib.metadata.version
+        is_odd = rank == 3
+        if what == "driver":
+            replace(startup, "installed_driver", lambda: "570.1" if is_odd else "580.65")
+            replace(startup, "driver_problem", lambda *args, **more: None)
+        elif is_odd:
+            replace(
+                importlib.metadata,
+                "version",
+                lambda name: "0.18.0" if name == "megatron-core" else version(name),
+            )
+
+    outcome = preflight(tmp_path, 4, older_on_rank_3)
+    assert outcome.statuses[0] == 2  # others may lose the store of rank 0 before they compare
+    assert f"all ranks need the same {what} but 3 of 4 have" in outcome.stderr
+    assert "rank 3 on node1 has" in outcome.stderr
