@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 from megatron.hydraulis.runtime import engine
-from megatron.hydraulis.runtime.engine import Engine, LocalGradients, StepVote
+from megatron.hydraulis.runtime.engine import Engine, StepVote
 from megatron.hydraulis.runtime.outcome import LossTotal
 from tests.cuda_stand_in.device import mark
 from tests.cuda_stand_in.order import COMMUNICATOR_MARK
@@ -167,9 +167,9 @@ def _all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None
 
 def _given_vote(real: Callable[..., Any]) -> Callable[..., Any]:
     def vote(
-        of_rank: Engine, gradients: LocalGradients, next_strategy: str | None = None
+        of_rank: Engine, *args: Any, next_strategy: str | None = None, **kwargs: Any
     ) -> tuple[StepVote, tuple[int, ...]]:
-        real(of_rank, gradients, next_strategy)
+        real(of_rank, *args, next_strategy=next_strategy, **kwargs)
         names = [strategy.name for strategy in of_rank.pool.strategies]
         given = StepVote(
             loss=GIVEN_LOSS,

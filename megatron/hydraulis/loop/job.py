@@ -110,7 +110,7 @@ class Job:
         self._hooks = hooks
         self._has_cuda = has_cuda
         self._engine: Engine | None = None
-        self._core_attention = CoreAttention("sdpa", "not chosen")
+        self._core_attention: CoreAttention | None = None
         self._profile = read_cost_profile(resolved)
         rank = int(os.environ.get("RANK", "0"))
         self._device = constants_of_this_rank(
@@ -258,6 +258,7 @@ class Job:
             raise _cannot_write("--run-dir", self._run_dir, error.strerror or str(error)) from error
 
     def _print_notices(self, corpora: Corpora) -> None:
+        assert self._core_attention is not None
         print(
             f"core attention: {self._core_attention.name} ({self._core_attention.why})", flush=True
         )
@@ -350,6 +351,7 @@ class Job:
         config.num_tokens_in_vocabulary = resolved.vocabulary.size
         config.uses_sequence_parallel = resolved.hydraulis.sequence_parallel
         config.model_provider = self._hooks.model_provider
+        assert self._core_attention is not None
         config.core_attention = self._core_attention.name
         return config
 

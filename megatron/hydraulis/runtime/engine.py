@@ -52,7 +52,7 @@ class LocalGradients:
     runtime: StrategyRuntime
     reports: list[dict[str, Tensor]]
     """What the loss function reported of each micro-batch; on the last stage."""
-    out_of_memory: OutOfMemory | None = None
+    out_of_memory: OutOfMemory | None
     """Why this rank has abandoned its micro-batches."""
 
 
@@ -70,7 +70,7 @@ class StepVote:
         losses: Tensor | None,
         *,
         next_strategy: int | None,
-        is_out_of_memory: bool,
+        ran_out_of_memory: bool,
         device: torch.device,
     ) -> Tensor:
         """This rank's summand.
@@ -79,11 +79,11 @@ class StepVote:
             losses: shape (num_micro_batches, 2), sums of losses and tokens, on the device; None on
                 ranks that do not report them.
             next_strategy: on rank 0; None on the others.
-            is_out_of_memory: whether this rank has abandoned its micro-batches.
+            ran_out_of_memory: whether this rank has abandoned its micro-batches.
             device: of the job.
         """
         number = 0 if next_strategy is None else 1 + next_strategy
-        vote = torch.tensor([0.0, 0.0, number, is_out_of_memory], dtype=torch.float64)
+        vote = torch.tensor([0.0, 0.0, number, ran_out_of_memory], dtype=torch.float64)
         vote = to_device(vote, device)
         if losses is not None:
             vote[:2] += losses.sum(dim=0)
@@ -281,7 +281,12 @@ class Engine:
             whether the run stops there is the caller's choice.
         """
         runtime = gradients.runtime
-        vote, bad = self._vote(gradients, next_strategy)
+        vote, bad = self._vote(
+            runtime,
+            gradients.reports,
+            ran_out_of_memory=gradients.out_of_memory is not None,
+            next_strategy=next_strategy,
+        )
         loss = vote.loss
         norm, updated = None, False
         if loss.num_tokens and loss.is_finite and not vote.num_ranks_without_memory:
@@ -322,7 +327,11 @@ class Engine:
             OutOfMemoryError: on the rank alone, where it is one of several of a replica.
         """
         gradients = self.compute_gradients(strategy_name, batches, forward_step, phase=phase)
-        vote, bad = self._vote(gradients)
+        vote, bad = self._vote(
+            gradients.runtime,
+            gradients.reports,
+            ran_out_of_memory=gradients.out_of_memory is not None,
+        )
         if vote.num_ranks_without_memory:
             raise SharedOutOfMemoryError(gradients.out_of_memory, vote.num_ranks_without_memory)
         return vote.loss, bad
@@ -341,7 +350,7 @@ class Engine:
         with self._in_phase("evaluation", strategy_name, untimed), torch.no_grad():
             reports = self._run(runtime, batches, forward_step, None)
             self.finish_regrouping()
-            return self._vote(LocalGradients(runtime, reports))[0].loss
+            return self._vote(runtime, reports)[0].loss
 
     def gather(self, strategy_name: str, *, phase: Phase = untimed) -> None:
         """Gather the current parameters for the strategy, unless this has been done.
@@ -472,20 +481,24 @@ class Engine:
             raise
 
     def _vote(
-        self, gradients: LocalGradients, next_strategy: str | None = None
+        self,
+        runtime: StrategyRuntime,
+        reports: list[dict[str, Tensor]],
+        *,
+        ran_out_of_memory: bool = False,
+        next_strategy: str | None = None,
     ) -> tuple[StepVote, tuple[int, ...]]:
         """Collective: the ranks' votes, added up, and this rank's micro-batches of bad loss."""
         index = None
         if self.rank == 0 and next_strategy is not None:
             index = self.pool.strategies.index(self.pool.strategy(next_strategy))
-        runtime, reports = gradients.runtime, gradients.reports
         losses = None
         if runtime.model is not None and runtime.model.reports_loss and reports:
             losses = torch.stack([_first_report(report) for report in reports]).double()
         total = StepVote.to_tensor(
             losses,
             next_strategy=index,
-            is_out_of_memory=gradients.out_of_memory is not None,
+            ran_out_of_memory=ran_out_of_memory,
             device=self.device,
         )
         with self._in_phase("loss", runtime.strategy.name, untimed):
