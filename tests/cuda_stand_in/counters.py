@@ -46,6 +46,7 @@ from megatron.hydraulis.runtime.model_building import (
     ModelDefinition,
     PackedNorm,
     _with_replaced,
+    te_layer_spec,
 )
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.cuda_stand_in.device import mark
@@ -62,9 +63,9 @@ Side = Literal["ours", "plain"]
 _BEGIN, _END = "counted begin", "counted end"
 
 KINDS = {
-    "matrix products": "cublas",
-    "core attention": "flash|[sS]oft[mM]ax|triu_tril|masked_fill",
-    "norms": "layer_norm|GammaBeta",
+    "matrix products": "cublas|generic_gemm",
+    "core attention": "fused_attn|flash|[sS]oft[mM]ax|triu_tril|masked_fill",
+    "norms": "rmsnorm|layer_norm|GammaBeta",
     "activation": "silu|sigmoid|gelu",
     "angles": "sin_kernel|cos_kernel|neg_kernel",
     "optimizer": "multi_tensor_apply|lpnorm",
@@ -94,6 +95,8 @@ class Case:
     same_attention: bool = False
     """Whether plain megatron-core uses our core attention, one kernel of torch's, instead of its
     unfused one."""
+    has_te: bool = False
+    """Whether our layers and core attention are those of Transformer Engine."""
 
 
 @dataclass
@@ -217,7 +220,7 @@ def _config(case: Case, tp: int) -> TransformerConfig:
         hidden_dropout=0.0,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=case.fused_gradients,
+        gradient_accumulation_fusion=case.fused_gradients or case.has_te,
         persist_layer_norm=False,
         transformer_impl="local",
         calculate_per_token_loss=True,
@@ -227,13 +230,15 @@ def _config(case: Case, tp: int) -> TransformerConfig:
 def _ours(case: Case) -> Callable[[], object]:
     scheme = "".join(f"{axis}{size}" for axis, size in (("tp", case.tp), ("cp", case.cp)))
     strategy = Strategy.parse(f"{NUM_RANKS // (case.tp * case.cp)}*{scheme}", NUM_RANKS)
+    transformer = _config(case, 1)
     definition = ModelDefinition(
-        transformer=_config(case, 1),
+        transformer=transformer,
+        built_layer_spec=te_layer_spec(transformer) if case.has_te else None,
         layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=VOCABULARY,
         padded_vocab_size=VOCABULARY,
         max_sequence_length=max(case.lengths),
-        core_attention="torch",
+        core_attention="te" if case.has_te else "torch",
     )
     engine = Engine(definition, Pool.of(strategy), AdamWSettings(lr=1e-3), seed=1)
     # The check of the loss ends with the first that is not zero, and here all are zero.

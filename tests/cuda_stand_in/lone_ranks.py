@@ -196,6 +196,11 @@ def _import() -> None:
     import tests.cuda_stand_in.lone_rank
     import tests.support.models  # noqa: F401
 
+    if "STAND_IN_TE" in os.environ:
+        from tests.cuda_stand_in.te.kernels import replace
+
+        replace()
+
 
 if __name__ == "__main__":
     _import()

@@ -20,7 +20,7 @@ from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory, TrialResult, run_memory_trial
-from megatron.hydraulis.runtime.model_building import ModelDefinition
+from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_spec
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.cuda_stand_in import device
 
@@ -48,6 +48,8 @@ class Role:
     context_size: int | None = None
     """Ranks that share a row; all cp ranks if None."""
     ranks_per_node: int = 8
+    has_te: bool = False
+    """Whether layers and core attention are those of Transformer Engine."""
 
     def __str__(self) -> str:
         recompute = self.recompute
@@ -65,6 +67,7 @@ class Role:
             else "",
             "norms of queries and keys" if self.qk_norms else "",
             "tied" if self.shape.tied_embeddings else "",
+            "Transformer Engine" if self.has_te else "",
         ]
         return " ".join(" ".join(part.split()) for part in parts if part)
 
@@ -202,7 +205,7 @@ def definition_of(role: Role) -> ModelDefinition:
         bias_dropout_fusion=True,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=role.has_te,
         persist_layer_norm=False,
         transformer_impl="local",
         cp_comm_type=role.cp_comm_type,
@@ -217,7 +220,8 @@ def definition_of(role: Role) -> ModelDefinition:
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.vocab_size,
         max_sequence_length=LONGEST_TOKENS,
-        core_attention="torch" if dtype == torch.bfloat16 else "sdpa",
+        built_layer_spec=te_layer_spec(transformer) if role.has_te else None,
+        core_attention="te" if role.has_te else "torch" if role.parameter_bytes == 2 else "sdpa",
         tied_embeddings=shape.tied_embeddings,
         sequence_parallel=role.sequence_parallel,
     )

@@ -47,6 +47,8 @@ class SmallModel:
     cp_comm_type: str | None = None
     has_te_layers: bool = False
     """On CUDA; the reference on the CPU has local layers."""
+    fuses_rope: bool = False
+    """Whether Transformer Engine's kernel rotates, on CUDA."""
 
     def transformer(self) -> TransformerConfig:
         """Upstream's configuration of the whole model."""
@@ -70,7 +72,7 @@ class SmallModel:
             bias_activation_fusion=False,
             masked_softmax_fusion=False,
             bias_dropout_fusion=False,
-            apply_rope_fusion=False,
+            apply_rope_fusion=self.fuses_rope and torch.cuda.is_available(),
             gradient_accumulation_fusion=self.has_te_layers and torch.cuda.is_available(),
             persist_layer_norm=False,
             transformer_impl="local",

@@ -417,6 +417,69 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     _launch("thd_copy_valid_tokens", compute, (out, tensor, begins, lengths), (out,))
 
 
+def fused_rope_forward(
+    tensor: Tensor,
+    angles: Tensor,
+    starts: Any,
+    format_: Any,
+    interleaved: bool,
+    borders: Tensor | None,
+    size: int,
+    rank: int,
+) -> Tensor:
+    """Packed rows, or a rank's part of them, rotated by their places in segments."""
+    return _rotated("fused_rope_forward", tensor, angles, starts, interleaved, borders, size, rank)
+
+
+def fused_rope_backward(
+    gradient: Tensor,
+    angles: Tensor,
+    starts: Any,
+    format_: Any,
+    interleaved: bool,
+    borders: Tensor | None,
+    size: int,
+    rank: int,
+) -> Tensor:
+    """The gradient of what `fused_rope_forward` rotated."""
+    name = "fused_rope_backward"
+    return _rotated(name, gradient, angles, starts, interleaved, borders, size, rank)
+
+
+def _rotated(
+    name: str,
+    tensor: Tensor,
+    angles: Tensor,
+    starts: Any,
+    interleaved: bool,
+    borders: Tensor | None,
+    size: int,
+    rank: int,
+) -> Tensor:
+    _refuse(starts=starts is not None, interleaved=interleaved, unpacked=borders is None)
+    out = _new(tensor.shape, tensor, tensor.dtype)
+
+    def compute(tensor: Tensor, angles: Tensor, borders: Tensor) -> Tensors:
+        places = []
+        for length in borders.diff().tolist():
+            if size == 1:
+                places.append(torch.arange(length))
+                continue
+            chunk = length // (2 * size)
+            for number in (rank, 2 * size - 1 - rank):
+                places.append(torch.arange(number * chunk, (number + 1) * chunk))
+        turn = angles.flatten(0, 2)[torch.cat(places)].float().unsqueeze(1)
+        cos, sin = turn.cos(), turn.sin() * (1 if name == "fused_rope_forward" else -1)
+        width = turn.size(-1)
+        inner, rest = tensor.float().split([width, tensor.size(-1) - width], -1)
+        first, second = inner.chunk(2, -1)
+        turned = inner * cos + torch.cat([-second, first], -1) * sin
+        return (torch.cat([turned, rest], -1),)
+
+    _launch(name, compute, (tensor, angles, borders), (out,))
+    return out
+
+
 _KERNELS: tuple[Callable[..., Any], ...] = (
     rmsnorm_fwd,
     rmsnorm_bwd,
@@ -433,6 +496,8 @@ _KERNELS: tuple[Callable[..., Any], ...] = (
     thd_sequence_order_to_cp_rank_order,
     thd_cp_rank_order_to_sequence_order,
     thd_copy_valid_tokens_from_per_split_to_rank_local,
+    fused_rope_forward,
+    fused_rope_backward,
 )
 
 

@@ -63,6 +63,12 @@ def test_layers_and_attention_in_bf16(text: str, tmp_path: Path) -> None:
     assert kernels >= LAYERS | ATTENTION
 
 
+@pytest.mark.parametrize("text", ["tp2+2*tp1", "cp4~"])
+def test_its_rotation_in_bf16(text: str, tmp_path: Path) -> None:
+    kernels = run_in_bf16(job_of(text, replace(BF16_MODEL, fuses_rope=True)), tmp_path)
+    assert kernels >= {"fused_rope_forward", "fused_rope_backward"}
+
+
 @pytest.mark.parametrize("way", KERNELS_OF)
 @pytest.mark.parametrize("text", ["cp2+2*tp1", "tp2cp2"])
 def test_every_exchange_in_bf16(text: str, way: str, tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""Waits of the host and launches with layers and core attention of Transformer Engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_stand_in.counters import Case, count
+from tests.cuda_stand_in.test_counters import PACKED
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2)])
+def test_the_host_waits_for_no_layer_and_no_micro_batch(tp: int, cp: int, tmp_path: Path) -> None:
+    few = Case("ours", layers=2, tp=tp, cp=cp, lengths=PACKED, has_te=True)
+    assert count(few, tmp_path).host_waits == 2
+    assert count(replace(few, layers=4), tmp_path).host_waits == 2
+    assert count(replace(few, micro_batches=3), tmp_path).host_waits == 2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_launches_no_more_than_a_local_one(tp: int, tmp_path: Path) -> None:
+    def of_a_layer(has_te: bool) -> int:
+        case = Case("ours", layers=2, tp=tp, micro_batches=8, has_te=has_te)
+        more = count(replace(case, layers=4), tmp_path).num_launches
+        return (more - count(case, tmp_path).num_launches) // 2
+
+    ours, local = of_a_layer(True), of_a_layer(False)
+    print(f"\ntp{tp}: {ours} launches against {local}")
+    assert ours <= local
