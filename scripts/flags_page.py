@@ -56,6 +56,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "global_batch_tokens",
         "long_sequences",
         "max_tokens_per_micro_batch",
+        "row_quantum_tokens",
         "memory_trial",
         "core_attention",
         "no_sequence_parallel",

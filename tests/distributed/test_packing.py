@@ -6,7 +6,16 @@ import pytest
 
 from tests.support.comparison import assert_same
 from tests.support.gloo_pool import pool_of
-from tests.support.law import FP64_TOLERANCE, MAIN_MODEL, NUM_ATOMS, law_job, law_reference
+from tests.support.law import (
+    FP64_TOLERANCE,
+    MAIN_MODEL,
+    NUM_ATOMS,
+    SPLITS,
+    check_law,
+    law_job,
+    law_reference,
+    waves,
+)
 from tests.support.models import Assignment, Job, RankRun, assemble, run_job
 
 pytestmark = pytest.mark.distributed
@@ -80,6 +89,15 @@ def test_padding_changes_nothing(num_ranks: int, text: str, name: str) -> None:
     job = one_iteration(law_job(num_ranks, text, MODELS[name]), ((0, 1, 2), (3, 4), (5, 6)))
     # 31, 33 and 20 tokens: pads of up to 1 token, and of 95 and more, longer than any sequence.
     assert_same_update(num_ranks, job, replace(job, pad_multiple=2), replace(job, pad_multiple=128))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "text"), [(3, "tp2+tp1"), (2, "cp2"), (4, "tp2pp2"), (3, "pp2+tp1"), (4, "cp4~")]
+)
+def test_a_row_quantum_changes_nothing(num_ranks: int, text: str) -> None:
+    """Rows are one of two sizes, 16 and the limit of 40 tokens, or longer."""
+    job = waves([SPLITS["2+1+1"]]) if "~" in text else law_job(num_ranks, text)
+    check_law(replace(job, row_quantum=16), num_ranks)
 
 
 def test_the_order_of_sequences_and_micro_batches_changes_nothing() -> None:

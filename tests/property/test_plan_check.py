@@ -1,8 +1,12 @@
 """The checker against the planner's recurrence, brute force and linear programs."""
 
 import itertools
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from megatron.hydraulis.cost_model import pipeline_time_ms
-from megatron.hydraulis.plan_check.files import SchemeFigures, read_strategy
+from megatron.hydraulis.cost_model import ProfileCostModel, pipeline_time_ms
+from megatron.hydraulis.cost_model.limits import Limits
+from megatron.hydraulis.plan_check.files import (
+    SchemeFigures,
+    read_lengths,
+    read_plan,
+    read_pool,
+    read_strategy,
+)
 from megatron.hydraulis.plan_check.rules import (
+    check_plan,
     proved_packing_bound_ms,
     proved_strategy_bound_ms,
     simulated_time_ms,
 )
-from megatron.hydraulis.strategy import Scheme, Strategy
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 TIMES = st.lists(st.floats(0.0, 50.0), max_size=9)
 
@@ -140,3 +154,59 @@ def test_weights_are_nearly_the_best(lengths: list[int], replicas: list[SchemeFi
     )
     # Only fills and single sequences lift the bound above that of the relaxation without them.
     assert proved_strategy_bound_ms(lengths, replicas) >= answer.fun * 0.98
+
+
+COEFFICIENTS = {"a_ms_per_token2": 1e-3, "b_ms_per_token": 0.3, "c_ms": 4.0}
+PROFILE = {
+    "device": "imagined",
+    "source": "made for tests",
+    "date": "2026-01-01",
+    "schemes": [
+        {"tp": tp, "cp": cp, "pp": pp, **COEFFICIENTS, "max_tokens": limit}
+        for tp, cp, pp, limit in (
+            (1, 1, 1, 45), (2, 1, 1, 100), (1, 1, 2, 60), (1, 2, 1, 90), (1, 4, 1, 190)
+        )
+    ],
+}  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 45), min_size=1, max_size=14),
+    st.sampled_from(["4*tp1", "tp2+2*tp1", "pp2+2*tp1", "cp2+tp2", "cp4~", "cp2~+2*tp1"]),
+    st.sampled_from([2, 7, 16, 64, 1000]),
+    st.booleans(),
+)
+def test_plans_with_a_row_quantum_are_valid(
+    lengths: list[int], text: str, quantum: int, is_greedy: bool
+) -> None:
+    strategy = {"name": "only", "replicas": text}
+    files: dict[str, Any] = {
+        "pool": {"num_ranks": 4, "ranks_per_node": 4, "strategies": [strategy]},
+        "profile": PROFILE,
+        "lengths": lengths,
+    }
+    pool = Pool.from_json(files["pool"])
+    limits = Limits(ProfileCostModel.from_json(PROFILE, what="profile"), row_quantum=quantum)
+    planner = (GreedyPlanner if is_greedy else CertifiedPlanner)(pool, limits.cost_model, limits)
+    plan = planner.plan(lengths)
+    assert plan.dispatch is not None
+    assert "greedy: " not in plan.dispatch.status
+    files["plan"] = plan.to_json()
+    with TemporaryDirectory() as folder:
+        paths = {name: str(Path(folder, f"{name}.json")) for name in files}
+        for name, content in files.items():
+            Path(paths[name]).write_text(json.dumps(content))
+        figures = read_pool(paths["pool"], paths["profile"])
+        check_plan(read_plan(paths["plan"]), read_lengths(paths["lengths"]), figures)
+    for replica in plan.replicas:
+        for micro_batch in replica.micro_batches:
+            for scheme, share in replica.shares(micro_batch):
+                row, needed = share.row_tokens, scheme.row_tokens(share.lengths)
+                limit = scheme.rounded_down(limits.max_tokens(pool.strategies[0], scheme))
+                assert row is not None
+                multiple = math.lcm(quantum, scheme.token_quantum)
+                # As short as the quantum allows, or at the limit.
+                assert row - needed < multiple
+                assert row % multiple == 0 or row == max(limit, needed)
+    assert IterationPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

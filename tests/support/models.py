@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch
@@ -22,6 +23,7 @@ from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.gloo_pool import worker_groups
+from tests.support.planning import TableCostModel
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ class SmallModel:
         )
 
 
+ROW_LIMIT = 40
+"""Most tokens of a row that a quantum makes longer."""
+
+
 @dataclass(frozen=True)
 class Assignment:
     """A plan in its plainest form: for each replica, micro-batches of sequence indices."""
@@ -142,6 +148,8 @@ class Job:
     """T, where the job has too few ranks for a strategy that would raise it."""
     pad_multiple: int = 1
     """Every pack is padded to this and to the replica's tp."""
+    row_quantum: int = 1
+    """Rows are rounded up to it as in a plan of --row-quantum-tokens, up to ROW_LIMIT tokens."""
     settings: AdamWSettings = field(
         default_factory=lambda: AdamWSettings(lr=1e-2, eps=1e-5, weight_decay=0.1, clip_grad=0.5)
     )
@@ -226,7 +234,9 @@ def run_job(job: Job) -> RankRun:
         strategy = engine.pool.strategies[which]
         mine = [
             packed.to(engine.device)
-            for packed in packs_of_rank(strategy, assignment, batch, engine.rank, job.pad_multiple)
+            for packed in packs_of_rank(
+                strategy, assignment, batch, engine.rank, job.pad_multiple, job.row_quantum
+            )
         ]
         outcome = engine.train_step(
             strategy.name,
@@ -296,8 +306,10 @@ def packs_of_rank(
     batch: tuple[np.ndarray, ...],
     rank: int,
     pad_multiple: int = 1,
+    row_quantum: int = 1,
 ) -> list[PackedBatch]:
     """The micro-batches of the rank's replica, its own part of each."""
+    limits = Limits(TableCostModel(default_limit=ROW_LIMIT), row_quantum=row_quantum)
     for index, replica in enumerate(strategy.replicas):
         position = replica.position_of(rank)
         if position is None:
@@ -305,12 +317,14 @@ def packs_of_rank(
         packs = []
         for micro_batch in assignment.micro_batches(index, batch):
             share = micro_batch.share_of(position.cp, replica.scheme.cp)
+            scheme = replica.scheme.of_context_group(share.group.size)
             packs.append(
                 pack(
                     [batch[i] for i in share.sequences],
                     math.lcm(replica.scheme.tp, pad_multiple),
                     context_size=share.group.size,
                     context_rank=position.cp - share.group.offset,
+                    row_tokens=limits.row_tokens(strategy, scheme, share.lengths),
                     allow_empty=True,
                 )
             )

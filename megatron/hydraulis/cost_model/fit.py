@@ -28,7 +28,7 @@ class Sample:
     sum_of_squares: float
     """Σ s_i², tokens²."""
     num_tokens: float
-    """Σ s_i."""
+    """Σ s_i, or tokens of the row where padding counts."""
     time_ms: float
     """Forward and backward on the slowest stage."""
 
@@ -42,10 +42,11 @@ class Sample:
             )
 
     @classmethod
-    def of(cls, lengths: Iterable[int], time_ms: float) -> Sample:
-        """From the lengths of the sequences, in tokens."""
+    def of(cls, lengths: Iterable[int], time_ms: float, row_tokens: int | None = None) -> Sample:
+        """From the lengths of the sequences, in tokens, and the row if its padding counts."""
         lengths = tuple(lengths)
-        return cls(float(sum(n * n for n in lengths)), float(sum(lengths)), time_ms)
+        num_tokens = sum(lengths) if row_tokens is None else row_tokens
+        return cls(float(sum(n * n for n in lengths)), float(num_tokens), time_ms)
 
     def predicted_ms(self, coefficients: Coefficients) -> float:
         """Time by the coefficients."""

@@ -43,15 +43,18 @@ class Coefficients:
         """What one sequence adds to its micro-batch: ``a·s² + b·s``."""
         return (self.a_ms_per_token2 * length + self.b_ms_per_token) * length
 
-    def time_ms(self, lengths: Iterable[int]) -> float:
+    def time_ms(self, lengths: Iterable[int], row_tokens: int | None = None) -> float:
         """Time of a micro-batch of sequences of these lengths, on one stage.
 
-        Lengths are summed as integers, so the order of the sequences does not matter.
+        row_tokens: of the row, which replace Σ s_i where padding is to count. Lengths are summed as
+        integers, so the order of the sequences does not matter.
         """
         num_tokens = sum_of_squares = 0
         for length in lengths:
             num_tokens += length
             sum_of_squares += length * length
+        if row_tokens is not None:
+            num_tokens = row_tokens
         return self.a_ms_per_token2 * sum_of_squares + self.b_ms_per_token * num_tokens + self.c_ms
 
 

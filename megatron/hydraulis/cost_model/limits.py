@@ -5,6 +5,8 @@ Measured memory of a rank is assumed to be linear in the tokens of a micro-batch
 model (memory.py).
 """
 
+import argparse
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -12,10 +14,32 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = ["Limits", "MemoryTrial", "after_failure", "allowed_tokens"]
+__all__ = [
+    "CUDA_ROW_QUANTUM",
+    "Limits",
+    "MemoryTrial",
+    "add_row_quantum",
+    "after_failure",
+    "allowed_tokens",
+]
 
 SHARE_AFTER_FAILURE = 0.75
 """Limit after a micro-batch ran out of memory, as a share of its tokens."""
+CUDA_ROW_QUANTUM = 128
+"""Default of --row-quantum-tokens on CUDA, where kernels may be prepared for each new size of a
+row: a sixth of the sizes for 0.4 % more time (docs/results.md, section Row sizes)."""
+
+
+def add_row_quantum(parser: argparse._ActionsContainer) -> None:
+    """Declares --row-quantum-tokens of the commands that plan from files."""
+    parser.add_argument(
+        "--row-quantum-tokens",
+        type=int,
+        default=1,
+        metavar="N",
+        help="round rows up to a multiple of N tokens, but not beyond their limit; training with "
+        f"CUDA takes {CUDA_ROW_QUANTUM} (default: %(default)s)",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +67,8 @@ class Limits:
     """--max-tokens-per-micro-batch."""
     measured: tuple[tuple[Scheme, int], ...] = ()
     """Most tokens by measured memory, of schemes without ``~``."""
+    row_quantum: int = 1
+    """--row-quantum-tokens: see `row_tokens`."""
 
     def __post_init__(self) -> None:
         if self.flag is not None and self.flag < 1:
@@ -50,6 +76,26 @@ class Limits:
                 f"limits: a micro-batch holds at least 1 token but the limit is {self.flag}; "
                 f"give a positive limit or none"
             )
+        if self.row_quantum < 1:
+            raise ConfigurationError(
+                f"--row-quantum-tokens is at least 1 but is {self.row_quantum}; give 1 to leave "
+                f"rows as short as they are"
+            )
+
+    def row_tokens(self, strategy: Strategy, scheme: Scheme, lengths: Iterable[int]) -> int:
+        """Tokens of the row in which sequences of these lengths run, padding included.
+
+        What the scheme needs (`Scheme.row_tokens`), rounded up to a multiple of the row quantum
+        so that rows have few different sizes, but not beyond `max_tokens`: a limit that is no such
+        multiple is one more size, and the quantum never makes a micro-batch exceed its limit.
+        """
+        needed = scheme.row_tokens(lengths)
+        if self.row_quantum == 1:
+            return needed
+        quantum = math.lcm(self.row_quantum, scheme.token_quantum)
+        rounded = -(-needed // quantum) * quantum
+        limit = scheme.rounded_down(self.max_tokens(strategy, scheme))
+        return max(needed, min(rounded, limit))
 
     def max_tokens(self, strategy: Strategy, scheme: Scheme) -> int:
         """The limit of a scheme of a strategy, or of a context group of one; 0 if nothing fits.

@@ -126,6 +126,7 @@ def pack(
     *,
     context_size: int = 1,
     context_rank: int = 0,
+    row_tokens: int = 1,
     allow_empty: bool = False,
 ) -> PackedBatch:
     """Concatenate sequences, pad, and build one context rank's part of the row.
@@ -136,8 +137,9 @@ def pack(
         pad_multiple: T is a multiple of it (tensor parallelism divides a rank's part).
         context_size: ranks of the context-parallel group that shares the row.
         context_rank: this rank's place in it.
-        allow_empty: whether there may be no sequence. The result is the shortest possible row, all
-            padding, for a group of a wave that has no work but must keep in step.
+        row_tokens: of the row at least.
+        allow_empty: whether there may be no sequence. The result is a row of padding, for a group
+            of a wave that has no work but must keep in step.
 
     Raises:
         DataError: no sequence, unless allowed, or one of fewer than two tokens.
@@ -151,7 +153,9 @@ def pack(
             f"a sequence needs 2 tokens, an input and its label, but number "
             f"{lengths.index(min(lengths))} of the micro-batch has {min(lengths) + 1}"
         )
-    segments, padded = row_segments(lengths, pad_multiple=pad_multiple, context_size=context_size)
+    segments, padded = row_segments(
+        lengths, pad_multiple=pad_multiple, context_size=context_size, row_tokens=row_tokens
+    )
     num_local = sum(padded) // context_size
     tokens, labels, position_ids = (np.zeros(num_local, dtype=np.int64) for _ in range(3))
     loss_mask = np.zeros(num_local, dtype=np.float32)
@@ -206,7 +210,7 @@ def padded_length(length: int, context_size: int) -> int:
 
 
 def row_segments(
-    lengths: Sequence[int], *, pad_multiple: int = 1, context_size: int = 1
+    lengths: Sequence[int], *, pad_multiple: int = 1, context_size: int = 1, row_tokens: int = 1
 ) -> tuple[list[int], list[int]]:
     """The segments of a row: the sequences in their order, then padding if needed.
 
@@ -214,6 +218,7 @@ def row_segments(
         lengths: of the sequences, in tokens; none for a row of padding alone.
         pad_multiple: each context rank's part is a multiple of it.
         context_size: ranks of the context-parallel group.
+        row_tokens: of the row at least, rounded up like the sequences.
 
     Returns:
         True and padded length of every segment, in tokens. The padded ones add up to a positive
@@ -228,7 +233,7 @@ def row_segments(
     row_multiple = pad_multiple * chunk_multiple(context_size)
     padded = [padded_length(length, context_size) for length in lengths]
     num_tokens = sum(padded)
-    num_padding = -num_tokens % row_multiple if num_tokens else row_multiple
+    num_padding = -(-max(num_tokens, row_tokens) // row_multiple) * row_multiple - num_tokens
     tail = [num_padding] if num_padding else []
     return [*lengths, *tail], [*padded, *tail]
 

@@ -101,6 +101,11 @@ class HydraulisConfig:
     splits its cp ranks, a group of c ranks holds c/8 of it. Default: the limit of the memory model
     or the cost profile for each scheme."""
 
+    row_quantum_tokens: int | None = field(default=None, metadata=_flag("N"))
+    """Round every row up to a multiple of N tokens, but not beyond its limit, so that rows have few
+    different sizes (tokens); 1 adds no padding. Default: 128 with CUDA, where kernels may be
+    prepared for each new size, else 1."""
+
     run_dir: Path = field(default_factory=default_run_dir, metadata=_flag("DIR"))
     """Folder of the run: metrics.jsonl, TensorBoard events, summary, resolved configuration.
     Default: runs/<Slurm job or torchrun run id>, else runs/latest."""
@@ -177,6 +182,7 @@ class HydraulisConfig:
         for name in (
             "global_batch_tokens",
             "max_tokens_per_micro_batch",
+            "row_quantum_tokens",
             "ranks_per_node",
             "num_ranks",
             "keep_last",

@@ -93,6 +93,7 @@ def describe(
         "num_ranks": pool.num_ranks,
         "ranks_per_node": pool.ranks_per_node,
         "cost_model": cost_model,
+        "row_quantum_tokens": limits.row_quantum,
         "most_communicators_of_a_rank": PoolFootprint.of(pool).num_communicators,
         "strategies": [_describe_strategy(resolved, strategy, limits) for strategy in strategies],
         "left_out": list(left_out),

@@ -44,9 +44,10 @@ class PlannedBatch:
 
     @property
     def padding_fraction(self) -> float:
-        """Padding tokens over all tokens run; padding makes rows divisible by tp and cp."""
+        """Padding tokens over all tokens run; padding makes rows divisible by tp and cp, and rounds
+        them up to the row quantum."""
         num_padding_tokens = sum(
-            scheme.row_tokens(share.lengths) - share.num_tokens
+            (share.row_tokens or scheme.row_tokens(share.lengths)) - share.num_tokens
             for replica in self.plan.replicas
             for micro_batch in replica.micro_batches
             for scheme, share in replica.shares(micro_batch)
@@ -135,6 +136,7 @@ class BatchReader:
                 scheme.tp,
                 context_size=share.group.size,
                 context_rank=position.cp - share.group.offset,
+                row_tokens=share.row_tokens or 1,
                 allow_empty=True,
             )
             if self._device.type == "cuda":

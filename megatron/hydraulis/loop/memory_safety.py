@@ -88,7 +88,8 @@ class MemorySafety:
                     held = self.planning.limits.max_tokens(strategy, scheme)
                 except StrategyError:
                     return 0  # no plan has groups of a size that the cost profile lacks
-                return min(held, scheme.row_tokens((most_tokens,)))
+                row_tokens = self.planning.limits.row_tokens(strategy, scheme, (most_tokens,))
+                return min(held, row_tokens)
 
             results = run_memory_trial(
                 engine,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.cost_model.limits import Limits
+from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -92,7 +92,10 @@ class Planning:
         else:
             cost_model = _analytic(resolved, device)
             source = f"analytic, device '{device.name}'"
-        limits = _limits(resolved, cost_model)
+        quantum = resolved.hydraulis.row_quantum_tokens
+        if quantum is None:
+            quantum = 1 if device.name == "cpu" else CUDA_ROW_QUANTUM
+        limits = replace(_limits(resolved, cost_model), row_quantum=quantum)
         reasons = {
             strategy: _why_it_does_not_fit(limits, strategy, source)
             for strategy in _pool_with_layers(resolved, limits).strategies

@@ -204,7 +204,9 @@ class OnlineRefit:
                     time_ms = _slowest_stage_ms(replica, share.group, place, times.rank_times_ms)
                     groups_ms.append(time_ms)
                     if time_ms > 0.0 and share.lengths:
-                        by_scheme[scheme].append(Sample.of(share.lengths, time_ms))
+                        by_scheme[scheme].append(
+                            Sample.of(share.lengths, time_ms, share.row_tokens)
+                        )
                 slowest_ms.append(max(groups_ms))
             makespan_ms = max(makespan_ms, pipeline_time_ms(slowest_ms, replica.scheme.pp))
         for scheme, samples in by_scheme.items():
@@ -254,7 +256,8 @@ class OnlineRefit:
                 if position.cp in share.group.columns
             )
             predicted_ms = sum(
-                self._base.coefficients(scheme).time_ms(share.lengths) for scheme, share in shares
+                self._base.coefficients(scheme).time_ms(share.lengths, share.row_tokens)
+                for scheme, share in shares
             )
             place = _Place(replica.scheme, position.stage)
             self._replica_mates[place, rank] = frozenset(replica.ranks)

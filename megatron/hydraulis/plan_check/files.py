@@ -83,12 +83,15 @@ class Rule(Enum):
     CONTEXT_GROUPS = "context-groups"
     """The groups of a micro-batch divide the cp ranks of a scheme with ``~``, and its sequences,
     into runs: aligned powers of two of cp ranks, for which the profile has a row."""
+    ROWS = "rows"
+    """If a micro-batch lists rows, there is one for each group, with room for its sequences, which
+    the tp and cp ranks can share evenly."""
     TOKEN_LIMIT = "token-limit"
-    """No micro-batch, or group of one, has more tokens than its scheme's limit; with cp > 1 padding
-    counts."""
+    """No micro-batch, or group of one, has more tokens than its scheme's limit; padding counts with
+    cp > 1 and where it makes a row longer than its sequences need."""
     REPLICA_TIME = "replica-time"
     """A replica's predicted time is that of 1F1B over its micro-batches, in their order; a
-    micro-batch in groups takes the time of its slowest group."""
+    micro-batch in groups takes the time of its slowest group, and padding counts in listed rows."""
     ITERATION_TIME = "iteration-time"
     """The predicted time is the makespan plus the strategy's overhead."""
     STAGE_OBJECTIVE = "stage-objective"
@@ -151,14 +154,25 @@ class SchemeFigures:
     def longest(self) -> int:
         return self.max_tokens if self.longest_tokens is None else self.longest_tokens
 
-    def held_tokens(self, lengths: list[int]) -> int:
-        """Number of tokens that count against the limit: with cp > 1 each sequence fills 2·cp equal
-        chunks, and the row is shared by tp ranks."""
-        if self.cp == 1:
-            return sum(lengths)
-        chunks = 2 * self.cp
+    @property
+    def row_multiple(self) -> int:
+        """Rows are a multiple of this, for tp ranks and two chunks of each of several cp ranks."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+
+    def needed_tokens(self, lengths: list[int]) -> int:
+        """Tokens of the shortest row: with cp > 1 each sequence fills 2·cp equal chunks."""
+        chunks = 2 * self.cp if self.cp > 1 else 1
         padded = sum(math.ceil(length / chunks) * chunks for length in lengths)
-        return math.ceil(padded / (chunks * self.tp)) * chunks * self.tp
+        return max(1, math.ceil(padded / self.row_multiple)) * self.row_multiple
+
+    def held_tokens(self, lengths: list[int], row: int | None = None) -> int:
+        """Number of tokens that count against the limit; row: tokens of a listed row."""
+        if row is None and not lengths:
+            return 0
+        needed = self.needed_tokens(lengths)
+        if self.cp == 1 and row in (None, needed):
+            return sum(lengths)
+        return needed if row is None else row
 
     @property
     def at_best(self) -> "SchemeFigures":
@@ -178,10 +192,11 @@ class SchemeFigures:
             longest_tokens=max(g.max_tokens for g in self.groups),
         )
 
-    def time_ms(self, lengths: list[int]) -> float:
-        """Forward and backward of a micro-batch on one stage."""
+    def time_ms(self, lengths: list[int], row: int | None = None) -> float:
+        """Forward and backward of a micro-batch on one stage; row: tokens of a listed row."""
         squares = sum(length * length for length in lengths)
-        return self.a_ms_per_token2 * squares + self.b_ms_per_token * sum(lengths) + self.c_ms
+        computed = sum(lengths) if row is None else row
+        return self.a_ms_per_token2 * squares + self.b_ms_per_token * computed + self.c_ms
 
 
 @dataclass(frozen=True)
@@ -197,11 +212,13 @@ class StrategyFigures:
 
 
 class PlannedMicroBatch(NamedTuple):
-    """Sequences and their lengths; groups as (offset, size, sequences), none for a plain one."""
+    """Sequences and their lengths; groups as (offset, size, sequences), none for a plain one; rows
+    in tokens, none if they are as short as possible."""
 
     sequences: list[int]
     lengths: list[int]
     groups: list[tuple[int, int, int]]
+    rows: list[int]
 
 
 @dataclass(frozen=True)
@@ -382,6 +399,7 @@ def _replica(entry: Any) -> PlannedReplica:
                 [_whole(sequence) for sequence in micro_batch["sequences"]],
                 [_whole(length) for length in micro_batch["lengths"]],
                 [_group(*group) for group in micro_batch.get("groups", [])],
+                [_whole(row) for row in micro_batch.get("rows", [])],
             )
             for micro_batch in entry["micro_batches"]
         ],

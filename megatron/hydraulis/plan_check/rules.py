@@ -138,7 +138,7 @@ def _strategy(plan: Plan, pool: Mapping[str, StrategyFigures]) -> StrategyFigure
 def _check_sequences(plan: Plan, lengths: Sequence[int]) -> None:
     seen: set[int] = set()
     for index, replica in enumerate(plan.replicas):
-        for place, (sequences, planned, _) in enumerate(replica.micro_batches):
+        for place, (sequences, planned, *_) in enumerate(replica.micro_batches):
             where = f"micro-batch {place} of replica {index}"
             if not sequences or len(sequences) != len(planned):
                 raise BrokenRule(
@@ -192,20 +192,27 @@ def _checked_time_ms(index: int, replica: PlannedReplica, strategy: StrategyFigu
 
 def _groups(
     where: str, micro_batch: PlannedMicroBatch, shape: Shape, figures: SchemeFigures
-) -> list[tuple[str, list[int], SchemeFigures]]:
-    """What runs at the same time: place, lengths and figures of each group, or of all cp ranks if
-    no group is listed."""
+) -> list[tuple[str, list[int], SchemeFigures, int | None]]:
+    """What runs at the same time: place, lengths, figures and row of each group, or of all cp ranks
+    if no group is listed. A row is None where rows are not listed."""
+    num_groups = max(1, len(micro_batch.groups))
+    rows: list[int | None] = [*micro_batch.rows] or [None] * num_groups
+    if len(rows) != num_groups:
+        raise BrokenRule(
+            Rule.ROWS,
+            f"{where} lists rows {rows} but has {len(micro_batch.groups) or 'no'} groups",
+        )
     if not micro_batch.groups:
-        return [(where, micro_batch.lengths, figures)]
+        return [(where, micro_batch.lengths, figures, rows[0])]
     of_size = {group.cp: group for group in figures.groups}
     found = []
     num_ranks = num_sequences = 0
-    for offset, size, count in micro_batch.groups:
+    for (offset, size, count), row in zip(micro_batch.groups, rows, strict=True):
         if offset != num_ranks or size not in of_size or offset % size:
             break
         lengths = micro_batch.lengths[num_sequences : num_sequences + count]
         ranks = f"cp ranks {offset} to {offset + size - 1}"
-        found.append((f"{where} on {ranks}", lengths, of_size[size]))
+        found.append((f"{where} on {ranks}", lengths, of_size[size], row))
         num_ranks += size
         num_sequences += count
     if num_ranks != shape.cp or num_sequences != len(micro_batch.lengths):
@@ -218,15 +225,22 @@ def _groups(
     return found
 
 
-def _group_time_ms(what: str, lengths: list[int], figures: SchemeFigures) -> float:
-    held = figures.held_tokens(lengths)
+def _group_time_ms(what: str, lengths: list[int], figures: SchemeFigures, row: int | None) -> float:
+    needed = figures.needed_tokens(lengths)
+    if row is not None and (row < needed or row % figures.row_multiple):
+        raise BrokenRule(
+            Rule.ROWS,
+            f"{what} has a row of {row} tokens, which must be a multiple of "
+            f"{figures.row_multiple} from {needed} on",
+        )
+    held = figures.held_tokens(lengths, row)
     if held > figures.max_tokens:
         raise BrokenRule(
             Rule.TOKEN_LIMIT,
-            f"{what} has {held} tokens{' with padding' if figures.cp > 1 else ''} but the limit "
-            f"is {figures.max_tokens}",
+            f"{what} has {held} tokens{' with padding' if held > sum(lengths) else ''} but the "
+            f"limit is {figures.max_tokens}",
         )
-    return figures.time_ms(lengths)
+    return figures.time_ms(lengths, row)
 
 
 def _check_claims(plan: Plan, makespan_s: float) -> None:

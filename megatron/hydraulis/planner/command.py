@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.limits import Limits, add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
@@ -80,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="wall-clock limit in s, after which the best plan so far is used and marked "
         "(default: none)",
     )
+    add_row_quantum(search)
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -100,7 +102,8 @@ def run(namespace: argparse.Namespace) -> int:
     lengths = read_lengths(namespace.lengths)
     cost_model = ProfileCostModel.read(namespace.cost_profile)
     pool = Pool.read(namespace.pool)
-    planner = CertifiedPlanner(pool, cost_model, seed=namespace.seed, time_limit_s=limit_s)
+    limits = Limits(cost_model, row_quantum=namespace.row_quantum_tokens)
+    planner = CertifiedPlanner(pool, cost_model, limits, seed=namespace.seed, time_limit_s=limit_s)
     with native_prints_to_stderr():
         explanation = planner.explain(lengths) if namespace.explain or namespace.json else None
         plan = planner.plan(lengths) if explanation is None else explanation.plan

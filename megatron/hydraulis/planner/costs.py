@@ -8,11 +8,13 @@ coordinate.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.cost_model.limits import Limits
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.errors import PlanError, StrategyError
+from megatron.hydraulis.planner.plan import Candidate
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 __all__ = ["GroupCost", "PoolCosts", "ReplicaClass", "SchemeCost", "WaveCosts", "checked_batch"]
@@ -86,6 +88,7 @@ class PoolCosts:
     def __init__(self, pool: Pool, cost_model: CostModel, limits: Limits | None = None) -> None:
         self.pool = pool
         self.limits = limits or Limits(cost_model)
+        self._coefficients = cost_model.coefficients
         self.overheads_ms = {
             strategy.name: cost_model.overhead_ms(strategy) for strategy in pool.strategies
         }
@@ -99,6 +102,33 @@ class PoolCosts:
     def replica_costs(self, strategy: Strategy) -> list[SchemeCost]:
         """Shape (num_replicas,), equal for replicas of one scheme."""
         return [self._costs[strategy.name, replica.scheme] for replica in strategy.replicas]
+
+    def with_rows(self, candidate: Candidate, batch: Sequence[int]) -> Candidate:
+        """The candidate with rows rounded up to the row quantum, and the times of these rows.
+
+        Search and bounds leave this padding out: half a quantum a row, which moves and swaps would
+        have to weigh against multiples of the quantum.
+        """
+        if self.limits.row_quantum == 1:
+            return candidate
+        strategy = candidate.strategy
+        packings = []
+        for replica, packing in zip(strategy.replicas, candidate.packings, strict=True):
+            scheme = replica.scheme
+            rows = tuple(
+                tuple(
+                    self.limits.row_tokens(strategy, of_group, share.lengths)
+                    for of_group, share in micro_batch.shares_of(scheme)
+                )
+                for micro_batch in packing.with_lengths(batch)
+            )
+            padded = replace(packing, rows=rows)
+            times_ms = [
+                micro_batch.time_ms(scheme, self._coefficients)
+                for micro_batch in padded.with_lengths(batch)
+            ]
+            packings.append(replace(padded, time_ms=pipeline_time_ms(times_ms, scheme.pp)))
+        return candidate.with_packings(packings)
 
     def feasible_strategies(self, batch: Sequence[int], iteration: int) -> list[Strategy]:
         """The strategies whose replicas all hold their weights and one the longest sequence.

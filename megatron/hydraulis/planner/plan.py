@@ -12,7 +12,8 @@ Plans are immutable and validate themselves. As JSON a plan is::
 
 A scheme also has ``layers`` (a list) and ``splits_cp`` (true) where they differ from the default.
 A micro-batch of a scheme that splits its cp ranks may have ``groups``, a list of ``[offset, size,
-number of sequences]`` that cuts both its cp ranks and its sequences into runs.
+number of sequences]`` that cuts both its cp ranks and its sequences into runs. Where rows are
+rounded up, a micro-batch has ``rows``: tokens of the row of each group, or of the only one.
 The key ``version`` may be absent; it is 1.
 """
 
@@ -21,7 +22,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megatron.hydraulis.errors import PlanError
@@ -234,13 +235,20 @@ class IterationPlan:
         for index, replica in enumerate(self.replicas):
             for place, micro_batch in enumerate(replica.micro_batches):
                 for scheme, share in replica.shares(micro_batch):
-                    if share.lengths:
+                    if share.lengths or share.row_tokens is not None:
                         where = f"micro-batch {place} of replica {index} ({replica.scheme})"
                         self._check_limit(where, scheme, share, max_tokens(scheme))
 
     def _check_limit(self, where: str, scheme: Scheme, share: GroupShare, limit: int) -> None:
-        with_padding = scheme.cp > 1
-        num_tokens = scheme.row_tokens(share.lengths) if with_padding else share.num_tokens
+        needed = scheme.row_tokens(share.lengths)
+        row = needed if share.row_tokens is None else share.row_tokens
+        if row < needed or row % scheme.token_quantum:
+            raise self._error(
+                f"{where} has a row of {row} tokens but its sequences need a multiple of "
+                f"{scheme.token_quantum} from {needed} on; plan again"
+            )
+        with_padding = scheme.cp > 1 or row > needed
+        num_tokens = row if with_padding else share.num_tokens
         if num_tokens > limit:
             columns = share.group.columns
             padded = f" with padding on cp ranks {columns[0]} to {columns[-1]}"
@@ -479,13 +487,16 @@ class Packing:
     """Infinite if a micro-batch has no room."""
     groups: tuple[tuple[ContextGroup, ...], ...] = ()
     """Context groups of each micro-batch; empty for a scheme that does not split its cp ranks."""
+    rows: tuple[tuple[int, ...], ...] = ()
+    """`MicroBatch.rows` of each; empty where rows are not rounded up."""
 
     def with_lengths(self, lengths: Sequence[int]) -> tuple[MicroBatch, ...]:
         """The micro-batches as a plan has them; lengths: of the batch."""
-        groups = self.groups or ((),) * len(self.micro_batches)
+        nothing = ((),) * len(self.micro_batches)
+        each = (self.micro_batches, self.groups or nothing, self.rows or nothing)
         return tuple(
-            MicroBatch(share, tuple(lengths[sequence] for sequence in share), of_share)
-            for share, of_share in zip(self.micro_batches, groups, strict=True)
+            MicroBatch(share, tuple(lengths[sequence] for sequence in share), groups, rows)
+            for share, groups, rows in zip(*each, strict=True)
         )
 
 
@@ -499,6 +510,16 @@ class Candidate:
     overhead_ms: float
     dispatch: StageReport
     packing: StageReport
+
+    def with_packings(self, packings: Sequence[Packing]) -> "Candidate":
+        """The same dispatch, packed so that it takes longer: objectives are the new makespan."""
+        objective_s = max(packing.time_ms for packing in packings) / MS_PER_S
+        return replace(
+            self,
+            packings=packings,
+            dispatch=replace(self.dispatch, objective_s=objective_s),
+            packing=replace(self.packing, objective_s=objective_s),
+        )
 
     @property
     def makespan_ms(self) -> float:

@@ -97,6 +97,9 @@ class CertifiedPlanner:
             return replace(self._greedy.explain(lengths, iteration=iteration), plan=plan)
         bounds_ms = {search.strategy.name: _bound_ms(search) for search in searches}
         found_ms = {search.strategy.name: _found_ms(search) for search in searches}
+        if self._costs.limits.row_quantum > 1:
+            candidates = (self._costs.with_rows(each.candidate(), lengths) for each in searches)
+            found_ms = {each.strategy.name: each.time_ms for each in candidates}
         return _explanation(self._costs.pool, plan, bounds_ms, found_ms)
 
     def _plan(
@@ -126,8 +129,8 @@ class CertifiedPlanner:
                 )
                 for strategy in feasible
             ]
-            best = _search_all(searches, solver)
-            plan = best.candidate().to_plan(iteration, batch, start_s)
+            best = self._best(_search_all(searches, solver), searches, batch)
+            plan = best.to_plan(iteration, batch, start_s)
             plan.validate(
                 batch, best.strategy, partial(self._costs.limits.max_tokens, best.strategy)
             )
@@ -140,6 +143,18 @@ class CertifiedPlanner:
             plan = self._greedy.plan(batch, iteration=iteration)
             return _marked(plan, f"{_GREEDY}: {type(error).__name__}"), None
         return plan, searches
+
+    def _best(
+        self, chosen: StrategySearch, searches: Sequence[StrategySearch], batch: Sequence[int]
+    ) -> Candidate:
+        """The best plan with its rows rounded up, possibly not that of the strategy chosen without
+        rounding."""
+        best = self._costs.with_rows(chosen.candidate(), batch)
+        for search in searches:
+            if search is not chosen and _found_ms(chosen) < _found_ms(search) < best.time_ms:
+                other = self._costs.with_rows(search.candidate(), batch)
+                best = min(best, other, key=lambda candidate: candidate.time_ms)
+        return best
 
 
 def _search_all(searches: Sequence[StrategySearch], solver: Solver) -> StrategySearch:
@@ -279,7 +294,7 @@ class GreedyPlanner:
             objective_s=max(packing.time_ms for packing in packings) / MS_PER_S,
             status=_GREEDY,
         )
-        return Candidate(
+        candidate = Candidate(
             strategy=strategy,
             packings=packings,
             overhead_ms=self.costs.overheads_ms[strategy.name],
@@ -290,6 +305,7 @@ class GreedyPlanner:
                 bound_s=max(packing_bounds_ms) / MS_PER_S, seconds=end_s - packing_start_s
             ),
         )
+        return self.costs.with_rows(candidate, batch)
 
 
 class ScheduledPlanner:

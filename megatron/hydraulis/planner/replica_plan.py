@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import Coefficients
@@ -55,6 +55,8 @@ class GroupShare:
     """Indices into the lengths of the global batch; possibly none."""
     lengths: tuple[int, ...]
     """Tokens of each of them."""
+    row_tokens: int | None = None
+    """Tokens of its row, padding included; None for what the scheme needs, `Scheme.row_tokens`."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,8 +69,8 @@ class MicroBatch:
     """Sequences packed and run as one unit of a replica's schedule: one row, or one per group.
 
     Raises PlanError when it is empty, when a sequence is listed twice, when a length is below 1,
-    and unless groups are consecutive from cp rank 0 on, have powers of two as sizes, begin at
-    multiples of their size and have all sequences.
+    unless groups are consecutive from cp rank 0 on, have powers of two as sizes, begin at multiples
+    of their size and have all sequences, and unless rows are one for each group and have room.
     """
 
     sequences: tuple[int, ...]
@@ -78,6 +80,9 @@ class MicroBatch:
     groups: tuple[ContextGroup, ...] = ()
     """A wave: how the cp ranks of a scheme like ``cp8~`` are grouped for this micro-batch. Empty
     for one group of all cp ranks."""
+    rows: tuple[int, ...] = ()
+    """Tokens of each group's row, padding included, where rows are rounded up: see
+    `Limits.row_tokens`. Empty where every row is as short as its scheme allows."""
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -101,6 +106,8 @@ class MicroBatch:
             )
         if self.groups:
             self._check_groups()
+        if self.rows:
+            self._check_rows()
 
     def _check_groups(self) -> None:
         for group in self.groups:
@@ -115,6 +122,15 @@ class MicroBatch:
         if sum(group.num_sequences for group in self.groups) != len(self.sequences):
             raise self._groups_error(
                 f"context groups share all {len(self.sequences)} sequences of their micro-batch"
+            )
+
+    def _check_rows(self) -> None:
+        num_groups = max(1, len(self.groups))
+        if len(self.rows) != num_groups or min(self.rows) < 1 or sum(self.rows) < self.num_tokens:
+            raise PlanError(
+                f"each of {num_groups} rows has room for its sequences, together "
+                f"{self.num_tokens} tokens, but there are rows of {list(self.rows)} tokens; "
+                f"correct the rows"
             )
 
     def _groups_error(self, rule: str) -> PlanError:
@@ -137,15 +153,32 @@ class MicroBatch:
         """What each context group runs, by offset; ``width`` is the replica's cp."""
         if not self.groups:
             whole = ContextGroup(0, width, len(self.sequences))
-            return (GroupShare(whole, self.sequences, self.lengths),)
+            row_tokens = self.rows[0] if self.rows else None
+            return (GroupShare(whole, self.sequences, self.lengths, row_tokens),)
         self.check_width(width)
         found = []
         first = 0
-        for group in self.groups:
-            end = first + group.num_sequences
-            found.append(GroupShare(group, self.sequences[first:end], self.lengths[first:end]))
-            first = end
+        for group, row_tokens in zip_longest(self.groups, self.rows):
+            part = slice(first, first + group.num_sequences)
+            found.append(GroupShare(group, self.sequences[part], self.lengths[part], row_tokens))
+            first = part.stop
         return tuple(found)
+
+    def shares_of(self, scheme: Scheme) -> tuple[tuple[Scheme, GroupShare], ...]:
+        """What each context group runs on a replica's scheme, and the scheme it costs like."""
+        return tuple(
+            (scheme.of_context_group(share.group.size), share) for share in self.shares(scheme.cp)
+        )
+
+    def time_ms(self, scheme: Scheme, coefficients: Callable[[Scheme], Coefficients]) -> float:
+        """Time on a stage of a replica's scheme: that of the slowest context group, empty or not.
+
+        coefficients: those of a scheme, by a cost model.
+        """
+        return max(
+            coefficients(of_group).time_ms(share.lengths, share.row_tokens)
+            for of_group, share in self.shares_of(scheme)
+        )
 
     def share_of(self, column: int, width: int) -> GroupShare:
         """What the group of a cp coordinate runs; IndexError outside the width."""
@@ -160,13 +193,15 @@ class MicroBatch:
             raise self._groups_error(f"context groups cover all {width} cp ranks of their replica")
 
     def to_json(self) -> dict[str, Any]:
-        """``{"sequences": [...], "lengths": [...]}``, for a wave ``"groups"`` as well."""
+        """``{"sequences": [...], "lengths": [...]}``; ``"groups"`` and ``"rows"`` if there are."""
         content: dict[str, Any] = {
             "sequences": list(self.sequences),
             "lengths": list(self.lengths),
         }
         if self.groups:
             content["groups"] = [group.to_json() for group in self.groups]
+        if self.rows:
+            content["rows"] = list(self.rows)
         return content
 
     @classmethod
@@ -174,8 +209,9 @@ class MicroBatch:
         """Read what to_json wrote; PlanError for anything else."""
         sequences, lengths = content.integers("sequences"), content.integers("lengths")
         groups = _groups_from_json(content) if content.has("groups") else ()
+        rows = content.integers("rows") if content.has("rows") else ()
         content.check_all_read()
-        return cls(sequences, lengths, groups)
+        return cls(sequences, lengths, groups, rows)
 
 
 def _groups_from_json(content: JsonObject) -> tuple[ContextGroup, ...]:
@@ -237,24 +273,12 @@ class ReplicaPlan:
         return sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
 
     def shares(self, micro_batch: MicroBatch) -> tuple[tuple[Scheme, GroupShare], ...]:
-        """What each context group of a micro-batch runs, and the scheme that it costs like."""
-        return tuple(
-            (self.scheme.of_context_group(share.group.size), share)
-            for share in micro_batch.shares(self.scheme.cp)
-        )
+        """`MicroBatch.shares_of` this replica's scheme."""
+        return micro_batch.shares_of(self.scheme)
 
     def times_ms(self, coefficients: Callable[[Scheme], Coefficients]) -> list[float]:
-        """Time of each micro-batch on a stage: that of its slowest context group, empty or not.
-
-        coefficients: those of a scheme, by a cost model.
-        """
-        return [
-            max(
-                coefficients(scheme).time_ms(share.lengths)
-                for scheme, share in self.shares(micro_batch)
-            )
-            for micro_batch in self.micro_batches
-        ]
+        """`MicroBatch.time_ms` of each micro-batch."""
+        return [each.time_ms(self.scheme, coefficients) for each in self.micro_batches]
 
     def to_json(self) -> dict[str, Any]:
         """``{"scheme": ..., "ranks": ..., "predicted_time_s": ..., "micro_batches": [...]}``."""

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="schemes to build strategies from, separated by '+', such as tp8+tp4pp2+tp4 "
         "(default: all of the profile)",
     )
+    add_row_quantum(job)
     output = parser.add_argument_group("pool")
     output.add_argument(
         "--max-strategies",
@@ -111,6 +113,7 @@ def run(namespace: argparse.Namespace) -> int:
             max_strategies=namespace.max_strategies,
             longest=counts.longest,
             seed=namespace.seed,
+            row_quantum=namespace.row_quantum_tokens,
             on_progress=on_progress,
         )
     if namespace.out is not None:

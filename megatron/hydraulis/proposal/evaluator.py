@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
 from megatron.hydraulis.planner.greedy import dispatch
 from megatron.hydraulis.planner.improve import Assignment, improve_dispatch
@@ -68,6 +69,8 @@ class Evaluator:
 
     Args:
         batches: shape (num_batches, …), lengths in tokens.
+        seed: of the planner.
+        row_quantum: to which plans round rows up, in tokens; quick plans and bounds do not.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class Evaluator:
         batches: Sequence[Sequence[int]],
         *,
         seed: int = 0,
+        row_quantum: int = 1,
     ) -> None:
+        self._limits = Limits(cost_model, row_quantum=row_quantum)
         self._candidates = candidates
         self._cost_model = cost_model
         self.batches = batches
@@ -129,7 +134,7 @@ class Evaluator:
         """The predicted time of the plan of a mix that holds the batch."""
         if not self.is_planned(mix, batch):
             pool, _ = self._pool(mix)
-            planner = CertifiedPlanner(pool, self._cost_model, seed=self._seed)
+            planner = CertifiedPlanner(pool, self._cost_model, self._limits, seed=self._seed)
             plan = planner.plan(self.batches[batch])
             self._plans_ms[mix, batch] = plan.predicted_time_s * _MS_PER_S
         return self._plans_ms[mix, batch]

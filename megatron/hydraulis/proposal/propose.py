@@ -132,12 +132,14 @@ def propose(
     max_strategies: int,
     longest: int,
     seed: int = 0,
+    row_quantum: int = 1,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Proposal:
     """The pool of at most max_strategies with the least mean predicted time over the batches.
 
     batches: shape (num_batches, …), lengths in tokens; longest: tokens of the longest sequence of
-    the corpus, which the pool must hold even if it was not sampled. The result is deterministic.
+    the corpus, which the pool must hold even if it was not sampled; row_quantum: to which plans
+    round rows up, in tokens. The result is deterministic.
 
     Raises ConfigurationError for fewer than one strategy, PlanError if no scheme holds the longest
     sequence.
@@ -159,7 +161,7 @@ def propose(
         [cost.longest for cost in candidates.costs],
         min_batches=max(1, int(_MIN_REGIME_SHARE * len(batches))),
     )
-    evaluator = Evaluator(candidates, cost_model, batches, seed=seed)
+    evaluator = Evaluator(candidates, cost_model, batches, seed=seed, row_quantum=row_quantum)
     explorer = Explorer(candidates, Estimator(candidates, batches), len(batches), longest)
     # One more strategy than wanted, to know what it would gain.
     _explore(explorer, evaluator, regimes, max_strategies + 1, on_progress)

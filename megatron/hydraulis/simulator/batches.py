@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.sampler import LengthSampler, SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import read_length_counts
@@ -116,19 +116,21 @@ class BatchPlanning:
     def plans(
         self,
         pool: Pool,
-        cost_model: CostModel,
+        limits: Limits,
         batches: Sequence[Sequence[int]],
         *,
         shortlists: bool = False,
     ) -> Iterator[TimedPlan]:
         """Yields plans in the order of the batches, which are iterations 0, 1, …
 
-        With `shortlists` the certified planner gets only the strategies with the best greedy plans.
+        limits: of micro-batches, by the cost model to plan with. With `shortlists` the certified
+        planner gets only the strategies with the best greedy plans.
+
         Raises PlanError as the planners do, and if a process is killed.
         """
         num_processes = min(self._num_processes, len(batches) // FEWEST_BATCHES_PER_PROCESS)
         if num_processes < 2:
-            yield from _plans(pool, cost_model, batches, 0, shortlists)
+            yield from _plans(pool, limits, batches, 0, shortlists)
             return
         if self._executor is None:
             # A fork of a process with threads, for example of a progress bar, may hang.
@@ -138,7 +140,7 @@ class BatchPlanning:
         size = math.ceil(len(batches) / (num_processes * CHUNKS_PER_PROCESS))
         parts = [
             self._executor.submit(
-                _planned, pool, cost_model, batches[first : first + size], first, shortlists
+                _planned, pool, limits, batches[first : first + size], first, shortlists
             )
             for first in range(0, len(batches), size)
         ]
@@ -159,23 +161,25 @@ def _ignore_interrupts() -> None:
 
 def _planned(
     pool: Pool,
-    cost_model: CostModel,
+    limits: Limits,
     batches: Sequence[Sequence[int]],
     first: int,
     shortlists: bool,
 ) -> list[TimedPlan]:
-    return list(_plans(pool, cost_model, batches, first, shortlists))
+    return list(_plans(pool, limits, batches, first, shortlists))
 
 
 def _plans(
     pool: Pool,
-    cost_model: CostModel,
+    limits: Limits,
     batches: Sequence[Sequence[int]],
     first: int,
     shortlists: bool,
 ) -> Iterator[TimedPlan]:
     planner: Planner = (
-        _ShortlistPlanner(pool, cost_model) if shortlists else CertifiedPlanner(pool, cost_model)
+        _ShortlistPlanner(pool, limits)
+        if shortlists
+        else CertifiedPlanner(pool, limits.cost_model, limits)
     )
     for iteration, batch in enumerate(batches, start=first):
         start_s = time.process_time()
@@ -186,10 +190,10 @@ def _plans(
 class _ShortlistPlanner:
     """The certified planner for the strategies with the best greedy plans."""
 
-    def __init__(self, pool: Pool, cost_model: CostModel) -> None:
+    def __init__(self, pool: Pool, limits: Limits) -> None:
         self._pool = pool
-        self._cost_model = cost_model
-        self._greedy = GreedyPlanner(pool, cost_model)
+        self._limits = limits
+        self._greedy = GreedyPlanner(pool, limits.cost_model, limits)
         self._certified: dict[tuple[str, ...], CertifiedPlanner] = {}
 
     def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
@@ -200,5 +204,7 @@ class _ShortlistPlanner:
         best = sorted(sorted(found_s, key=lambda name: found_s[name])[:NUM_SHORTLISTED])
         if tuple(best) not in self._certified:
             pool = Pool.of(*(self._pool.strategy(name) for name in best))
-            self._certified[tuple(best)] = CertifiedPlanner(pool, self._cost_model)
+            self._certified[tuple(best)] = CertifiedPlanner(
+                pool, self._limits.cost_model, self._limits
+            )
         return self._certified[tuple(best)].plan(lengths, iteration=iteration)

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.limits import Limits
+from megatron.hydraulis.cost_model.limits import Limits, add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, given_shape
 from megatron.hydraulis.errors import ConfigurationError, PlanError
@@ -139,6 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of planning processes if there are many iterations; it does not change the "
         "plans (default: the cores, here %(default)s)",
     )
+    add_row_quantum(planning)
     add_shape_arguments(parser)
     links = parser.add_argument_group(
         "regrouping",
@@ -220,6 +221,7 @@ def run(namespace: argparse.Namespace) -> int:
             seq_length=namespace.seq_length,
             shape=settings.shape,
             plan_time_s=namespace.plan_time,
+            row_quantum=namespace.row_quantum_tokens,
             planning=planning,
             advance=lambda: progress.advance(task),
         )

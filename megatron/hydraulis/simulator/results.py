@@ -57,6 +57,8 @@ class WayResult:
     """Those whose tasks were kept."""
     strategies: dict[str, str]
     """Notation of each used strategy by name."""
+    num_row_shapes: int
+    """How many different rows ran: by scheme and tokens, padding included."""
 
     @property
     def time_s(self) -> float:
@@ -116,6 +118,7 @@ class WayResult:
             "shares": self.shares,
             "imbalance": self.imbalance,
             "padding_fraction": self.padding_fraction,
+            "num_row_shapes": self.num_row_shapes,
             "received_bytes_per_iteration": self.received_bytes,
             "strategies": [
                 {"name": name, "replicas": self.strategies[name], "num_iterations": num}
@@ -179,6 +182,7 @@ def _simulated(
             each for each in iterations if settings.kept is None or each.number in settings.kept
         ),
         strategies={work.strategy.name: str(work.strategy) for work in works},
+        num_row_shapes=len(frozenset().union(*(work.row_shapes for work in works))),
     )
 
 

@@ -79,6 +79,8 @@ class Ways:
     """If given, strategies that cannot split the model are left out."""
     plan_time_s: float | None = None
     """Time of a plan; None for the CPU time that it takes here."""
+    row_quantum: int = 1
+    """To which planned rows are rounded up, in tokens."""
     planning: BatchPlanning = field(default_factory=BatchPlanning)
     advance: Callable[[], None] = lambda: None
     """Called after each batch of each way."""
@@ -218,7 +220,8 @@ class Ways:
             return []
         times_s = {}
         for tp, pool in pools.items():
-            planner = GreedyPlanner(pool, self.context_costs)
+            limits = Limits(self.context_costs, row_quantum=self.row_quantum)
+            planner = GreedyPlanner(pool, self.context_costs, limits)
             times_s[tp] = sum(planner.plan(batch).predicted_time_s for batch in self.batches)
         best = pools[min(times_s, key=lambda tp: times_s[tp])]
         return [(self.context_costs, self.planned(best, self.context_costs, shortlists=True))]
@@ -229,7 +232,8 @@ class Ways:
         Raises PlanError as the planner does.
         """
         works = []
-        for timed in self.planning.plans(pool, cost_model, self.batches, shortlists=shortlists):
+        limits = Limits(cost_model, row_quantum=self.row_quantum)
+        for timed in self.planning.plans(pool, limits, self.batches, shortlists=shortlists):
             strategy = pool.strategy(timed.plan.strategy)
             time_s = timed.cpu_s if self.plan_time_s is None else self.plan_time_s
             works.append(IterationWork.of_plan(timed.plan, strategy, plan_time_s=time_s))

@@ -28,8 +28,8 @@ class MicroBatchWork:
     num_padding: int = 0
     """Computed tokens that are not trained."""
     groups: tuple[tuple[int, int, int], ...] = ()
-    """cp, Σ s and Σ s² of each group of a wave, whose cp ranks run in groups; 0 for a group without
-    sequences. A wave takes as long as its slowest group."""
+    """cp, tokens and Σ s² of each group of a wave, whose cp ranks run in groups; 0 for a group
+    without sequences. A wave takes as long as its slowest group."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or self.sum_of_squares < 1 or self.num_padding < 0:
@@ -57,14 +57,28 @@ class MicroBatchWork:
 
     @classmethod
     def of_plan(cls, micro_batch: MicroBatch) -> MicroBatchWork:
-        """A plan's micro-batch, without padding."""
+        """A plan's micro-batch, with the padding of rows that are rounded up."""
         width = sum(group.size for group in micro_batch.groups)
         shares = micro_batch.shares(width) if micro_batch.groups else ()
         groups = (
-            (share.group.size, sum(share.lengths), sum(s * s for s in share.lengths))
+            (
+                share.group.size,
+                share.num_tokens if share.row_tokens is None else share.row_tokens,
+                sum(s * s for s in share.lengths),
+            )
             for share in shares
         )
-        return replace(cls.packed(micro_batch.lengths), groups=tuple(groups))
+        num_padding = sum(micro_batch.rows) - micro_batch.num_tokens if micro_batch.rows else 0
+        packed = cls.packed(micro_batch.lengths, num_padding=num_padding)
+        return replace(packed, groups=tuple(groups))
+
+    def rows(self, scheme: Scheme) -> list[tuple[Scheme, int]]:
+        """Tokens of each row, and the scheme that it runs as, on a replica of a scheme."""
+        groups = [(cp, num_tokens) for cp, num_tokens, _ in self.groups]
+        return [
+            (scheme.of_context_group(cp), num_tokens)
+            for cp, num_tokens in groups or [(scheme.cp, self.num_computed)]
+        ]
 
     def times_ms(
         self, scheme: Scheme, stages: Callable[[Scheme], Sequence[Coefficients]]
@@ -122,7 +136,7 @@ class IterationWork:
     def of_plan(
         cls, plan: IterationPlan, strategy: Strategy, *, plan_time_s: float | None = None
     ) -> IterationWork:
-        """A plan's micro-batches, without padding; plan_time_s replaces the plan's own."""
+        """A plan's micro-batches; plan_time_s replaces the plan's own."""
         replicas = tuple(
             tuple(map(MicroBatchWork.of_plan, replica.micro_batches)) for replica in plan.replicas
         )
@@ -132,6 +146,16 @@ class IterationWork:
     def num_tokens(self) -> int:
         """Trained tokens of all replicas."""
         return sum(batch.num_tokens for replica in self.replicas for batch in replica)
+
+    @property
+    def row_shapes(self) -> frozenset[tuple[Scheme, int]]:
+        """The different rows, as a rank's kernels see them: scheme and tokens, padding included."""
+        return frozenset(
+            (scheme, scheme.row_tokens((num_tokens,)))
+            for replica, micro_batches in zip(self.strategy.replicas, self.replicas, strict=True)
+            for batch in micro_batches
+            for scheme, num_tokens in batch.rows(replica.scheme)
+        )
 
     @property
     def num_padding(self) -> int:

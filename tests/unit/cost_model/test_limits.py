@@ -107,6 +107,36 @@ class TestWaves:
         assert not limits.reduced([(TP2, 0)]).holds(strategy)
 
 
+class TestRows:
+    strategy = of_pool_file("tp2+2*tp1")
+
+    def row(self, quantum: int, scheme: Scheme, *lengths: int, flag: int | None = None) -> int:
+        return Limits(MODEL, flag, row_quantum=quantum).row_tokens(self.strategy, scheme, lengths)
+
+    def test_rows_are_rounded_up_to_a_multiple_of_quantum_and_tp(self) -> None:
+        assert [self.row(1, scheme, 70, 31) for scheme in (TP1, TP2)] == [101, 102]
+        assert [self.row(64, scheme, 70, 31) for scheme in (TP1, TP2)] == [128, 128]
+        assert [self.row(5, scheme, 70, 31) for scheme in (TP1, TP2)] == [105, 110]
+
+    def test_but_not_beyond_the_limit(self) -> None:
+        assert self.row(64, TP1, 961) == 1000  # the limit itself is one more size
+        assert self.row(64, TP2, 10, flag=51) == 50
+        assert self.row(4096, TP1, 5) == 1000
+        # With cp = 1 a limit counts sequences only, so padding for tp may exceed it.
+        assert self.row(64, TP2, 51, flag=51) == 52
+
+    def test_a_group_without_sequences_runs_a_row_of_the_quantum(self) -> None:
+        strategy = of_pool_file("tp2cp4~")
+        limits = Limits(MODEL, row_quantum=64)
+        rows = [limits.row_tokens(strategy, Scheme(tp=2, cp=cp), ()) for cp in (1, 2, 4)]
+        assert rows == [64, 64, 64]
+        assert Limits(MODEL).row_tokens(strategy, Scheme(tp=2, cp=2), ()) == 8
+
+    def test_a_quantum_below_one(self) -> None:
+        with pytest.raises(ConfigurationError, match="--row-quantum-tokens is at least 1 but is 0"):
+            Limits(MODEL, row_quantum=0)
+
+
 def test_of_several_measured_limits_the_lowest_counts() -> None:
     limits = Limits(MODEL).reduced([(TP2, 50), (TP1, 30), (TP1, 70)]).reduced([(TP2, 70)])
     assert dict(limits.measured) == {TP2: 50, TP1: 30}

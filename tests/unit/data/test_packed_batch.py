@@ -60,6 +60,18 @@ def test_segments_cover_the_row(pad_multiple: int) -> None:
     assert not any(positions[batch.num_tokens :])
 
 
+@pytest.mark.parametrize(("size", "row_tokens"), [(1, 32), (1, 3), (2, 32), (2, 30)])
+def test_a_row_has_at_least_the_tokens_asked_for(size: int, row_tokens: int) -> None:
+    parts, _ = parts_of(SEQUENCES, 2, size, row_tokens=row_tokens)
+    needed = sum(pack(SEQUENCES, 2, context_size=size).segment_lengths)
+    multiple = 2 * (1 if size == 1 else 2 * size)
+    assert sum(parts[0].segment_lengths) == max(needed, -(-row_tokens // multiple) * multiple)
+    assert sum(part.num_tokens for part in parts) == 6
+    empty = pack([], 2, context_size=size, row_tokens=row_tokens, allow_empty=True)
+    assert empty.num_tokens == 0
+    assert sum(empty.segment_lengths) == -(-row_tokens // multiple) * multiple
+
+
 def test_types_and_device() -> None:
     batch = pack(SEQUENCES, 4).to("meta")
     kinds = {
@@ -89,7 +101,7 @@ def test_refused_input() -> None:
 
 
 def parts_of(
-    sequences: list[np.ndarray], tp: int, size: int, **kwargs: bool
+    sequences: list[np.ndarray], tp: int, size: int, **kwargs: Any
 ) -> tuple[list[PackedBatch], np.ndarray]:
     """The parts of all ranks, and the place in the row of each of their tokens."""
     parts = [

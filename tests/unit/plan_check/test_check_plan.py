@@ -92,6 +92,27 @@ def too_many_tokens(plan: Content) -> None:
     del batches(plan, 1)[1]
 
 
+def row_too_short(plan: Content) -> None:
+    batch = batches(plan, 0)[0]
+    batch["rows"] = [sum(batch["lengths"]) - 4]
+
+
+def row_that_tp_does_not_divide(plan: Content) -> None:
+    batches(plan, 0)[0]["rows"] = [3999]
+
+
+def row_beyond_the_limit(plan: Content) -> None:
+    batches(plan, 0)[0]["rows"] = [4004]
+
+
+def rows_of_groups_that_are_not_there(plan: Content) -> None:
+    batches(plan, 0)[0]["rows"] = [4000, 4000]
+
+
+def padding_that_takes_no_time(plan: Content) -> None:
+    batches(plan, 0)[0]["rows"] = [4000]
+
+
 def groups_without_splitting(plan: Content) -> None:
     first = batches(plan, 1)[0]
     first["groups"] = [[0, 1, len(first["sequences"])]]
@@ -145,6 +166,11 @@ DAMAGES: list[tuple[Callable[[Content], None], Rule, str]] = [
     (other_length, Rule.SEQUENCE_LENGTH, "sequence 0 with 2999 tokens but it has 3000"),
     (groups_without_splitting, Rule.CONTEXT_GROUPS, "of which the profile knows groups of none"),
     (too_many_tokens, Rule.TOKEN_LIMIT, "but the limit is 900"),
+    (row_too_short, Rule.ROWS, "must be a multiple of 4 from 3"),
+    (row_that_tp_does_not_divide, Rule.ROWS, "a row of 3999 tokens"),
+    (rows_of_groups_that_are_not_there, Rule.ROWS, "lists rows [4000, 4000] but has no groups"),
+    (row_beyond_the_limit, Rule.TOKEN_LIMIT, "4004 tokens with padding but the limit is 4000"),
+    (padding_that_takes_no_time, Rule.REPLICA_TIME, "the predicted time of replica 0"),
     (optimistic_replica, Rule.REPLICA_TIME, "the predicted time of replica 2"),
     (other_order, Rule.REPLICA_TIME, "the predicted time of replica 1"),
     (overhead_forgotten, Rule.ITERATION_TIME, "regrouping and optimizer 0.015000 s"),

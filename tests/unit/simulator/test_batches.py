@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.simulator.batches import (
@@ -44,7 +45,7 @@ class DyingCostModel(ProfileCostModel):
 @pytest.mark.parametrize("shortlists", [False, True])
 def test_plans_do_not_depend_on_the_number_of_processes(shortlists: bool) -> None:
     def plans_of(planning: BatchPlanning) -> list[TimedPlan]:
-        return list(planning.plans(pool(), profile(), batches(), shortlists=shortlists))
+        return list(planning.plans(pool(), Limits(profile()), batches(), shortlists=shortlists))
 
     alone = plans_of(BatchPlanning())
     before = multiprocessing.active_children()
@@ -63,7 +64,7 @@ def test_a_batch_that_nothing_holds_is_an_error_in_any_process() -> None:
         BatchPlanning(NUM_PROCESSES) as planning,
         pytest.raises(PlanError, match="sequence"),
     ):
-        list(planning.plans(too_long, profile(), [*batches(), [90]]))
+        list(planning.plans(too_long, Limits(profile()), [*batches(), [90]]))
 
 
 def test_a_killed_process_is_an_error() -> None:
@@ -75,7 +76,7 @@ def test_a_killed_process_is_an_error() -> None:
         BatchPlanning(NUM_PROCESSES) as planning,
         pytest.raises(PlanError, match="one of 2 planning processes was killed"),
     ):
-        list(planning.plans(pool(), dying, batches()))
+        list(planning.plans(pool(), Limits(dying), batches()))
 
 
 def test_no_process() -> None:

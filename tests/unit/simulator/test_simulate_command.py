@@ -73,6 +73,18 @@ def figures(
     return found
 
 
+def test_a_row_quantum_reduces_the_number_of_row_shapes(
+    figures: Callable[..., dict[str, Any]],
+) -> None:
+    exact, rounded = (
+        figures("--iterations", "6", "--row-quantum-tokens", quantum)["ways"][0]
+        for quantum in ("1", "250")
+    )
+    assert rounded["num_row_shapes"] < exact["num_row_shapes"] / 2
+    assert exact["padding_fraction"] == 0.0 < rounded["padding_fraction"] < 0.25
+    assert exact["time_s"] < rounded["time_s"] < 1.25 * exact["time_s"]
+
+
 def test_a_table_shows_all_ways_and_what_is_skipped(
     simulate: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
