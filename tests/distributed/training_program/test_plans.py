@@ -83,3 +83,25 @@ def test_the_wait_for_a_plan_is_recorded(ahead_run: Run) -> None:
     first, *others = (record.plan_wait_s for record in ahead_run.records)
     assert min(others) < first
     assert all(record.plan_fetch_s > 0.0 for record in ahead_run.records)
+
+
+def test_a_row_quantum_changes_rows_and_no_losses(launch: Launch, ahead_run: Run) -> None:
+    rounded = launch("cp2~", 2, "--row-quantum-tokens", "32")
+    assert rounded.losses == pytest.approx(ahead_run.losses, rel=1e-6)
+    plans = [json.loads(path.read_text()) for path in sorted(rounded.plan_dir.glob("*.json"))]
+    sizes = {
+        row
+        for plan in plans
+        for micro_batch in plan["replicas"][0]["micro_batches"]
+        for row in micro_batch["rows"]
+    }
+    limit = max(sizes)
+    assert {size for size in sizes if size % 32} <= {limit, limit // 2}
+    before = ahead_run.records
+    assert all(
+        record.padding_fraction > other.padding_fraction
+        for record, other in zip(rounded.records, before, strict=True)
+    )
+    replayed = launch("cp2~", 2, "--replay-plans", str(rounded.plan_dir))
+    assert replayed.losses == rounded.losses
+    assert digests(replayed.plan_dir) == digests(rounded.plan_dir)
