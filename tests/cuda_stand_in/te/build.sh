@@ -50,10 +50,12 @@ END
     mkdir -p objects precompiled
     echo '#include "extensions.h"' >precompiled/all.h
     [ -f precompiled/all.h.gch ] ||
-        g++ @options -x c++-header precompiled/all.h -o precompiled/all.h.gch
+        { g++ @options -x c++-header precompiled/all.h -o precompiled/new &&
+            mv precompiled/new precompiled/all.h.gch; }
     compile() {
         object=objects/$(tr / _ <<<"$1").o
-        [ -f "$object" ] || g++ -include precompiled/all.h @options -c "$1" -o "$object"
+        [ -f "$object" ] && return
+        g++ -include precompiled/all.h @options -c "$1" -o "$object.new" && mv "$object.new" "$object"
     }
     export -f compile
     find csrc -name '*.cpp' | sort | xargs -P "$(nproc)" -I{} bash -c 'compile {}'
