@@ -34,14 +34,12 @@ MODEL = replace(MAIN_MODEL, num_layers=2)
 class CombinedModel(RecomputedModel):
     """A small model with settings of rotary positions, of the exchange, and of recompute."""
 
-    cp_comm_type: str = "auto"
     rotary_interleaved: bool = False
     defined: tuple[tuple[str, Any], ...] = ()
     """Fields of the model's definition."""
 
     def transformer(self) -> TransformerConfig:
         config = super().transformer()
-        config.cp_comm_type = self.cp_comm_type
         config.rotary_interleaved = self.rotary_interleaved
         return config
 
@@ -51,7 +49,7 @@ class CombinedModel(RecomputedModel):
 
 def combined(model: SmallModel, **settings: object) -> CombinedModel:
     values = {field.name: getattr(model, field.name) for field in fields(SmallModel)}
-    return CombinedModel(**values, **settings)  # type: ignore[arg-type]
+    return CombinedModel(**(values | {"cp_comm_type": "auto"} | settings))
 
 
 def job_of(text: str) -> Job:
