@@ -300,11 +300,12 @@ def test_planning_keeps_nothing_of_the_batches_before() -> None:
     tracemalloc.start()
     try:
         base_bytes = plan_all(1)
-        kept_bytes = plan_all(4) - base_bytes
+        kept_bytes = plan_all(16) - base_bytes
     finally:
         tracemalloc.stop()
-    # A plan takes several kilobytes, its search a hundred times that; numpy keeps small arrays.
-    assert kept_bytes < 2000 * 4 * len(batches)
+    # A plan takes several kilobytes, its search a hundred times that; numpy keeps small arrays, up to
+    # some 30 kB however often is planned.
+    assert kept_bytes < 2000 * 16 * len(batches)
 
 
 def test_the_solver_keeps_nothing_either() -> None:
