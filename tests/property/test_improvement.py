@@ -303,8 +303,8 @@ def test_planning_keeps_nothing_of_the_batches_before() -> None:
         kept_bytes = plan_all(16) - base_bytes
     finally:
         tracemalloc.stop()
-    # A plan takes several kilobytes, its search a hundred times that; numpy keeps small arrays, some
-    # 30 kB however often batches are planned.
+    # A plan takes several kilobytes, its search a hundred times that; numpy keeps small arrays,
+    # some 30 kB however often batches are planned.
     assert kept_bytes < 2000 * 16 * len(batches)
 
 
