@@ -24,7 +24,12 @@ if ! [[ $num_ranks =~ ^[1-9][0-9]*$ ]]; then
 fi
 case "${HYDRAULIS_DEVICE:-cpu}" in
     cpu) export CUDA_VISIBLE_DEVICES= ;;
-    cuda) ;;
+    cuda)
+        if ! "$python" -W ignore -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+            echo "error: HYDRAULIS_DEVICE=cuda needs a GPU but torch finds none; remove it to train on the CPU" >&2
+            exit 2
+        fi
+        ;;
     *)
         echo "error: HYDRAULIS_DEVICE must be cpu or cuda but is '$HYDRAULIS_DEVICE'; set one of them" >&2
         exit 2
@@ -47,7 +52,7 @@ batch_size=(--global-batch-size 12)
 strategies=(--strategy "$strategy")
 run_dir="runs/quickstart/$(date +%Y%m%d-%H%M%S)"
 trace=
-makes_report=1
+describes=0
 previous=
 for argument in "$@"; do
     case "$argument" in
@@ -55,7 +60,7 @@ for argument in "$@"; do
         --strategy-pool*) strategies=() ;;
         --run-dir=*) run_dir="${argument#*=}" ;;
         --trace=*) trace="${argument#*=}" ;;
-        --dry-run | --help | -h) makes_report=0 ;;
+        --dry-run | --help | -h) describes=1 ;;
     esac
     case "$previous" in
         --run-dir) run_dir="$argument" ;;
@@ -104,6 +109,11 @@ flags=(
     --trace "${trace:-$run_dir/trace}"
 )
 
+if ((describes)); then
+    exec "$python" pretrain_gpt.py "${flags[@]}" "${batch_size[@]}" "${strategies[@]}" \
+        --num-ranks "$num_ranks" "$@"
+fi
+
 # In the background with a separate standard input, so that this script can forward signals: with a
 # foreground job, bash would wait for its end first, or leave it running.
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$num_ranks" \
@@ -118,7 +128,7 @@ while kill -0 "$training" 2>/dev/null; do
     status=0
     wait "$training" || status=$?
 done
-if ((status == 0 && makes_report)); then
+if ((status == 0)); then
     exec "$python" -m megatron.hydraulis report "$run_dir"
 fi
 exit "$status"

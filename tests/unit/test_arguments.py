@@ -8,7 +8,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import global_vars
 
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
 from megatron.hydraulis.flags.config import HydraulisConfig, default_run_dir, option_of
 from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
@@ -309,6 +309,16 @@ def test_layers_of_transformer_engine_add_to_gradients_without_apex(
 
 def _strategies(resolved: Resolved) -> list[str]:
     return [str(strategy) for strategy in resolved.pool.strategies]
+
+
+def test_a_dry_run_on_one_process_has_the_ranks_of_its_strategy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    pool = parse(tmp_path, "--dry-run", "--strategy", "tp2+2*tp1+idle", num_ranks=1).pool
+    assert (pool.num_ranks, pool.ranks_per_node) == (5, 5)
+    with pytest.raises(StrategyError, match="use 4 ranks but the job has 1"):
+        parse(tmp_path, "--strategy", "tp2+2*tp1", num_ranks=1)
 
 
 @pytest.mark.parametrize(

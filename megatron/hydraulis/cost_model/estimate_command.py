@@ -2,10 +2,7 @@
 
 import argparse
 import datetime
-import json
-import sys
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
@@ -19,10 +16,10 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
+from megatron.hydraulis.terminal import print_json, results_console
 
 __all__ = ["add_arguments", "run"]
 
-_WIDTH = 100
 """Columns of the table if the output is not a terminal."""
 _BF16_BYTES, _FP32_BYTES = 2, 4
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
@@ -124,12 +121,9 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.out is not None:
         write_output(namespace.out, profile.to_json())
     if namespace.json:
-        json.dump(profile.to_json(), sys.stdout, indent=1)
-        print()
+        print_json(profile.to_json())
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = results_console()
     console.print(_table(profile))
     num_communicators = max(
         (pool or PoolFootprint.of_scheme(scheme, num_ranks, ranks_per_node)).num_communicators

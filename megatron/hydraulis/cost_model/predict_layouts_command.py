@@ -2,8 +2,6 @@
 
 import argparse
 import csv
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from megatron.hydraulis.cost_model.layouts import (
 )
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.terminal import print_json
 
 __all__ = [
     "PREDICTED_COLUMNS",
@@ -117,8 +116,7 @@ def run(namespace: argparse.Namespace) -> int:
             "num_fitting": num_fitting,
             "out": str(namespace.out),
         }
-        json.dump(summary, sys.stdout, indent=1)
-        print()
+        print_json(summary)
     else:
         print(
             f"{len(rows)} layouts on {device.name}, of which {num_fitting} fit: "

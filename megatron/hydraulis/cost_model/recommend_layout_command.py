@@ -2,13 +2,10 @@
 
 import argparse
 import dataclasses
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
@@ -27,11 +24,11 @@ from megatron.hydraulis.cost_model.layouts import (
 )
 from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of
 from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.terminal import print_json, results_console
 
 __all__ = ["LayoutSearch", "Refusal", "Verdict", "add_arguments", "run", "search_layouts"]
 
 
-_WIDTH = 100
 """Columns of the tables if the output is not a terminal."""
 _KERNELS = ", ".join(repr(kernel.name) for kernel in LAYOUT_CONSTANTS.kernels)
 _CAUSES = {
@@ -147,12 +144,9 @@ def run(namespace: argparse.Namespace) -> int:
     )
     search = search_layouts(job, device_constants(namespace.device), namespace.kernel)
     if namespace.json:
-        json.dump(_to_json(search), sys.stdout, indent=1)
-        print()
+        print_json(_to_json(search))
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = results_console()
     best = search.ranked[0].prediction
     console.print(_table(f"fastest of {len(search.ranked)} that fit", search.ranked, namespace.top))
     faster = sorted(

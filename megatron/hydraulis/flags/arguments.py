@@ -29,6 +29,7 @@ from megatron.hydraulis.flags.defaults import Vocabulary, resolve_vocabulary, se
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.strategy.pool import num_ranks_of
 
 __all__ = ["Resolved", "gpt_model_config", "install_globals", "parse_arguments"]
 
@@ -74,7 +75,7 @@ def parse_arguments(
     flags = flag_parser.parse(argv)
     args = flags.args
     hydraulis = _take_our_flags(flags)
-    num_ranks = _num_ranks(hydraulis, num_ranks)
+    num_started, num_ranks = num_ranks, _num_ranks(hydraulis, num_ranks)
     has_cuda = torch.cuda.is_available()
 
     checks.check_required(args)
@@ -82,7 +83,7 @@ def parse_arguments(
         args,
         hydraulis,
         num_ranks=num_ranks,
-        ranks_per_node=_ranks_per_node(hydraulis),
+        ranks_per_node=_ranks_per_node(hydraulis, is_started=num_ranks == num_started),
         degrees_given=flags.was_given("tensor_model_parallel_size")
         or flags.was_given("pipeline_model_parallel_size"),
     )
@@ -161,8 +162,11 @@ def _take_our_flags(flags: ParsedFlags) -> HydraulisConfig:
 
 
 def _num_ranks(hydraulis: HydraulisConfig, num_started: int) -> int:
-    """Number of ranks of the job: those started, or --num-ranks of a dry run."""
+    """Number of ranks of the job: those started; in a dry run on one process those of --num-ranks,
+    else of --strategy."""
     if hydraulis.num_ranks is None:
+        if hydraulis.dry_run and num_started == 1 and hydraulis.strategy is not None:
+            return num_ranks_of(hydraulis.strategy)
         return num_started
     if num_started > 1 and hydraulis.num_ranks != num_started:
         raise ConfigurationError(
@@ -172,11 +176,11 @@ def _num_ranks(hydraulis: HydraulisConfig, num_started: int) -> int:
     return hydraulis.num_ranks
 
 
-def _ranks_per_node(hydraulis: HydraulisConfig) -> int | None:
+def _ranks_per_node(hydraulis: HydraulisConfig, *, is_started: bool) -> int | None:
     """Number of ranks per node, None if unknown."""
     if hydraulis.ranks_per_node is not None:
         return hydraulis.ranks_per_node
-    if hydraulis.num_ranks is not None:
+    if hydraulis.num_ranks is not None or not is_started:
         # The launcher's variable describes the one process of a dry run, not the job.
         return None
     value = os.environ.get("LOCAL_WORLD_SIZE")

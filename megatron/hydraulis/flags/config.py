@@ -175,7 +175,8 @@ class HydraulisConfig:
     """Number of ranks per node (ranks). Default: LOCAL_WORLD_SIZE, else all ranks of the job."""
 
     num_ranks: int | None = field(default=None, metadata=_flag("N"))
-    """Number of ranks of the job that --dry-run describes (ranks). Default: WORLD_SIZE."""
+    """Number of ranks of the job that --dry-run describes (ranks). Default: WORLD_SIZE; on one
+    process, those of --strategy."""
 
     def __post_init__(self) -> None:
         """Raise ConfigurationError for values out of range and flags that contradict each other."""

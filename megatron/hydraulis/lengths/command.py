@@ -1,8 +1,6 @@
 """``hydraulis lengths``: statistics of a corpus as tables and a picture."""
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from rich.console import Console
 from rich.table import Table
 
 from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from megatron.hydraulis.observability.pictures import save_picture
+from megatron.hydraulis.terminal import print_json, results_console
 
 __all__ = [
     "CutEffect",
@@ -35,7 +33,6 @@ __all__ = [
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 _MAX_SEED = 2**31 - 1
 """Of the solver."""
-_WIDTH = 100
 """Columns of the tables if the output is not a terminal."""
 _BAR_WIDTH = 20
 _HOW = {
@@ -240,12 +237,9 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.picture is not None:
         draw_lengths(counts, namespace.picture, seq_length=namespace.seq_length)
     if namespace.json:
-        json.dump(statistics.to_json(), sys.stdout, indent=1)
-        print()
+        print_json(statistics.to_json())
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = results_console()
     for table in length_tables(statistics):
         console.print(table)
     return 0

@@ -118,10 +118,13 @@ def read_length_counts(path: str | Path) -> LengthCounts:
 
     A Megatron index by the suffix ``.idx`` (a document of D tokens trains D-1, one of fewer than 2
     none; the ``.bin`` is not needed), a histogram by the suffix ``.csv`` with the header
-    ``length_tokens,count``, a JSON list, and text with a number per line.
+    ``length_tokens,count``, a JSON list, and text with a number per line. The prefix of an index,
+    as --data-path takes it, names the index.
 
     Raises DataError for a file that cannot be read, invalid numbers, and a file without sequences.
     """
+    if not Path(path).exists() and Path(f"{path}{_IDX}").is_file():
+        path = f"{path}{_IDX}"
     suffix = Path(path).suffix
     if suffix == _CSV:
         return _from_histogram(path)

@@ -1,13 +1,10 @@
 """``hydraulis plan``: the best plan for one batch, from files."""
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.interface import CostModel
@@ -26,6 +23,7 @@ from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import ReplicaPlan
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.terminal import print_json, results_console
 
 __all__ = ["add_arguments", "replica_table", "run", "strategy_table", "summary"]
 
@@ -110,14 +108,11 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.out is not None:
         write_output(namespace.out, plan.to_json())
     if namespace.json and explanation is not None:
-        json.dump(_to_json(explanation), sys.stdout, indent=1)
-        print()
+        print_json(_to_json(explanation))
         return 0
     print(summary(plan))
     if explanation is not None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=_WIDTH)
+        console = results_console(_WIDTH)
         console.print(strategy_table(explanation, pool))
         console.print(replica_table(plan, cost_model))
     return 0

@@ -1,8 +1,6 @@
 """``hydraulis propose``: which strategies a pool should hold."""
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,10 +23,10 @@ from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
 from megatron.hydraulis.strategy.notation import parse_terms
+from megatron.hydraulis.terminal import print_json, results_console
 
 __all__ = ["add_arguments", "proposal_tables", "run"]
 
-_WIDTH = 100
 """Columns of the tables if the output is not a terminal."""
 _NONE = "–"
 _NUM_BATCHES = 32
@@ -119,12 +117,9 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.out is not None:
         write_output(namespace.out, {"version": 1, **proposal.pool.to_json()})
     if namespace.json:
-        json.dump(proposal.to_json(), sys.stdout, indent=1)
-        print()
+        print_json(proposal.to_json())
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = results_console()
     for table in proposal_tables(proposal):
         console.print(table)
         console.print()

@@ -1,9 +1,7 @@
 """``hydraulis simulate``: iteration times without a GPU."""
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,11 +45,11 @@ from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, 
 from megatron.hydraulis.simulator.simulation import IterationTasks
 from megatron.hydraulis.simulator.ways import CP_ONLY, PACKING, POOL, WAYS, Ways
 from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.terminal import print_json, results_console
 
 __all__ = ["add_arguments", "run"]
 
 
-_WIDTH = 100
 """Columns of the tables if the output is not a terminal."""
 _BYTES_PER_GB = 1e9
 RESULTS_FILE_NAME, PICTURE_FILE_NAME = "simulation.json", "simulation.png"
@@ -244,12 +242,9 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.out is not None:
         _write(namespace.out, results, reference, content, window, _title(ways))
     if namespace.json:
-        json.dump(content, sys.stdout, indent=1)
-        print()
+        print_json(content)
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)
+    console = results_console()
     console.print(result_table(results, reference, _title(ways)))
     console.print(strategy_use_table(results))
     for name, why in skipped.items():

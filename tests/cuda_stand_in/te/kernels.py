@@ -549,7 +549,10 @@ def _bias(queries: slice, keys: slice, mask: Any, is_bottom_right: bool) -> Tens
     num_q, num_k = queries.stop - queries.start, keys.stop - keys.start
     is_causal = "CAUSAL" in str(mask).upper()
     if is_causal and num_q != num_k and not (is_bottom_right or "BOTTOM" in str(mask).upper()):
-        raise NotImplementedError(f"a causal rectangle of {num_q} queries and {num_k} keys")
+        raise ValueError(
+            f"a causal mask needs as many keys as queries, or to be bottom-right, but there are "
+            f"{num_q} queries and {num_k} keys"
+        )
     return _window_bias(num_q, num_k, -1, 0 if is_causal else -1)
 
 

@@ -25,6 +25,7 @@ def test_four_kinds_of_files_say_the_same(tmp_path: Path) -> None:
         paths.append(tmp_path / name)
     # A document of D tokens trains D-1; those of fewer than 2 train none.
     paths.append(write_idx(tmp_path / "corpus.idx", [[6], [1], [4], [6]]))
+    paths.append(tmp_path / "corpus")
     for path in paths:
         counts = read_length_counts(path)
         assert counts.lengths.tolist() == [3, 5]
