@@ -52,7 +52,7 @@ _COMMANDS_BY_TOPIC = {
         Command(
             "preflight",
             "check under torchrun that the ranks of a job can communicate",
-            "megatron.hydraulis.loop.startup",
+            "megatron.hydraulis.loop.preflight",
         ),
     ),
     "costs and strategies": (

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.loop import startup
+from megatron.hydraulis.loop import preflight as command
 from tests.support.forked_job import JobOutcome, run_job
 
 pytestmark = pytest.mark.distributed
@@ -83,8 +83,8 @@ def test_a_node_with_another_version_is_named(tmp_path: Path, what: str) -> None
         version = importlib.metadata.version
         is_odd = rank == 3
         if what == "driver":
-            replace(startup, "installed_driver", lambda: "570.1" if is_odd else "580.65")
-            replace(startup, "driver_problem", lambda *args, **more: None)
+            replace(command, "installed_driver", lambda: "570.1" if is_odd else "580.65")
+            replace(command, "driver_problem", lambda *args, **more: None)
         elif is_odd:
             replace(
                 importlib.metadata,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.hydraulis.loop.startup import (
+from megatron.hydraulis.loop.preflight import (
     driver_problem,
     installed_driver,
     pairs_of_nodes,

@@ -1,0 +1,457 @@
+"""``preflight``: whether the ranks of a job can communicate, before they load anything.
+
+Every rank publishes what it runs on; then all ranks add up numbers and exchange blocks, the two
+kinds of collective that training consists of, and each checks its result. A step that some ranks do
+not finish ends the process with an error that names them, where training would wait for its timeout
+and say less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.loop.startup import check_devices, constants_of_this_rank
+
+__all__ = ["add_arguments", "run"]
+
+NUM_BYTES_PER_RANK = 16 * 2**20
+"""Sent by each rank in a collective: enough for its time to say something about the network."""
+MAX_NAMED = 16
+"""Ranks that an error names before it only counts the rest."""
+EXIT_STATUS_OF_TIMEOUT = 3
+_KEY = "hydraulis/preflight"
+LEAST_DRIVERS = {12: 525, 13: 580}
+"""Major version of CUDA -> of the oldest driver that runs it, by minor-version compatibility:
+docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, read 2026-11-22."""
+LEAST_SHARE_OF_USUAL = 0.25
+"""Of the rate of a device's usual network, below which all pairs of nodes are reported."""
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
+_NUM_PRODUCTS = 8
+LEAST_SHARE_OF_MEDIAN = 0.5
+"""Of the rate of the median GPU, or pair of nodes, below which one is reported."""
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``torchrun … -m megatron.hydraulis preflight``."""
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds that each step may take (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--least-gb-per-s",
+        type=float,
+        metavar="RATE",
+        help="least rate at which a rank must exchange data with another node, GB/s "
+        "(default: half the median of all pairs of nodes)",
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Run on every rank; raises ConfigurationError."""
+    limit_s: float = namespace.timeout
+    if not limit_s > 0:
+        raise ConfigurationError(
+            f"--timeout is a number of seconds above 0 but is {limit_s:g}; give a larger one"
+        )
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise ConfigurationError(
+            f"preflight runs on ranks that torchrun started but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; run torchrun --nproc-per-node N "
+            "-m megatron.hydraulis preflight"
+        )
+    device = torch.device("cpu")
+    problem = driver_problem(
+        installed_driver(), torch.version.cuda, is_available=torch.cuda.is_available()
+    )
+    if problem is not None and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != "":
+        raise ConfigurationError(f"{socket.gethostname()}: {problem}")
+    if torch.cuda.is_available():
+        check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count())
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    ranks = _connect(device, limit_s)
+    _check_rates(device, ranks, limit_s)
+    times_s = _check_collectives(device, limit_s)
+    link_rates = _rates_between_nodes(device, ranks, limit_s)
+    _check_links(link_rates, namespace.least_gb_per_s)
+    if dist.get_rank() == 0:
+        hosts = Counter(facts.host for facts in ranks)
+        print(
+            f"preflight: {len(ranks)} ranks on {len(hosts)} hosts "
+            f"({', '.join(f'{host}: {count}' for host, count in hosts.items())}), "
+            f"{ranks[0].device}, torch {ranks[0].torch}, megatron-core {ranks[0].megatron_core}"
+        )
+        for name, time_s in times_s.items():
+            rate = NUM_BYTES_PER_RANK / time_s / 1e9
+            print(
+                f"preflight: {name} of {NUM_BYTES_PER_RANK / 2**20:g} MiB a rank in "
+                f"{time_s * 1e3:.1f} ms, {rate:.2f} GB/s a rank",
+                flush=True,
+            )
+        if device.type == "cuda":
+            _warn_of_slow_network(link_rates)
+        for (one, other), rate in sorted(link_rates.items(), key=lambda item: item[1]):
+            print(
+                f"preflight: all_to_all between {one} and {other}, {rate:.2f} GB/s a rank",
+                flush=True,
+            )
+    dist.destroy_process_group()
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFacts:
+    """What one rank runs on."""
+
+    rank: int
+    host: str
+    python: str
+    torch: str
+    megatron_core: str
+    transformer_engine: str
+    """Versions; an empty string for what is not installed."""
+    nccl: str
+    driver: str
+    device: str
+    """Name of the GPU, or ``cpu``."""
+    device_memory_gib: int
+    """Rounded; 0 for a CPU."""
+
+
+def _connect(device: torch.device, limit_s: float) -> list[_RankFacts]:
+    """Collective: the ranks meet, are compared, and make one process group."""
+    has_cuda = device.type == "cuda"
+    timeout = timedelta(seconds=limit_s)
+    with _limited("the rendezvous", 2 * limit_s):
+        store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+        own = _RankFacts(
+            rank=rank,
+            host=socket.gethostname(),
+            python=platform.python_version(),
+            torch=torch.__version__,
+            megatron_core=importlib.metadata.version("megatron-core"),
+            transformer_engine=_version_of("transformer-engine"),
+            nccl=".".join(map(str, torch.cuda.nccl.version())) if has_cuda else "",
+            driver=installed_driver() or "",
+            device=torch.cuda.get_device_name() if has_cuda else "cpu",
+            device_memory_gib=(
+                round(torch.cuda.get_device_properties(device).total_memory / 2**30)
+                if has_cuda
+                else 0
+            ),
+        )
+        ranks = _exchange_facts(own, store, num_ranks, limit_s)
+        _check_equal(ranks)
+        dist.init_process_group(
+            "nccl" if has_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timeout,
+        )
+    return ranks
+
+
+def _exchange_facts(
+    facts: _RankFacts, store: dist.Store, num_ranks: int, limit_s: float
+) -> list[_RankFacts]:
+    """The facts of all ranks, exchanged through the store; every rank gets them.
+
+    Raises ConfigurationError that names the ranks that did not come within the limit.
+    """
+    store.set(f"{_KEY}/{facts.rank}", json.dumps(dataclasses.asdict(facts)))
+    deadline_s = time.monotonic() + limit_s
+    missing = list(range(num_ranks))
+    while missing := [rank for rank in missing if not store.check([f"{_KEY}/{rank}"])]:
+        if time.monotonic() > deadline_s:
+            named = ", ".join(map(str, missing[:MAX_NAMED]))
+            more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+            raise ConfigurationError(
+                f"{num_ranks} ranks meet within {limit_s:g} s but {len(missing)} did not come: "
+                f"{named}{more}; see the log of the nodes that they are on"
+            )
+        time.sleep(0.05)
+    return [
+        _RankFacts(**json.loads(store.get(f"{_KEY}/{rank}").decode())) for rank in range(num_ranks)
+    ]
+
+
+def _check_equal(ranks: Sequence[_RankFacts]) -> None:
+    """Raise ConfigurationError unless all ranks have the same software and kind of device."""
+    for field in dataclasses.fields(_RankFacts):
+        if field.name in ("rank", "host"):
+            continue
+        counts = Counter(getattr(facts, field.name) for facts in ranks)
+        if len(counts) > 1:
+            usual = counts.most_common(1)[0][0]
+            odd = [facts for facts in ranks if getattr(facts, field.name) != usual]
+            named = ", ".join(
+                f"rank {facts.rank} on {facts.host} has {getattr(facts, field.name)}"
+                for facts in odd[:MAX_NAMED]
+            )
+            more = f" and {len(odd) - MAX_NAMED} more" if len(odd) > MAX_NAMED else ""
+            raise ConfigurationError(
+                f"all ranks need the same {field.name} but {counts[usual]} of {len(ranks)} have "
+                f"{usual} and {named}{more}; use one environment and one kind of node"
+            )
+
+
+def installed_driver(path: Path = _DRIVER_FILE) -> str | None:
+    """Version of this machine's NVIDIA driver, such as ``580.65.06``; None without one."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", path.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def driver_problem(driver: str | None, cuda: str | None, *, is_available: bool) -> str | None:
+    """Why torch cannot use the GPUs of a machine that has a driver; None if there is no problem.
+
+    Without this, the ranks of such a machine would quietly run on its CPU.
+
+    Args:
+        driver: from `installed_driver`.
+        cuda: version of CUDA that torch is built for, such as ``13.0``; None for none.
+        is_available: whether torch finds a GPU.
+    """
+    if driver is None or is_available:
+        return None
+    if cuda is None:
+        return (
+            f"there is an NVIDIA driver ({driver}) but torch is built without CUDA; install torch "
+            "from its default index"
+        )
+    least = LEAST_DRIVERS.get(int(cuda.split(".")[0]))
+    if least is not None and int(driver.split(".")[0]) < least:
+        return (
+            f"torch needs driver {least} or newer for CUDA {cuda} but this node has {driver}; "
+            "update the driver, or take the node out of the job"
+        )
+    return (
+        f"there is an NVIDIA driver ({driver}) but torch finds no GPU; see nvidia-smi, and give "
+        "the job GPUs, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+    )
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _check_rates(device: torch.device, ranks: Sequence[_RankFacts], limit_s: float) -> None:
+    """Collective: multiply matrices on every rank; raise ConfigurationError for a slow rank."""
+    size = _MATRIX_SIZE[device.type]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    best_s = math.inf
+    for _ in range(_NUM_PRODUCTS):
+        start_s = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    times_s: list[float] = [0.0] * len(ranks)
+    with _limited("comparing the ranks' speeds", limit_s):
+        dist.all_gather_object(times_s, best_s)
+    slow = slow_ranks(times_s)
+    # Ranks on CPUs share cores, so that one's time says little of its node.
+    if slow and device.type == "cuda":
+        named = ", ".join(
+            f"rank {rank} on {ranks[rank].host}: {times_s[rank] * 1e3:.1f} ms"
+            for rank in slow[:MAX_NAMED]
+        )
+        raise ConfigurationError(
+            f"all GPUs need the same speed but one product of {size} x {size} takes "
+            f"{statistics.median(times_s) * 1e3:.1f} ms in the median and {named}; look at clocks, "
+            "temperature and other processes (nvidia-smi -q), or take the node out of the job"
+        )
+
+
+def slow_ranks(times_s: Sequence[float]) -> list[int]:
+    """Ranks slower than `LEAST_SHARE_OF_MEDIAN` times the median's rate, slowest first."""
+    limit_s = statistics.median(times_s) / LEAST_SHARE_OF_MEDIAN
+    return sorted(
+        (rank for rank, time_s in enumerate(times_s) if time_s > limit_s),
+        key=lambda rank: -times_s[rank],
+    )
+
+
+def pairs_of_nodes(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Two rounds of disjoint pairs of neighbouring nodes, in which each node meets two others."""
+    chain = [(node, node + 1) for node in range(num_nodes - 1)]
+    return [chain[0::2], chain[1::2]]
+
+
+def _rates_between_nodes(
+    device: torch.device, ranks: Sequence[_RankFacts], limit_s: float
+) -> dict[tuple[str, str], float]:
+    """Collective: GB/s at which a rank of a pair of nodes exchanges data with the other node."""
+    hosts = list(dict.fromkeys(facts.host for facts in ranks))
+    ranks_of = {host: [facts.rank for facts in ranks if facts.host == host] for host in hosts}
+    own_rank = dist.get_rank()
+    rates: dict[tuple[str, str], float] = {}
+    for pairs in pairs_of_nodes(len(hosts)):
+        groups = {
+            (hosts[a], hosts[b]): dist.new_group(sorted(ranks_of[hosts[a]] + ranks_of[hosts[b]]))
+            for a, b in pairs
+        }
+        own_rates: dict[tuple[str, str], float] = {}
+        for pair, group in groups.items():
+            if not isinstance(group, dist.ProcessGroup):  # this rank is not in it
+                continue
+            num_members = dist.get_world_size(group)
+            block = torch.zeros(NUM_BYTES_PER_RANK // num_members * num_members, device=device)
+            received = torch.empty_like(block)
+            time_s = math.inf
+            with _limited(f"all_to_all between {pair[0]} and {pair[1]}", limit_s):
+                for _ in range(3):
+                    dist.barrier(group)
+                    start_s = time.perf_counter()
+                    dist.all_to_all_single(received, block, group=group)
+                    received[-1].item()
+                    time_s = min(time_s, time.perf_counter() - start_s)
+            own_host = ranks[own_rank].host
+            share = len(ranks_of[pair[1] if pair[0] == own_host else pair[0]]) / num_members
+            own_rates[pair] = block.nbytes * share / time_s / 1e9
+        everyone: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(everyone, own_rates)
+        for found in everyone:
+            for pair, rate in found.items():
+                rates[pair] = min(rate, rates.get(pair, math.inf))
+    return rates
+
+
+def _check_links(rates: dict[tuple[str, str], float], least_gb_per_s: float | None) -> None:
+    """Raise ConfigurationError that names slow pairs, and the node that they have in common."""
+    if not rates:
+        return
+    median = statistics.median(rates.values())
+    least = LEAST_SHARE_OF_MEDIAN * median if least_gb_per_s is None else least_gb_per_s
+    slow = {pair: rate for pair, rate in rates.items() if rate < least}
+    if slow:
+        counts = Counter(host for pair in slow for host in pair)
+        suspects = [host for host, count in counts.items() if count == max(counts.values())]
+        named = ", ".join(f"{a} and {b}: {rate:.2f}" for (a, b), rate in list(slow.items())[:8])
+        raise ConfigurationError(
+            f"nodes must exchange at least {least:.2f} GB/s a rank (median {median:.2f}) but "
+            f"{named}; check the network cards and cables of {', '.join(suspects[:MAX_NAMED])} and "
+            "NCCL_SOCKET_IFNAME or NCCL_IB_HCA, or take the node out of the job"
+        )
+
+
+def _warn_of_slow_network(rates: dict[tuple[str, str], float]) -> None:
+    """Warn if all links are slow, as over the wrong interface, where pairs do not differ."""
+    constants = constants_of_this_rank(has_cuda=True, speaks=False)
+    usual = constants.inter_node.bytes_per_s * constants.link_fraction / 1e9
+    if rates and statistics.median(rates.values()) < LEAST_SHARE_OF_USUAL * usual:
+        print(
+            f"warning: preflight: nodes of {constants.name} usually exchange {usual:.1f} GB/s a "
+            f"rank but these {statistics.median(rates.values()):.2f}; is it the right interface? "
+            "(NCCL_SOCKET_IFNAME, NCCL_IB_HCA, ulimit -l)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _check_collectives(device: torch.device, limit_s: float) -> dict[str, float]:
+    """Collective: a sum over all ranks and an exchange of blocks among all ranks, checked.
+
+    Returns:
+        Seconds of each, the second of two runs, as the first one sets up connections.
+
+    Raises:
+        ConfigurationError: a rank got something else than what was sent.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_numbers = max(1, NUM_BYTES_PER_RANK // 4 // num_ranks) * num_ranks
+    own = torch.full((num_numbers,), float(rank + 1), device=device)
+    times_s: dict[str, float] = {}
+    for _ in range(2):
+        with _limited(f"all_reduce among {num_ranks} ranks", limit_s):
+            total = own.clone()
+            start_s = time.perf_counter()
+            dist.all_reduce(total)
+            smallest, largest = total.min().item(), total.max().item()
+            times_s["all_reduce"] = time.perf_counter() - start_s
+        expected = num_ranks * (num_ranks + 1) / 2
+        if not smallest == largest == expected:
+            raise _damaged("all_reduce", rank, expected, smallest, largest)
+        with _limited(f"all_to_all among {num_ranks} ranks", limit_s):
+            received = torch.empty_like(own)
+            start_s = time.perf_counter()
+            dist.all_to_all_single(received, own)
+            sums = received.view(num_ranks, -1).double().mean(dim=1).tolist()
+            times_s["all_to_all"] = time.perf_counter() - start_s
+        for sender, got in enumerate(sums):
+            if got != sender + 1:
+                raise _damaged(f"all_to_all from rank {sender}", rank, sender + 1, got, got)
+    return times_s
+
+
+def _damaged(
+    what: str, rank: int, expected: float, smallest: float, largest: float
+) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what}: rank {rank} on {socket.gethostname()} should have got {expected:g} everywhere "
+        f"but got {smallest:g} to {largest:g}; take this node or its network card out of the job"
+    )
+
+
+@contextmanager
+def _limited(what: str, limit_s: float) -> Iterator[None]:
+    """End the process with one line unless the block ends in time.
+
+    A collective that waits in native code can be ended in no other way that works for every
+    backend.
+    """
+
+    def give_up() -> None:
+        rank = os.environ.get("RANK", "0")
+        print(
+            f"error: {socket.gethostname()}, rank {rank}: {what} has not ended within "
+            f"{limit_s:g} s; the ranks met, so look at the network between nodes: set "
+            "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME to the interface that joins them, "
+            "NCCL_DEBUG=INFO shows more",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_STATUS_OF_TIMEOUT)
+
+    timer = threading.Timer(limit_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
