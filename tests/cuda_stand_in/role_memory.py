@@ -19,7 +19,8 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.runtime.memory import CudaMemory, TrialResult, run_memory_trial
+from megatron.hydraulis.runtime.memory import CudaMemory
+from megatron.hydraulis.runtime.memory_trial import TrialResult, run_memory_trial
 from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_spec
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.cuda_stand_in import device

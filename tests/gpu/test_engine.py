@@ -18,7 +18,8 @@ from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName, current_environment
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.runtime.memory import CudaMemory, run_memory_trial
+from megatron.hydraulis.runtime.memory import CudaMemory
+from megatron.hydraulis.runtime.memory_trial import run_memory_trial
 from megatron.hydraulis.runtime.model_building import te_layer_spec
 from megatron.hydraulis.runtime.spans import ALL_TRACKS, NO_SPANS, CudaClock, MemoryRecorder
 from megatron.hydraulis.strategy import Pool, Strategy

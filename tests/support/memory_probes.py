@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.hydraulis.errors import OutOfMemoryError
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.runtime.memory import run_memory_trial
+from megatron.hydraulis.runtime.memory_trial import run_memory_trial
 from megatron.hydraulis.strategy import Scheme
 from tests.support.models import Job, build_engine, packs_of_rank, use_fp64_loss
 

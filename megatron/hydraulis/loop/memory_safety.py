@@ -26,8 +26,8 @@ from megatron.hydraulis.runtime.memory import (
     LoneOutOfMemoryError,
     MemoryMeter,
     OutOfMemory,
-    run_memory_trial,
 )
+from megatron.hydraulis.runtime.memory_trial import run_memory_trial
 from megatron.hydraulis.runtime.outcome import StepOutcome
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
