@@ -58,7 +58,7 @@ from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = ["MemoryModel", "Moment", "PoolFootprint", "communicators_text", "groups_of"]
+__all__ = ["MemoryModel", "Moment", "PoolFootprint", "communicators_text"]
 
 
 _FP32_BYTES = 4
@@ -78,29 +78,6 @@ _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
 NUM_GROUPS_OF_ALL = 2
 """Groups of all ranks: the job's and that of regrouping."""
-
-
-def groups_of(strategy: Strategy) -> list[tuple[int, ...]]:
-    """Rank tuples of the tp, cp and pp groups that ``strategy`` needs, in a fixed order.
-
-    For a scheme that splits its cp ranks, like ``cp8~``, every group that a wave may need. Groups
-    of one rank are left out.
-    """
-    needed: dict[tuple[int, ...], None] = {}
-    for replica in strategy.replicas:
-        scheme = replica.scheme
-        for stage in range(scheme.pp):
-            for cp in range(scheme.cp):
-                needed[replica.tp_ranks(stage, cp)] = None
-            for tp in range(scheme.tp):
-                columns = replica.cp_ranks(stage, tp)
-                for size in (group.cp for group in scheme.group_schemes):
-                    for offset in range(0, scheme.cp, size):
-                        needed[columns[offset : offset + size]] = None
-        for cp in range(scheme.cp):
-            for tp in range(scheme.tp):
-                needed[replica.pp_ranks(cp, tp)] = None
-    return [ranks for ranks in needed if len(ranks) > 1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +188,7 @@ def _num_communicators(strategies: Sequence[Strategy], num_ranks: int) -> int:
     """Communicators of a rank after every group has been used; each is created at first use."""
     if num_ranks == 1:
         return 0
-    groups = dict.fromkeys(ranks for strategy in strategies for ranks in groups_of(strategy))
+    groups = dict.fromkeys(ranks for strategy in strategies for ranks in strategy.rank_groups)
     of_rank = Counter(rank for ranks in groups for rank in ranks)
     return NUM_GROUPS_OF_ALL + max(of_rank.values(), default=0)
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.hydraulis.cost_model.memory import groups_of
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.strategy import Strategy
 
@@ -65,7 +64,7 @@ class GroupRegistry:
 
     def add_strategy(self, strategy: Strategy) -> None:
         """Create the groups of ``strategy`` that do not exist yet. Collective over all ranks."""
-        for ranks in groups_of(strategy):
+        for ranks in strategy.rank_groups:
             if ranks in self._groups:
                 continue
             group = dist.new_group(

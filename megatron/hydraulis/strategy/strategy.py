@@ -148,6 +148,29 @@ class Strategy:
         """The different schemes, in the order of their first replica."""
         return tuple(dict.fromkeys(replica.scheme for replica in self.replicas))
 
+    @property
+    def rank_groups(self) -> list[tuple[int, ...]]:
+        """Rank tuples of the tp, cp and pp groups that the strategy needs, in a fixed order.
+
+        For a scheme that splits its cp ranks, like ``cp8~``, every group that a wave may need.
+        Groups of one rank are left out.
+        """
+        needed: dict[tuple[int, ...], None] = {}
+        for replica in self.replicas:
+            scheme = replica.scheme
+            for stage in range(scheme.pp):
+                for cp in range(scheme.cp):
+                    needed[replica.tp_ranks(stage, cp)] = None
+                for tp in range(scheme.tp):
+                    columns = replica.cp_ranks(stage, tp)
+                    for size in (group.cp for group in scheme.group_schemes):
+                        for offset in range(0, scheme.cp, size):
+                            needed[columns[offset : offset + size]] = None
+            for cp in range(scheme.cp):
+                for tp in range(scheme.tp):
+                    needed[replica.pp_ranks(cp, tp)] = None
+        return [ranks for ranks in needed if len(ranks) > 1]
+
     def replica_of(self, rank: int) -> Replica | None:
         """The replica a rank serves, None when it is idle; StrategyError outside the job."""
         if not 0 <= rank < self.num_ranks:

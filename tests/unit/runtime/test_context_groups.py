@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.hydraulis.cost_model.memory import groups_of
 from megatron.hydraulis.simulator.simulation import stage_program
 from megatron.hydraulis.strategy import Strategy
 
@@ -28,7 +27,7 @@ Operation = tuple[int, int, bool, tuple[int, ...] | None]
     ],
 )
 def test_groups_are_those_that_waves_may_ask_for(text: str, groups: set[tuple[int, ...]]) -> None:
-    found = groups_of(Strategy.parse(text, 4))
+    found = Strategy.parse(text, 4).rank_groups
     assert set(found) == groups
     assert len(found) == len(groups)
 
@@ -47,7 +46,7 @@ def test_groups_grow_with_the_ranks_alone(
     text: str, num_ranks: int, num_groups: int, num_of_a_rank: int
 ) -> None:
     """cp - 1 groups for every stage and tp rank, of which a rank is in one of each size."""
-    found = groups_of(Strategy.parse(text, num_ranks))
+    found = Strategy.parse(text, num_ranks).rank_groups
     assert len(found) == num_groups < 2 * num_ranks
     for rank in range(num_ranks):
         assert sum(rank in ranks for ranks in found) == num_of_a_rank
