@@ -16,6 +16,7 @@ from megatron.hydraulis.cost_model.recompute import Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
 from megatron.hydraulis.runtime.memory import CudaMemory
+from megatron.hydraulis.strategy import Scheme
 from tests.cuda_stand_in import device
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.role_memory import Role, measure, try_out
@@ -129,6 +130,16 @@ def model_of(role: Role) -> MemoryModel:
     )
 
 
+def left_bytes(role: Role, scheme: Scheme, num_tokens: int) -> float:
+    """What micro-batches leave on a rank until the next ones: the gather buffer of sequence
+    parallelism and, after the first stage, the last hidden states received, with their gradient."""
+    hidden_bytes = num_tokens / scheme.cp * role.shape.hidden_size * role.parameter_bytes
+    is_spread = role.sequence_parallel and scheme.tp > 1
+    buffer_bytes = hidden_bytes if is_spread else 0.0
+    part_bytes = hidden_bytes / scheme.tp if is_spread else hidden_bytes
+    return buffer_bytes + (2 * part_bytes if role.stage > 0 else 0.0)
+
+
 def check(role: Role) -> str:
     """A row of the table: the role at its planned limit, on a device without further memory."""
     model, pool = model_of(role), PoolFootprint.of(role.pool)
@@ -144,7 +155,7 @@ def check(role: Role) -> str:
         **DEVICE_SETTINGS,
     )[0]
     predicted = model.peak_bytes(scheme, role.stage, num_tokens)
-    between = model.between_bytes(scheme, role.stage, num_tokens)
+    between = model.state_bytes(scheme, role.stage) + left_bytes(role, scheme, num_tokens)
     fragments = max(found.reserved.values()) - found.peak_bytes
     row = (
         f"{role!s:<48} {num_tokens:>8,} {predicted / GIB:6.2f} {found.peak_bytes / GIB:6.2f} "

@@ -89,14 +89,13 @@ def test_a_stopped_process_is_replaced_and_owes_nothing(
     for iteration in (1, 2):
         ahead.submit(iteration, LENGTHS)
     assert [ahead.take(iteration)[0].parse().iteration for iteration in (1, 2)] == [1, 2]
-    assert (ahead.num_restarts, ahead.is_inline) == (1, False)
+    assert (ahead.num_restarts, ahead.is_lost) == (1, False)
     assert stopped.returncode == -signal.SIGKILL  # it is not left behind
     assert "has not answered for 0.2 s and iteration 2 waits for its plan" in caplog.text
     assert "it is restarted" in caplog.text
     stop(ahead)
     ahead.submit(3, LENGTHS)
     assert ahead.take(3)[0].digest == greedy().plan(LENGTHS, iteration=3).digest
-    assert ahead.is_inline
     assert ahead.is_lost
     assert "again: planning continues in the training process with GreedyPlanner" in caplog.text
 

@@ -58,13 +58,12 @@ from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = ["MemoryModel", "Moment", "PoolFootprint", "communicators_text"]
+__all__ = ["NUM_STAGING_SLOTS", "MemoryModel", "Moment", "PoolFootprint", "communicators_text"]
 
 
 _FP32_BYTES = 4
 # Master weight, first moment, second moment, summed gradient: all fp32.
 _CANONICAL_BYTES_PER_PARAMETER = 4 * _FP32_BYTES
-_NUM_STAGING_SLOTS = 2
 # cuBLAS takes 32 MiB on Hopper, 8 MiB before, for each of two threads: forward and backward.
 _WORKSPACE_BYTES = 2 * 2**25
 # Mean and inverse deviation of a norm; one of them for RMSNorm.
@@ -76,6 +75,8 @@ _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * _FP32_BYTES
 # As wide as the MLP, in the backward of its activation, less the input of fc2, which is freed.
 _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
+NUM_STAGING_SLOTS = 2
+"""Of the runtime: one bucket is copied while the next one travels."""
 NUM_GROUPS_OF_ALL = 2
 """Groups of all ranks: the job's and that of regrouping."""
 
@@ -275,11 +276,6 @@ class MemoryModel:
         """What a rank of a stage holds between iterations."""
         return self._state_bytes(scheme, stage, self._num_layers(scheme, stage))
 
-    def between_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
-        """Peak during gather, scatter and update, after micro-batches of num_tokens."""
-        left = self._left_per_token(scheme, stage) * num_tokens / scheme.cp
-        return self.state_bytes(scheme, stage) + left
-
     def peak_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
         """Peak while micro-batches run that have num_tokens over all cp ranks."""
         return max(
@@ -318,7 +314,7 @@ class MemoryModel:
         received = max(as_owner * _FP32_BYTES, as_role * self.parameter_bytes)
         relayed = pool.share_relayed * _FP32_BYTES
         layer = self.shape.num_parameters_per_layer
-        return _NUM_STAGING_SLOTS * (sent + received + relayed) * layer
+        return NUM_STAGING_SLOTS * (sent + received + relayed) * layer
 
     def _moments(self, scheme: Scheme, stage: int, num_layers: int) -> Iterator[Moment]:
         shape, token = self.shape, self._token(scheme)

@@ -85,11 +85,6 @@ class LookAheadPlanner:
         """Whether the process died or hung too often, so that the stand-in plans inline."""
         self._process = self._started() if in_process else None
 
-    @property
-    def is_inline(self) -> bool:
-        """Whether plans are made when they are taken."""
-        return self._process is None
-
     def submit(self, iteration: int, lengths: Sequence[int]) -> None:
         """Request a plan to `take` later; never waits for the process."""
         self._open[iteration] = tuple(lengths)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.hydraulis.cost_model.memory import NUM_STAGING_SLOTS
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
@@ -38,7 +39,7 @@ from megatron.hydraulis.runtime.process_groups import (
 )
 from megatron.hydraulis.runtime.spans import NO_SPANS, CudaStamp, HostStamp, SpanRecorder
 from megatron.hydraulis.runtime.strategy_runtime import StrategyRuntime, StrategyRuntimes
-from megatron.hydraulis.runtime.track import DEFAULT_NUM_SLOTS, Staging, make_track
+from megatron.hydraulis.runtime.track import Staging, make_track
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
@@ -140,7 +141,7 @@ class Engine:
         num_atoms: int | None = None,
         owners_for: str | None = None,
         overlap: bool = True,
-        num_slots: int = DEFAULT_NUM_SLOTS,
+        num_slots: int = NUM_STAGING_SLOTS,
         spans: SpanRecorder = NO_SPANS,
     ) -> None:
         self.definition = definition

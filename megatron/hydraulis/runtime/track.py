@@ -22,11 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.hydraulis.cost_model.memory import NUM_STAGING_SLOTS
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
-
-DEFAULT_NUM_SLOTS = 2
-"""One bucket is copied while the next one travels."""
 
 _ALIGNMENT_BYTES = 256
 
@@ -65,7 +63,7 @@ class StagingSlot:
 class Staging:
     """The staging slots of a rank, at least 1: the number of buckets copied at the same time."""
 
-    def __init__(self, device: torch.device, num_slots: int = DEFAULT_NUM_SLOTS) -> None:
+    def __init__(self, device: torch.device, num_slots: int = NUM_STAGING_SLOTS) -> None:
         if num_slots < 1:
             raise ConfigurationError(
                 f"regrouping needs at least 1 staging slot but gets {num_slots}; give 1 or more"

@@ -81,7 +81,7 @@ def test_a_plan_error_is_raised_where_the_plan_is_taken(ahead: LookAheadPlanner)
     with pytest.raises(PlanError, match="9000"):
         ahead.take(0)
     assert ahead.take(1)[0].parse().iteration == 1
-    assert not ahead.is_inline
+    assert not ahead.is_lost
 
 
 def test_a_killed_process_is_started_once_more_and_owes_nothing(ahead: LookAheadPlanner) -> None:
@@ -92,12 +92,12 @@ def test_a_killed_process_is_started_once_more_and_owes_nothing(ahead: LookAhead
         ahead.submit(iteration, LENGTHS)
     assert [ahead.take(iteration)[0].parse().iteration for iteration in (1, 2)] == [1, 2]
     assert ahead.num_restarts == 1
-    assert not ahead.is_inline
+    assert not ahead.is_lost
     kill(ahead)
     for iteration in (3, 4):
         ahead.submit(iteration, LENGTHS)
     assert [ahead.take(iteration)[0].parse().iteration for iteration in (3, 4)] == [3, 4]
-    assert ahead.is_inline
+    assert ahead.is_lost
 
 
 def test_a_batch_that_kills_every_process_is_planned_in_line(planner: GreedyPlanner) -> None:
@@ -106,7 +106,7 @@ def test_a_batch_that_kills_every_process_is_planned_in_line(planner: GreedyPlan
     ahead.submit(1, LENGTHS)
     assert ahead.take(0)[0].parse().num_tokens == 11
     assert ahead.take(1)[0].parse().num_tokens == sum(LENGTHS)
-    assert ahead.is_inline
+    assert ahead.is_lost
     assert ahead.num_restarts == 1
 
 
