@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 from rich.table import Table
 
 from benchmarks.command import figures_table, wide_console
@@ -24,13 +26,17 @@ from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
 from megatron.hydraulis.transfer.collective import Collective, bucket_gather, collective_of
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
-from megatron.hydraulis.transfer.ranges import buckets_with_equal_plans
+from megatron.hydraulis.transfer.ranges import (
+    RangesOfRole,
+    buckets_with_equal_plans,
+    contributed_ranges,
+    elements_in_shares,
+    held_ranges,
+)
 from megatron.hydraulis.transfer.role import Role, roles_of
 from megatron.hydraulis.transfer.traffic import (
     LinkElements,
     link_elements_by_rank,
-    regroup_volumes,
-    zero1_degree,
 )
 
 DEFAULT_POOL = Path("examples/pool_64_ranks.json")
@@ -41,6 +47,123 @@ GRADIENT_BYTES = 4
 """fp32 on the wire."""
 BYTES_PER_GB = 1e9
 EXIT_BAD_INPUT = 2
+
+
+@dataclass(frozen=True)
+class RegroupVolume:
+    """Formulas for what a rank exchanges in a one-step regrouping, from what it holds and owns."""
+
+    num_ranks: int
+    num_held: int
+    """P_local: elements of the rank's parameters."""
+    num_held_and_owned: int
+    """Those of them in its canonical shards, which need no network."""
+    num_contributed: int
+    """Elements of the gradients that it sends back."""
+    num_contributed_and_owned: int
+    num_held_by_others: int
+    """Elements of its shards that other ranks hold, counted once per rank."""
+    num_contributed_by_others: int
+    """Elements of its shards that other ranks contribute to, counted once per rank."""
+
+    @property
+    def gather_received(self) -> int:
+        """What it holds and does not own."""
+        return self.num_held - self.num_held_and_owned
+
+    @property
+    def gather_sent(self) -> int:
+        """What it owns, to every other holder."""
+        return self.num_held_by_others
+
+    @property
+    def scatter_received(self) -> int:
+        """What it owns, from every other contributor."""
+        return self.num_contributed_by_others
+
+    @property
+    def scatter_sent(self) -> int:
+        """What it contributes and does not own."""
+        return self.num_contributed - self.num_contributed_and_owned
+
+    @property
+    def estimate(self) -> float:
+        """P_local·(1 - 1/N): gather_received if it owned 1/N of what it holds."""
+        return self.num_held * (1 - 1 / self.num_ranks)
+
+
+def regroup_volumes(
+    layout: CanonicalLayout, roles: Sequence[Role | None]
+) -> tuple[RegroupVolume, ...]:
+    """The formulas' values for every rank, without any transfer plan: shape (num_ranks,)."""
+    held = _amounts(layout, roles, held_ranges)
+    contributed = _amounts(layout, roles, contributed_ranges)
+    return tuple(
+        RegroupVolume(
+            num_ranks=layout.num_ranks,
+            num_held=num_held,
+            num_held_and_owned=held_and_owned,
+            num_contributed=num_contributed,
+            num_contributed_and_owned=contributed_and_owned,
+            num_held_by_others=num_held_by_others,
+            num_contributed_by_others=num_contributed_by_others,
+        )
+        for (num_held, held_and_owned, num_held_by_others), (
+            num_contributed,
+            contributed_and_owned,
+            num_contributed_by_others,
+        ) in zip(held, contributed, strict=True)
+    )
+
+
+def _amounts(
+    layout: CanonicalLayout, roles: Sequence[Role | None], find: RangesOfRole
+) -> list[list[int]]:
+    """By rank: elements of its part, those that it owns, those of its shards that others need."""
+    ranks_of: dict[Role | None, list[int]] = {}
+    for rank, role in enumerate(roles):
+        ranks_of.setdefault(role, []).append(rank)
+    amounts = np.zeros((layout.num_ranks, 3), dtype=np.int64)
+    part, owned, needed = amounts.T
+    for bucket in layout.buckets:
+        owners = [bucket.owner_of(share) for share in range(layout.num_ranks)]
+        for role, ranks in ranks_of.items():
+            in_shards = np.empty(layout.num_ranks, dtype=np.int64)
+            in_shards[owners] = elements_in_shares(bucket, find(layout, bucket, role))
+            part[ranks] += in_shards.sum()
+            owned[ranks] += in_shards[ranks]
+            needed += len(ranks) * in_shards
+    needed -= owned
+    found: list[list[int]] = amounts.tolist()
+    return found
+
+
+def zero1_degree(roles: Sequence[Role | None]) -> int:
+    """dp of a homogeneous strategy, over which ZeRO-1 would shard its optimizer states.
+
+    As in Megatron this includes context-parallel ranks. A ZeRO-1 rank receives P_local·(1 - 1/dp)
+    in an iteration's parameter all-gather and sends as much in its gradients' reduce-scatter
+    (Rajbhandari et al., arXiv 1910.02054, §7).
+
+    Raises:
+        PlanError: replicas have different schemes, or ranks are idle.
+    """
+    counts = Counter(roles)
+    stages = {(role.first_layer, role.num_layers) for role in counts if role is not None}
+    num_layers = {role.num_layers_of_model for role in counts if role is not None}
+    is_homogeneous = (
+        None not in counts
+        and len(set(counts.values())) == 1
+        and len({role.tp for role in counts if role is not None}) == 1
+        and {sum(size for _, size in stages)} == num_layers
+    )
+    if not is_homogeneous:
+        raise PlanError(
+            f"ZeRO-1 shards over equal replicas but {len(counts)} roles are held by "
+            f"{min(counts.values())} to {max(counts.values())} of {len(roles)} ranks; compare with "
+            "a strategy of one scheme without idle ranks"
+        )
+    return next(iter(counts.values()))
 
 
 @dataclass(frozen=True)

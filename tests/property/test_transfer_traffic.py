@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.regroup_bytes import regroup_volumes
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.collective import (
     Collective,
@@ -20,7 +21,6 @@ from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.traffic import (
     LinkElements,
     link_elements,
-    regroup_volumes,
 )
 from megatron.hydraulis.transfer.two_step import elements_across
 from tests.property.test_transfer_kinds import simulations

@@ -43,8 +43,7 @@ def wave_costs(draw: st.DrawFn, most_width: int = 8, *, num_stages: int = 1) -> 
             limit = 0
         groups.append(GroupCost(size, times, limit, tp=tp))
         size *= 2
-    doublings = draw(st.sampled_from((None, None, 0, 1)))
-    return WaveCosts(tuple(groups), num_stages=num_stages, most_doublings=doublings)
+    return WaveCosts(tuple(groups), num_stages=num_stages)
 
 
 def scheme_cost(costs: WaveCosts) -> SchemeCost:
@@ -80,10 +79,6 @@ def check_waves(costs: WaveCosts, lengths: Sequence[int], packing: Packing) -> l
                 + b * sum(share.lengths)
                 + group.coefficients.c_ms
             )
-            if costs.most_doublings is not None and share.lengths:
-                longest = max(share.lengths)
-                needed = next(g.size for g in costs.groups if g.padded(longest) <= g.room_tokens)
-                assert group.size <= needed << costs.most_doublings
         assert end == costs.width
         times_ms.append(max(of_wave))
     assert sorted(seen) == list(range(len(lengths)))

@@ -1,39 +1,23 @@
-"""The benchmark of waves: baselines on data whose answer is known, and its goals on one batch."""
+"""The benchmark of waves: baselines on data whose answer is known, and one of its batches."""
 
-import math
+import json
 
 import pytest
 
 from benchmarks.context_balance import (
-    LINEAR_COST,
-    SETTINGS,
-    Balance,
-    Setting,
-    balance,
+    cost_profile,
     in_step_s,
-    megatron_balance,
+    megatron_s,
     rows_by_best_fit,
     rows_longest_first,
-    verdict,
-    work,
+    run_flexsp,
 )
+from benchmarks.planner_batches import DATA
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.planner.costs import GroupCost
 
 GROUP = GroupCost(32, Coefficients(0.0, 1.0, 100.0), 128)
 """Two of them side by side."""
-
-
-def test_work_is_attention_and_matrices() -> None:
-    assert work(3) == 9 + 3 * LINEAR_COST
-
-
-def test_lengths_keep_to_the_limit_and_depend_on_the_seed_alone() -> None:
-    setting = SETTINGS[0]
-    lengths = setting.lengths(3)
-    assert lengths == setting.lengths(3) != setting.lengths(4)
-    assert len(lengths) == setting.num_sequences
-    assert 1 <= min(lengths) <= max(lengths) <= setting.limit
 
 
 def test_rows_in_step_wait_for_the_longest() -> None:
@@ -46,25 +30,20 @@ def test_rows_in_step_wait_for_the_longest() -> None:
     assert sorted(map(sum, rows)) == [110, 120]
 
 
-@pytest.mark.parametrize("setting", SETTINGS[:2], ids=lambda setting: setting.name)
-def test_waves_reach_the_goal_and_balance_better_than_megatron(setting: Setting) -> None:
-    found = balance(setting, 0, 1)
-    assert found.bound <= found.makespan <= setting.goal
-    theirs = megatron_balance(setting, 0)
-    assert found.makespan < theirs < math.inf
+def test_megatron_s_scheduler_runs_the_rows_of_a_rank_one_by_one() -> None:
+    groups = [
+        GroupCost(2**power, Coefficients(0.0, 1.0 / 2**power, 10.0), 128 * 2**power)
+        for power in range(7)
+    ]
+    # A sequence a rank; one that needs all ranks.
+    assert megatron_s(groups, [100] * 64) == pytest.approx(0.110)
+    assert megatron_s(groups, [64 * 128]) == pytest.approx(0.138)
 
 
-def test_both_widths_are_held_against_the_goals() -> None:
-    makespans = {8: (1.06, 1.03, 1.035), 32: (1.019, 1.0, 1.5), 64: (1.0, 1.026, 1.03)}
-    found = {
-        (setting, doublings): [
-            Balance(value, 1.0, 1, 0.0) for value in makespans[setting.num_ranks]
-        ]
-        for setting in SETTINGS
-        for doublings in (0, 1)
-    }
-    assert verdict(found, 0) == (
-        "No wider than needed: 8 ranks 1.035 reaches 1.04, 32 ranks 1.019 reaches 1.02, 64 ranks "
-        "1.026 misses 1.02."
-    )
-    assert verdict(found, 1).startswith("Up to twice as wide: 8 ranks 1.035 reaches 1.04")
+def test_waves_beat_every_other_way_on_a_batch_of_flexsp_s() -> None:
+    reference = json.loads((DATA / "flexsp_reference.json").read_text("utf-8"))
+    batch = json.loads((DATA / "flexsp_batches.json").read_text("utf-8"))["batches"][0]
+    found = run_flexsp(cost_profile(reference, "gpt-7b"), batch)
+    others = (found.static_s, found.best_fit_s, found.longest_first_s, found.megatron_s)
+    assert found.bound_s <= found.waves_s <= 1.06 * found.bound_s
+    assert found.waves_s < 0.95 * found.searched_s < found.searched_s < min(others)

@@ -263,8 +263,6 @@ class WaveCosts:
     groups: tuple[GroupCost, ...]
     """By size; the last one has the full width."""
     num_stages: int = 1
-    most_doublings: int | None = None
-    """Limits how often a group's size is doubled beyond what its longest sequence needs."""
 
     def __post_init__(self) -> None:
         if [group.size for group in self.groups] != [2**i for i in range(len(self.groups))]:

@@ -119,22 +119,15 @@ class LengthTable:
             for of_length in self.tokens
         ]
         """Of each length, the index of the least size that holds it; num_sizes if none."""
-        self.most_size = [
-            self.num_sizes - 1
-            if costs.most_doublings is None
-            else min(self.num_sizes - 1, least + costs.most_doublings)
-            for least in self.least_size
-        ]
-        """Of each length, the index of the largest size of a group whose longest it is."""
         self.least_ms = [
             min(
                 (
                     self.works_ms[place][index] + self.constants_ms[index]
-                    for index in range(self.least_size[place], self.most_size[place] + 1)
+                    for index in range(least, self.num_sizes)
                 ),
                 default=float("inf"),
             )
-            for place in range(len(self.lengths))
+            for place, least in enumerate(self.least_size)
         ]
         """Of each length, the least time of a wave with it."""
         self.column_ms = [
@@ -188,7 +181,7 @@ def fill_wave(
                 ):
                     best, best_room_ms = group, room_ms
             if best is None:
-                if size_index > table.most_size[place] or free < 1 << size_index:
+                if size_index >= num_sizes or free < 1 << size_index:
                     break
                 free -= 1 << size_index
                 best = OpenGroup(size_index, table.constants_ms[size_index], 0)
@@ -398,9 +391,7 @@ class WaveSearch:
         """Waves of a single group each, by best fit; none if a sequence does not fit."""
         table, index = self.table, self.table.num_sizes - 1
         places = [place for place, num in enumerate(counts) for _ in range(num)]
-        if any(table.tokens[place][index] > table.rooms[index] for place in places) or any(
-            index > table.most_size[place] for place in places
-        ):
+        if any(table.tokens[place][index] > table.rooms[index] for place in places):
             return []
         tokens = [of_length[index] for of_length in table.tokens]
         waves = []

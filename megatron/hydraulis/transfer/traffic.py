@@ -1,4 +1,4 @@
-"""What regrouping carries: elements by link as planned, and formulas for them.
+"""What regrouping carries: elements by link as planned.
 
 Nothing depends on the strategy of the previous iteration: parameters come from the canonical shards
 and gradients return to them, and shards never change their owner.
@@ -10,18 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.collective import BucketPlan, EqualShares
-from megatron.hydraulis.transfer.ranges import (
-    RangesOfRole,
-    contributed_ranges,
-    elements_in_shares,
-    held_ranges,
-)
-from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.two_step import TwoStepPlan
 
 
@@ -154,120 +143,3 @@ def _link_elements(
         )
         for rank in ranks
     ]
-
-
-@dataclass(frozen=True)
-class RegroupVolume:
-    """Formulas for what a rank exchanges in a one-step regrouping, from what it holds and owns."""
-
-    num_ranks: int
-    num_held: int
-    """P_local: elements of the rank's parameters."""
-    num_held_and_owned: int
-    """Those of them in its canonical shards, which need no network."""
-    num_contributed: int
-    """Elements of the gradients that it sends back."""
-    num_contributed_and_owned: int
-    num_held_by_others: int
-    """Elements of its shards that other ranks hold, counted once per rank."""
-    num_contributed_by_others: int
-    """Elements of its shards that other ranks contribute to, counted once per rank."""
-
-    @property
-    def gather_received(self) -> int:
-        """What it holds and does not own."""
-        return self.num_held - self.num_held_and_owned
-
-    @property
-    def gather_sent(self) -> int:
-        """What it owns, to every other holder."""
-        return self.num_held_by_others
-
-    @property
-    def scatter_received(self) -> int:
-        """What it owns, from every other contributor."""
-        return self.num_contributed_by_others
-
-    @property
-    def scatter_sent(self) -> int:
-        """What it contributes and does not own."""
-        return self.num_contributed - self.num_contributed_and_owned
-
-    @property
-    def estimate(self) -> float:
-        """P_local·(1 - 1/N): gather_received if it owned 1/N of what it holds."""
-        return self.num_held * (1 - 1 / self.num_ranks)
-
-
-def regroup_volumes(
-    layout: CanonicalLayout, roles: Sequence[Role | None]
-) -> tuple[RegroupVolume, ...]:
-    """The formulas' values for every rank, without any transfer plan: shape (num_ranks,)."""
-    held = _amounts(layout, roles, held_ranges)
-    contributed = _amounts(layout, roles, contributed_ranges)
-    return tuple(
-        RegroupVolume(
-            num_ranks=layout.num_ranks,
-            num_held=num_held,
-            num_held_and_owned=held_and_owned,
-            num_contributed=num_contributed,
-            num_contributed_and_owned=contributed_and_owned,
-            num_held_by_others=num_held_by_others,
-            num_contributed_by_others=num_contributed_by_others,
-        )
-        for (num_held, held_and_owned, num_held_by_others), (
-            num_contributed,
-            contributed_and_owned,
-            num_contributed_by_others,
-        ) in zip(held, contributed, strict=True)
-    )
-
-
-def _amounts(
-    layout: CanonicalLayout, roles: Sequence[Role | None], find: RangesOfRole
-) -> list[list[int]]:
-    """By rank: elements of its part, those that it owns, those of its shards that others need."""
-    ranks_of: dict[Role | None, list[int]] = {}
-    for rank, role in enumerate(roles):
-        ranks_of.setdefault(role, []).append(rank)
-    amounts = np.zeros((layout.num_ranks, 3), dtype=np.int64)
-    part, owned, needed = amounts.T
-    for bucket in layout.buckets:
-        owners = [bucket.owner_of(share) for share in range(layout.num_ranks)]
-        for role, ranks in ranks_of.items():
-            in_shards = np.empty(layout.num_ranks, dtype=np.int64)
-            in_shards[owners] = elements_in_shares(bucket, find(layout, bucket, role))
-            part[ranks] += in_shards.sum()
-            owned[ranks] += in_shards[ranks]
-            needed += len(ranks) * in_shards
-    needed -= owned
-    found: list[list[int]] = amounts.tolist()
-    return found
-
-
-def zero1_degree(roles: Sequence[Role | None]) -> int:
-    """dp of a homogeneous strategy, over which ZeRO-1 would shard its optimizer states.
-
-    As in Megatron this includes context-parallel ranks. A ZeRO-1 rank receives P_local·(1 - 1/dp)
-    in an iteration's parameter all-gather and sends as much in its gradients' reduce-scatter
-    (Rajbhandari et al., arXiv 1910.02054, §7).
-
-    Raises:
-        PlanError: replicas have different schemes, or ranks are idle.
-    """
-    counts = Counter(roles)
-    stages = {(role.first_layer, role.num_layers) for role in counts if role is not None}
-    num_layers = {role.num_layers_of_model for role in counts if role is not None}
-    is_homogeneous = (
-        None not in counts
-        and len(set(counts.values())) == 1
-        and len({role.tp for role in counts if role is not None}) == 1
-        and {sum(size for _, size in stages)} == num_layers
-    )
-    if not is_homogeneous:
-        raise PlanError(
-            f"ZeRO-1 shards over equal replicas but {len(counts)} roles are held by "
-            f"{min(counts.values())} to {max(counts.values())} of {len(roles)} ranks; compare with "
-            "a strategy of one scheme without idle ranks"
-        )
-    return next(iter(counts.values()))

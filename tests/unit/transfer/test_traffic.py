@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.regroup_bytes import regroup_volumes, zero1_degree
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer import plan as plan_module
@@ -23,8 +24,6 @@ from megatron.hydraulis.transfer.traffic import (
     RegroupBytes,
     link_elements,
     regroup_bytes,
-    regroup_volumes,
-    zero1_degree,
 )
 from megatron.hydraulis.transfer.two_step import two_step_gather, two_step_scatter
 
