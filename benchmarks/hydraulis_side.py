@@ -58,6 +58,8 @@ class HydraulisSide:
 
     def _traffic(self) -> Traffic:
         engine = self._engine
+        arena = engine.runtime_of(self._strategy.name).arena
+        assert arena is not None  # no rank is idle
         layout, rank = engine.layout, engine.rank
         roles = roles_of(
             self._strategy, self._workload.num_layers, engine.definition.tied_embeddings
@@ -71,8 +73,7 @@ class HydraulisSide:
             gradient_bytes=engine.shards.gradients.element_size(),
         )
         return Traffic(
-            parameters_bytes=engine.num_parameters_held(self._strategy.name)
-            * engine.dtype.itemsize,
+            parameters_bytes=sum(each.values.nbytes for each in arena.bound.values()),
             gather_bytes=exchanged.gather_received_bytes,
             scatter_bytes=exchanged.scatter_received_bytes,
         )

@@ -90,7 +90,8 @@ def probing(argv: Sequence[str], hooks: entry.UserHooks | None = None) -> None:
     entry.main(argv, dataclasses.replace(hooks or entry.UserHooks(), engine=ProbedEngine))
     (engine,) = engines
     (strategy,) = engine.pool.strategies
-    held = engine.num_parameters_held(strategy.name)
+    arena = engine.runtime_of(strategy.name).arena
+    held = 0 if arena is None else sum(each.values.numel() for each in arena.bound.values())
     print("PROBE", json.dumps({"num_parameters_held": held, "learning_rates_used": used}))
 
 

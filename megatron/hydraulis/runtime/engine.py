@@ -196,11 +196,6 @@ class Engine:
         """Role model, arena and routes of a strategy on this rank, built at first use."""
         return self._runtimes.of(strategy_name)
 
-    def num_parameters_held(self, strategy_name: str) -> int:
-        """Elements of the arena that this rank's role binds."""
-        arena = self.runtime_of(strategy_name).arena
-        return 0 if arena is None else sum(b.values.numel() for b in arena.bound.values())
-
     def train_step(
         self,
         strategy_name: str,
