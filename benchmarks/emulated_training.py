@@ -112,10 +112,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="X",
         help="seconds here for each second of the device (default: %(default)s)",
     )
+    parser.add_argument("--memory-trial", default="off", help=argparse.SUPPRESS)
     options, flags = parser.parse_known_args(argv)
     path, scale = options.emulate_device, options.emulate_scale
     if any(flag.split("=")[0] == COST_PROFILE for flag in flags):
         parser.error(f"--emulate-device {path} gives the times that plans use: no {COST_PROFILE}")
+    if options.memory_trial not in ("auto", "off"):
+        parser.error(
+            "--memory-trial measures whole micro-batches, but ranks that emulate a device run a "
+            f"few tokens of each: no --memory-trial {options.memory_trial}"
+        )
     if torch.cuda.is_available():
         parser.error("a rank that emulates a device must not have one: set CUDA_VISIBLE_DEVICES=''")
     try:

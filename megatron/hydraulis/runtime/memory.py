@@ -82,14 +82,16 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats()
         return self._other_bytes() + int(torch.cuda.memory_reserved())
 
-    def peak_bytes(self) -> int:
+    @classmethod
+    def peak_bytes(cls) -> int:
         torch.cuda.synchronize()
-        return self._other_bytes() + int(torch.cuda.max_memory_reserved())
+        return cls._other_bytes() + int(torch.cuda.max_memory_reserved())
 
     def capacity_bytes(self) -> int:
         return int(torch.cuda.mem_get_info()[1] * (1 - HEADROOM_SHARE))
 
-    def _other_bytes(self) -> int:
+    @staticmethod
+    def _other_bytes() -> int:
         free, total = torch.cuda.mem_get_info()
         return max(0, total - free - int(torch.cuda.memory_reserved()))
 
@@ -113,8 +115,12 @@ class CpuMemory:
             Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
         return self.peak_bytes()
 
-    def peak_bytes(self) -> int:
-        return _peak_resident_bytes()
+    @staticmethod
+    def peak_bytes() -> int:
+        peak_bytes = _kib_entry_bytes(Path("/proc/self/status"), "VmHWM")
+        if peak_bytes is None:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_KIB
+        return peak_bytes
 
     def capacity_bytes(self) -> int:
         return self._capacity_bytes
@@ -144,13 +150,6 @@ def release_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _peak_resident_bytes() -> int:
-    peak_bytes = _kib_entry_bytes(Path("/proc/self/status"), "VmHWM")
-    if peak_bytes is None:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_KIB
-    return peak_bytes
-
-
 def _kib_entry_bytes(path: Path, name: str) -> int | None:
     """An entry of a file of Linux's /proc; None where there is none."""
     try:
@@ -175,7 +174,7 @@ class OutOfMemory:
     num_tokens: int
     """Of the row, over all ranks that share it, padding included."""
     held_bytes: int
-    """In use on this rank when it asked for more; on a CPU the most since it was last measured."""
+    """Most in use on this rank since it was last measured, as its `MemoryMeter` counts it."""
 
     @property
     def group(self) -> Scheme:
@@ -271,9 +270,7 @@ def recover_from_oom(
         context_size=batches[index].context_size,
         micro_batch=index,
         num_tokens=batches[index].tokens.size(-1) * batches[index].context_size,
-        held_bytes=(
-            torch.cuda.memory_reserved() if torch.cuda.is_available() else _peak_resident_bytes()
-        ),
+        held_bytes=(CudaMemory if torch.cuda.is_available() else CpuMemory).peak_bytes(),
     )
     if mine.scheme.num_ranks > 1:
         raise LoneOutOfMemoryError(found) from error

@@ -58,6 +58,8 @@ def test_iterations_take_at_least_their_modelled_time_and_keep_their_tokens(
     [
         (["--emulate-scale", "nan"], "scaled by a positive number but the factor is nan"),
         (["--cost-profile=other.json"], "no --cost-profile"),
+        (["--memory-trial", "on"], "no --memory-trial on"),
+        (["--memory-trial=on"], "no --memory-trial on"),
     ],
 )
 def test_flags_that_contradict_an_emulated_device_are_refused(
