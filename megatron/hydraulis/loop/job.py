@@ -20,7 +20,7 @@ from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config, install_globals
+from megatron.hydraulis.flags.arguments import Resolved, install_globals
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
 from megatron.hydraulis.flags.describe import format_description
 from megatron.hydraulis.json_object import write_json
@@ -29,7 +29,11 @@ from megatron.hydraulis.loop.checkpoints import RunCheckpoints
 from megatron.hydraulis.loop.faults import heed_both_signals
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
-from megatron.hydraulis.loop.model_container import HydraulisModelConfig
+from megatron.hydraulis.loop.model_container import (
+    HydraulisModelConfig,
+    choose_core_attention,
+    model_config,
+)
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
 from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
 from megatron.hydraulis.loop.refit import RunRefit
@@ -46,12 +50,7 @@ from megatron.hydraulis.observability.records import (
 from megatron.hydraulis.observability.report_data import read_run
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.planners import PLAN_FILES
-from megatron.hydraulis.runtime.core_attention import (
-    CoreAttention,
-    choose,
-    current_environment,
-    row_kinds,
-)
+from megatron.hydraulis.runtime.core_attention import CoreAttention
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import (
     ForwardStep,
@@ -128,19 +127,11 @@ class Job:
                 print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
 
     def choose_core_attention(self) -> None:
-        """Choose the core attention for this rank's device, which has to be the current one.
+        """Choose it for this rank's device, which has to be the current one.
 
-        Raises ConfigurationError if the one that the flags name is not available, or does not
-        support the exchange among cp ranks.
+        Raises ConfigurationError if what the flags name cannot be used.
         """
-        args, resolved = self._resolved.args, self._resolved
-        here = current_environment(
-            dtype=args.params_dtype,
-            head_size=args.kv_channels,
-            rows=row_kinds(resolved.pool, resolved.shape, args.seq_length),
-            cp_comm_type=args.cp_comm_type[0],
-        )
-        self._core_attention = choose(resolved.hydraulis.core_attention, here)
+        self._core_attention = choose_core_attention(self._resolved, self._resolved.pool)
 
     def load_corpora(self) -> Corpora:
         """Training, validation and test data, of which only the index is read.
@@ -344,15 +335,11 @@ class Job:
         )
 
     def _model_config(self, parts: _Parts) -> HydraulisModelConfig:
-        resolved = self._resolved
-        recorders = (each.spans for each in (parts.trace, parts.refit) if each is not None)
-        config = gpt_model_config(resolved.args, HydraulisModelConfig)
-        config.engine_factory = partial(self._make_engine, spans=combine_recorders(*recorders))
-        config.num_tokens_in_vocabulary = resolved.vocabulary.size
-        config.uses_sequence_parallel = resolved.hydraulis.sequence_parallel
-        config.model_provider = self._hooks.model_provider
         assert self._core_attention is not None
-        config.core_attention = self._core_attention.name
+        recorders = (each.spans for each in (parts.trace, parts.refit) if each is not None)
+        config = model_config(self._resolved, self._core_attention.name)
+        config.engine_factory = partial(self._make_engine, spans=combine_recorders(*recorders))
+        config.model_provider = self._hooks.model_provider
         return config
 
     def _make_engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> Engine:

@@ -1,4 +1,4 @@
-"""The model that upstream's loop sees: one module that holds the engine."""
+"""The model that upstream's loop sees, one module that holds the engine, and its configuration."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
-from megatron.hydraulis.runtime.core_attention import CoreAttentionName
+from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
+from megatron.hydraulis.runtime.core_attention import (
+    CoreAttention,
+    CoreAttentionName,
+    choose,
+    current_environment,
+    row_kinds,
+)
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_spec
+from megatron.hydraulis.strategy import Pool
 
 
 class ModelContainer(torch.nn.Module):
@@ -65,6 +73,31 @@ class ModelContainerBuilder:
         assert self._config.engine_factory is not None
         engine = self._config.engine_factory(model_definition(self._config))
         return [ModelContainer(engine, pg_collection)]
+
+
+def choose_core_attention(resolved: Resolved, pool: Pool) -> CoreAttention:
+    """The core attention of the strategies of a pool on this rank's current device.
+
+    Raises ConfigurationError if the one that --core-attention names is not available, or does not
+    support the exchange among cp ranks.
+    """
+    args = resolved.args
+    here = current_environment(
+        dtype=args.params_dtype,
+        head_size=args.kv_channels,
+        rows=row_kinds(pool, resolved.shape, args.seq_length),
+        cp_comm_type=args.cp_comm_type[0],
+    )
+    return choose(resolved.hydraulis.core_attention, here)
+
+
+def model_config(resolved: Resolved, core_attention: CoreAttentionName) -> HydraulisModelConfig:
+    """The configuration of the model that the flags describe."""
+    config: HydraulisModelConfig = gpt_model_config(resolved.args, HydraulisModelConfig)
+    config.num_tokens_in_vocabulary = resolved.vocabulary.size
+    config.uses_sequence_parallel = resolved.hydraulis.sequence_parallel
+    config.core_attention = core_attention
+    return config
 
 
 def model_definition(config: HydraulisModelConfig) -> ModelDefinition:

@@ -26,12 +26,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
-from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config, parse_arguments
+from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.checks import check_vocabulary_parts
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.loop.faults import quieten_upstream, report_error
-from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
+from megatron.hydraulis.loop.model_container import (
+    choose_core_attention,
+    model_config,
+    model_definition,
+)
 from megatron.hydraulis.loop.startup import check_devices
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.profiler.measurements import (
@@ -44,7 +48,6 @@ from megatron.hydraulis.profiler.measurements import (
 from megatron.hydraulis.profiler.results import profile_of, profile_tables
 from megatron.hydraulis.profiler.rig import EngineRig, Repeats
 from megatron.hydraulis.profiler.survey import MIXTURE, grid, survey
-from megatron.hydraulis.runtime.core_attention import choose, current_environment, row_kinds
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
@@ -370,24 +373,15 @@ class _Job:
         return limits[0]
 
     def _engine(self, spans: SpanRecorder) -> Engine:
-        args, hydraulis = self.resolved.args, self.resolved.hydraulis
-        config = gpt_model_config(args, HydraulisModelConfig)
-        config.num_tokens_in_vocabulary = self.resolved.vocabulary.size
-        config.uses_sequence_parallel = hydraulis.sequence_parallel
-        here = current_environment(
-            dtype=args.params_dtype,
-            head_size=args.kv_channels,
-            rows=row_kinds(self.pool, self.resolved.shape, args.seq_length),
-            cp_comm_type=args.cp_comm_type[0],
-        )
-        config.core_attention = choose(hydraulis.core_attention, here).name
+        args = self.resolved.args
+        core_attention = choose_core_attention(self.resolved, self.pool)
         return Engine(
-            model_definition(config),
+            model_definition(model_config(self.resolved, core_attention.name)),
             self.pool,
             AdamWSettings(lr=args.lr, clip_grad=args.clip_grad, eps=args.adam_eps),
             seed=args.seed,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
-            overlap=not hydraulis.no_regroup_overlap,
+            overlap=not self.resolved.hydraulis.no_regroup_overlap,
             spans=spans,
         )
 
