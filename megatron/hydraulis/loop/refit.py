@@ -394,6 +394,8 @@ class RunRefit:
     ) -> None:
         self._hydraulis = hydraulis
         self._current = current
+        self._pool = current().pool
+        """With strategies that are later dropped because they run out of memory."""
         self._store = dist.PrefixStore("hydraulis_refit", store)
         self._rank = dist.get_rank()
         self._num_ranks = dist.get_world_size()
@@ -448,7 +450,7 @@ class RunRefit:
             return
         planning = self._current()
         profile = self._refit.refitted().to_profile(
-            planning.pool,
+            self._pool,
             planning.limits,
             device=f"{self._num_ranks} ranks as trained",
             source=f"refitted in training; before: {planning.source}",

@@ -5,6 +5,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,35 +135,50 @@ class StrategySearch:
 
     def excludes(self, time_ms: float) -> bool:
         """Whether every plan is proved to take longer; the bound is then raised to time_ms."""
+        with self._dispatch_timed():
+            return self._excludes(time_ms)
+
+    def raise_bound(self, *, gap: float = TARGET_GAP) -> None:
+        """Raise the bound until nothing is left to prove, down to a gap."""
+        with self._dispatch_timed():
+            self._raise_bound(gap)
+
+    def search(self) -> None:
+        """Improve the best plan and the bound until they meet or there is nothing left to try."""
+        with self._dispatch_timed():
+            self._search()
+
+    @contextmanager
+    def _dispatch_timed(self) -> Iterator[None]:
+        """Counts what is done within as time of the dispatch; not to be nested."""
+        begin_s = time.perf_counter()
+        yield
+        self._dispatch_s += time.perf_counter() - begin_s
+
+    def _excludes(self, time_ms: float) -> bool:
         if time_ms < self.bound_ms:
             return True
-        begin_s = time.perf_counter()
         is_excluded = self._relaxation.is_impossible(time_ms)
-        self._dispatch_s += time.perf_counter() - begin_s
         if is_excluded:
             self.bound_ms = max(self.bound_ms, time_ms)
         return is_excluded
 
-    def raise_bound(self, *, gap: float = TARGET_GAP) -> None:
-        """Raise the bound until nothing is left to prove, down to a gap."""
+    def _raise_bound(self, gap: float = TARGET_GAP) -> None:
         if self._waves_alone is not None:
             self._raise_bound_by_waves(self._waves_alone, with_integers=False)
             return
-        if self.excludes(self.found_ms * (1.0 - gap)):
+        if self._excludes(self.found_ms * (1.0 - gap)):
             return
-        self._bisect(self.found_ms * (1.0 - gap), gap, self.excludes)
+        self._bisect(self.found_ms * (1.0 - gap), gap, self._excludes)
 
-    def search(self) -> None:
-        """Improve the best plan and the bound until they meet or there is nothing left to try."""
-        begin_s = time.perf_counter()
+    def _search(self) -> None:
         if self._waves_alone is not None:
             # There is nothing to dispatch.
             self._improve(self.best)
             self._raise_bound_by_waves(self._waves_alone, with_integers=True)
-            self._dispatch_s += time.perf_counter() - begin_s
             return
         if self._has_pipelines:
-            self.raise_bound()
+            self._raise_bound()
             starts = [self.best, *self._pipeline_starts()]
             starts.sort(key=lambda start: start.makespan_ms)
             for start in starts[:_NUM_IMPROVED]:
@@ -171,11 +187,10 @@ class StrategySearch:
             self._search_long_sequences()
         else:
             self._improve(self.best)
-            self.raise_bound()
+            self._raise_bound()
             for start in self._single_stage_starts():
                 self._improve(start)
         self._finish()
-        self._dispatch_s += time.perf_counter() - begin_s
 
     def candidate(self) -> Candidate:
         """The best plan with its reports."""

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -71,6 +72,21 @@ def test_coefficients_may_be_whole_numbers() -> None:
     plan = planned([20], "pp4", "4*tp1", model=model)
     assert plan.dispatch is not None
     assert (plan.dispatch.objective_s, plan.dispatch.status) == (0.005, "certified")
+
+
+def test_time_of_the_bound_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = [0.0]
+    is_impossible = search.Relaxation.is_impossible
+
+    def takes_a_second(relaxation: search.Relaxation, time_ms: float) -> bool:
+        clock_s[0] += 1.0
+        return is_impossible(relaxation, time_ms)
+
+    monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    monkeypatch.setattr(search.Relaxation, "is_impossible", takes_a_second)
+    plan = planned([900, 700, 400, 300, 200, 100, 60, 40], "2*pp2")
+    assert plan.dispatch is not None
+    assert plan.dispatch.seconds == clock_s[0] > 1.0
 
 
 def test_it_is_a_planner() -> None:

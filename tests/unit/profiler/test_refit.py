@@ -248,9 +248,12 @@ def test_the_profile_for_the_next_run_has_the_limits_of_the_end(
     )
     flags = cast(Any, SimpleNamespace(refit_drift=0.1))
     refit = RunRefit(flags, lambda: planning, dist.HashStore(), has_cuda=False)
-    planning = replace(
-        planning, limits=limits.reduced([(Scheme(), 700)]), pool=Pool.of(strategies[0])
-    )
+    # The other strategy was dropped, and the next run must find its scheme.
+    reduced = limits.reduced([(Scheme(), 700), (Scheme(tp=2), 0)])
+    planning = replace(planning, limits=reduced, pool=Pool.of(strategies[0]))
     refit.write(tmp_path)
     written = ProfileCostModel.read(tmp_path / REFITTED_PROFILE_FILE_NAME)
-    assert {row.scheme: row.max_tokens for row in written.schemes} == {Scheme(): 700}
+    assert {row.scheme: row.max_tokens for row in written.schemes} == {
+        Scheme(): 700,
+        Scheme(tp=2): 0,
+    }
