@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import time
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn, TimeRemainingColumn
+
+from megatron.hydraulis.terminal import progress_bars
 
 __all__ = ["ByteProgress", "size_text"]
 
@@ -19,16 +20,7 @@ class ByteProgress:
     """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds."""
 
     def __init__(self, what: str, num_bytes: int) -> None:
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self._bar = progress_bars(DownloadColumn(), TimeRemainingColumn())
         self._bar.add_task(what, total=num_bytes)
         self._last_line_s = time.monotonic()
 

@@ -29,7 +29,6 @@ from megatron.hydraulis.terminal import print_json, results_console
 __all__ = ["LayoutSearch", "Refusal", "Verdict", "add_arguments", "run", "search_layouts"]
 
 
-"""Columns of the tables if the output is not a terminal."""
 _KERNELS = ", ".join(repr(kernel.name) for kernel in LAYOUT_CONSTANTS.kernels)
 _CAUSES = {
     "matmul_s": "matrix products",

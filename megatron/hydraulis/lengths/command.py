@@ -33,7 +33,6 @@ __all__ = [
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 _MAX_SEED = 2**31 - 1
 """Of the solver."""
-"""Columns of the tables if the output is not a terminal."""
 _BAR_WIDTH = 20
 _HOW = {
     "split": "cut into pieces",

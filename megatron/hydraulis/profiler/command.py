@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -53,6 +52,7 @@ from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
+from megatron.hydraulis.terminal import progress_bars
 
 __all__ = ["add_arguments", "run", "training_defaults"]
 
@@ -390,15 +390,9 @@ class _StepReport:
     """A progress bar on rank 0's standard error; lines where that is no terminal."""
 
     def __init__(self, num_steps: int, *, is_shown: bool) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        console = Console(stderr=True)
-        self._progress = Progress(
-            *columns,
-            TimeElapsedColumn(),
-            console=console,
-            disable=not (is_shown and console.is_terminal),
-        )
-        self._prints_lines = is_shown and not console.is_terminal
+        columns = (MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = progress_bars(*columns, is_shown=is_shown)
+        self._prints_lines = is_shown and self._progress.disable
         self._task = self._progress.add_task("profile", total=num_steps)
 
     def __enter__(self) -> _StepReport:

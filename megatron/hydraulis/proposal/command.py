@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.limits import add_row_quantum
@@ -23,11 +22,10 @@ from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
 from megatron.hydraulis.strategy.notation import parse_terms
-from megatron.hydraulis.terminal import print_json, results_console
+from megatron.hydraulis.terminal import print_json, progress_bars, results_console
 
 __all__ = ["add_arguments", "proposal_tables", "run"]
 
-"""Columns of the tables if the output is not a terminal."""
 _NONE = "–"
 _NUM_BATCHES = 32
 
@@ -148,16 +146,8 @@ def _candidates(namespace: argparse.Namespace, cost_model: ProfileCostModel) -> 
 @contextmanager
 def _progress(*, is_shown: bool) -> Iterator[OnProgress]:
     """A bar on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed} of {task.total}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not (is_shown and console.is_terminal),
-    ) as progress:
+    columns = (TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
+    with progress_bars(*columns, is_shown=is_shown) as progress:
         tasks = {
             what: progress.add_task(what, total=None, visible=False)
             for what in ("search", "bounds", "plans")

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn, TimeRemainingColumn
 
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
@@ -45,12 +44,11 @@ from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, 
 from megatron.hydraulis.simulator.simulation import IterationTasks
 from megatron.hydraulis.simulator.ways import CP_ONLY, PACKING, POOL, WAYS, Ways
 from megatron.hydraulis.strategy import Pool
-from megatron.hydraulis.terminal import print_json, results_console
+from megatron.hydraulis.terminal import print_json, progress_bars, results_console
 
 __all__ = ["add_arguments", "run"]
 
 
-"""Columns of the tables if the output is not a terminal."""
 _BYTES_PER_GB = 1e9
 RESULTS_FILE_NAME, PICTURE_FILE_NAME = "simulation.json", "simulation.png"
 ITERATION_PICTURE_FILE_NAME = "iteration.png"
@@ -206,7 +204,7 @@ def run(namespace: argparse.Namespace) -> int:
     )
     names = [way for way in WAYS if way in namespace.ways]
     with (
-        _progress() as progress,
+        progress_bars(TextColumn("{task.completed} batches"), TimeRemainingColumn()) as progress,
         native_prints_to_stderr(),
         BatchPlanning(namespace.processes) as planning,
     ):
@@ -415,17 +413,3 @@ def _shown_spans(iteration: IterationTasks, spans: Sequence[Span]) -> list[Span]
     return [
         span for span in spans if span.rank in (first_only if span.track == "regroup" else leaders)
     ]
-
-
-def _progress() -> Progress:
-    """On stderr, so that stdout has only the results."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed} batches"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )

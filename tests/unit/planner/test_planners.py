@@ -31,6 +31,7 @@ from megatron.hydraulis.planner.planners import (
     RecordedPlans,
     ScheduledPlanner,
 )
+from megatron.hydraulis.planner.relaxation import Relaxation
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from tests.support.brute_force import ReplicaFigures, best_makespan_ms
 from tests.support.planning import TableCostModel
@@ -76,14 +77,14 @@ def test_coefficients_may_be_whole_numbers() -> None:
 
 def test_time_of_the_bound_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock_s = [0.0]
-    is_impossible = search.Relaxation.is_impossible
+    is_impossible = Relaxation.is_impossible
 
-    def takes_a_second(relaxation: search.Relaxation, time_ms: float) -> bool:
+    def takes_a_second(relaxation: Relaxation, time_ms: float) -> bool:
         clock_s[0] += 1.0
         return is_impossible(relaxation, time_ms)
 
     monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
-    monkeypatch.setattr(search.Relaxation, "is_impossible", takes_a_second)
+    monkeypatch.setattr(Relaxation, "is_impossible", takes_a_second)
     plan = planned([900, 700, 400, 300, 200, 100, 60, 40], "2*pp2")
     assert plan.dispatch is not None
     assert plan.dispatch.seconds == clock_s[0] > 1.0
