@@ -82,12 +82,16 @@ def once_a_row[Value](
     return cache[key]
 
 
-class SegmentAttention(torch.nn.Module):
-    """`scaled_dot_product_attention` per sequence of a THD pack, on every device.
+class PackedAttention(torch.nn.Module):
+    """Core attention over packed rows with upstream's signatures. It has no parameters.
 
-    Replaces Megatron's local core attention, which refuses packed input. On a CPU it is two to
-    forty times faster than a dense mask over the pack. On a GPU it is correct but slow: it launches
-    a kernel per sequence, where `VarlenAttention` and `TEAttention` launch one per pack.
+    Args:
+        config: of the role.
+        layer_number: from 1.
+        attn_mask_type: not used: packed rows have one causal mask.
+        attention_type: 'self'.
+        attention_dropout: must be 0.
+        softmax_scale: 1 / √(head size) where None.
     """
 
     def __init__(
@@ -106,6 +110,9 @@ class SegmentAttention(torch.nn.Module):
         )
         self.config = config
         self.layer_number = max(1, layer_number)
+        self.attention_type = attention_type
+        self.cp_comm_type: str = config.cp_comm_type or "auto"
+        """Upstream passes it to core attention only where the model's cp is above 1."""
         head_size = config.kv_channels
         assert head_size is not None
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
@@ -132,10 +139,41 @@ class SegmentAttention(torch.nn.Module):
 
         Returns:
             (T, heads · head size), or (T, 1, heads · head size) unpacked.
+
+        Raises:
+            ConfigurationError: unpacked input that this attention does not take, or a way of
+                exchange that the heads do not allow.
         """
-        if packed_seq_params is not None:
-            context = self._attend_packed(query, key, value, packed_seq_params)
-            return context.reshape(context.size(0), -1)
+        if packed_seq_params is None:
+            return self._attend_unpacked(query, key, value)
+        context = self._attend_packed(query, key, value, packed_seq_params)
+        return context.reshape(context.size(0), -1)
+
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
+    ) -> Tensor:
+        """(T, heads, head size), or with the last two flat. Collective over the row's group."""
+        raise NotImplementedError
+
+    def _attend_unpacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(T, 1, heads · head size)."""
+        raise NotImplementedError
+
+
+class SegmentAttention(PackedAttention):
+    """`scaled_dot_product_attention` per sequence of a THD pack, on every device.
+
+    Replaces Megatron's local core attention, which refuses packed input. On a CPU it is two to
+    forty times faster than a dense mask over the pack. On a GPU it is correct but slow: it launches
+    a kernel per sequence, where `VarlenAttention` and `TEAttention` launch one per pack.
+    """
+
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
+    ) -> Tensor:
+        return self.attend(query, key, value, segment_lengths(packed_seq_params))
+
+    def _attend_unpacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if query.size(1) != 1:
             raise ConfigurationError(
                 f"unpacked input has {query.size(1)} rows; pack them into one THD row"
@@ -143,12 +181,6 @@ class SegmentAttention(torch.nn.Module):
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         context = self.attend(query, key, value, [query.size(0)])
         return context.reshape(context.size(0), 1, -1)
-
-    def _attend_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
-    ) -> Tensor:
-        """(T, heads, head size)."""
-        return self.attend(query, key, value, segment_lengths(packed_seq_params))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
         """Causal attention inside every segment of a complete row.
@@ -187,11 +219,6 @@ class ContextAttention(SegmentAttention):
     """
 
     takes_context_group = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Upstream passes the type to core attention only where the model's cp is above 1.
-        self.cp_comm_type: str = self.config.cp_comm_type or "auto"
 
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams

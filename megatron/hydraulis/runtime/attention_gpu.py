@@ -14,15 +14,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron.hydraulis.cost_model.context import takes_all_to_all, te_all_to_all_refusal
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.attention import (
     ContextAttention,
+    PackedAttention,
     SharedRow,
     attend_and_forget,
     context_size_of,
@@ -145,8 +143,8 @@ TE_MASK = "padding_causal"
 TEWay = Literal["p2p", "all_gather", "a2a"]
 
 
-class TEAttention(torch.nn.Module):
-    """Transformer Engine's ``DotProductAttention`` as Megatron's core attention; no parameters.
+class TEAttention(PackedAttention):
+    """Transformer Engine's ``DotProductAttention`` as Megatron's core attention.
 
     The group of the micro-batch, ``packed_seq_params.cp_group``, is set in every forward;
     ``config.cp_comm_type`` selects how its ranks exchange keys and values, see `choose_te_way`.
@@ -156,12 +154,7 @@ class TEAttention(torch.nn.Module):
     Transformer Engine infer padding from borders, which excludes most of its kernels.
 
     Args:
-        config: of the role.
-        layer_number: from 1.
-        attn_mask_type: not used: packed rows have one causal mask.
-        attention_type: 'self'.
-        attention_dropout: must be 0.
-        softmax_scale: 1 / √(head size) where None.
+        arguments: those of `PackedAttention`, also by name.
         make_attention: Transformer Engine's class; tests pass a stand-in.
         pg_collection: holds the ``tp`` group.
     """
@@ -170,28 +163,17 @@ class TEAttention(torch.nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        *,
+        *arguments: Any,
         make_attention: Callable[..., Any] | None = None,
         pg_collection: Any = None,
-        **_: Any,
+        **named: Any,
     ) -> None:
-        super().__init__()
-        require_no_dropout(
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
+        super().__init__(*arguments, **named)
         if make_attention is None:
             from transformer_engine.pytorch import DotProductAttention
 
             make_attention = DotProductAttention
-        self.config = config
-        self.layer_number = max(1, layer_number)
-        self.cp_comm_type: str = config.cp_comm_type or "auto"
+        config = self.config
         self.attention = make_attention(
             num_attention_heads=config.num_attention_heads,
             kv_channels=config.kv_channels,
@@ -203,40 +185,13 @@ class TEAttention(torch.nn.Module):
             tp_size=config.tensor_model_parallel_size,
             tp_group=None if pg_collection is None else pg_collection.tp,
             layer_number=self.layer_number,
-            attention_type=attention_type,
-            softmax_scale=softmax_scale,
+            attention_type=self.attention_type,
+            softmax_scale=self.softmax_scale,
         )
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
     ) -> Tensor:
-        """Attend inside every sequence of the row. Collective over the micro-batch's group.
-
-        Args:
-            query: (T, heads, head size), this rank's tokens.
-            key: (T, query groups, head size), likewise.
-            value: as ``key``.
-            attention_mask: not used: sequence borders and causality determine it.
-            packed_seq_params: borders of the whole row, the group, its size.
-
-        Returns:
-            (T, heads · head size).
-
-        Raises:
-            ConfigurationError: unpacked input, or a way of exchange that the heads do not allow.
-        """
-        if packed_seq_params is None:
-            raise ConfigurationError(
-                f"core attention 'te' takes packed rows but was given {tuple(query.shape)} without "
-                "PackedSeqParams; pack the sequences, or use --core-attention sdpa"
-            )
         size = context_size_of(packed_seq_params)
         if size == 1:
             # Reset each time, or the previous micro-batch's group would remain.
@@ -252,7 +207,13 @@ class TEAttention(torch.nn.Module):
         context: Tensor = self.attention(
             query, key, value, None, **packed_arguments(packed_seq_params)
         )
-        return context.reshape(context.size(0), -1)
+        return context
+
+    def _attend_unpacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        raise ConfigurationError(
+            f"core attention 'te' takes packed rows but was given {tuple(query.shape)} without "
+            "PackedSeqParams; pack the sequences, or use --core-attention sdpa"
+        )
 
 
 def choose_te_way(cp_comm_type: str, num_heads: int, num_groups: int, context_size: int) -> TEWay:
