@@ -90,7 +90,13 @@ def test_hashes_of_the_training_loop_s_names_are_those_installed(target: str) ->
     assert source_hash(target) == TRAINING_LOOP_HASHES[target]
 
 
-def test_without_cuda_there_is_no_generator_to_save_and_none_is_kept() -> None:
+def test_without_cuda_there_is_no_generator_to_save_and_none_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Upstream creates its tracker of CUDA generators when a state is saved. Jobs that are forked
+    # from this process must not inherit it: theirs is another.
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", None)
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
     for target in RNG_STATE_HASHES:
         check_signature(target, RNG_STATE_REPLACEMENTS[target.split(":")[1]])
     applied = RNG_STATE.apply(stand_in_for_rng_state)
