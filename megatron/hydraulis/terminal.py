@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Table
 
-__all__ = ["print_json", "progress_bars", "results_console"]
+__all__ = ["figures_table", "print_json", "progress_bars", "results_console", "table_text"]
 
 _WIDTH_WITHOUT_TERMINAL = 100
 
@@ -34,6 +37,27 @@ def progress_bars(*columns: ProgressColumn, is_shown: bool = True) -> Progress:
         transient=True,
         disable=not (is_shown and console.is_terminal),
     )
+
+
+def figures_table(
+    title: str, texts: Sequence[str] = (), numbers: Sequence[str] = (), *, caption: str = ""
+) -> Table:
+    """A table with columns of text, then right-aligned columns of numbers."""
+    table = Table(
+        title=title, title_justify="left", caption=caption or None, caption_justify="left"
+    )
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def table_text(table: Table, width: int) -> str:
+    """The table as plain text of a width in columns."""
+    text = io.StringIO()
+    Console(file=text, width=width, force_terminal=False, highlight=False).print(table)
+    return text.getvalue()
 
 
 def print_json(content: Any) -> None:

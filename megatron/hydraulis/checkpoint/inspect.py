@@ -27,6 +27,7 @@ from megatron.hydraulis.checkpoint.manifest import (
     Manifest,
 )
 from megatron.hydraulis.errors import CheckpointError
+from megatron.hydraulis.terminal import figures_table
 
 if TYPE_CHECKING:
     from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint, StoredTensor
@@ -282,11 +283,7 @@ def _verdict(each: Inspection) -> str:
 
 
 def _table(found: FolderInspection) -> Table:
-    table = Table()
-    table.add_column("checkpoint")
-    table.add_column("state")
-    for column in ("sequences", "ranks", "size"):
-        table.add_column(column, justify="right")
+    table = figures_table("", ("checkpoint", "state"), ("sequences", "ranks", "size"))
     for each in found.checkpoints:
         consumed = each.num_consumed_sequences
         table.add_row(
@@ -329,11 +326,7 @@ def _facts(each: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _tensor_table(each: Inspection) -> Table:
-    table = Table(title=_name(each), title_justify="left")
-    table.add_column("tensor", overflow="fold")
-    table.add_column("shape")
-    table.add_column("dtype")
-    table.add_column("chunks", justify="right")
+    table = figures_table(_name(each), ("tensor", "shape", "dtype"), ("chunks",))
     for key, tensor in each.tensors.items():
         shape = " × ".join(map(str, tensor.shape))
         table.add_row(key, shape, _dtype_name(tensor.dtype), str(tensor.num_chunks))

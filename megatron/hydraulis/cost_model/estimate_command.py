@@ -16,7 +16,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
-from megatron.hydraulis.terminal import print_json, results_console
+from megatron.hydraulis.terminal import figures_table, print_json, results_console
 
 __all__ = ["add_arguments", "run"]
 
@@ -188,10 +188,11 @@ def _recompute(namespace: argparse.Namespace) -> Recompute:
 
 
 def _table(profile: ProfileCostModel) -> Table:
-    table = Table(title=f"estimated cost profile, {profile.device}", title_justify="left")
-    table.add_column("scheme")
-    for column in ("a, ns/token²", "b, µs/token", "c, ms", "max tokens"):
-        table.add_column(column, justify="right")
+    table = figures_table(
+        f"estimated cost profile, {profile.device}",
+        ("scheme",),
+        ("a, ns/token²", "b, µs/token", "c, ms", "max tokens"),
+    )
     for row in profile.schemes:
         coefficients = row.coefficients
         table.add_row(

@@ -11,6 +11,7 @@ from megatron.hydraulis.cost_model.memory import PoolFootprint, communicators_te
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
+from megatron.hydraulis.strategy.notation import ranks_text
 
 __all__ = ["describe", "format_description", "num_parameters_of_rank"]
 
@@ -184,7 +185,7 @@ def format_description(description: dict[str, Any]) -> str:
 def _strategy_lines(strategy: dict[str, Any]) -> list[str]:
     """One line for the strategy, then a table with one row per stage of its replicas."""
     name, text = strategy["name"], strategy["strategy"]
-    idle = _ranges(strategy["idle_ranks"]) or "none"
+    idle = ranks_text(strategy["idle_ranks"]) or "none"
     rows = [("replica", "scheme", "stage", "ranks", "layers", "parameters a rank", "most tokens")]
     for index, replica in enumerate(strategy["replicas"]):
         num_layers_of_stages = replica["layers_per_stage"]
@@ -197,7 +198,7 @@ def _strategy_lines(strategy: dict[str, Any]) -> list[str]:
                 if stage == 0
                 else ("", "", "")
             )
-            stage_shown = (str(stage), _ranges(ranks), str(num_layers), f"{num_parameters:,}")
+            stage_shown = (str(stage), ranks_text(ranks), str(num_layers), f"{num_parameters:,}")
             rows.append((index_shown, scheme_shown, *stage_shown, limit_shown))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     shown = text if name == text else f"{name} = {text}"
@@ -209,17 +210,6 @@ def _strategy_lines(strategy: dict[str, Any]) -> list[str]:
             for row in rows
         ),
     ]
-
-
-def _ranges(ranks: list[int]) -> str:
-    """Ranks in order, with consecutive ones combined: 0-3, 8."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _text(value: object) -> str:

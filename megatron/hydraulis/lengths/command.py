@@ -16,7 +16,7 @@ from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from megatron.hydraulis.observability.pictures import save_picture
-from megatron.hydraulis.terminal import print_json, results_console
+from megatron.hydraulis.terminal import figures_table, print_json, results_console
 
 __all__ = [
     "CutEffect",
@@ -267,32 +267,29 @@ def length_tables(statistics: LengthStatistics) -> Iterator[Table]:
 
 
 def _summary_table(statistics: LengthStatistics) -> Table:
-    table = Table(title="lengths in tokens", title_justify="left")
-    table.add_column("of all", overflow="fold")
-    for percent, _ in statistics.percentiles:
-        table.add_column(f"{percent:g} %", justify="right")
+    table = figures_table(
+        "lengths in tokens",
+        ("of all",),
+        [f"{percent:g} %" for percent, _ in statistics.percentiles],
+        caption=f"{statistics.num_sequences:,} sequences, {statistics.num_tokens:,} tokens; "
+        f"{statistics.shortest:,} to {statistics.longest:,} tokens long, "
+        f"mean {statistics.mean:,.0f}, mean over tokens {statistics.token_mean:,.0f}. "
+        f"Percentage in sequences of at most this length.",
+    )
     for name, rows in (
         ("sequences", statistics.percentiles),
         ("tokens", statistics.token_percentiles),
     ):
         table.add_row(name, *(f"{length:,}" for _, length in rows))
-    table.caption = (
-        f"{statistics.num_sequences:,} sequences, {statistics.num_tokens:,} tokens; "
-        f"{statistics.shortest:,} to {statistics.longest:,} tokens long, "
-        f"mean {statistics.mean:,.0f}, mean over tokens {statistics.token_mean:,.0f}. "
-        f"Percentage in sequences of at most this length."
-    )
-    table.caption_justify = "left"
     return table
 
 
 def _range_table(statistics: LengthStatistics) -> Table:
-    table = Table(title="by length", title_justify="left")
-    table.add_column("tokens", justify="right")
-    table.add_column("sequences", justify="right")
-    table.add_column("%", justify="right")
-    table.add_column("tokens %", justify="right")
-    table.add_column("Σs² %", justify="right")
+    table = figures_table(
+        "by length",
+        numbers=("tokens", "sequences", "%", "tokens %", "Σs² %"),
+        caption="Σs²: the work of attention.",
+    )
     table.add_column("share of all tokens", min_width=_BAR_WIDTH)
     most = max(row.token_share for row in statistics.ranges)
     for row in statistics.ranges:
@@ -303,21 +300,19 @@ def _range_table(statistics: LengthStatistics) -> Table:
             *(f"{100 * s:.2f}" for s in (row.sequence_share, row.token_share, row.square_share)),
             bar or ("▏" if row.num_sequences else ""),
         )
-    table.caption = "Σs²: the work of attention."
-    table.caption_justify = "left"
     return table
 
 
 def _cut_table(cut: CutEffect, statistics: LengthStatistics) -> Table:
-    title = f"with --seq-length {cut.seq_length} --long-sequences {cut.how}"
-    table = Table(title=title, title_justify="left")
-    for name in ("", "sequences", "tokens"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = figures_table(
+        f"with --seq-length {cut.seq_length} --long-sequences {cut.how}",
+        ("",),
+        ("sequences", "tokens"),
+        caption=f"Σs² after is {100 * cut.square_ratio:.2f} % of that before.",
+    )
     table.add_row("before", f"{statistics.num_sequences:,}", f"{statistics.num_tokens:,}")
     table.add_row(f"longer: {_HOW[cut.how]}", f"{cut.num_longer:,}", f"{cut.num_longer_tokens:,}")
     table.add_row("after", f"{cut.num_sequences:,}", f"{cut.num_tokens:,}")
-    table.caption = f"Σs² after is {100 * cut.square_ratio:.2f} % of that before."
-    table.caption_justify = "left"
     return table
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import io
 import math
 import statistics
 from collections import deque
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron.hydraulis.observability.records import IterationRecord
 from megatron.hydraulis.observability.report_data import Run
+from megatron.hydraulis.terminal import table_text
 
 __all__ = [
     "EtaEstimator",
@@ -25,7 +24,6 @@ __all__ = [
     "loss_text",
     "seconds_text",
     "share_text",
-    "table_text",
 ]
 
 # Number of iterations whose median predicts the rest: enough to ignore an evaluation or a
@@ -91,13 +89,6 @@ def closing_table(run: Run) -> str:
     for name, value in _closing_rows(run):
         table.add_row(name, value)
     return f"{table_text(table, TABLE_WIDTH)}run folder: {run.folder}\n"
-
-
-def table_text(table: Table, width: int) -> str:
-    """The table as plain text of a width in columns."""
-    text = io.StringIO()
-    Console(file=text, width=width, force_terminal=False, highlight=False).print(table)
-    return text.getvalue()
 
 
 def _closing_rows(run: Run) -> Iterator[tuple[str, str]]:

@@ -9,10 +9,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from rich.table import Table
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.observability.console import table_text
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,
@@ -22,6 +20,7 @@ from megatron.hydraulis.observability.trace import (
     read_trace,
 )
 from megatron.hydraulis.observability.trace_analysis import RankShares, Spans, rank_shares
+from megatron.hydraulis.terminal import figures_table, table_text
 
 __all__ = ["add_arguments", "draw_trace", "run"]
 
@@ -102,10 +101,9 @@ def run(namespace: argparse.Namespace) -> int:
 
 def shares_table(shares: list[RankShares], num_iterations: int) -> str:
     """The table as plain text: a row per rank, times in ms per iteration."""
-    table = Table(title="Time of each rank, ms per iteration", title_justify="left")
     columns = ("rank", "time", "forward", "backward", "planned", "busy", "wait", "idle")
-    for name in (*columns, "regrouping", "of it hidden"):
-        table.add_column(name, justify="right")
+    columns += ("regrouping", "of it hidden")
+    table = figures_table("Time of each rank, ms per iteration", numbers=columns)
 
     def per_iteration(time_us: float) -> str:
         return f"{time_us / _US_PER_MS / num_iterations:,.1f}"

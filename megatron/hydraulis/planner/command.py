@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from rich.table import Table
@@ -23,7 +23,8 @@ from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import ReplicaPlan
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.strategy import Pool
-from megatron.hydraulis.terminal import print_json, results_console
+from megatron.hydraulis.strategy.notation import ranks_text
+from megatron.hydraulis.terminal import figures_table, print_json, results_console
 
 __all__ = ["add_arguments", "replica_table", "run", "strategy_table", "summary"]
 
@@ -155,7 +156,7 @@ def strategy_table(explanation: PlanExplanation, pool: Pool) -> Table:
 
     Times are predicted times of the iteration in seconds, including overhead.
     """
-    table = _table("strategies", ("strategy", "replicas"), ("bound s", "found s", "gap %"))
+    table = figures_table("strategies", ("strategy", "replicas"), ("bound s", "found s", "gap %"))
     table.add_column("why not chosen", overflow="fold")
     for outcome in explanation.strategies:
         name, replicas = outcome.name, str(pool.strategy(outcome.name))
@@ -178,11 +179,11 @@ def replica_table(plan: IterationPlan, cost_model: CostModel) -> Table:
     its pipeline fills and drains, and while it waits for the slowest replica.
     """
     counts = ("sequences", "tokens", "micro-batches", "time s", "idle %")
-    table = _table(f"replicas of strategy {plan.strategy}", ("replica", "ranks"), counts)
+    table = figures_table(f"replicas of strategy {plan.strategy}", ("replica", "ranks"), counts)
     for replica in plan.replicas:
         table.add_row(
             str(replica.scheme),
-            _ranges(replica.ranks),
+            ranks_text(replica.ranks),
             str(replica.num_sequences),
             str(replica.num_tokens),
             str(len(replica.micro_batches)),
@@ -197,23 +198,3 @@ def _idle_share(replica: ReplicaPlan, makespan_s: float, cost_model: CostModel) 
         return 0.0
     work_ms = math.fsum(replica.times_ms(cost_model.coefficients))
     return max(0.0, 1.0 - work_ms / (makespan_s * MS_PER_S))
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Consecutive ranks as ``0-7``, in the order given."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in texts:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table

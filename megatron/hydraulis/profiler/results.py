@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients
 from megatron.hydraulis.cost_model.profile import (
@@ -17,6 +13,7 @@ from megatron.hydraulis.cost_model.profile import (
 )
 from megatron.hydraulis.profiler.measurements import MeasuredPoint, MeasuredStrategy
 from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.terminal import figures_table, table_text
 
 __all__ = ["profile_of", "profile_tables"]
 
@@ -84,10 +81,11 @@ def profile_of(
 
 def profile_tables(profile: ProfileCostModel) -> str:
     """A row for each scheme with its fit, and one for each strategy with its overhead, as text."""
-    schemes = Table(title="Time of a micro-batch, a·Σs² + b·Σs + c", title_justify="left")
-    for name in ("scheme", "a, ns/token²", "b, µs/token", "c, ms", "R²", "residual", "max tokens"):
-        schemes.add_column(name, justify="left" if name == "scheme" else "right")
-    schemes.add_column("peak, GB", justify="right")
+    schemes = figures_table(
+        "Time of a micro-batch, a·Σs² + b·Σs + c",
+        ("scheme",),
+        ("a, ns/token²", "b, µs/token", "c, ms", "R²", "residual", "max tokens", "peak, GB"),
+    )
     notes = profile.measurement.get("schemes", {})
     for row in profile.schemes:
         note, times = notes[str(row.scheme)], row.coefficients
@@ -104,9 +102,11 @@ def profile_tables(profile: ProfileCostModel) -> str:
     for scheme, note in notes.items():
         if not note.get("fits", True):
             schemes.add_row(scheme, "–", "–", "–", "–", "–", "0", note["why_not"])
-    strategies = Table(title="Overhead of an iteration", title_justify="left")
-    for name in ("strategy", "regroup, ms", "optimizer, ms", "gather, GB/s", "scatter, GB/s"):
-        strategies.add_column(name, justify="left" if name == "strategy" else "right")
+    strategies = figures_table(
+        "Overhead of an iteration",
+        ("strategy",),
+        ("regroup, ms", "optimizer, ms", "gather, GB/s", "scatter, GB/s"),
+    )
     speeds = profile.measurement.get("regroup", {})
     for strategy in profile.strategies:
         speed = speeds[strategy.name]
@@ -117,13 +117,8 @@ def profile_tables(profile: ProfileCostModel) -> str:
             _gb_per_s(speed["gather_bytes_per_s"]),
             _gb_per_s(speed["scatter_bytes_per_s"]),
         )
-    text = io.StringIO()
-    console = Console(file=text, width=_WIDTH, force_terminal=False, highlight=False)
-    console.print(schemes)
-    console.print("residual: median (worst) of |predicted/measured - 1|")
-    if profile.strategies:
-        console.print(strategies)
-    return text.getvalue()
+    text = table_text(schemes, _WIDTH) + "residual: median (worst) of |predicted/measured - 1|\n"
+    return text + table_text(strategies, _WIDTH) if profile.strategies else text
 
 
 def _gb_per_s(bytes_per_s: float | None) -> str:

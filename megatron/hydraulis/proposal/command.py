@@ -22,7 +22,7 @@ from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
 from megatron.hydraulis.strategy.notation import parse_terms
-from megatron.hydraulis.terminal import print_json, progress_bars, results_console
+from megatron.hydraulis.terminal import figures_table, print_json, progress_bars, results_console
 
 __all__ = ["add_arguments", "proposal_tables", "run"]
 
@@ -167,9 +167,15 @@ def proposal_tables(proposal: Proposal) -> Iterator[Table]:
 
 
 def _pool(proposal: Proposal) -> Table:
-    table = _table("proposed pool", ("strategy", "replicas"))
-    for name in ("holds, tokens", "fastest in", "s an iteration", "gain ms", "gain %"):
-        table.add_column(name, justify="right")
+    is_needed = any(member.gain_s is None for member in proposal.members)
+    why = f" ({_NONE}: without it some sequences do not fit)" if is_needed else ""
+    table = figures_table(
+        "proposed pool",
+        ("strategy", "replicas"),
+        ("holds, tokens", "fastest in", "s an iteration", "gain ms", "gain %"),
+        caption=f"Expected: {proposal.mean_s:.4f} s an iteration, mean of the plans of "
+        f"{proposal.num_batches} batches. Gain: increase without the strategy{why}.",
+    )
     for member in proposal.members:
         gain = (_NONE, _NONE)
         if member.gain_s is not None:
@@ -183,20 +189,17 @@ def _pool(proposal: Proposal) -> Table:
             _NONE if member.mean_s is None else f"{member.mean_s:.4f}",
             *gain,
         )
-    is_needed = any(member.gain_s is None for member in proposal.members)
-    why = f" ({_NONE}: without it some sequences do not fit)" if is_needed else ""
-    table.caption = (
-        f"Expected: {proposal.mean_s:.4f} s an iteration, mean of the plans of "
-        f"{proposal.num_batches} batches. Gain: increase without the strategy{why}."
-    )
-    table.caption_justify = "left"
     return table
 
 
 def _sizes(proposal: Proposal) -> Table:
-    table = _table("pools of other sizes", ("strategies",))
-    table.add_column("s an iteration", justify="right")
-    table.add_column("one more saves ms", justify="right")
+    nothing = "No strategy was found that would make this pool faster."
+    table = figures_table(
+        "pools of other sizes",
+        ("strategies",),
+        ("s an iteration", "one more saves ms"),
+        caption=nothing if proposal.one_more_s is None else "",
+    )
     rows = [(", ".join(size.names), size.mean_s) for size in proposal.sizes]
     if proposal.one_more_s is not None and proposal.one_more:
         rows.append((f"all, with {' and '.join(proposal.one_more)}", proposal.one_more_s))
@@ -205,35 +208,23 @@ def _sizes(proposal: Proposal) -> Table:
         saved = f"{1e3 * (mean_s - following[place]):.1f}" if place < len(following) else _NONE
         is_pool = place + 1 == len(proposal.sizes)
         table.add_row(names, f"{mean_s:.4f}", saved, style="bold" if is_pool else None)
-    if proposal.one_more_s is None:
-        table.caption = "No strategy was found that would make this pool faster."
-        table.caption_justify = "left"
     return table
 
 
 def _regimes(proposal: Proposal) -> Table:
-    table = _table("one strategy for each regime", ("longest sequence, tokens",))
-    table.add_column("batches", justify="right")
-    table.add_column("best strategy", overflow="fold")
-    table.add_column("in pool")
-    table.add_column("with it alone, s", justify="right")
-    table.add_column("with the pool, s", justify="right")
+    table = figures_table(
+        "one strategy for each regime",
+        ("longest sequence, tokens", "best strategy", "in pool"),
+        ("batches", "with it alone, s", "with the pool, s"),
+        caption="A regime: the same schemes hold the longest sequence of the batch.",
+    )
     for regime in proposal.regimes:
         table.add_row(
             f"{regime.above_tokens + 1:,} – {regime.up_to_tokens:,}",
-            str(regime.num_batches),
             regime.replicas,
             regime.name or _NONE,
+            str(regime.num_batches),
             f"{regime.mean_s:.4f}",
             f"{regime.pool_mean_s:.4f}",
         )
-    table.caption = "A regime: the same schemes hold the longest sequence of the batch."
-    table.caption_justify = "left"
-    return table
-
-
-def _table(title: str, texts: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in texts:
-        table.add_column(name, overflow="fold")
     return table

@@ -17,7 +17,14 @@ from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.strategy.placement import place
 from megatron.hydraulis.strategy.scheme import Replica, Scheme
 
-__all__ = ["Term", "format_terms", "parse_scheme", "parse_terms", "place_terms"]
+__all__ = [
+    "Term",
+    "format_terms",
+    "parse_scheme",
+    "parse_terms",
+    "place_terms",
+    "ranks_text",
+]
 
 
 _AXES = ("tp", "cp", "pp")
@@ -254,3 +261,14 @@ def _check_num_ranks(terms: Iterable[Term], num_ranks: int, label: str) -> None:
             f"strategy {label!r}: {what} but the job has {num_ranks}, all to be used or named "
             f"idle; append '+{idle}', add a replica or start {_plural(num_named, 'rank')}"
         )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks in the order given, with consecutive ones combined: ``0-3, 8``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
