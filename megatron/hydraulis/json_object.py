@@ -60,28 +60,37 @@ class JsonObject:
         """An object inside this one, with the same class of error."""
         return JsonObject(content, what, self._error)
 
+    def error(self, message: str) -> HydraulisError:
+        """An error of this object's class that begins with its name, to be raised."""
+        return self._error(f"{self.what}: {message}")
+
     def check_version(self, supported: int) -> None:
         """Raise if there is a ``version`` other than the supported one."""
         if self.has("version") and self.integer("version") != supported:
-            raise self._error(
-                f"{self.what}: version {supported} can be read but this one is of version "
+            raise self.error(
+                f"version {supported} can be read but this one is of version "
                 f"{self.integer('version')}; write it in version {supported}"
             )
 
     def value(self, key: str) -> Any:
         """The value of a key, whatever its type."""
         if key not in self._content:
-            raise self._error(f"{self.what}: needs {key!r} but lacks it; add {key!r}")
+            raise self.error(f"needs {key!r} but lacks it; add {key!r}")
         self._read.add(key)
         return self._content[key]
 
-    def integer(self, key: str) -> int:
+    def integer(self, key: str, *, default: int | None = None) -> int:
+        """default: if the key is absent; None if it must not be, here and below."""
+        if default is not None and not self.has(key):
+            return default
         return self._integer(key, "a whole number", self.value(key))
 
     def integers(self, key: str) -> tuple[int, ...]:
         return tuple(self._integer(key, "whole numbers", value) for value in self.array(key))
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, *, default: float | None = None) -> float:
+        if default is not None and not self.has(key):
+            return default
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, "a number", value)
@@ -95,7 +104,9 @@ class JsonObject:
             raise self._wrong(key, "a string", value)
         return value
 
-    def flag(self, key: str) -> bool:
+    def flag(self, key: str, *, default: bool | None = None) -> bool:
+        if default is not None and not self.has(key):
+            return default
         value = self.value(key)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false", value)
@@ -111,9 +122,7 @@ class JsonObject:
         """Raise if the object has keys that were not read."""
         unknown = sorted(set(self._content) - self._read)
         if unknown:
-            raise self._error(
-                f"{self.what}: has the unknown keys {', '.join(map(repr, unknown))}; remove them"
-            )
+            raise self.error(f"has the unknown keys {', '.join(map(repr, unknown))}; remove them")
 
     def _integer(self, key: str, expected: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -123,9 +132,7 @@ class JsonObject:
         return value
 
     def _wrong(self, key: str, expected: str, value: Any) -> HydraulisError:
-        return self._error(
-            f"{self.what}: {key} must be {expected} but is {_shown(value)}; correct it"
-        )
+        return self.error(f"{key} must be {expected} but is {_shown(value)}; correct it")
 
 
 def _shown(value: Any) -> str:

@@ -75,16 +75,13 @@ class ModelShape:
         model.check_version(_FORMAT_VERSION)
         num_heads, hidden_size = model.integer("num_attention_heads"), model.integer("hidden_size")
 
-        def optional(key: str, default: int) -> int:
-            return model.integer(key) if model.has(key) else default
-
         shape = cls(
             num_layers=model.integer("num_layers"),
             hidden_size=hidden_size,
             ffn_hidden_size=model.integer("ffn_hidden_size"),
             num_attention_heads=num_heads,
-            num_query_groups=optional("num_query_groups", num_heads),
-            kv_channels=optional("kv_channels", hidden_size // max(num_heads, 1)),
+            num_query_groups=model.integer("num_query_groups", default=num_heads),
+            kv_channels=model.integer("kv_channels", default=hidden_size // max(num_heads, 1)),
             vocab_size=model.integer("vocab_size"),
             gated_mlp=model.flag("gated_mlp"),
             tied_embeddings=model.flag("tied_embeddings"),

@@ -235,17 +235,8 @@ def _check_distinct(noun: str, names: list[str]) -> None:
 
 
 def _scheme_row(entry: JsonObject) -> ProfiledScheme:
-    try:
-        scheme = Scheme(
-            tp=entry.integer("tp"),
-            cp=entry.integer("cp"),
-            pp=entry.integer("pp"),
-            layers=entry.integers("layers") if entry.has("layers") else None,
-        )
-    except StrategyError as error:
-        raise ConfigurationError(f"{entry.what}: {error}") from None
     row = ProfiledScheme(
-        scheme=scheme,
+        scheme=Scheme.from_json(entry),
         coefficients=Coefficients(
             a_ms_per_token2=entry.number("a_ms_per_token2"),
             b_ms_per_token=entry.number("b_ms_per_token"),
@@ -258,11 +249,8 @@ def _scheme_row(entry: JsonObject) -> ProfiledScheme:
 
 
 def _scheme_to_json(row: ProfiledScheme) -> dict[str, Any]:
-    scheme, coefficients = row.scheme, row.coefficients
-    content: dict[str, Any] = {"tp": scheme.tp, "cp": scheme.cp, "pp": scheme.pp}
-    if scheme.layers is not None:
-        content["layers"] = list(scheme.layers)
-    return content | {
+    coefficients = row.coefficients
+    return row.scheme.to_json() | {
         "a_ms_per_token2": coefficients.a_ms_per_token2,
         "b_ms_per_token": coefficients.b_ms_per_token,
         "c_ms": coefficients.c_ms,
@@ -273,8 +261,8 @@ def _scheme_to_json(row: ProfiledScheme) -> dict[str, Any]:
 def _strategy_row(entry: JsonObject) -> ProfiledStrategy:
     row = ProfiledStrategy(
         name=entry.text("name"),
-        regroup_ms=entry.number("regroup_ms") if entry.has("regroup_ms") else 0.0,
-        optimizer_ms=entry.number("optimizer_ms") if entry.has("optimizer_ms") else 0.0,
+        regroup_ms=entry.number("regroup_ms", default=0.0),
+        optimizer_ms=entry.number("optimizer_ms", default=0.0),
     )
     entry.check_all_read()
     return row

@@ -283,7 +283,7 @@ class ReplicaPlan:
     def to_json(self) -> dict[str, Any]:
         """``{"scheme": ..., "ranks": ..., "predicted_time_s": ..., "micro_batches": [...]}``."""
         return {
-            "scheme": _scheme_to_json(self.scheme),
+            "scheme": self.scheme.to_json(),
             "ranks": list(self.ranks),
             "predicted_time_s": float(self.predicted_time_s),
             "micro_batches": [micro_batch.to_json() for micro_batch in self.micro_batches],
@@ -292,10 +292,9 @@ class ReplicaPlan:
     @classmethod
     def from_json(cls, content: JsonObject) -> "ReplicaPlan":
         """Read what to_json wrote; PlanError for anything else."""
+        scheme = content.nested(content.value("scheme"), f"scheme of {content.what}")
         replica = cls(
-            scheme=_scheme_from_json(
-                content.nested(content.value("scheme"), f"scheme of {content.what}")
-            ),
+            scheme=Scheme.from_json(scheme),
             ranks=content.integers("ranks"),
             micro_batches=tuple(
                 MicroBatch.from_json(
@@ -305,33 +304,9 @@ class ReplicaPlan:
             ),
             predicted_time_s=content.number("predicted_time_s"),
         )
+        scheme.check_all_read()
         content.check_all_read()
         return replica
-
-
-def _scheme_to_json(scheme: Scheme) -> dict[str, Any]:
-    """``{"tp", "cp", "pp"}``, and ``layers`` and ``splits_cp`` where the scheme has them."""
-    content: dict[str, Any] = {"tp": scheme.tp, "cp": scheme.cp, "pp": scheme.pp}
-    if scheme.layers is not None:
-        content["layers"] = list(scheme.layers)
-    if scheme.splits_cp:
-        content["splits_cp"] = True
-    return content
-
-
-def _scheme_from_json(content: JsonObject) -> Scheme:
-    try:
-        scheme = Scheme(
-            tp=content.integer("tp"),
-            cp=content.integer("cp"),
-            pp=content.integer("pp"),
-            layers=content.integers("layers") if content.has("layers") else None,
-            splits_cp=content.flag("splits_cp") if content.has("splits_cp") else False,
-        )
-    except StrategyError as error:
-        raise PlanError(f"{content.what}: {error}") from None
-    content.check_all_read()
-    return scheme
 
 
 def check_time(what: str, value: float) -> None:

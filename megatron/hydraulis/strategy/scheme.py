@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.json_object import JsonObject
 
 __all__ = ["Position", "Replica", "Scheme"]
 
@@ -113,6 +115,29 @@ class Scheme:
             )
         num_each, num_longer = divmod(num_layers, self.pp)
         return tuple(num_each + (stage < num_longer) for stage in range(self.pp))
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"tp", "cp", "pp"}``, and ``layers`` and ``splits_cp`` where the scheme has them."""
+        content: dict[str, Any] = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
+        if self.layers is not None:
+            content["layers"] = list(self.layers)
+        if self.splits_cp:
+            content["splits_cp"] = True
+        return content
+
+    @classmethod
+    def from_json(cls, content: JsonObject) -> "Scheme":
+        """Read what to_json wrote; raises the content's error for anything else."""
+        try:
+            return cls(
+                tp=content.integer("tp"),
+                cp=content.integer("cp"),
+                pp=content.integer("pp"),
+                layers=content.integers("layers") if content.has("layers") else None,
+                splits_cp=content.flag("splits_cp", default=False),
+            )
+        except StrategyError as error:
+            raise content.error(str(error)) from None
 
     def __str__(self) -> str:
         """The scheme in the notation, without degrees of 1: ``tp2cp2pp2:3,5``."""

@@ -339,8 +339,8 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         raise _wrong(config, "layer_types", ["full_attention", "…"])
     has_biases = False
     if family == "llama":
-        has_biases = _flag(config, "attention_bias")
-        if _flag(config, "mlp_bias") != has_biases:
+        has_biases = config.flag("attention_bias", default=False)
+        if config.flag("mlp_bias", default=False) != has_biases:
             raise _wrong(config, "mlp_bias", f"attention_bias, which is {has_biases}")
     elif family == "qwen3":
         _only(config, "attention_bias", False)
@@ -366,9 +366,9 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         kv_channels=kv_channels,
         vocab_size=config.integer("vocab_size"),
         max_position_embeddings=config.integer("max_position_embeddings"),
-        norm_epsilon=_number(config, "rms_norm_eps", _DEFAULT_RMS_NORM_EPS),
+        norm_epsilon=config.number("rms_norm_eps", default=_DEFAULT_RMS_NORM_EPS),
         **_rope(config),
-        tied_embeddings=_flag(config, "tie_word_embeddings"),
+        tied_embeddings=config.flag("tie_word_embeddings", default=False),
         has_linear_biases=has_biases,
         has_qkv_biases=family == "qwen2" or has_biases,
         has_qk_norms=family == "qwen3",
@@ -385,8 +385,8 @@ def _rope(config: JsonObject) -> dict[str, Any]:
             content |= config.value(key)
     kinds = {content.pop("type", None), content.pop("rope_type", None)} - {None}
     rope = _without_nulls(content, f"{config.what}, rope")
-    theta = _number(config, "rope_theta", _DEFAULT_ROPE_THETA)
-    theta = _number(rope, "rope_theta", theta)
+    theta = config.number("rope_theta", default=_DEFAULT_ROPE_THETA)
+    theta = rope.number("rope_theta", default=theta)
     if theta != int(theta):
         raise _wrong(config, "rope_theta", "a whole number", theta)
     _only(rope, _PARTIAL, 1.0)
@@ -425,14 +425,6 @@ def _only(config: JsonObject, key: str, only: object) -> None:
     """Refuse another value; absent stands for the usual one."""
     if config.has(key) and config.value(key) != only:
         raise _wrong(config, key, only)
-
-
-def _flag(config: JsonObject, key: str) -> bool:
-    return config.has(key) and config.flag(key)
-
-
-def _number(config: JsonObject, key: str, default: float) -> float:
-    return config.number(key) if config.has(key) else default
 
 
 # --- tensors ------------------------------------------------------------------------------------
