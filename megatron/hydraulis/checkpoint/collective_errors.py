@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from megatron.hydraulis.errors import CheckpointError, HydraulisError
+from megatron.hydraulis.runtime.process_groups import of_all_ranks
 
 __all__ = ["agreed_problems", "failure_of", "on_all_ranks", "on_rank_0", "raise_first"]
 
@@ -31,9 +32,7 @@ def on_all_ranks[T](action: Callable[[], T], what: str) -> T:
         result = action()
     except Exception as error:
         failure = failure_of(error, what)
-    failures: list[Failure | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    raise_first(failures, what)
+    raise_first(of_all_ranks(failure), what)
     return result  # type: ignore[return-value]
 
 
@@ -73,6 +72,4 @@ def on_rank_0[T](action: Callable[[], T], what: str) -> T:
 
 def agreed_problems(problems: Sequence[str]) -> list[str]:
     """Collective: the problems found by any rank, each once."""
-    everyone: list[Sequence[str]] = [()] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(problems))
-    return sorted({problem for found in everyone for problem in found})
+    return sorted({problem for found in of_all_ranks(list(problems)) for problem in found})

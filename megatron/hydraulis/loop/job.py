@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,6 +62,7 @@ from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.process_groups import (
     device_of_job,
     group_of_self,
+    of_all_ranks,
     training_loop_collection,
 )
 from megatron.hydraulis.runtime.spans import SpanRecorder, combine_recorders
@@ -219,9 +219,7 @@ class Job:
 
     def _agree_on_device(self, corpora: Corpora) -> None:
         """Collective: all ranks plan with the same device."""
-        devices: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(devices, self._device)
-        self._device = common_constants(devices)
+        self._device = common_constants(of_all_ranks(self._device))
         self._planning = Planning.of(self._resolved, self._device, self._profile)
         self._check_longest(corpora)
 

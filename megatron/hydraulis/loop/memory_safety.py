@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from megatron.hydraulis.runtime.memory import (
 )
 from megatron.hydraulis.runtime.memory_trial import run_memory_trial
 from megatron.hydraulis.runtime.outcome import StepOutcome
+from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 __all__ = ["MemorySafety", "use_expandable_segments"]
@@ -127,9 +127,8 @@ class MemorySafety:
         Raises OutOfMemoryError for the second time in an iteration, for recorded plans, and where
         no strategy is left.
         """
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, outcome.out_of_memory)
-        failures: list[OutOfMemory] = [each for each in everyone if each is not None]
+        everyone = of_all_ranks(outcome.out_of_memory)
+        failures = [each for each in everyone if each is not None]
         what = f"iteration {iteration}: {failures[0].text} ({self._predicted(failures[0])})"
         if len(failures) > 1:
             what += f", as did {len(failures) - 1} other ranks"

@@ -35,7 +35,7 @@ from megatron.hydraulis.planner.plan import is_marked, plan_status
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.memory import allocator_peaks
 from megatron.hydraulis.runtime.outcome import StepOutcome
-from megatron.hydraulis.runtime.process_groups import to_device
+from megatron.hydraulis.runtime.process_groups import of_all_ranks, to_device
 
 __all__ = ["Iterators", "LogInterval", "TrainingLoop"]
 
@@ -537,9 +537,7 @@ def _cause(planned: PlannedBatch, outcome: StepOutcome, corpus: Corpus) -> tuple
         for index in outcome.bad_micro_batches
         for sequence_id in planned.micro_batch_sequences[index]
     ]
-    everyone: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
-    bad = sorted({sequence_id for ids in everyone for sequence_id in ids})
+    bad = sorted({sequence_id for ids in of_all_ranks(own) for sequence_id in ids})
     if outcome.loss.is_finite:
         what = f"the gradient norm is {outcome.gradient_norm}"
         bad = sorted(planned.batch.sequence_ids)

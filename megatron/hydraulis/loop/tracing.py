@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,6 +25,7 @@ from megatron.hydraulis.observability.trace import (
     rank_files,
 )
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.runtime.spans import ALL_TRACKS, REGROUP, CudaClock, MemoryRecorder
 
 __all__ = ["RunTrace", "planned_spans"]
@@ -231,8 +231,7 @@ def _compare_clocks() -> tuple[ClockOffset, int]:
         dist.barrier()
         after_ns.append(time.perf_counter_ns())
     own = BarrierStamps(_clock_name(), tuple(before_ns), tuple(after_ns))
-    stamps: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stamps, own)
+    stamps = of_all_ranks(own)
     return clock_offsets(stamps)[dist.get_rank()], stamps[0].after_ns[-1]
 
 

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from megatron.hydraulis.profiler.measurements import (
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import MemoryMeter, is_out_of_memory, release_cached_memory
+from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.runtime.spans import (
     COMPUTE,
     REGROUP,
@@ -133,7 +133,7 @@ class EngineRig:
             self._engine = None
             release_cached_memory()
             return MeasuredPoint(scheme=scheme, point=point, why_not="out of memory")
-        return _measured(scheme, point, _of_all_ranks(own))
+        return _measured(scheme, point, of_all_ranks(own))
 
     def run_strategy(
         self, strategy: Strategy, points: Mapping[Scheme, MeasuredPoint]
@@ -167,9 +167,7 @@ class EngineRig:
                 optimizers_ms.append(optimizer_ms)
         regroup = self._regroup_speed(strategy)
         all_walls_ms, all_optimizers_ms, speeds = zip(
-            *_of_all_ranks(
-                (statistics.median(walls_ms), statistics.median(optimizers_ms), regroup)
-            ),
+            *of_all_ranks((statistics.median(walls_ms), statistics.median(optimizers_ms), regroup)),
             strict=True,
         )
         makespan_ms = max(
@@ -260,12 +258,6 @@ class EngineRig:
         scheme = replica.scheme
         part = pack(sequences, scheme.tp, context_size=scheme.cp, context_rank=position.cp)
         return part.to(self.engine.device)
-
-
-def _of_all_ranks(own: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return everyone
 
 
 def _num_micro_batches(scheme: Scheme) -> int:

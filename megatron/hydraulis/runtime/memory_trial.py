@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron.hydraulis.cost_model.limits import MemoryTrial, after_failure, allowed_tokens
@@ -29,6 +28,7 @@ from megatron.hydraulis.runtime.memory import (
     SharedOutOfMemoryError,
     release_cached_memory,
 )
+from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 __all__ = ["TrialResult", "run_memory_trial"]
@@ -236,9 +236,7 @@ def _allowed(limits: dict[Scheme, int], measured: _Measured) -> dict[Scheme, int
 
 def _gathered(own: Any) -> list[Any]:
     """The values of all ranks that have one. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return [each for each in everyone if each is not None]
+    return [each for each in of_all_ranks(own) if each is not None]
 
 
 @contextmanager

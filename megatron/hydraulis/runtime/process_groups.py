@@ -37,6 +37,13 @@ def _as_member(group: Any) -> dist.ProcessGroup:
     return group
 
 
+def of_all_ranks[Value](own: Value) -> list[Value]:
+    """The value of every rank, by rank: any object that can be pickled. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
 class GroupRegistry:
     """All process groups of a job, keyed by rank tuple.
 
