@@ -5,17 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron.hydraulis.errors import HydraulisError
 
-__all__ = ["CATEGORY_COLORS", "DOTS_PER_INCH", "save_picture"]
+__all__ = ["CATEGORY_COLORS", "DOTS_PER_INCH", "save_picture", "style_rows"]
 
 CATEGORY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 
 DOTS_PER_INCH = 120
+
+
+def style_rows(axes: Axes, xlabel: str, title: str) -> None:
+    """The look of a picture with a named row for each bar and time along the x axis."""
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.tick_params(axis="x", labelsize=9)
+    axes.grid(axis="x", color="#e8e8e8", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title(title, fontsize=10, loc="left")
 
 
 def save_picture(figure: Figure, path: Path, *, fix: str, **options: Any) -> None:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture
+from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture, style_rows
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,
     Span,
@@ -182,13 +182,7 @@ def draw_trace(
         at += 1.0
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     axes.set_ylim(at, -1.0)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("ms since the iteration's start", fontsize=9)
-    axes.tick_params(axis="x", labelsize=9)
-    axes.grid(axis="x", color="#e8e8e8", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(_title(wholes, planned, iteration), fontsize=10, loc="left")
+    style_rows(axes, "ms since the iteration's start", _title(wholes, planned, iteration))
     names = {span.name for span in drawn if (span.rank, _row_of(span)) in rows}
     figure.legend(
         handles=_legend(names), loc="outside lower center", ncols=8, fontsize=8, frameon=False

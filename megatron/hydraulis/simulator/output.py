@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture
+from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture, style_rows
 from megatron.hydraulis.observability.trace import Span
 from megatron.hydraulis.simulator.results import PARTS, WayResult
 from megatron.hydraulis.simulator.simulation import IterationTasks, OperationTasks
@@ -131,13 +131,7 @@ def draw_results(
     axes.set_yticks(range(len(results)), [result.name for result in results], fontsize=9)
     axes.set_ylim(len(results) - 0.4, -0.6)
     axes.set_xlim(0.0, 1.22 * longest_s)
-    axes.set_xlabel("s per iteration, divided by what the ranks do in it", fontsize=9)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=9)
-    axes.grid(axis="x", color="#e8e8e8", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(title, fontsize=10, loc="left")
+    style_rows(axes, "s per iteration, divided by what the ranks do in it", title)
     handles, labels = axes.get_legend_handles_labels()
     first = dict(zip(labels, handles, strict=True))
     figure.legend(
