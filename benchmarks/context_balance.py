@@ -6,8 +6,9 @@ Time and memory follow the published constants, on the eight frozen batches (REA
 64*: as few micro-batches as memory allows. *Equal groups*: groups of one width in step, the best
 width for each batch, packed by best fit into as few rows as that finds; dealt longest first to as
 many rows as are needed, by tokens; and searched as waves are. *Megatron's*: its scheduler for
-groups of several widths (BalancedCPScheduler), which gets the same times; it runs the sequences of
-a rank one by one, each as a row. Waves: the certified planner's plan for ``cp64~``, with its bound.
+groups of several widths (BalancedCPScheduler), which gets the same times. It runs the sequences of
+a rank one by one, so that several need not fit into one row; in its favour, only one of them in a
+wave pays a row's constant time. Waves: the certified planner's plan for ``cp64~``, with its bound.
 CPU times are of one core.
 """
 
@@ -173,8 +174,9 @@ def megatron_s(groups: Sequence[GroupCost], lengths: Sequence[int]) -> float:
 
     by_size = {group.size: group for group in groups}
 
-    def time_ms(length: int, num_ranks: int) -> float:
-        return by_size[num_ranks].time_ms([length])
+    def work_ms(length: int, num_ranks: int) -> float:
+        group = by_size[num_ranks]
+        return group.time_ms([length]) - group.coefficients.c_ms
 
     class Ranks:
         """All that the scheduler asks of a process group."""
@@ -186,15 +188,15 @@ def megatron_s(groups: Sequence[GroupCost], lengths: Sequence[int]) -> float:
         """With the times of this benchmark."""
 
         def get_total_workload(self, seq_length: int, cp_size: int | None = None) -> float:
-            return time_ms(seq_length, cp_size or self.gpus_needed(seq_length))
+            return work_ms(seq_length, cp_size or self.gpus_needed(seq_length))
 
     scheduler = Scheduler(by_size[1].max_tokens, Ranks())
     _, by_wave = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
     total_ms = 0.0
     for by_rank in by_wave:
         num_ranks_of = Counter(sequence for members in by_rank for sequence in members)
-        total_ms += max(
-            math.fsum(time_ms(lengths[sequence], num_ranks_of[sequence]) for sequence in members)
+        total_ms += by_size[1].coefficients.c_ms + max(
+            math.fsum(work_ms(lengths[sequence], num_ranks_of[sequence]) for sequence in members)
             for members in by_rank
         )
     return total_ms / 1e3

@@ -101,9 +101,11 @@ def run(namespace: argparse.Namespace) -> int:
 
 def shares_table(shares: list[RankShares], num_iterations: int) -> str:
     """The table as plain text: a row per rank, times in ms per iteration."""
-    columns = ("rank", "time", "forward", "backward", "planned", "busy", "wait", "idle")
-    columns += ("regrouping", "of it hidden")
-    table = figures_table("Time of each rank, ms per iteration", numbers=columns)
+    times = ("time", "forward", "backward", "planned", "busy", "wait", "idle")
+    table = figures_table(
+        "Time of each rank, ms per iteration",
+        numbers=("rank", *times, "regrouping", "of it hidden"),
+    )
 
     def per_iteration(time_us: float) -> str:
         return f"{time_us / _US_PER_MS / num_iterations:,.1f}"
