@@ -18,8 +18,9 @@ def buckets_in_place(job: Job) -> tuple[int, int, int]:
     """On every rank: buckets held, received in place, and sent in place."""
     engine = build_engine(job)
     runtime = engine.runtime_of(job.strategies[0])
-    assert runtime.role is not None
-    routes = [r for r in runtime.regrouper.routes if r.bucket.unit in runtime.role.units]
+    assert runtime.bound is not None
+    units = runtime.bound.role.units
+    routes = [r for r in runtime.regrouper.routes if r.bucket.unit in units]
     received = [r for r in routes if r.received_in_place]
     sent = [r for r in routes if r.sent_in_place]
     return len(routes), len(received), len(sent)

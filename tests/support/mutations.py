@@ -62,9 +62,9 @@ def _tied_output_end_forgotten() -> Iterator[None]:
 
     def run(self: Engine, runtime: Any, *others: Any) -> Any:
         reports = right(self, runtime, *others)
-        role, arena = runtime.role, runtime.arena
+        role = None if runtime.bound is None else runtime.bound.role
         if role is not None and not role.has_embedding and role.has_output:
-            for bound in arena.bound.values():
+            for bound in runtime.arena.bound.values():
                 if bound.name.startswith("embedding."):
                     bound.gradient.zero_()
         return reports

@@ -63,11 +63,6 @@ class Corpora:
     valid: Corpus | None
     test: Corpus | None
 
-    @property
-    def parts(self) -> tuple[Corpus, ...]:
-        """Those that hold sequences."""
-        return tuple(part for part in (self.train, self.valid, self.test) if part is not None)
-
 
 def load_corpora(
     *,

@@ -380,7 +380,7 @@ class TrainingLoop:
             plan_time_s=plan.plan_time_s,
             plan_wait_s=planned.plan_wait_s,
             plan_fetch_s=planned.plan_fetch_s,
-            replica_times_s=tuple(replica.predicted_time_s for replica in plan.replicas),
+            replica_times_s=plan.replica_times_s,
             plan_status=status,
             plan_gap=None if plan.dispatch is None else plan.dispatch.gap,
             num_marked_plans=counters.num_marked_plans,

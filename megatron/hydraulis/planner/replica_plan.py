@@ -144,11 +144,6 @@ class MicroBatch:
         """Σ s: what fills memory."""
         return sum(self.lengths)
 
-    @property
-    def sum_of_squares(self) -> int:
-        """Σ s²: what attention computes."""
-        return sum(length * length for length in self.lengths)
-
     def shares(self, width: int) -> tuple[GroupShare, ...]:
         """What each context group runs, by offset; ``width`` is the replica's cp."""
         if not self.groups:

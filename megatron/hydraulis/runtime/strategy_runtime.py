@@ -27,16 +27,11 @@ from megatron.hydraulis.transfer.role import Role, roles_of
 
 @dataclass(frozen=True)
 class StrategyRuntime:
-    """What this rank needs to run one strategy; `role`, `model` and `arena` are None where idle."""
+    """What this rank needs to run one strategy; `model` and `arena` are None where idle."""
 
     strategy: Strategy
     bound: BoundRole | None
     regrouper: Regrouper
-
-    @property
-    def role(self) -> Role | None:
-        """This rank's role."""
-        return None if self.bound is None else self.bound.role
 
     @property
     def model(self) -> RoleModel | None:

@@ -84,7 +84,6 @@ def test_each_dataset_of_a_blend_is_divided_by_itself(tmp_path: Path) -> None:
     assert corpora.test is None
     assert corpora.train is not None
     assert [group.weight for group in corpora.train.groups] == [3, 1]
-    assert corpora.parts == (corpora.train, corpora.valid)
 
 
 def test_datasets_for_each_part(tmp_path: Path) -> None:

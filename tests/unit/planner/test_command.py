@@ -262,7 +262,7 @@ def test_every_strategy_has_a_row_and_every_replica(
     assert float(rows[0][3]) == pytest.approx(plan.predicted_time_s, abs=1e-4)
     assert rows[1][2:5] == ["–", "–", "–"]
     replicas = rendered(replica_table(plan, model))
-    assert [row[:2] for row in replicas] == [["tp2", "1,0"], ["tp1", "2"], ["tp1", "3"]]
+    assert [row[:2] for row in replicas] == [["tp2", "1, 0"], ["tp1", "2"], ["tp1", "3"]]
     assert sum(int(row[3]) for row in replicas) == 650
     assert min(float(row[6]) for row in replicas) == 0.0
     text = summary(plan)
