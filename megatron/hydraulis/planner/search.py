@@ -138,10 +138,10 @@ class StrategySearch:
         with self._dispatch_timed():
             return self._excludes(time_ms)
 
-    def raise_bound(self, *, gap: float = TARGET_GAP) -> None:
-        """Raise the bound until nothing is left to prove, down to a gap."""
+    def raise_bound(self) -> None:
+        """Raise the bound until nothing is left to prove, down to `TARGET_GAP`."""
         with self._dispatch_timed():
-            self._raise_bound(gap)
+            self._raise_bound()
 
     def search(self) -> None:
         """Improve the best plan and the bound until they meet or there is nothing left to try."""
@@ -163,13 +163,13 @@ class StrategySearch:
             self.bound_ms = max(self.bound_ms, time_ms)
         return is_excluded
 
-    def _raise_bound(self, gap: float = TARGET_GAP) -> None:
+    def _raise_bound(self) -> None:
         if self._waves_alone is not None:
             self._raise_bound_by_waves(self._waves_alone, with_integers=False)
             return
-        if self._excludes(self.found_ms * (1.0 - gap)):
-            return
-        self._bisect(self.found_ms * (1.0 - gap), gap, self._excludes)
+        most_ms = self.found_ms * (1.0 - TARGET_GAP)
+        if not self._excludes(most_ms):
+            self._bisect(most_ms, TARGET_GAP, self._excludes)
 
     def _search(self) -> None:
         if self._waves_alone is not None:

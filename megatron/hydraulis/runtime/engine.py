@@ -310,8 +310,6 @@ class Engine:
         strategy_name: str,
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
-        *,
-        phase: Phase = untimed,
     ) -> tuple[LossTotal, tuple[int, ...]]:
         """Gradients, summed over tokens, on the canonical shards, without an update.
 
@@ -322,7 +320,7 @@ class Engine:
             SharedOutOfMemoryError: on every rank, where memory ran out on replicas of one rank.
             OutOfMemoryError: on the rank alone, where it is one of several of a replica.
         """
-        gradients = self.compute_gradients(strategy_name, batches, forward_step, phase=phase)
+        gradients = self.compute_gradients(strategy_name, batches, forward_step)
         vote, bad = self._vote(
             gradients.runtime,
             gradients.reports,
