@@ -118,7 +118,7 @@ def object_key(key: str, num_axes: int = 1) -> str:
 
 
 COMMON_STATE = object_key("common_state")
-"""Megatron's name of everything that is neither a tensor nor an object of its own."""
+"""Megatron's name of everything that is neither a tensor nor a separate object."""
 
 
 # --- reading ------------------------------------------------------------------------------------

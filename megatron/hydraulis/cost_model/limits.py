@@ -49,7 +49,7 @@ class Limits:
     The first of these that exists is the limit:
 
     1. --max-tokens-per-micro-batch, rounded down to the scheme's token_quantum;
-    2. the strategy's own ``max_tokens`` of the pool file (flags.checks refuses it beside the flag);
+    2. the strategy's own ``max_tokens`` of the pool file (flags.checks refuses it with the flag);
     3. what fits in memory: `CostModel.max_tokens`.
 
     Measured limits then reduce it; nothing raises it.

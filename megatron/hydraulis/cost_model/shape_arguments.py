@@ -58,7 +58,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--untie-embeddings-and-output-weights",
         action="store_true",
-        help="the output layer has weights of its own",
+        help="the output layer has its own weights",
     )
     vocabulary = group.add_mutually_exclusive_group()
     vocabulary.add_argument("--padded-vocab-size", type=int, metavar="N", help="entries as padded")

@@ -165,8 +165,8 @@ class Job:
         """Make the folders of the run, on every rank, before ranks wait for each other.
 
         Raises ConfigurationError for one that cannot be written, and for a --plan-dir that already
-        holds plans, unless the run continues from a checkpoint: plans of two runs could not be told
-        apart.
+        holds plans, unless the run continues from a checkpoint: plans of two runs could not be
+        distinguished.
         """
         args, hydraulis = self._resolved.args, self._resolved.hydraulis
         folders = {

@@ -84,7 +84,7 @@ _MANY_MICRO_BATCHES = 12
 _SAFETY = 1e-6
 _MAX_CACHED_SHAPES = 4096
 
-# Least and most that work beside a long micro-batch adds to its time.
+# Least and most that work in parallel with a long micro-batch adds to its time.
 _LEAST_ALONGSIDE = min(FORWARD_SHARE, 1.0 - FORWARD_SHARE)
 _MOST_ALONGSIDE = 1.0 - _LEAST_ALONGSIDE
 # Numbers of long micro-batches considered: n have 2^(n-1) choices of sides, and that many again for

@@ -1,4 +1,4 @@
-"""What was measured so far, in a JSON lines file beside the profile, from which a rerun goes on.
+"""What was measured so far, in a JSON lines file next to the profile, from which a rerun goes on.
 
 The first line is the setup of the measurements; a file of another setup is refused. A line
 ``attempt`` is written before every measurement, so that a measurement which ends the process, for
