@@ -16,14 +16,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import fill
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration-errors.md"
 PACKAGE = "megatron/hydraulis"
 PACKAGES = (PACKAGE, "hydraulis_patches")
 ERRORS = ("ConfigurationError", "StrategyError")
-PASSED_ON = ("refusals[0]", "str(error)")
+PASSED_ON = ("line", "message", "problem", "str(error)")
 """Expressions for texts that are made, and listed, elsewhere."""
 UNKNOWN = "…"
 MIN_WORDS = 4
@@ -42,17 +41,11 @@ it and, after its last semicolon, what to do. The page leaves out that last part
 Such an error ends the program with status 2 and one line on standard error; under torchrun that
 line is above torchrun's own report. The flags of a run are in `config.json` of its run folder.
 `hydraulis train … --dry-run` finds most errors of flags and strategies without starting ranks.
-Errors during a run are in [operations.md](operations.md#what-failures-look-like).
+Errors during a run are in [operations.md](operations.md#what-failures-look-like). Options of
+Megatron that are refused are in [coming-from-megatron.md](coming-from-megatron.md#refused).
 
 | message | raised in |
 |---|---|"""
-REFUSED = """\
-## Refused options of Megatron
-
-`⟨option⟩ is not honoured: ⟨reason⟩; ⟨what to do⟩`: this program refuses options that it does not
-act on, as ignoring them would train another model. The options it honours are in
-[flags/options.py](../megatron/hydraulis/flags/options.py). Refused are options about:
-"""
 
 
 class UnreadableError(Exception):
@@ -228,16 +221,13 @@ def _cell(text: str) -> str:
 
 
 def page(messages: Sequence[Message]) -> str:
-    """The text of the page: a table of all messages, and what is said of refused options."""
-    from megatron.hydraulis.flags.options import families
-
+    """The text of the page: a table of all messages."""
     modules: dict[str, dict[str, None]] = {}
     for each in messages:
         if each.shown:
             modules.setdefault(_cell(each.shown), {})[f"`{each.module}`"] = None
     rows = [f"|{text}|{', '.join(raised_in)}|" for text, raised_in in modules.items()]
-    refused = fill("; ".join(family.name for family in families()) + ".", 100)
-    return "\n".join([INTRODUCTION, *rows, "", REFUSED, refused, ""])
+    return "\n".join([INTRODUCTION, *rows, ""])
 
 
 def main() -> int:

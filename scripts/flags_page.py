@@ -1,10 +1,11 @@
-"""Writes docs/flags.md from the code: every flag of training with its meaning and default.
+"""Writes what the docs say about flags from the code.
 
-    python scripts/flags_page.py            # writes the file
-    python scripts/flags_page.py --check    # fails if it is not up to date
+    python scripts/flags_page.py            # writes the files
+    python scripts/flags_page.py --check    # fails if they are not up to date
 
-Our flags come from the fields and docstrings of `HydraulisConfig`, Megatron's from the table of
-options that are honoured.
+docs/flags.md is every flag of training: ours come from the fields and docstrings of
+`HydraulisConfig`, Megatron's from the options that are honoured. docs/coming-from-megatron.md gets
+its tables of options that are taken and refused, below its last mark.
 """
 
 from __future__ import annotations
@@ -24,9 +25,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of  # noqa: E402
-from megatron.hydraulis.flags.options import HONOURED, HONOURED_BY_TOPIC, Honoured  # noqa: E402
+from megatron.hydraulis.flags.options import (  # noqa: E402
+    HONOURED,
+    HONOURED_BY_TOPIC,
+    TAKEN,
+    Honoured,
+    Refused,
+    Taken,
+)
+from megatron.hydraulis.flags.parser import FlagParser  # noqa: E402
 
 PAGE = ROOT / "docs" / "flags.md"
+COMING_FROM = ROOT / "docs" / "coming-from-megatron.md"
+MARK = "<!-- Written by scripts/flags_page.py from flags/options.py from here on. -->"
 
 INTRODUCTION = """\
 # Flags
@@ -37,9 +48,7 @@ This page lists every flag of training: those of this project, then the options 
 honours. `hydraulis train --help` prints both with Megatron's own descriptions.
 
 - If a flag is repeated, the last value wins.
-- Any other option of Megatron is refused by name, because ignoring it would train a different model
-  from the one requested: `--num-experts is not honoured: …`
-  ([all refused options](configuration-errors.md#refused-options-of-megatron)).
+- Any other option of Megatron is [taken or refused](coming-from-megatron.md#all-other-options).
 """
 
 TOPICS: dict[str, tuple[str, ...]] = {
@@ -189,19 +198,42 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def option_tables() -> str:
+    """The options of Megatron that are not honoured: what happens instead, or why not."""
+    taken: dict[str, list[str]] = {}
+    refused: dict[Refused, list[str]] = {}
+    for option, row in FlagParser().rows.items():
+        if isinstance(row, Taken) and option in TAKEN:
+            only = "" if row.only is None else f"; only {', '.join(map(str, row.only))}"
+            taken.setdefault(row.instead + only, []).append(f"`{option}`")
+        elif isinstance(row, Refused):
+            refused.setdefault(row, []).append(f"`{option}`")
+    lines = [MARK, "", "### Taken", "", "| options | what happens instead |", "|---|---|"]
+    lines += [f"| {', '.join(options)} | {_cell(why)} |" for why, options in taken.items()]
+    lines += ["", "### Refused", "", "| options | why | instead |", "|---|---|---|"]
+    lines += [
+        f"| {', '.join(options)} | {_cell(row.why)} | {_cell(row.fix)} |"
+        for row, options in refused.items()
+    ]
+    return "\n".join([*lines, ""])
+
+
 def main() -> int:
-    """Write or compare the file; returns the exit status."""
+    """Write or compare the files; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="compare only")
-    text = page()
+    by_hand = COMING_FROM.read_text(encoding="utf-8").partition(MARK)[0]
+    texts = {PAGE: page(), COMING_FROM: by_hand + option_tables()}
     if not parser.parse_args().check:
-        PAGE.write_text(text, encoding="utf-8")
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
         return 0
-    if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-        print(f"error: {PAGE} is not up to date; run {Path(__file__).name}", file=sys.stderr)
-        return 1
+    for path, text in texts.items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            print(f"error: {path} is not up to date; run {Path(__file__).name}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -50,6 +50,11 @@ _COMMANDS_BY_TOPIC = {
     "training": (
         TRAIN,
         Command(
+            "convert",
+            "turn a launch script of Megatron into the command to run here",
+            "megatron.hydraulis.flags.convert",
+        ),
+        Command(
             "preflight",
             "check under torchrun that the ranks of a job can communicate",
             "megatron.hydraulis.loop.preflight",

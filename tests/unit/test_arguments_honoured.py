@@ -9,10 +9,10 @@ import pytest
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
 from megatron.hydraulis.flags.options import HONOURED
-from tests.unit.argument_command import parse, write_corpus
+from megatron.hydraulis.flags.parser import Problems
+from tests.unit.argument_command import flag_parser, parse, write_corpus
 
 # A layer spec of a user, for --spec.
 user_layer_spec = ModuleSpec(module=object)
@@ -62,6 +62,9 @@ ROWS: dict[str, Row] = {
     "--num-query-groups": _model("2", "num_query_groups", 2, beside="--group-query-attention"),
     "--max-position-embeddings": _model("256", "seq_length", 256),
     "--position-embedding-type": _model("none", "position_embedding_type", "none"),
+    "--use-rotary-position-embeddings": _model("", "position_embedding_type", "rope"),
+    "--no-position-embedding": _args("", "add_position_embedding", False, beside=_ROPE),
+    "--attention-backend": Row("unfused", "hydraulis.core_attention", "sdpa"),
     "--rotary-base": _model("5000", "rotary_base", 5000, beside=_ROPE),
     "--rotary-percent": _model("0.5", "rotary_percent", 0.5, beside=_ROPE),
     "--rotary-interleaved": _model("", "rotary_interleaved", True, beside=_ROPE),
@@ -166,11 +169,11 @@ ROWS: dict[str, Row] = {
     "--async-save": _args("", "async_save", True, beside="--save {dir} --save-interval 2"),
     "--load": _args("{dir}", "load", "{dir}"),
     "--ckpt-step": _args("4", "ckpt_step", 4, beside="--load {dir}"),
+    "--no-load-optim": _args("", "no_load_optim", True, beside="--load {dir}"),
     "--finetune": _args("", "finetune", True, beside="--load {dir}"),
     "--exit-on-missing-checkpoint": _args(
         "", "exit_on_missing_checkpoint", True, beside="--load {dir}"
     ),
-    "--ckpt-format": _args("torch_dist", "ckpt_format", "torch_dist", always=True),
     "--dist-ckpt-optim-fully-reshardable": _args(
         "", "dist_ckpt_optim_fully_reshardable", True, always=True
     ),
@@ -183,7 +186,7 @@ ROWS: dict[str, Row] = {
     # parallelism
     "--tensor-model-parallel-size": Row("2", "strategy", "4*tp2"),
     "--pipeline-model-parallel-size": Row("2", "strategy", "4*pp2"),
-    "--context-parallel-size": Row("1", "strategy", "8*tp1", always=True),
+    "--context-parallel-size": Row("2", "strategy", "4*cp2"),
     "--cp-comm-type": _model("a2a", "cp_comm_type", "a2a"),
     "--sequence-parallel": Row(
         "", "hydraulis.sequence_parallel", True, beside="--no-sequence-parallel"
@@ -210,7 +213,6 @@ ROWS: dict[str, Row] = {
         beside="--train-data-path {dir}/other",
         without=("--data-path",),
     ),
-    "--num-workers": _args("0", "num_workers", 0, always=True),
     "--tokenizer-type": _args(
         "HuggingFaceTokenizer",
         "tokenizer_type",
@@ -327,7 +329,7 @@ def test_honoured(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "option", [option for option, honoured in HONOURED.items() if honoured.need is not None]
 )
-def test_an_option_that_would_have_no_effect_is_refused(option: str, tmp_path: Path) -> None:
+def test_an_option_without_what_gives_it_an_effect_is_taken(option: str, tmp_path: Path) -> None:
     need = HONOURED[option].need
     assert need is not None
     against = {
@@ -335,8 +337,11 @@ def test_an_option_that_would_have_no_effect_is_refused(option: str, tmp_path: P
         "--null-tokenizer-eod-id": "--tokenizer-type HuggingFaceTokenizer",
         "--null-tokenizer-pad-id": "--tokenizer-type HuggingFaceTokenizer",
     }
-    extra = against.get(option, "").split()
-    without = ("--data-path",) if option == "--split" else ()
-    with pytest.raises(ConfigurationError) as caught:
-        parse(tmp_path, option, *ROWS[option].typed.split(), *extra, without=without)
-    assert str(caught.value).startswith(f"{option} has an effect only with {need.flag}; ")
+    problems = Problems()
+    typed = [option, *ROWS[option].typed.split()]
+    flags = flag_parser().parse([*typed, *against.get(option, "").split()], problems)
+    problems.raise_any()
+    assert flags.taken == ((" ".join(typed), f"it has an effect only with {need.flag}"),)
+    assert option not in flags.explicit
+    dest = flag_parser()._actions[option].dest
+    assert getattr(flags.args, dest) == flag_parser()._parser.get_default(dest)

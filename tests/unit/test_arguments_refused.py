@@ -1,45 +1,103 @@
-"""No option of upstream's is ignored: what is not honoured is refused by name."""
+"""What becomes of upstream's options that are not honoured: they are taken, or refused by name."""
 
 import argparse
 
 import pytest
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.options import _FAMILIES, FORMER_OPTIONS, HONOURED, family_of, refusal
+from megatron.hydraulis.flags.options import (
+    FORMER_OPTIONS,
+    HONOURED,
+    TAKEN,
+    Honoured,
+    Refused,
+    Taken,
+    refusal,
+    refusals,
+    row_of,
+)
+from megatron.hydraulis.flags.parser import ParsedFlags, Problems
 from tests.unit.argument_command import flag_parser
 
 
 def _actions() -> list[argparse.Action]:
-    """Upstream's actions that are not honoured, our own and --help left out."""
+    """Upstream's actions, without our own and --help."""
     upstream = flag_parser().upstream_options
     return [
-        action
-        for action in flag_parser()._parser._actions
-        if action.option_strings[0] in upstream and action.option_strings[0] not in HONOURED
+        action for action in flag_parser()._parser._actions if action.option_strings[0] in upstream
     ]
 
 
-def _num_values(action: argparse.Action) -> int:
-    if isinstance(action.nargs, int):
-        return action.nargs
-    return 1
+def _row(option: str) -> Honoured | Taken | Refused:
+    action = next(a for a in flag_parser()._parser._actions if option in a.option_strings)
+    return row_of(action.option_strings[0], flag_parser().upstream_options.get(option, ""))
 
 
-def test_upstream_has_hundreds_of_options_that_are_refused() -> None:
-    assert len(_actions()) > 500
+def _typed(action: argparse.Action, option: str) -> list[str]:
+    """The option with values of the right kind, other than its default where one is known."""
+    if action.nargs == 0:
+        return [option]
+    count = action.nargs if isinstance(action.nargs, int) else 1
+    value = {"--cuda-graph-scope": "attn", "--cuda-graph-modules": "attn"}.get(option, "1")
+    if action.choices:
+        value = next(str(c) for c in action.choices if c != action.default)
+    if action.metavar == "NAME":
+        value = next(c.name for c in action.choices or () if c != action.default)
+    return [option, *[value] * count]
 
 
-def test_every_option_that_is_not_honoured_is_refused_by_the_name_it_was_given() -> None:
+def _parse(*typed: str) -> ParsedFlags:
+    problems = Problems()
+    flags = flag_parser().parse(typed, problems)
+    problems.raise_any()
+    return flags
+
+
+def test_every_option_of_upstream_is_in_a_row_of_its_own_words() -> None:
+    """No option may be refused for want of a row: the reason would say nothing."""
+    in_no_row = refusals()[-1]
+    assert [
+        action.option_strings[0]
+        for action in _actions()
+        if _row(action.option_strings[0]) is in_no_row
+        and action.option_strings[0] not in ("--yaml-cfg", "--enable-msc")
+    ] == []
+
+
+def test_the_tables_name_options_of_upstream_only_and_none_twice() -> None:
+    primary = {action.option_strings[0] for action in _actions()}
+    assert set(TAKEN) <= primary
+    assert set(HONOURED) <= primary
+    assert not set(TAKEN) & set(HONOURED)
+
+
+def test_every_refused_option_is_refused_by_the_name_it_was_given() -> None:
     ignored = []
     for action in _actions():
         for option in action.option_strings:
-            try:
-                flag_parser().parse([option, *["1"] * _num_values(action)])
-            except ConfigurationError as error:
-                if str(error).startswith(f"{option} is not honoured: "):
-                    continue
-            ignored.append(option)
+            if not isinstance(_row(option), Refused):
+                continue
+            problems = Problems()
+            flag_parser().parse(_typed(action, option), problems)
+            with pytest.raises(ConfigurationError) as caught:
+                problems.raise_any()
+            if not str(caught.value).startswith(f"{option} is not honoured: "):
+                ignored.append(option)
     assert ignored == []
+
+
+def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
+    nothing = vars(flag_parser()._parser.parse_args([]))
+    wrong = []
+    for action in _actions():
+        option = action.option_strings[0]
+        row = _row(option)
+        if not isinstance(row, Taken) or row.only is not None:
+            continue
+        flags = _parse(*_typed(action, option))
+        if vars(flags.args) != nothing or [what for _, what in flags.taken] != [row.instead]:
+            wrong.append(option)
+    assert wrong == []
 
 
 @pytest.mark.parametrize(
@@ -47,48 +105,28 @@ def test_every_option_that_is_not_honoured_is_refused_by_the_name_it_was_given()
     [
         ("--emulate-device p.json", "emulation", "torchrun -m benchmarks.emulated_training"),
         ("--emulate-scale 0.5", "emulation", "torchrun -m benchmarks.emulated_training"),
-        ("--micro-batch-size 2", "micro-batches", "--max-tokens-per-micro-batch"),
-        ("--no-check-for-nan-in-loss-and-grad", "checks for NaN", "use --skip-nan-iterations"),
         ("--rampup-batch-size 1 1 1", "changing batch size", "--global-batch-size"),
         ("--train-samples 100", "training by samples", "--train-iters"),
         ("--perform-rl-step", "RL", "reinforcement"),
-        ("--grpo-group-size 2", "RL", "reinforcement"),
-        ("--flash-decode", "inference", "trains"),
-        ("--checkpoint-activations", "recompute", "use --recompute-granularity"),
-        ("--distribute-saved-activations", "recompute", "single strategy"),
-        ("--cpu-offloading-num-layers 1", "offloading", "host"),
-        ("--cuda-graph-impl local", "CUDA graphs", "shapes differ"),
+        ("--checkpoint-activations", "former names", "--recompute-granularity"),
+        ("--encoder-seq-length 8", "former names", "--seq-length"),
         ("--fp8-format hybrid", "8- and 4-bit arithmetic", "--bf16"),
         ("--fp4-format e2m1", "8- and 4-bit arithmetic", "--bf16"),
         ("--num-experts 8", "experts", "without experts"),
-        ("--expert-model-parallel-size 2", "experts", "without experts"),
         ("--multi-latent-attention", "multi-latent attention", "latent"),
-        ("--q-lora-rank 8", "multi-latent attention", "latent"),
-        ("--attention-backend flash", "other attention", "packed sequences"),
         ("--hybrid-layer-pattern M*", "state-space and hybrid models", "one kind of layer"),
-        ("--use-rotary-position-embeddings", "older names", "--position-embedding-type"),
         ("--mtp-num-layers 1", "multi-token prediction", "one token"),
-        ("--encoder-seq-length 8", "encoders", "--seq-length"),
-        ("--img-h 8", "vision", "text"),
-        ("--num-layers-per-virtual-pipeline-stage 1", "virtual pipeline", "--strategy"),
-        ("--decoder-first-pipeline-num-layers 1", "pipeline layout", "'pp2:5,3'"),
-        ("--max-seqlen-per-dp-cp-rank 8", "context parallelism", "name cp in --strategy"),
-        ("--no-save-optim", "checkpoints", "use --save"),
-        ("--ckpt-fully-parallel-load", "checkpoints", "use --save"),
+        ("--max-seqlen-per-dp-cp-rank 8", "layout of the job", "--strategy"),
+        ("--use-checkpoint-args", "checkpoints", "--finetune"),
         ("--fp16", "half precision with loss scaling", "--bf16"),
-        ("--muon-momentum 0.9", "other optimizers", "AdamW"),
-        ("--overlap-grad-reduce", "data-parallel wrappers", "canonical shards"),
-        ("--use-megatron-fsdp", "data-parallel wrappers", "canonical shards"),
-        ("--tp-comm-overlap", "tensor-parallel overlap", "overlap"),
-        ("--use-tp-pp-dp-mapping", "process groups", "--strategy"),
+        ("--decoupled-lr 0.1", "other optimizers", "AdamW"),
+        ("--use-megatron-fsdp", "fully sharded data parallelism", "more tp or pp"),
         ("--init-method-xavier-uniform", "initialisation", "--seed"),
-        ("--mock-data", "upstream's data sets", "--data-path"),
-        ("--chat-template x", "tokenizer", "prepared data"),
+        ("--mock-data", "other data", "--data-path"),
         ("--sft", "fine-tuning", "fine-tuning"),
         ("--skip-train", "evaluation", "--eval-iters"),
-        ("--inprocess-restart", "fault tolerance", "restart"),
-        ("--profile", "profiling", "profiler"),
-        ("--log-params-norm", "logging", "metrics.jsonl"),
+        ("--error-injection-rate 1", "injected faults", "healthy"),
+        ("--deterministic-mode", "determinism", "speed"),
         ("--squared-relu", "model variants", "every strategy"),
         ("--yaml-cfg file", "others", "does not act on it"),
     ],
@@ -96,41 +134,57 @@ def test_every_option_that_is_not_honoured_is_refused_by_the_name_it_was_given()
 def test_refusal_names_option_reason_and_fix(typed: str, family: str, says: str) -> None:
     option, *values = typed.split()
     with pytest.raises(ConfigurationError) as caught:
-        flag_parser().parse([option, *values])
+        _parse(option, *values)
     message = str(caught.value)
     assert message.startswith(f"{option} is not honoured: ")
     assert says in message
     assert "; " in message
-    assert family_of(option, flag_parser().upstream_options.get(option, "")).name == family
+    row = row_of(option, "") if option in FORMER_OPTIONS else _row(option)
+    assert isinstance(row, Refused)
+    assert row.name == family
 
 
-def test_every_family_refuses_an_option_of_this_upstream_or_a_former_one_of_ours() -> None:
-    in_use = {
-        family_of(option, group).name
-        for option, group in flag_parser().upstream_options.items()
-        if any(option in action.option_strings for action in _actions())
-    }
-    in_use |= {family_of(option, "").name for option in FORMER_OPTIONS}
-    assert {family.name for family in _FAMILIES} <= in_use
+def test_every_row_refuses_an_option_of_this_upstream_or_a_former_one_of_ours() -> None:
+    rows = {_row(action.option_strings[0]) for action in _actions()}
+    rows |= {row_of(option, "") for option in FORMER_OPTIONS}
+    assert set(refusals()) <= rows
 
 
-def test_an_option_of_no_family_is_refused_too() -> None:
-    assert refusal("--from-a-later-upstream", "new group").startswith(
+def test_an_option_in_no_row_is_refused() -> None:
+    row = row_of("--from-a-later-upstream", "new group")
+    assert isinstance(row, Refused)
+    assert refusal("--from-a-later-upstream", row).startswith(
         "--from-a-later-upstream is not honoured: "
     )
 
 
-def test_several_refused_options_are_named_together() -> None:
+def test_all_that_is_wrong_is_said_at_once_in_the_order_of_the_command_line() -> None:
+    typed = (
+        "--num-experts 4 --lr fast --adam-eps -1 --num-layer 3 --attention-dropout 0.1 "
+        "--sliding-window 8 --swiglu true"
+    )
     with pytest.raises(ConfigurationError) as caught:
-        flag_parser().parse(["--num-experts", "4", "--lr", "1", "--ict-load=x", "--ict-load", "y"])
+        _parse(*typed.split())
     first, *lines = str(caught.value).split("\n  ")
-    assert first == "2 options are not honoured:"
-    assert [line.split()[0] for line in lines] == ["--num-experts", "--ict-load"]
+    assert first == "7 problems with these flags:"
+    assert sum(line.startswith("--attention-dropout 0.1 is not honoured: ") for line in lines) == 1
+    assert [line for line in lines if not line.startswith("--attention-dropout")] == [
+        "--num-layer is unknown to Megatron and to this program; did you mean --num-layers? "
+        "Otherwise remove it, or add --ignore-unknown-options to go on without such options",
+        "--sliding-window is unknown to Megatron and to this program; use --window-size, or "
+        "remove it, or add --ignore-unknown-options to go on without such options",
+        "--num-experts is not honoured: the model here is a dense decoder of attention and MLP "
+        "layers, without experts; remove it",
+        "--lr fast: invalid float value: 'fast'; correct the value",
+        "--adam-eps must be above 0 but is -1.0; give a positive number",
+        "--swiglu takes no value but has 'true'; remove it",
+    ]
 
 
-def test_an_option_given_its_default_value_is_given() -> None:
-    with pytest.raises(ConfigurationError, match="--expert-model-parallel-size is not honoured"):
-        flag_parser().parse(["--expert-model-parallel-size", "1"])
+def test_unknown_options_are_left_out_and_listed_when_asked_for() -> None:
+    flags = _parse("--ignore-unknown-options", "--sliding-window", "8", "--use-mpi", "--lr", "1")
+    assert flags.unknown == (("--sliding-window 8", "--window-size"), ("--use-mpi", ""))
+    assert flags.args.lr == 1.0
 
 
 @pytest.mark.parametrize(
@@ -139,15 +193,15 @@ def test_an_option_given_its_default_value_is_given() -> None:
         ("--hidden-dropout 0.1", "; use 0"),
         ("--attention-dropout 0.1", "; use 0"),
         ("--optimizer sgd", "; use adam"),
-        ("--context-parallel-size 2", "use 1, and name cp in --strategy"),
-        ("--num-workers 2", "; use 0"),
         ("--position-embedding-type yarn", "; use rope, learned_absolute or none"),
         ("--tokenizer-type SFTTokenizer", "; use GPT2BPETokenizer"),
         ("--transformer-impl inference_optimized", "; use local or transformer_engine"),
+        ("--dataloader-type external", "; use single or cyclic"),
+        ("--vocab-extra-ids 5", "; use 0"),
     ],
 )
-def test_other_values_of_an_honoured_option_are_refused(typed: str, fix: str) -> None:
+def test_other_values_of_an_option_are_refused(typed: str, fix: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        flag_parser().parse(typed.split())
+        _parse(*typed.split())
     assert str(caught.value).startswith(f"{typed} is not honoured: ")
     assert fix in str(caught.value)

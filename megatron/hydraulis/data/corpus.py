@@ -173,6 +173,16 @@ class Corpus:
                 groups.append(SequenceGroup(end - size, size, weight))
         return tuple(groups)
 
+    @property
+    def mean_length(self) -> float:
+        """Expected length of a sampled sequence (tokens): datasets count by their weights."""
+        groups = self.groups
+        total = 0.0
+        for group in groups:
+            end = group.first_sequence + group.num_sequences
+            total += group.weight * float(self.lengths[group.first_sequence : end].mean())
+        return total / sum(group.weight for group in groups)
+
     def dataset_of(self, sequence_id: int) -> int:
         """Position, in ``prefixes``, of the dataset that a sequence comes from."""
         if not 0 <= sequence_id < self.num_sequences:

@@ -8,15 +8,18 @@ torch.distributed, and only install_globals changes upstream's process-wide vari
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import os
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
@@ -25,8 +28,14 @@ from megatron.training.models import GPTModelConfig
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags import checks
 from megatron.hydraulis.flags.config import HydraulisConfig
-from megatron.hydraulis.flags.defaults import Vocabulary, resolve_vocabulary, set_defaults
-from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
+from megatron.hydraulis.flags.defaults import (
+    Difference,
+    Vocabulary,
+    differences,
+    resolve_vocabulary,
+    set_defaults,
+)
+from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags, Problems
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.pool import num_ranks_of
@@ -47,7 +56,13 @@ class Resolved:
     pool_changes: tuple[str, ...]
     """How --elastic adapted them, one line per change."""
     explicit: frozenset[str]
-    """Option strings that were given, as typed."""
+    """Honoured option strings that were given, as typed."""
+    taken: tuple[tuple[str, str], ...]
+    """Options that were accepted without acting on them: (as typed, what happens instead)."""
+    unknown: tuple[tuple[str, str], ...]
+    """Unknown options that were left out: (as typed, upstream's equivalent or empty)."""
+    differences: tuple[Difference, ...]
+    """Settings that no option gives and that differ from upstream's defaults."""
     settings: tuple[str, ...]
     """The attributes of args that honoured options set."""
     shape: ModelShape
@@ -68,48 +83,74 @@ def parse_arguments(
     can pass a flag_parser, which takes a quarter of a second to build. Without needs_data the
     training corpus is not checked.
 
-    An unknown flag or a value of the wrong type ends the process with status 2. Raises
-    ConfigurationError, including StrategyError, for anything else that cannot run.
+    Raises ConfigurationError, including StrategyError, with a line for each thing that is wrong;
+    what depends on values that are wrong already is not checked.
     """
     flag_parser = flag_parser or FlagParser()
-    flags = flag_parser.parse(argv)
+    problems = Problems()
+    flags = flag_parser.parse(argv, problems)
     args = flags.args
-    hydraulis = _take_our_flags(flags)
-    num_started, num_ranks = num_ranks, _num_ranks(hydraulis, num_ranks)
+    with problems.collected():
+        checks.check_required(args)
+    problems.raise_any()
     has_cuda = torch.cuda.is_available()
-
-    checks.check_required(args)
-    pool, pool_changes = checks.resolve_pool(
-        args,
-        hydraulis,
-        num_ranks=num_ranks,
-        ranks_per_node=_ranks_per_node(hydraulis, is_started=num_ranks == num_started),
-        degrees_given=flags.was_given("tensor_model_parallel_size")
-        or flags.was_given("pipeline_model_parallel_size"),
+    before = dict(vars(args))
+    taken = (
+        *flags.taken,
+        *checks.drop_kept_modules(args),
+        *_layout_taken(flags),
+        *_core_attention_taken(flags),
+        *_missing_here(flags, has_cuda=has_cuda),
     )
-    checks.check_batch(args, hydraulis, batch_size_given=flags.was_given("global_batch_size"))
+    with problems.collected():
+        hydraulis = _take_our_flags(flags)
+    problems.raise_any()
+    with problems.collected():
+        num_started, num_ranks = num_ranks, _num_ranks(hydraulis, num_ranks)
+    problems.raise_any()
+    with problems.collected():
+        pool, pool_changes = checks.resolve_pool(
+            args,
+            hydraulis,
+            num_ranks=num_ranks,
+            ranks_per_node=_ranks_per_node(hydraulis, is_started=num_ranks == num_started),
+        )
+    with problems.collected():
+        checks.check_batch(args, hydraulis, batch_size_given=flags.was_given("global_batch_size"))
     set_defaults(flags, hydraulis.run_dir, has_cuda=has_cuda)
+    different = differences(flag_parser, flags, before)
     if hydraulis.global_batch_tokens is not None:
         # Nominal: the number of sequences varies, and the step corrects the consumed samples.
         args.global_batch_size = 1
-    checks.check_model(args)
-    checks.check_recompute(args)
-    checks.check_spec(args.spec)
-    checks.check_learning_rate(args)
-    checks.check_device(args, has_cuda=has_cuda)
-    checks.check_layers(args, has_cuda=has_cuda)
-    checks.check_wandb(args)
-    checks.check_checkpoints(args, hydraulis)
+    for check in (
+        checks.check_model,
+        checks.check_recompute,
+        checks.check_signal,
+        checks.check_learning_rate,
+        partial(checks.check_device, has_cuda=has_cuda),
+        partial(checks.check_layers, has_cuda=has_cuda),
+        partial(checks.check_checkpoints, hydraulis=hydraulis),
+    ):
+        with problems.collected():
+            check(args)
+    with problems.collected():
+        checks.check_spec(args.spec)
     if needs_data:
-        checks.check_data(args)
+        with problems.collected():
+            checks.check_data(args)
+    with problems.collected():
+        vocabulary = resolve_vocabulary(args)
+    problems.raise_any()
 
     _validate_as_one_group(args, rank)
-    vocabulary = resolve_vocabulary(args)
     args.padded_vocab_size = vocabulary.padded_size
     shape = _model_shape(args)
-    checks.check_vocabulary_parts(pool, vocabulary.padded_size)
-    pool.check_model(shape)
-    checks.check_context(args, pool, shape)
+    with problems.collected():
+        checks.check_vocabulary_parts(pool, vocabulary.padded_size)
+        pool.check_model(shape)
+    with problems.collected():
+        checks.check_context(args, pool, shape)
+    problems.raise_any()
     with _upstream_errors():
         gpt_model_config(args)
     args.world_size = num_ranks
@@ -119,10 +160,81 @@ def parse_arguments(
         pool=pool,
         pool_changes=pool_changes,
         explicit=flags.explicit,
+        taken=taken,
+        unknown=flags.unknown,
+        differences=different,
         settings=flag_parser.honoured_dests,
         shape=shape,
         vocabulary=vocabulary,
     )
+
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+
+
+def _layout_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
+    """The sizes of upstream's one layout that were given although strategies are named."""
+    for option, value in (
+        ("--strategy", flags.args.strategy),
+        ("--strategy-pool", flags.args.strategy_pool),
+    ):
+        if value is not None:
+            return tuple(
+                (str(given), f"{option} {value} gives the layout of every replica")
+                for given in flags.given
+                if given.dest in _SIZES
+            )
+    return ()
+
+
+def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str], ...]:
+    """Do without what this machine does not have and no update depends on."""
+    args, found = flags.args, []
+    if not has_cuda and args.distributed_backend == "nccl":
+        args.distributed_backend = "gloo"
+        if flags.was_given("distributed_backend"):
+            found.append(("--distributed-backend nccl", "gloo, as this machine has no CUDA"))
+    if not has_cuda and args.transformer_impl == "transformer_engine":
+        args.transformer_impl = "local"
+        if flags.was_given("transformer_impl"):
+            found.append(
+                (
+                    "--transformer-impl transformer_engine",
+                    "layers of megatron-core, as this machine has no CUDA",
+                )
+            )
+    if args.wandb_project and importlib.util.find_spec("wandb") is None:
+        found.append(
+            (
+                f"--wandb-project {args.wandb_project}",
+                "metrics go to TensorBoard and metrics.jsonl alone, as wandb is not installed "
+                "(pip install wandb)",
+            )
+        )
+        args.wandb_project = None
+    return tuple(found)
+
+
+_SEQUENCE_BY_SEQUENCE = ("local", "unfused")
+"""Backends of upstream that, like our sdpa, need no kernel for packed sequences."""
+
+
+def _core_attention_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
+    """Translate --attention-backend into our --core-attention, and say how."""
+    args = flags.args
+    given = next((g for g in flags.given if g.dest == "attention_backend"), None)
+    if given is None:
+        return ()
+    if not flags.was_given("core_attention"):
+        by_sequence = args.attention_backend.name in _SEQUENCE_BY_SEQUENCE
+        args.core_attention = "sdpa" if by_sequence else "auto"
+    # Upstream's own choice, which its checks tie to a layer spec, is not used.
+    args.attention_backend = AttnBackend.auto
+    return ((str(given), f"--core-attention {args.core_attention}"),)
 
 
 def install_globals(resolved: Resolved) -> None:
@@ -152,9 +264,9 @@ def _take_our_flags(flags: ParsedFlags) -> HydraulisConfig:
         values[field.name] = getattr(flags.args, field.name)
         delattr(flags.args, field.name)
     wishes = [
-        option
-        for option, _ in flags.given
-        if option in ("--sequence-parallel", "--no-sequence-parallel")
+        given.option
+        for given in flags.given
+        if given.option in ("--sequence-parallel", "--no-sequence-parallel")
     ]
     # Two flags for one switch: the last one wins, as with a repeated flag.
     values["no_sequence_parallel"] = wishes[-1:] == ["--no-sequence-parallel"]

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import importlib.util
 import math
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,9 +30,10 @@ __all__ = [
     "check_recompute",
     "check_required",
     "check_schedule",
+    "check_signal",
     "check_spec",
     "check_vocabulary_parts",
-    "check_wandb",
+    "drop_kept_modules",
     "recompute_of",
     "resolve_pool",
 ]
@@ -46,37 +48,11 @@ _REQUIRED = (
     "lr",
     "tokenizer_type",
 )
-_POSITIVE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "seq_length",
-    "max_position_embeddings",
-    "train_iters",
-    "seed",
-    "global_batch_size",
-    "make_vocab_size_divisible_by",
-    "vocab_size",
-    "padded_vocab_size",
-    "log_interval",
-    "save_interval",
-    "ckpt_step",
-    "eval_interval",
-    "tensorboard_log_interval",
-    "distributed_timeout_minutes",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-)
-_MAX_SEED = 2**32 - 1
-"""The largest seed of NumPy's generator, which upstream seeds too."""
 _TOKENIZED_ELSEWHERE = "--tokenizer-type NullTokenizer --vocab-size N"
 
 
 def check_required(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for missing flags and for sizes below 1."""
+    """Raise ConfigurationError for missing flags."""
     missing = [dest for dest in _REQUIRED if getattr(args, dest) is None]
     if missing:
         flags = ", ".join(option_of(dest) for dest in missing)
@@ -87,16 +63,6 @@ def check_required(args: argparse.Namespace) -> None:
             f"{len(missing)} flags without a default are missing; give {flags}{hint}"
             if len(missing) > 1
             else f"a flag without a default is missing; give {flags}{hint}"
-        )
-    for dest in _POSITIVE:
-        value = getattr(args, dest)
-        if value is not None and value < 1:
-            raise ConfigurationError(
-                f"{option_of(dest)} must be at least 1 but is {value}; give a positive number"
-            )
-    if args.seed > _MAX_SEED:
-        raise ConfigurationError(
-            f"--seed must be at most {_MAX_SEED} but is {args.seed}; give a smaller one"
         )
 
 
@@ -140,11 +106,26 @@ def check_model(args: argparse.Namespace) -> None:
             f"{args.hidden_size} is not a multiple of --num-attention-heads "
             f"{args.num_attention_heads}; change one of them or give --kv-channels"
         )
+    kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    if args.position_embedding_type == "rope" and kv_channels % 2:
+        raise ConfigurationError(
+            f"rotary positions turn pairs of channels but a head has {kv_channels}; give an even "
+            "--kv-channels"
+        )
     if args.max_position_embeddings < args.seq_length:
         raise ConfigurationError(
             f"every position of a sequence needs an embedding but --max-position-embeddings is "
             f"{args.max_position_embeddings} and --seq-length {args.seq_length}; "
             f"give --max-position-embeddings {args.seq_length} or leave it out"
+        )
+
+
+def check_signal(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for an --exit-signal that no process can catch."""
+    if args.exit_signal_handler and args.exit_signal in (signal.SIGKILL, signal.SIGSTOP):
+        raise ConfigurationError(
+            f"--exit-signal {args.exit_signal.name} cannot be caught by a process; use SIGTERM, "
+            "SIGINT, SIGUSR1 or SIGUSR2"
         )
 
 
@@ -195,6 +176,12 @@ def check_learning_rate(args: argparse.Namespace) -> None:
             f"the warm-up must end before the decay does, after {decay_iters} iterations, but "
             f"--lr-warmup-iters is {args.lr_warmup_iters} and --lr-warmup-fraction {fraction}; "
             f"shorten the warm-up"
+        )
+    wsd_iters = args.lr_wsd_decay_iters
+    if args.lr_decay_style == "WSD" and wsd_iters is not None and wsd_iters > decay_iters:
+        raise ConfigurationError(
+            f"--lr-wsd-decay-iters {wsd_iters} is the last part of the schedule of {decay_iters} "
+            f"iterations; give at most {decay_iters}"
         )
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
         raise ConfigurationError(
@@ -252,17 +239,13 @@ def _check_files(option: str, blend: list[str]) -> None:
 
 def check_layers(args: argparse.Namespace, *, has_cuda: bool) -> None:
     """Raise ConfigurationError for layers that this machine or --spec rules out."""
-    if args.transformer_impl != "transformer_engine":
+    if args.transformer_impl != "transformer_engine" or not has_cuda:
         return
     option = "--transformer-impl transformer_engine"
     if args.spec is not None:
         raise ConfigurationError(
             f"{option} selects the layers but --spec {' '.join(args.spec)} names others; "
             f"remove one of the two"
-        )
-    if not has_cuda:
-        raise ConfigurationError(
-            f"{option} needs CUDA, which this machine does not have; use --transformer-impl local"
         )
     if importlib.util.find_spec("transformer_engine") is None:
         raise ConfigurationError(
@@ -273,11 +256,6 @@ def check_layers(args: argparse.Namespace, *, has_cuda: bool) -> None:
 
 def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
     """Raise ConfigurationError for a backend that does not match this machine's devices."""
-    if args.distributed_backend == "nccl" and not has_cuda:
-        raise ConfigurationError(
-            "--distributed-backend nccl needs CUDA, which this machine does not have; "
-            "use --distributed-backend gloo or leave it out"
-        )
     if args.distributed_backend == "gloo" and has_cuda:
         raise ConfigurationError(
             "--distributed-backend gloo sends CPU tensors but this machine has CUDA, where the "
@@ -288,10 +266,6 @@ def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
 
 def check_checkpoints(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
     """Raise ConfigurationError for checkpoint flags that need another one."""
-    if args.save is not None and args.save_interval is None:
-        raise ConfigurationError(
-            f"--save {args.save} needs an interval; give --save-interval in iterations"
-        )
     for option, is_set, needed, value in (
         ("--keep-last", hydraulis.keep_last is not None, "--save", args.save),
         ("--take-over-save", hydraulis.take_over_save, "--save", args.save),
@@ -301,15 +275,6 @@ def check_checkpoints(args: argparse.Namespace, hydraulis: HydraulisConfig) -> N
             raise ConfigurationError(
                 f"{option} is about {needed}, which is missing; give {needed} DIR or remove it"
             )
-
-
-def check_wandb(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError when --wandb-project is given but wandb is not installed."""
-    if args.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise ConfigurationError(
-            f"--wandb-project {args.wandb_project} needs the package wandb, which is not "
-            f"installed; run pip install wandb or remove the flag"
-        )
 
 
 def check_context(args: argparse.Namespace, pool: Pool, shape: ModelShape) -> None:
@@ -338,16 +303,6 @@ def check_context(args: argparse.Namespace, pool: Pool, shape: ModelShape) -> No
                 )
 
 
-_WHY_NOT = {
-    "layernorm": "upstream recomputes norms only with Transformer Engine",
-    "moe_act": "the model has no experts",
-    "moe": "the model has no experts",
-    "shared_experts": "the model has no experts",
-    "mla_up_proj": "the model has no latent projections",
-    "gdn_norm_out": "the model has no other attention",
-}
-
-
 def check_recompute(args: argparse.Namespace) -> None:
     """Raise ConfigurationError for recompute flags that contradict each other or lack one.
 
@@ -364,8 +319,29 @@ def check_recompute(args: argparse.Namespace) -> None:
         granularity = "selective"
     if granularity == "full":
         _check_full(args)
-    if args.recompute_modules is not None:
-        _check_modules(args, granularity)
+    if args.recompute_modules is not None and granularity == "selective":
+        _check_modules(args)
+
+
+_KEPT_MODULES = ("layernorm", "moe_act", "moe", "shared_experts", "mla_up_proj", "gdn_norm_out")
+"""Modules of upstream's selective recompute that are not recomputed here."""
+
+
+def drop_kept_modules(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Remove from ``args.recompute_modules`` those that keep their activations here.
+
+    The update is the same. Returns (option with the module, what happens instead) for each.
+    """
+    modules = args.recompute_modules or []
+    kept = [module for module in modules if module in _KEPT_MODULES]
+    if kept:
+        args.recompute_modules = [module for module in modules if module not in kept] or None
+        if args.recompute_modules is None and args.recompute_granularity == "selective":
+            args.recompute_granularity = None
+    return tuple(
+        (f"--recompute-modules {module}", "its activations are kept, which takes more memory")
+        for module in kept
+    )
 
 
 def _check_full(args: argparse.Namespace) -> None:
@@ -374,26 +350,18 @@ def _check_full(args: argparse.Namespace) -> None:
             "--recompute-granularity full needs the layers to recompute; give --recompute-method "
             "uniform, or block for only the first layers of a stage"
         )
-    num_layers = args.recompute_num_layers
-    if num_layers is None or num_layers < 1:
+    if args.recompute_num_layers is None:
         raise ConfigurationError(
-            f"--recompute-method {args.recompute_method} takes a number of layers of at least 1 "
-            f"but --recompute-num-layers is {num_layers}; give for example 1"
+            f"--recompute-method {args.recompute_method} takes a number of layers, which is "
+            "missing; give --recompute-num-layers, for example 1"
         )
 
 
-def _check_modules(args: argparse.Namespace, granularity: str | None) -> None:
-    named = " ".join(args.recompute_modules)
-    if granularity != "selective":
-        raise ConfigurationError(
-            f"--recompute-modules {named} has an effect only with --recompute-granularity "
-            f"selective; add it or remove --recompute-modules"
-        )
+def _check_modules(args: argparse.Namespace) -> None:
     for module in args.recompute_modules:
         if module not in SELECTIVE_MODULES:
-            why = _WHY_NOT.get(module, "upstream knows no such module")
             raise ConfigurationError(
-                f"--recompute-modules {module} is not honoured: {why}; use "
+                f"--recompute-modules {module} is not honoured: upstream knows no such module; use "
                 f"{' or '.join(SELECTIVE_MODULES)}"
             )
     if "mlp" in args.recompute_modules and args.add_bias_linear:
@@ -423,36 +391,31 @@ def resolve_pool(
     *,
     num_ranks: int,
     ranks_per_node: int | None,
-    degrees_given: bool,
 ) -> tuple[Pool, tuple[str, ...]]:
     """The strategies that the flags describe, placed on the job's ranks; a line per change.
 
     --elastic adapts those for another number of ranks. If ranks_per_node is None, the pool file
     defines it, and a single strategy assumes one node.
 
-    Raises ConfigurationError when strategies are described twice or the pool is for another job;
-    StrategyError when one cannot be read or placed.
+    --strategy or --strategy-pool describe them; without both, the sizes of upstream's options do.
+
+    Raises ConfigurationError when the pool is for another job; StrategyError when a strategy cannot
+    be read or placed.
     """
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    source = None
-    if hydraulis.strategy is not None:
-        source = f"--strategy {hydraulis.strategy!r}"
-    elif hydraulis.strategy_pool is not None:
-        source = f"--strategy-pool {hydraulis.strategy_pool}"
-    if source is None:
-        num_used = num_ranks // (tp * pp) * tp * pp if hydraulis.elastic else num_ranks
+    if hydraulis.strategy is None and hydraulis.strategy_pool is None:
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        cp = args.context_parallel_size
+        num_used = num_ranks
+        if hydraulis.elastic:
+            num_used = num_ranks // (tp * cp * pp) * tp * cp * pp
         strategy = Strategy.homogeneous(
             num_used or num_ranks,
             tp=tp,
+            cp=cp,
             pp=pp,
             ranks_per_node=ranks_per_node if num_used == num_ranks else None,
         )
         return _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)
-    if degrees_given:
-        raise ConfigurationError(
-            f"{source} and --tensor-model-parallel-size {tp}, --pipeline-model-parallel-size {pp} "
-            f"both describe the replicas; give {source.split()[0]} or the sizes"
-        )
     if hydraulis.strategy is not None:
         if hydraulis.elastic and num_ranks_of(hydraulis.strategy) != num_ranks:
             strategy = Strategy.parse(hydraulis.strategy, num_ranks_of(hydraulis.strategy))

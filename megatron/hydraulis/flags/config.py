@@ -4,15 +4,15 @@ Upstream's ArgumentGroupFactory turns every field into a flag: the name gives ``
 docstring below the field gives the help text, which therefore states the unit.
 """
 
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.ranges import RANGES
 from megatron.hydraulis.observability.trace import TraceWindow
 
 __all__ = ["HydraulisConfig", "default_run_dir", "option_of"]
@@ -47,7 +47,8 @@ class HydraulisConfig:
     strategy: str | None = field(default=None, metadata=_flag("SPEC"))
     """Replicas and the ranks they run on, for example 'tp4+2*tp2pp2' or 'tp2@0,3+pp2:5,3@1,2';
     every rank is used or named idle. Default: equal replicas, of one rank each or of the
-    --tensor-model-parallel-size and --pipeline-model-parallel-size given."""
+    --tensor-model-parallel-size, --pipeline-model-parallel-size and --context-parallel-size
+    given."""
 
     strategy_pool: Path | None = field(default=None, metadata=_flag("FILE"))
     """Pool file with the strategies that the run may use, instead of --strategy: each iteration
@@ -105,6 +106,10 @@ class HydraulisConfig:
     """Round every row up to a multiple of N tokens, but not beyond its limit, so that rows have few
     different sizes (tokens); 1 adds no padding. Default: 128 with CUDA, where kernels may be
     prepared for each new size, else 1."""
+
+    ignore_unknown_options: bool = False
+    """Go on without options that neither Megatron nor this program knows, such as those of a fork.
+    They may change the model: the log lists each. Default: such an option is an error."""
 
     run_dir: Path = field(default_factory=default_run_dir, metadata=_flag("DIR"))
     """Folder of the run: metrics.jsonl, TensorBoard events, summary, resolved configuration.
@@ -180,30 +185,12 @@ class HydraulisConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigurationError for values out of range and flags that contradict each other."""
-        for name in (
-            "global_batch_tokens",
-            "max_tokens_per_micro_batch",
-            "row_quantum_tokens",
-            "ranks_per_node",
-            "num_ranks",
-            "keep_last",
-            "max_skipped_in_a_row",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(
-                    f"{option_of(name)} must be at least 1 but is {value}; give a positive number"
-                )
-        if self.plan_ahead < 0:
-            raise ConfigurationError(
-                f"--plan-ahead must not be negative but is {self.plan_ahead}; give 0 to plan each "
-                f"iteration when it begins"
-            )
-        if self.plan_time_limit is not None and not 0.0 < self.plan_time_limit < math.inf:
-            raise ConfigurationError(
-                f"--plan-time-limit must be positive and finite but is {self.plan_time_limit} s; "
-                f"give seconds, or leave it out for no limit"
-            )
+        for field_ in fields(self):
+            option = option_of(field_.name)
+            bounds = RANGES.get(option)
+            problem = bounds and bounds.problem(option, getattr(self, field_.name))
+            if problem:
+                raise ConfigurationError(problem)
         self._check_refit_flags()
         self._check_elastic_flags()
         self._check_pool_flags()
@@ -220,11 +207,6 @@ class HydraulisConfig:
             )
 
     def _check_refit_flags(self) -> None:
-        if not 0.0 < self.refit_drift < math.inf:
-            raise ConfigurationError(
-                f"--refit-drift must be positive and finite but is {self.refit_drift}; give 0.1 "
-                f"for a tenth"
-            )
         if self.refit_cost_profile and self.replay_plans is not None:
             raise ConfigurationError(
                 f"--refit-cost-profile is for new plans but --replay-plans "

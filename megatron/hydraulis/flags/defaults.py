@@ -4,16 +4,19 @@ import argparse
 import copy
 import importlib.util
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.parser import ParsedFlags
+from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 
 __all__ = [
+    "Difference",
     "Vocabulary",
+    "differences",
     "has_fused_weight_gradients",
     "padded_vocabulary_size",
     "resolve_vocabulary",
@@ -21,8 +24,81 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A setting that no option gives and that differs from upstream's default."""
+
+    typed: str
+    """The setting as one would type it: ``--hidden-dropout 0.0``."""
+    upstream: str
+    """Upstream's default in the same form; empty for a switch."""
+    why: str
+    changes_update: bool
+    """Whether training takes another course by it."""
+
+    def __str__(self) -> str:
+        theirs = f" (Megatron: {self.upstream})" if self.upstream else ""
+        return f"{self.typed}{theirs}: {self.why}"
+
+
+_CHANGES_UPDATE = {
+    "hidden_dropout": "dropout would make the update depend on the plan",
+    "attention_dropout": "dropout would make the update depend on the plan",
+    "calculate_per_token_loss": "the loss is a mean over the tokens of the global batch",
+    "reset_position_ids": "positions restart in every sequence",
+    "reset_attention_mask": "attention stays inside a sequence",
+    "accumulate_allreduce_grads_in_fp32": "gradients are added in fp32",
+}
+_CHANGES_NO_UPDATE = {
+    "log_interval": "a line for every iteration",
+    "log_throughput": "TFLOP/s in the log line",
+    "transformer_impl": "layers of megatron-core, without Transformer Engine",
+    "max_position_embeddings": "as long as the longest sequence",
+    "cp_comm_type": "the exchange that moves the fewest bytes",
+    "gradient_accumulation_fusion": "apex, which fuses it, is not installed",
+    "tensorboard_dir": "events are part of the run folder",
+    "wandb_save_dir": "part of the run folder",
+    "eval_interval": "no evaluation during training",
+    "eval_iters": "no evaluation",
+    "use_distributed_optimizer": "state is sharded over all ranks",
+    "apply_rope_fusion": "fused rotation needs apex or Transformer Engine",
+    "no_persist_layer_norm": "persistent norms need apex",
+    "enable_one_logger": "no metrics go to One Logger",
+    "dist_ckpt_optim_fully_reshardable": "checkpoints load under every strategy",
+    "save_interval": "one checkpoint, at the end",
+    "distributed_backend": "this machine has no CUDA",
+    "masked_softmax_fusion": "this machine has no CUDA",
+    "bias_swiglu_fusion": "this machine has no CUDA",
+    "bias_gelu_fusion": "this machine has no CUDA",
+    "bias_dropout_fusion": "this machine has no CUDA",
+    "disable_jit_fuser": "compiling takes longer than it saves without CUDA",
+    "num_workers": "ranks read memory-mapped files without loader processes",
+    "micro_batch_size": "",  # nominal, see _set_always
+    "position_embedding_type": "",  # only by the older name of a given option
+}
+
+
+def differences(
+    parser: FlagParser, flags: ParsedFlags, before: Mapping[str, object]
+) -> tuple[Difference, ...]:
+    """Where the arguments differ from upstream's defaults although no option says so.
+
+    before: attributes as parsed, before `set_defaults`. Those that change the update come first.
+    """
+    found = []
+    for changes_update, table in ((True, _CHANGES_UPDATE), (False, _CHANGES_NO_UPDATE)):
+        for dest, why in table.items():
+            ours, theirs = getattr(flags.args, dest), before[dest]
+            if why and ours != theirs and not flags.was_given(dest):
+                typed, upstream = parser.as_typed(dest, ours), parser.as_typed(dest, theirs)
+                found.append(Difference(typed, upstream, why, changes_update))
+    return tuple(found)
+
+
 def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
     """Change attributes of ``flags.args`` that no given option sets."""
+    if flags.args.use_rotary_position_embeddings:  # upstream does the same, but after our checks
+        flags.args.position_embedding_type = "rope"
     _set_always(flags.args)
     defaults: dict[str, object] = {
         "log_interval": 1,
@@ -30,7 +106,6 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         "attention_dropout": 0.0,
         "transformer_impl": "local",
         "max_position_embeddings": flags.args.seq_length,
-        "num_workers": 0,
         "cp_comm_type": ["auto"],
         # Upstream's default is an error where local layers have no apex.
         "gradient_accumulation_fusion": has_cuda
@@ -39,6 +114,9 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         # Upstream would write to the folder of checkpoints.
         "wandb_save_dir": str(run_dir / "wandb"),
     }
+    if flags.args.save is not None:
+        # Never reached: upstream saves at the end of training, too.
+        defaults["save_interval"] = (flags.args.train_iters or 0) + 1
     if flags.args.eval_interval is None:
         # Upstream uses the interval even without evaluation: set one that is never reached, and
         # evaluate nothing after the last iteration either.
@@ -80,6 +158,7 @@ def _set_always(args: argparse.Namespace) -> None:
     For upstream, the job is one data-parallel group with micro-batches of one sequence.
     """
     args.micro_batch_size = 1
+    args.num_workers = 0
     args.tensor_model_parallel_size = 1
     args.pipeline_model_parallel_size = 1
     args.context_parallel_size = 1

@@ -13,7 +13,7 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import ranks_text
 
-__all__ = ["describe", "format_description", "num_parameters_of_rank"]
+__all__ = ["batch_text", "describe", "format_description", "num_parameters_of_rank", "option_lines"]
 
 
 # Always 1; the strategy defines them.
@@ -107,12 +107,56 @@ def describe(
             key: _to_json(value) for key, value in dataclasses.asdict(resolved.hydraulis).items()
         }
         | {"sequence_parallel": resolved.hydraulis.sequence_parallel},
+        "taken": [": ".join(line) for line in resolved.taken],
+        "unknown": [_unknown_line(*line) for line in resolved.unknown],
+        "differences": [str(difference) for difference in resolved.differences],
         "explicit_options": sorted(resolved.explicit),
         "settings": {key: value for key, value in arguments.items() if key in resolved.settings},
         "upstream_defaults": {
             key: value for key, value in arguments.items() if key not in resolved.settings
         },
     }
+
+
+def _unknown_line(typed: str, equivalent: str) -> str:
+    hint = f" (Megatron has {equivalent})" if equivalent else ""
+    return f"{typed}: left out, which may change the model{hint}"
+
+
+def batch_text(resolved: Resolved, mean_length: float) -> str:
+    """The size of a global batch here and in Megatron, which counts rows of --seq-length tokens.
+
+    mean_length: of the corpus's sequences (tokens).
+    """
+    seq_length = resolved.args.seq_length
+    num_tokens = resolved.hydraulis.global_batch_tokens
+    if num_tokens is not None:
+        return (
+            f"{num_tokens:,} tokens, about {num_tokens / mean_length:,.0f} sequences; Megatron "
+            f"takes as many with --global-batch-size {max(num_tokens // seq_length, 1)}"
+        )
+    num_sequences = resolved.args.global_batch_size
+    num_rows_tokens = num_sequences * seq_length
+    return (
+        f"{num_sequences:,} sequences, about {num_sequences * mean_length:,.0f} tokens; Megatron "
+        f"takes {num_sequences:,} rows of {seq_length:,} tokens, which is --global-batch-tokens "
+        f"{num_rows_tokens} here"
+    )
+
+
+def option_lines(description: dict[str, Any]) -> list[str]:
+    """What became of options that are not honoured as given, in blocks with an option a line."""
+    blocks = (
+        ("unknown", "options that Megatron does not know", description["unknown"]),
+        ("taken", "options without effect here, or with the same effect", description["taken"]),
+        ("differs", "from Megatron, as no option says otherwise", description["differences"]),
+    )
+    return [
+        line
+        for name, what, lines in blocks
+        if lines
+        for line in (f"{name:<12} {what}", *(f"  {line}" for line in lines))
+    ]
 
 
 def _describe_strategy(resolved: Resolved, strategy: Strategy, limits: Limits) -> dict[str, Any]:
@@ -171,6 +215,7 @@ def format_description(description: dict[str, Any]) -> str:
         f"{model['vocab_size_unpadded']} padded to {model['vocab_size']}: "
         f"{model['num_parameters']:,} parameters",
         f"run folder   {hydraulis['run_dir']}",
+        *option_lines(description),
         "settings",
     ]
     settings = {**description["settings"], **hydraulis}

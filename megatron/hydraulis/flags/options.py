@@ -1,9 +1,10 @@
-"""Upstream's options: those that this program honours, and why the others are refused.
+"""What this program does with each option of upstream's parser: one row says it, `row_of` finds it.
 
-Every option of upstream's parser that is not in ``HONOURED`` is refused by name when given. The
-families of refused options only word the message: an option that none of them covers, such as one
-of a later upstream, is refused too.
-``tests/unit/test_arguments_honoured.py`` has one row per honoured option.
+An option is *honoured*, *taken* (accepted without acting on it, because the update is the same) or
+*refused* (it would change the model, the data or the update in a way that is not built). An option
+in no row, such as one of a later upstream, is refused. Everything that users read about options is
+made from these rows: --help, the log, docs/flags.md, docs/coming-from-megatron.md.
+``tests/unit/test_arguments_honoured.py`` has one test per honoured option.
 """
 
 import re
@@ -14,21 +15,25 @@ from types import MappingProxyType
 from megatron.hydraulis.model_shape import NO_DROPOUT
 
 __all__ = [
+    "EQUIVALENTS",
     "FORMER_OPTIONS",
     "HONOURED",
     "HONOURED_BY_TOPIC",
-    "Family",
+    "TAKEN",
     "Honoured",
     "Need",
-    "families",
-    "family_of",
+    "Refused",
+    "Row",
+    "Taken",
     "refusal",
+    "refusals",
+    "row_of",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A setting without which an option has no effect, so that giving it must be a mistake."""
+    """A setting without which an option has no effect; it is then taken."""
 
     dest: str
     """Attribute of the parsed arguments that has to be set."""
@@ -65,15 +70,17 @@ _TOPICS = {
     "Model": """
         --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels
         --group-query-attention --num-query-groups --max-position-embeddings
-        --position-embedding-type --rotary-base --rotary-percent --rotary-interleaved
+        --position-embedding-type --use-rotary-position-embeddings --no-position-embedding
+        --rotary-base --rotary-percent --rotary-interleaved
         --rotary-seq-len-interpolation-factor --use-rope-scaling --rope-scaling-factor
-        --normalization --norm-epsilon --swiglu --disable-bias-linear --add-qkv-bias --qk-layernorm
-        --untie-embeddings-and-output-weights --init-method-std --make-vocab-size-divisible-by
-        --hidden-dropout --attention-dropout --recompute-granularity --recompute-activations
-        --recompute-method --recompute-num-layers --recompute-modules --spec --transformer-impl
-        --use-mcore-models --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
-        --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
-        --no-gradient-accumulation-fusion --disable-jit-fuser""",
+        --normalization --norm-epsilon --swiglu --disable-bias-linear --add-qkv-bias
+        --qk-layernorm --untie-embeddings-and-output-weights --init-method-std
+        --make-vocab-size-divisible-by --hidden-dropout --attention-dropout
+        --recompute-granularity --recompute-activations --recompute-method
+        --recompute-num-layers --recompute-modules --spec --transformer-impl --attention-backend
+        --use-mcore-models --no-masked-softmax-fusion --no-bias-gelu-fusion
+        --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+        --no-persist-layer-norm --no-gradient-accumulation-fusion --disable-jit-fuser""",
     "Batch and length of training": """
         --global-batch-size --seq-length --train-iters --seed --calculate-per-token-loss
         --reset-position-ids --reset-attention-mask --exit-interval --exit-duration-in-mins
@@ -86,14 +93,14 @@ _TOPICS = {
         --adam-beta1 --adam-beta2 --adam-eps --use-distributed-optimizer --bf16
         --accumulate-allreduce-grads-in-fp32""",
     "Checkpoints": """
-        --save --save-interval --async-save --load --ckpt-step --finetune
-        --exit-on-missing-checkpoint --ckpt-format --dist-ckpt-optim-fully-reshardable
+        --save --save-interval --async-save --load --ckpt-step --finetune --no-load-optim
+        --exit-on-missing-checkpoint --dist-ckpt-optim-fully-reshardable
         --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler""",
     "Parallelism": """
         --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size
         --cp-comm-type --sequence-parallel --distributed-backend --distributed-timeout-minutes""",
     "Data and tokenizer": """
-        --data-path --split --train-data-path --valid-data-path --test-data-path --num-workers
+        --data-path --split --train-data-path --valid-data-path --test-data-path
         --tokenizer-type --tokenizer-model --vocab-file --merge-file --vocab-size
         --padded-vocab-size --tokenizer-metadata --tokenizer-special-tokens --tiktoken-pattern
         --tiktoken-num-special-tokens --tokenizer-sentencepiece-legacy
@@ -136,9 +143,16 @@ _DIFFERENT = {
     "--load": "folder of the checkpoint to continue from; a folder without one is an error, except "
     "at the first start of a run whose --save is the same folder",
     "--exit-on-missing-checkpoint": "a missing checkpoint is an error even in the folder of --save",
+    "--no-load-optim": "as --finetune: the weights alone, from iteration 1",
     "--cp-comm-type": "one of auto, p2p, all_gather, a2a for all layers; auto, the default, takes "
     "the one that moves the fewest bytes; p2p is run as all_gather",
     "--sequence-parallel": "on wherever tp > 1, unless --no-sequence-parallel",
+    "--use-rotary-position-embeddings": "--position-embedding-type rope",
+    "--attention-backend": "chooses --core-attention where that is not given: local and unfused "
+    "stand for sdpa, the others for auto",
+    "--tensor-model-parallel-size": "tp of every replica, without --strategy and --strategy-pool",
+    "--pipeline-model-parallel-size": "pp of every replica, without --strategy and --strategy-pool",
+    "--context-parallel-size": "cp of every replica, without --strategy and --strategy-pool",
 }
 """Options whose effect differs from upstream's help, although every value is accepted."""
 
@@ -171,22 +185,6 @@ _RESTRICTED = {
         only=("adam",),
         otherwise="canonical shards are updated by AdamW; use adam",
     ),
-    "--ckpt-format": Honoured(
-        "format of checkpoints",
-        only=("torch_dist",),
-        otherwise="this format cannot be read by other layouts of ranks; use torch_dist",
-    ),
-    "--context-parallel-size": Honoured(
-        "the strategy names cp",
-        only=(1,),
-        otherwise="how many ranks share a sequence belongs to a replica, not to the job; use 1, "
-        "and name cp in --strategy or --strategy-pool, for example cp2 or tp2cp4",
-    ),
-    "--num-workers": Honoured(
-        "no loader processes",
-        only=(0,),
-        otherwise="each rank reads its sequences from memory-mapped files; use 0",
-    ),
     "--tokenizer-type": Honoured(
         "upstream's tokenizer",
         only=_TOKENIZERS,
@@ -205,7 +203,7 @@ def _tokenizer(*names: str) -> Need:
 # Options of any of these tables that have an effect only with another one.
 _NEEDS = {
     Need("position_embedding_type", "--position-embedding-type rope", values=("rope",)): """
-        --rotary-base --rotary-percent --rotary-interleaved
+        --rotary-base --rotary-percent --rotary-interleaved --no-position-embedding
         --rotary-seq-len-interpolation-factor --use-rope-scaling""",
     Need("use_rope_scaling", "--use-rope-scaling"): "--rope-scaling-factor",
     Need("group_query_attention", "--group-query-attention"): "--num-query-groups",
@@ -228,8 +226,8 @@ _NEEDS = {
     ): "--start-weight-decay --end-weight-decay",
     Need("save", "--save"): "--save-interval --async-save",
     Need("load", "--load"): """
-        --ckpt-step --finetune --exit-on-missing-checkpoint --override-opt_param-scheduler
-        --use-checkpoint-opt_param-scheduler""",
+        --ckpt-step --finetune --no-load-optim --exit-on-missing-checkpoint
+        --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler""",
     Need("data_path", "--data-path"): "--split",
     _tokenizer("TikTokenizer"): "--tiktoken-pattern --tiktoken-num-special-tokens",
     _tokenizer("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"): """
@@ -264,308 +262,448 @@ HONOURED_BY_TOPIC: Mapping[str, Mapping[str, Honoured]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Options that are refused for the same reason."""
+class Taken:
+    """Accepted without acting on it: the update is the same."""
+
+    instead: str
+    """What happens instead, one phrase."""
+    only: tuple[object, ...] | None = None
+    """The values that are accepted; None accepts all that the parser does."""
+    otherwise: str = ""
+    """Why another value is refused and what to do instead: ``why; fix``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Options that are refused for the same reason: they would change model, data or update."""
 
     name: str
     why: str
-    instead: str
+    fix: str
     options: str = ""
-    """Regular expression on the option without its dashes, matched from the start."""
+    """Regular expression on the whole option without its dashes."""
     groups: tuple[str, ...] = ()
     """Titles of upstream's argument groups."""
 
     def covers(self, option: str, group: str) -> bool:
-        """Whether the option, or the group it stands in, belongs to this family."""
-        by_name = self.options and re.match(self.options, option.removeprefix("--"))
+        """Whether the option, or the group it stands in, belongs here."""
+        by_name = self.options and re.fullmatch(self.options, option.removeprefix("--"))
         return bool(by_name) or group in self.groups
 
+
+_PROFILER = "Megatron's profiler does not run; --trace DIR records iterations"
+_ONE_FORMAT = "checkpoints have the format torch_dist, which all ranks write and read in parallel"
+_ALL_SAVED = "a checkpoint holds the whole training state, more than asked"
+_INTERVAL_ONLY = "only --save-interval writes checkpoints"
+_ONE_LOGGER = "no metrics go to One Logger"
+_FP32_STATE = "optimizer state and gradients stay fp32, which is more precise"
+_STAGES = "--strategy gives the layers of stages, as in 'pp2:5,3'; otherwise the split is even"
+
+_TAKEN_FOR = {
+    "packing decides how sequences share a micro-batch; --max-tokens-per-micro-batch limits it": """
+        --micro-batch-size --eval-micro-batch-size""",
+    "gradients and parameters move between shards and replicas during compute, without Megatron's "
+    "data-parallel wrapper": """
+        --overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step
+        --no-align-grad-reduce --no-align-param-gather --ddp-num-buckets --ddp-bucket-size
+        --ddp-pad-buckets-for-high-nccl-busbw --ddp-reduce-scatter-with-fp32-accumulation
+        --ddp-param-name-patterns-for-fp32-local-accumulation --ddp-average-in-collective
+        --no-use-layer-wise-param-layout --use-nccl-ub --disable-symmetric-registration
+        --create-all-gather-group --no-gradient-reduce-div-fusion
+        --suggested-communication-unit-size --num-distributed-optimizer-instances""",
+    _FP32_STATE: """
+        --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype
+        --exp-avg-sq-dtype --grad-reduce-in-bf16""",
+    "tensor-parallel layers run without this overlap of communication": """
+        --tp-comm-overlap --tp-comm-overlap-cfg --no-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad
+        --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
+        --no-tp-comm-split-ag --no-tp-comm-split-rs --tp-comm-bootstrap-backend
+        --use-ring-exchange-p2p""",
+    "pipelines run without interleaving": """
+        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
+        --microbatch-group-size-per-virtual-pipeline-stage --no-overlap-p2p-communication
+        --overlap-p2p-communication-warmup-flush --defer-embedding-wgrad-compute
+        --wgrad-deferral-limit""",
+    _STAGES: """
+        --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+        --pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split
+        --account-for-loss-in-pipeline-split""",
+    "process groups follow from the strategy": """
+        --use-tp-pp-dp-mapping --disable-gloo-process-groups --use-sharp --sharp-enabled-group
+        --high-priority-stream-groups --nccl-communicator-config-path --lazy-mpu-init
+        --pipeline-model-parallel-comm-backend --hierarchical-context-parallel-sizes""",
+    "--distributed-timeout-minutes holds for the whole run": (
+        "--distributed-timeout-seconds-after-init"
+    ),
+    "torch's own variables configure its flight recorder": """
+        --flight-recorder-dump-path --flight-recorder-trace-buffer-size
+        --no-flight-recorder-dump-on-timeout --flight-recorder-include-stack-trace
+        --no-flight-recorder-include-only-active --no-flight-recorder-extra-dump-on-exec""",
+    "--core-attention chooses the kernel; each of them keeps sequences apart": """
+        --use-flash-attn --flash-attention-version""",
+    "every kernel computes the softmax in fp32": """
+        --attention-softmax-in-fp32 --apply-query-key-layer-scaling""",
+    "the loss is Megatron's unfused cross entropy in fp32, the same value": """
+        --cross-entropy-loss-fusion --cross-entropy-fusion-impl""",
+    "an unfused kernel computes the same": """
+        --fused-residual-rmsnorm --use-transformer-engine-op-fuser --use-te-activation-func
+        --use-fused-weighted-squared-relu --no-clone-scatter-output-in-embedding
+        --use-grouped-gemm-for-dense-mlp --mlp-chunks-for-training""",
+    "each rank reads its sequences from memory-mapped files, without index caches or loader "
+    "processes": """
+        --num-workers --data-cache-path --no-mmap-bin-files --num-dataset-builder-threads
+        --mid-level-dataset-surplus --dataloader-fast-cache-load
+        --dataloader-defer-npy-index-mmap""",
+    "attention stays inside a sequence: always so": """
+        --no-create-attention-mask-in-dataloader --dataloader-inter-document-masking""",
+    "nothing is predicted after the end of a document: always so": "--eod-mask-loss",
+    "initial weights depend on --seed and --init-method-std alone": """
+        --use-cpu-initialization --init-model-with-meta-device --te-rng-tracker
+        --inference-rng-tracker""",
+    _ONE_FORMAT: """
+        --ckpt-format --use-dist-ckpt --dist-ckpt-format --auto-detect-ckpt-format
+        --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load
+        --ckpt-fully-parallel-load-exchange-algo --ckpt-fully-parallel-save-process-group
+        --ckpt-fully-parallel-load-process-group --ckpt-assume-constant-structure
+        --no-ckpt-load-validate-sharding-integrity --no-strict-fsdp-dtensor-load
+        --dist-ckpt-strictness --dist-ckpt-save-pre-mcore-014 --dist-ckpt-workers
+        --distrib-optim-fully-reshardable-mem-efficient --async-strategy
+        --use-persistent-ckpt-worker --async-ckpt-cpu-priority --async-ckpt-io-priority
+        --async-ckpt-use-cpu-shm --verify-integrity --no-stream-ckpt-dequant
+        --load-main-params-from-ckpt""",
+    _ALL_SAVED: "--no-save-optim --no-save-rng",
+    "training draws no random numbers, and data continue where the checkpoint was made": (
+        "--no-load-rng"
+    ),
+    "--keep-last says which checkpoints are kept; by default all": "--save-retain-interval",
+    _INTERVAL_ONLY: """
+        --non-persistent-save-interval --non-persistent-ckpt-type --non-persistent-global-ckpt-dir
+        --non-persistent-local-ckpt-dir --non-persistent-local-ckpt-algo --replication
+        --replication-jump --replication-factor""",
+    "nothing is moved to host memory; limits on micro-batches keep the job in device memory": """
+        --cpu-offloading-num-layers --cpu-offloading-retain-pinned-cpu-buffers
+        --fine-grained-activation-offloading --offload-modules --min-offloaded-tensor-size
+        --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks
+        --activation-offload-fraction --fine-grained-offloading-max-inflight-offloads
+        --optimizer-cpu-offload --optimizer-offload-fraction --use-torch-optimizer-for-cpu-offload
+        --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params""",
+    "every rank keeps what its layers save": "--distribute-saved-activations",
+    "kernels are launched one by one, as shapes differ between micro-batches": """
+        --enable-cuda-graph --cuda-graph-impl --cuda-graph-warmup-steps --external-cuda-graph
+        --optimizer-cuda-graph --cuda-graph-scope --cuda-graph-modules""",
+    "a non-finite update stops the run; --skip-nan-iterations skips it": """
+        --no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --check-for-large-grads
+        --rerun-mode --result-rejected-tracker-filename""",
+    "the quantity is not computed; metrics.jsonl and TensorBoard hold what is": """
+        --log-params-norm --log-progress --log-memory-to-tensorboard --log-memory-interval
+        --log-device-memory-used --log-num-zeros-in-grad --log-max-attention-logit --log-energy
+        --no-barrier-with-level-1-timing --check-weight-hash-across-dp-replicas-interval
+        --config-logger-dir""",
+    _PROFILER: """
+        --profile --profile-step-start --profile-step-end --use-pytorch-profiler
+        --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
+        --pytorch-profiler-collect-chakra --profile-ranks --record-memory-history
+        --memory-snapshot-path --record-shapes --nvtx-ranges""",
+    "--refit-cost-profile names slow ranks": """
+        --log-straggler --straggler-ctrlr-port --straggler-minmax-count
+        --disable-straggler-on-startup --gpu-sniff-test-interval --run-workload-inspector-server""",
+    _ONE_LOGGER: """
+        --one-logger-project --one-logger-run-name --one-logger-async --app-tag-run-name
+        --app-tag-run-version""",
+    "torchrun or Slurm restarts ranks": """
+        --adlr-autoresume --adlr-autoresume-interval --inprocess-restart
+        --inprocess-max-iterations --inprocess-monitor-thread-interval
+        --inprocess-monitor-process-interval --inprocess-progress-watchdog-interval
+        --inprocess-heartbeat-interval --inprocess-soft-timeout --inprocess-hard-timeout
+        --inprocess-heartbeat-timeout --inprocess-barrier-timeout --inprocess-completion-timeout
+        --inprocess-last-call-wait --inprocess-termination-grace-time --inprocess-granularity
+        --inprocess-active-world-size --inprocess-empty-cuda-cache""",
+    "the run detects ranks that hang by itself": """
+        --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters""",
+    "paths are those of mounted file systems": "--disable-msc",
+    "memory is released when a micro-batch needs it": "--empty-unused-memory-level",
+    "the host waits for the device once an iteration": "--train-sync-interval",
+    "--exit-signal-handler covers training and data": """
+        --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
+    "it enables nothing by itself": "--enable-experimental",
+    "data are prepared with their tokens": "--chat-template",
+}
+"""What happens instead -> primary option strings that are taken."""
+
+_TAKEN_BY_VALUE = {
+    "--dataloader-type": Taken(
+        "the order of sequences comes from --seed, a new one in every epoch",
+        only=("single", "cyclic"),
+        otherwise="sequences come from --data-path; use single or cyclic",
+    ),
+    "--vocab-extra-ids": Taken(
+        "no entries are added", only=(0,), otherwise="the vocabulary is the tokenizer's; use 0"
+    ),
+}
+
+_ONLY_WITH = {
+    "--num-experts": r"(moe|expert)-.*|overlap-moe-.*|ep-overlap-.*|overlap-dispatch-.*|"
+    r"use-grouped-gemm-for-shared-expert|high-priority-a2a-comm-stream|delay-wgrad-compute|"
+    r"save-tokens-per-expert-interval",
+    "--multi-latent-attention": r"(q|kv)-lora-rank|(qk|v)-head-dim|qk-pos-emb-head-dim|mscale.*|"
+    r"rotary-scaling-factor|rope-type|cache-mla-latents|mla-down-proj-fusion",
+    "--fp8-format or --fp4-format": r"no-fp8-wgrad|(fp8|fp4)-(recipe|quantizer-factory|margin|"
+    r"interval|amax-.*|output-proj|param-gather)|first-last-layers-bf16|"
+    r"num-layers-at-(start|end)-in-bf16|reuse-grad-buf-for-mxfp8-param-ag|"
+    r"keep-fp8-transpose-cache",
+    "--fp16": r"(initial-|min-)?loss-scale(-window)?|hysteresis|fp16-lm-cross-entropy",
+    "--optimizer muon, lion or sgd": r"(muon|lion|sgd)-.*",
+    "--mtp-num-layers": r"mtp-(?!num-layers|hybrid).*",
+    "--hybrid-layer-pattern": r"mamba-(?!inference).*|disable-mamba-mem-eff-path",
+    "--experimental-attention-variant": r"(no-)?dsa-.*|linear-(?!attention-freq).*",
+    "--use-megatron-fsdp or --use-torch-fsdp2": r"(megatron-)?fsdp-.*|torch-fsdp2-.*|"
+    r"no-torch-fsdp2-.*|(data-parallel|outer-dp)-sharding-strategy|enable-full-sharding-in-hsdp",
+    "--position-embedding-type relative": r"relative-attention-.*",
+    "--qk-clip": r"qk-clip-.*",
+    "--use-kitchen-attention": r"kitchen-attention-backend",
+    "--use-mup": r"mup-.*",
+    "--fim-data": r"fim-(?!data).*",
+    "--perform-rl-step": r"rl-.*|grpo-.*|langrl-.*|refit-method",
+    "--sft": r"sft-.*",
+    "--use-checkpoint-args": r"use-mp-args-from-checkpoint-args|"
+    r"no-use-tokenizer-model-from-checkpoint-args",
+    "--moe-paged-stash": r"moe-paged-stash-.*",
+    "programs for inference": r"inference-.*|flash-decode|decode-only-cuda-graphs|.*-prefills?|"
+    r"max-tokens-to-oom|use-legacy-static-engine|num-speculative-tokens|"
+    r"use-same-sampling-seed-across-dp-ranks|symmetric-ar-type|mamba-inference-.*",
+    "programs for vision": r"img-.*|num-(classes|channels)|patch-dim|classes-fraction|"
+    r"data-per-class-fraction|no-data-sharding|head-lr-mult|vision-(?!pretraining$).*|"
+    r"swin-.*|mask-(type|factor)|iter-per-epoch|dino-.*",
+    "programs for encoders": r"bert-.*|output-bert-embeddings|mask-prob|short-seq-prob|ict-.*|"
+    r"biencoder-.*|titles-data-path|query-in-block-prob|use-one-sent-docs|evidence-data-path|"
+    r"retriever-.*|block-data-path|embedding-path|indexer-.*",
+}
+"""What gives options an effect, which is refused itself or is another program -> regular expression
+on these options without their dashes. They are taken."""
 
 _REMOVE = "remove it"
 _DENSE_ONLY = "the model here is a dense decoder of attention and MLP layers"
 
+EQUIVALENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "--sliding-window": "--window-size",
+        "--qk-nope-head-dim": "--qk-head-dim",
+        "--qk-rope-head-dim": "--qk-pos-emb-head-dim",
+        "--extra-vocab-size": "--padded-vocab-size",
+        "--wandb-name": "--wandb-exp-name",
+        "--max-padding-length": "--seq-length",
+        "--dataset": "--data-path",
+        "--patch-tokenizer-type": "--tokenizer-type",
+        "--hybrid-attention-ratio": "--hybrid-layer-pattern",
+        "--hybrid-mlp-ratio": "--hybrid-layer-pattern",
+    }
+)
+"""Options of forks that upstream does not know -> those of upstream with the same meaning."""
+
 FORMER_OPTIONS = ("--emulate-device", "--emulate-scale")
 """Options of our own that earlier versions had."""
 
-# The first family that covers an option words its refusal, so narrow ones stand before wide ones.
-_FAMILIES = (
-    Family(
+# The first row that covers an option words its refusal, so narrow ones stand before wide ones.
+_REFUSED = (
+    Refused(
         "emulation",
         "emulated devices are part of the benchmarks",
         "in a checkout of the repository give the same flags to torchrun -m "
         "benchmarks.emulated_training",
-        r"emulate-",
+        r"emulate-.*",
     ),
-    Family(
-        "checks for NaN",
-        "an update that is not finite is never applied; --skip-nan-iterations continues without it",
-        "use --skip-nan-iterations, or remove it to stop at such an update",
-        r"no-check-for-nan-in-loss-and-grad$",
+    Refused(
+        "former names",
+        "Megatron removed it",
+        "use --global-batch-size, --lr-warmup-fraction, --tensor-model-parallel-size, "
+        "--recompute-granularity, --num-layers or --seq-length, which replaced it",
+        r"batch-size|warmup|model-parallel-size|checkpoint-activations|(encoder|decoder)-num-layers|"
+        r"(encoder|decoder)-seq-length|onnx-safe",
     ),
-    Family(
-        "micro-batches",
-        "packing decides in every iteration how sequences share micro-batches",
-        "set their size by --max-tokens-per-micro-batch",
-        r"(eval-)?micro-batch-size$|batch-size$",
-    ),
-    Family(
+    Refused(
         "changing batch size",
         "the global batch has one size for the whole run",
         "set it by --global-batch-size or --global-batch-tokens",
-        r"rampup-batch-size|step-batch-size|decrease-batch-size|phase-transition|eval-global-batch",
+        r"rampup-batch-size|step-batch-size-schedule|decrease-batch-size-if-needed|"
+        r"phase-transition-iterations|eval-global-batch-size",
     ),
-    Family(
+    Refused(
         "training by samples",
         "a run is counted in iterations, whose number of samples may vary",
         "use --train-iters, --lr-decay-iters, --lr-warmup-iters, --lr-wsd-decay-iters",
-        r"(train|lr-\w[\w-]*)-samples$|iterations-to-skip|sample-rate",
+        r"(train|lr-\w[\w-]*)-samples|iterations-to-skip|sample-rate",
     ),
-    Family(
+    Refused(
         "RL",
         "reinforcement learning is not part of this program",
         "remove it, or train with upstream's own entry point",
-        r"rl-|grpo-|langrl-|perform-rl",
-        ("rl",),
+        r"perform-rl-step",
     ),
-    Family(
-        "inference",
-        "this program trains",
-        _REMOVE,
-        r"inference-|flash-decode|symmetric-ar|nccl-all-reduce-for-prefill|mlp-chunks-for-prefill|"
-        r"batch-invariant",
-        ("inference",),
-    ),
-    Family(
-        "recompute",
-        "it is an older name of activation recompute, or needs the tensor parallelism of a single "
-        "strategy",
-        "use --recompute-granularity selective or full",
-        r"moe-layer-recompute|checkpoint-activations|distribute-saved-activations",
-    ),
-    Family(
-        "offloading",
-        "moving activations or optimizer state to the host is not part of this program",
-        "remove it; if memory is short, use a scheme with more tp or pp ranks",
-        r".*offload|optimizer-cpu|no-pin-cpu|use-torch-optimizer-for-cpu|overlap-cpu-optimizer|"
-        r"moe-paged-stash",
-    ),
-    Family(
-        "CUDA graphs",
-        "shapes differ between micro-batches and iterations, which a graph cannot replay",
-        _REMOVE,
-        r".*cuda-graph",
-    ),
-    Family(
+    Refused(
         "8- and 4-bit arithmetic",
         "fp8 and fp4 are not part of this program",
         "use --bf16",
-        r".*(fp8|fp4)|first-last-layers-bf16|num-layers-at-\w+-in-bf16|.*kitchen|te-precision",
-        ("Transformer-Engine",),
+        r".*(fp8|fp4).*|use-kitchen-attention|te-precision-config-file",
     ),
-    Family(
+    Refused(
         "experts",
         f"{_DENSE_ONLY}, without experts",
         _REMOVE,
-        r"num-experts|moe-|expert-|overlap-moe|ep-overlap|overlap-dispatch|.*shared-expert|"
-        r"high-priority-a2a|delay-wgrad|save-tokens-per-expert",
+        r"num-experts|moe-.*",
         ("moe",),
     ),
-    Family(
+    Refused(
         "multi-latent attention",
         f"{_DENSE_ONLY}, without latent projections",
         _REMOVE,
-        r"multi-latent|mla-",
-        ("mla",),
+        r"multi-latent-attention",
     ),
-    Family(
+    Refused(
         "other attention",
-        "attention here is causal softmax over packed sequences, by the backend of the device",
+        "attention here is causal softmax over packed sequences",
         _REMOVE,
-        r"experimental-attention|dsa-|linear-|window-|softmax-type|attention-|use-flash-attn|"
-        r"flash-attention|qk-|no-rope-freq|apply-query-key|relative-attention",
-        ("experimental_attention_variant",),
+        r"experimental-attention-variant|linear-attention-freq|window-.*|softmax-type|"
+        r"attention-output-gate|qk-(l2-norm|clip)|no-rope-freq",
     ),
-    Family(
+    Refused(
         "state-space and hybrid models",
         f"{_DENSE_ONLY}, one kind of layer throughout",
         _REMOVE,
-        r".*mamba|.*hybrid-(layer|override)-pattern|is-hybrid|spec-hybrid",
-        ("heterogeneous architecture",),
+        r".*mamba.*|.*hybrid-(layer|override)-pattern|is-hybrid-model|heterogeneous-layers-.*",
     ),
-    Family(
-        "older names",
-        "it is an older name of another option",
-        "use --position-embedding-type",
-        r"use-rotary-position|no-position-embedding|rope-type",
-    ),
-    Family(
+    Refused(
         "multi-token prediction",
         f"{_DENSE_ONLY} that predicts one token",
         _REMOVE,
-        r"mtp-",
+        r"mtp-.*",
     ),
-    Family(
-        "encoders",
-        "the model here is a decoder of text",
-        "describe it by --num-layers and --seq-length",
-        r"(encoder|decoder)-(num-layers|seq-length)|bert-|mask-prob|short-seq-prob",
-        ("biencoder",),
+    Refused("vision", "the model here is a decoder of text", _REMOVE, groups=("vision",)),
+    Refused("vision positions", "the model here is a decoder of text", _REMOVE, r"mrope-.*"),
+    Refused(
+        "layout of the job",
+        "how many ranks share a sequence or a weight belongs to a replica",
+        "remove it; --strategy or --strategy-pool gives tp and cp, as in tp2cp4 or cp8~",
+        r".*context-parallel.*|max-seqlen-per-dp-cp-rank|tensor-parallel-num-weight-shards",
     ),
-    Family(
-        "vision",
-        "the model here is a decoder of text",
-        _REMOVE,
-        r"mrope-",
-        ("vision",),
-    ),
-    Family(
-        "virtual pipeline",
-        "a rank holds one stage, consecutive layers, of a pipeline",
-        "give the layers of each stage in --strategy, for example 'pp2:5,3'",
-        r".*virtual|microbatch-group-size|.*overlap-p2p|defer-embedding|wgrad-deferral",
-    ),
-    Family(
-        "pipeline layout",
-        "the strategy says which layers a stage holds",
-        "give the layers of each stage in --strategy, for example 'pp2:5,3'",
-        r"decoder-(first|last)-pipeline|pipeline-model-parallel-(layout|comm)|account-for-",
-    ),
-    Family(
-        "context parallelism",
-        "how many ranks share a sequence belongs to a replica, not to the job, and may differ from "
-        "one micro-batch to the next",
-        "remove it; name cp in --strategy or --strategy-pool, for example cp2, or cp8~ where "
-        "micro-batches may split it",
-        r".*context-parallel|max-seqlen-per-dp-cp",
-    ),
-    Family(
+    Refused(
         "checkpoints",
-        "checkpoints have one format, are read and written by all ranks, and hold all that a run "
-        "needs to continue",
-        "use --save, --save-interval, --load, --async-save and --keep-last",
-        r"override-ckpt|(override|use-checkpoint)-opt_?-?param|exit-on-missing|.*-ckpt-",
-        ("checkpointing",),
+        "which weights and settings a run starts with, or what it dumps, is not chosen in this way",
+        "use --load, with --finetune for weights alone, and give the options of the model",
+        groups=("checkpointing",),
     ),
-    Family(
+    Refused(
         "half precision with loss scaling",
         "parameters are fp32 or bf16, which need no loss scaling",
         "use --bf16",
-        r"fp16|.*loss-scale|hysteresis|fp32-residual|grad-reduce-in-bf16",
-        ("mixed precision",),
+        r"fp16|fp32-residual-connection|disable-bf16-reduced-precision-matmul",
     ),
-    Family(
+    Refused(
         "other optimizers",
-        "canonical shards are updated by AdamW with fp32 state",
-        "use --optimizer adam and its flags",
-        r"muon-|sgd-|lion-|use-precision-aware|main-(grads|params)-dtype|exp-avg|optimizer-|"
-        r"decoupled-|freeze-all|apply-wd|no-weight-decay-cond|warmup$|dump-param",
-    ),
-    Family(
-        "data-parallel wrappers",
-        "gradients and parameters move between canonical shards and replicas, not through "
-        "upstream's data-parallel wrappers",
+        "all parameters are updated by AdamW with one schedule of learning rate and decay",
         _REMOVE,
-        r"ddp-|.*fsdp|overlap-(grad|param)|.*align-(grad|param)|.*gradient-reduce|.*sharding|"
-        r"no-use-layer-wise|use-nccl-ub|disable-symmetric|create-all-gather|suggested-comm|"
-        r"num-distributed-optimizer|keep-fp8|enable-full-sharding",
+        r"decoupled-.*|freeze-all-layers|apply-wd-to-qk-layernorm|no-weight-decay-cond-type|"
+        r"dump-param-to-param-group-map",
     ),
-    Family(
-        "tensor-parallel overlap",
-        "replicas run upstream's tensor-parallel layers without communication overlap",
-        _REMOVE,
-        r".*tp-comm|tensor-parallel-num-weight|model-parallel-size|use-ring-exchange",
+    Refused(
+        "fully sharded data parallelism",
+        "parameters are sharded over all ranks between iterations, not between layers",
+        "remove it; if memory is short, use a scheme with more tp or pp ranks",
+        r"use-(megatron-fsdp|torch-fsdp2)",
     ),
-    Family(
+    Refused(
         "process groups",
-        "process groups follow from the strategy",
-        "describe the layout by --strategy and --ranks-per-node",
+        "ranks come from the launcher",
+        _REMOVE,
         groups=("distributed init",),
     ),
-    Family(
+    Refused(
         "initialisation",
         "initial weights depend on --seed and --init-method-std alone, never on the strategy",
         _REMOVE,
-        r".*init-method|init-model|use-cpu-init|no-initialization|(use-)?mup|embedding-init",
-        ("RNG and initialization",),
+        r"no-initialization|embedding-init-method-std|use-mup|init-method-xavier-uniform|"
+        r"data-parallel-random-init",
     ),
-    Family(
-        "upstream's data sets",
-        "a sequence is a whole document of the corpus, read without an index cache",
-        "describe the corpus by --data-path or --train-data-path and the --*-data-path flags",
+    Refused(
+        "other data",
+        "a sequence is a whole document of a corpus",
+        "name the corpus by --data-path, or --train-data-path with its companions",
         groups=("data and dataloader",),
-        options=r"dataloader-",
     ),
-    Family(
+    Refused(
         "tokenizer",
-        "this setting of the tokenizer has no effect on training from prepared data",
-        _REMOVE,
+        "the vocabulary is padded so that every strategy can divide it",
+        "use --make-vocab-size-divisible-by or --padded-vocab-size",
         groups=("tokenizer",),
     ),
-    Family(
+    Refused(
         "fine-tuning",
         "supervised fine-tuning and distillation are not part of this program",
         _REMOVE,
         groups=("sft", "Logits Distillation"),
     ),
-    Family(
+    Refused(
         "evaluation",
         "evaluation runs --eval-iters global batches of the validation part",
         "use --eval-interval and --eval-iters",
-        groups=("validation",),
+        r"skip-train|test-mode",
+        ("validation",),
     ),
-    Family(
-        "fault tolerance",
-        "upstream's restart, straggler and fault machinery is not wired to this program's step",
+    Refused(
+        "injected faults",
+        "it makes a healthy job fail",
         _REMOVE,
-        groups=(
-            "autoresume",
-            "straggler",
-            "workload inspector",
-            "In-process restart",
-            "ft_package",
-            "rerun engine",
-            "fault injector",
-            "one logger",
-            "msc",
-        ),
+        r"error-injection-.*|fault-injector-.*",
     ),
-    Family(
-        "profiling",
-        "upstream's profiler switches are not wired to this program's step",
-        "remove it, and run an external profiler around the job",
-        groups=("profiling",),
+    Refused(
+        "determinism",
+        "which kernels run is chosen for speed, and some of CUDA's add in any order",
+        _REMOVE,
+        r"deterministic-mode|batch-invariant-mode",
     ),
-    Family(
-        "logging",
-        "the quantity it reports is not computed by this program's step",
-        "remove it; metrics.jsonl and TensorBoard hold what is computed",
-        r"log-|no-barrier|check-",
-        ("logging",),
-    ),
-    Family(
+    Refused(
         "model variants",
         "this variant of the model was not shown to be equal under every strategy",
         _REMOVE,
         groups=("transformer configuration", "network size"),
     ),
 )
-_UNKNOWN_TO_FAMILIES = Family("others", "this program does not act on it", _REMOVE)
+_IN_NO_ROW = Refused("others", "this program does not act on it", _REMOVE)
+
+Row = Honoured | Taken | Refused
 
 
-def families() -> tuple[Family, ...]:
+def _taken() -> dict[str, Taken]:
+    by_reason = {
+        option: Taken(instead)
+        for instead, options in _TAKEN_FOR.items()
+        for option in options.split()
+    }
+    return by_reason | _TAKEN_BY_VALUE
+
+
+TAKEN: Mapping[str, Taken] = MappingProxyType(_taken())
+"""Primary option string -> what happens instead, without those that go with a refused option."""
+
+
+def refusals() -> tuple[Refused, ...]:
     """All of them, as docs/configuration-errors.md lists them."""
-    return (*_FAMILIES, _UNKNOWN_TO_FAMILIES)
+    return (*_REFUSED, _IN_NO_ROW)
 
 
-def family_of(option: str, group: str) -> Family:
-    """The family of an option that stands in the argument group of that title."""
-    for family in _FAMILIES:
-        if family.covers(option, group):
-            return family
-    return _UNKNOWN_TO_FAMILIES
+def row_of(option: str, group: str) -> Row:
+    """The row of a primary option string that stands in the argument group of that title.
+
+    An option that no row covers, such as one of a later upstream, is refused.
+    """
+    named = HONOURED.get(option) or TAKEN.get(option)
+    if named is not None:
+        return named
+    for what, pattern in _ONLY_WITH.items():
+        if re.fullmatch(pattern, option.removeprefix("--")):
+            return Taken(f"it has an effect only with {what}")
+    return next((row for row in _REFUSED if row.covers(option, group)), _IN_NO_ROW)
 
 
-def refusal(option: str, group: str) -> str:
+def refusal(option: str, row: Refused) -> str:
     """One line: the option by name, why it is refused, and what to do instead."""
-    family = family_of(option, group)
-    return f"{option} is not honoured: {family.why}; {family.instead}"
+    return f"{option} is not honoured: {row.why}; {row.fix}"

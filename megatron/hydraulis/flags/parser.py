@@ -1,19 +1,33 @@
-"""Upstream's parser with our flags, which records the flags that the user gave."""
+"""Upstream's parser with our flags: reads a command line and lists all that is wrong with it."""
 
 import argparse
+import contextlib
+import difflib
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.config import HydraulisConfig
-from megatron.hydraulis.flags.options import FORMER_OPTIONS, HONOURED, Honoured, Need, refusal
+from megatron.hydraulis.flags.options import (
+    EQUIVALENTS,
+    FORMER_OPTIONS,
+    HONOURED,
+    Honoured,
+    Need,
+    Refused,
+    Row,
+    Taken,
+    refusal,
+    row_of,
+)
+from megatron.hydraulis.flags.ranges import RANGES
 
-__all__ = ["FlagParser", "ParsedFlags"]
+__all__ = ["FlagParser", "Given", "ParsedFlags", "Problems"]
 
 _GROUP_TITLE = "hydraulis"
 _USAGE = "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]"
@@ -21,31 +35,86 @@ _DESCRIPTION = (
     "Balanced training of a GPT over variable-length sequences. `torchrun [TORCHRUN OPTIONS] -m "
     "megatron.hydraulis train [FLAGS]` and, in a checkout, `torchrun [TORCHRUN OPTIONS] "
     "pretrain_gpt.py [FLAGS]` are the same program. --help and --dry-run need no torchrun: "
-    "`hydraulis train [FLAGS] --dry-run`. Megatron's flags that are not listed here are refused."
+    "`hydraulis train [FLAGS] --dry-run`. Megatron's flags that are not listed here are accepted "
+    "if the update is the same without them, and refused otherwise: docs/coming-from-megatron.md."
 )
+_IGNORE_UNKNOWN = "--ignore-unknown-options"
+_CLOSE = 0.8
+"""Least similarity of an option that is suggested for a mistyped one, from 0 to 1."""
+
+
+class Problems:
+    """What is wrong with a command line, so that the user sees all of it at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[ConfigurationError] = []
+
+    def add(self, line: str) -> None:
+        """Add one problem with its rule, numbers and fix."""
+        self._errors.append(ConfigurationError(line))
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Add the ConfigurationError that the block raises, if any, and go on after the block."""
+        try:
+            yield
+        except ConfigurationError as error:
+            self._errors.append(error)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """One line for each, in the order in which they were found."""
+        return tuple(dict.fromkeys(map(str, self._errors)))
+
+    def raise_any(self) -> None:
+        """Raise the only one, or a ConfigurationError with one line for each."""
+        if len(self.lines) == 1:
+            raise self._errors[0]
+        if self.lines:
+            listed = "".join(f"\n  {line}" for line in self.lines)
+            raise ConfigurationError(f"{len(self.lines)} problems with these flags:{listed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One option of a command line."""
+
+    option: str
+    """As typed."""
+    dest: str
+    """The attribute that it sets."""
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((self.option, *self.values))
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedFlags:
-    """A command line that holds only options which are honoured."""
+    """A command line that holds only options which are honoured or taken."""
 
     args: argparse.Namespace
-    """All attributes, given or default, those of our own flags included."""
-    given: tuple[tuple[str, str], ...]
-    """(option string as typed, attribute it sets) in the order of the command line."""
+    """All attributes, given or default, those of our own flags included. Those of options that are
+    taken have their defaults."""
+    given: tuple[Given, ...]
+    """What was honoured, in the order of the command line."""
+    taken: tuple[tuple[str, str], ...]
+    """What was taken: (the option with its values, what happens instead)."""
+    unknown: tuple[tuple[str, str], ...]
+    """What --ignore-unknown-options left out: (the option with its values, our equivalent)."""
 
     def was_given(self, dest: str) -> bool:
         """Whether any option that sets the attribute was given."""
-        return any(given == dest for _, given in self.given)
+        return any(given.dest == dest for given in self.given)
 
     @property
     def explicit(self) -> frozenset[str]:
-        """The option strings that were given, as typed."""
-        return frozenset(option for option, _ in self.given)
+        """The honoured option strings that were given, as typed."""
+        return frozenset(given.option for given in self.given)
 
 
 class _Record(argparse.Action):
-    """Replaces an action and records that its option was given, and by which string."""
+    """Replaces an action and records that its option was given, and with which values."""
 
     def __call__(
         self,
@@ -54,7 +123,14 @@ class _Record(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        namespace.given.append((option_string, self.dest))
+        namespace.given.append(Given(option_string or "", self.dest, tuple(values or ())))
+
+
+class _Raising(argparse.ArgumentParser):
+    """Raises what is wrong instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
 
 
 class _Member:
@@ -77,7 +153,7 @@ class FlagParser:
     """Parses command lines; keeps no state between them."""
 
     def __init__(self) -> None:
-        self._parser = argparse.ArgumentParser(
+        self._parser = _Raising(
             prog="hydraulis train",
             usage=_USAGE,
             description=_DESCRIPTION,
@@ -94,6 +170,12 @@ class FlagParser:
         self._show_honoured_only()
         self._name_enumerations()
         ArgumentGroupFactory(HydraulisConfig).build_group(self._parser, _GROUP_TITLE)
+        self._actions = {
+            option: action
+            for action in self._parser._actions
+            for option in action.option_strings
+            if action.dest != "help"
+        }
         self._recorder = self._build_recorder()
 
     @property
@@ -102,47 +184,128 @@ class FlagParser:
         return {option: group for option, (_, group) in self._upstream.items()}
 
     @property
+    def rows(self) -> Mapping[str, Row]:
+        """Primary option string of upstream -> its row."""
+        return {
+            option: row_of(option, group)
+            for option, (action, group) in self._upstream.items()
+            if option == action.option_strings[0]
+        }
+
+    @property
     def honoured_dests(self) -> tuple[str, ...]:
         """The attributes that honoured options of upstream set, in alphabetical order."""
         return tuple(sorted({self._upstream[option][0].dest for option in HONOURED}))
 
-    def parse(self, argv: Sequence[str] | None) -> ParsedFlags:
+    def as_typed(self, dest: str, value: object) -> str:
+        """How a user gives an attribute this value; empty for a switch that is not given."""
+        actions = [action for action, _ in self._upstream.values() if action.dest == dest]
+        switches = [action for action in actions if action.nargs == 0]
+        if switches and isinstance(value, bool):
+            named = [action.option_strings[0] for action in switches if action.const is value]
+            return named[0] if named else ""
+        if value is None:
+            return "none"
+        values = value if isinstance(value, list) else [value]
+        return " ".join((actions[0].option_strings[0], *map(str, values)))
+
+    def parse(self, argv: Sequence[str] | None, problems: Problems | None = None) -> ParsedFlags:
         """Parse a command line, or ``sys.argv`` for None. The last value of a repeated flag wins.
 
-        An unknown flag or a value of the wrong type ends the process with status 2, as with any
-        argparse program. Raises ConfigurationError for options that are not honoured, honoured
-        only with other values, or without effect in this combination.
+        --help ends the process. Unknown and refused options and values of the wrong type or out of
+        range are added to problems, which the caller raises; without problems they are raised here
+        as one ConfigurationError.
         """
-        # Before values are converted: a refused option is reported even if its value is invalid.
-        given = tuple(self._recorder.parse_args(argv, argparse.Namespace(given=[])).given)
-        self._refuse(option for option, _ in given)
-        args = self._parser.parse_args(argv)
-        for option, dest in given:
-            honoured = self._honoured(option)
-            if honoured is not None:
-                _check_value(option, getattr(args, dest), honoured)
-                _check_need(option, args, honoured.need)
-        return ParsedFlags(args, given)
+        mine = Problems() if problems is None else problems
+        recorded, rest = self._recorder.parse_known_args(argv, argparse.Namespace(given=[]))
+        if any(word in ("-h", "--help") for word in rest):
+            self._parser.parse_args(["--help"])
+        everything: list[Given] = recorded.given
+        ignores = any(given.option == _IGNORE_UNKNOWN for given in everything)
+        unknown = self._unknown(rest, mine, ignores=ignores)
 
-    def _honoured(self, option: str) -> Honoured | None:
-        """How an option of upstream is honoured; None for our own and for refused ones."""
+        honoured, taken = [], []
+        for given in everything:
+            row = self._row(given.option)
+            if isinstance(row, Refused):
+                mine.add(refusal(given.option, row))
+            elif self._has_right_values(given, row, mine):
+                if isinstance(row, Taken):
+                    taken.append((str(given), row.instead))
+                else:
+                    honoured.append(given)
+        words = [word for given in honoured for word in (given.option, *given.values)]
+        args = self._parser.parse_args(words)
+        for given in tuple(honoured):
+            row = self._row(given.option)
+            if isinstance(row, Honoured) and row.need is not None and not _is_met(row.need, args):
+                taken.append((str(given), f"it has an effect only with {row.need.flag}"))
+                setattr(args, given.dest, self._actions[given.option].default)
+                honoured.remove(given)
+        if problems is None:
+            mine.raise_any()
+        return ParsedFlags(args, tuple(honoured), tuple(dict.fromkeys(taken)), unknown)
+
+    def _row(self, option: str) -> Row | None:
+        """The row of an option of upstream, or of a former one of ours; None for our own."""
+        if option in FORMER_OPTIONS:
+            return row_of(option, "")
         if option not in self._upstream:
             return None
-        action, _ = self._upstream[option]
-        return HONOURED.get(action.option_strings[0])
+        action, group = self._upstream[option]
+        return row_of(action.option_strings[0], group)
 
-    def _refuse(self, options: Iterable[str]) -> None:
-        refusals = [
-            refusal(option, self._upstream[option][1] if option in self._upstream else "")
-            for option in dict.fromkeys(options)
-            if option in FORMER_OPTIONS
-            or (option in self._upstream and self._honoured(option) is None)
-        ]
-        if len(refusals) == 1:
-            raise ConfigurationError(refusals[0])
-        if refusals:
-            lines = "".join(f"\n  {line}" for line in refusals)
-            raise ConfigurationError(f"{len(refusals)} options are not honoured:{lines}")
+    def _unknown(
+        self, rest: Sequence[str], problems: Problems, *, ignores: bool
+    ) -> tuple[tuple[str, str], ...]:
+        """The options that nobody knows, each with its values and our equivalent."""
+        options: list[list[str]] = []
+        for word in rest:
+            if word.startswith("-") and not word.lstrip("-")[:1].isdigit():
+                options.append(word.split("=", 1))
+            elif options:
+                options[-1].append(word)
+            else:
+                problems.add(f"flags begin with -- but there is {word!r}; remove it")
+        found = {}
+        for option, *values in options:
+            equivalent = EQUIVALENTS.get(option, "")
+            found[" ".join((option, *values))] = equivalent
+            if not ignores:
+                near = difflib.get_close_matches(option, self._actions, n=1, cutoff=_CLOSE)
+                fix = f"did you mean {near[0]}? Otherwise " if near else ""
+                if equivalent:
+                    fix = f"use {equivalent}, or "
+                problems.add(
+                    f"{option} is unknown to Megatron and to this program; {fix}remove it, or add "
+                    f"{_IGNORE_UNKNOWN} to go on without such options"
+                )
+        return tuple(found.items()) if ignores else ()
+
+    def _has_right_values(self, given: Given, row: Row | None, problems: Problems) -> bool:
+        """Whether the values can be converted and lie in their range; adds a problem otherwise."""
+        if self._actions[given.option].nargs == 0 and given.values:
+            problems.add(f"{given.option} takes no value but has {given.values[0]!r}; remove it")
+            return False
+        try:
+            args = self._parser.parse_args([given.option, *given.values])
+        except ConfigurationError as error:
+            problems.add(_in_our_words(given, str(error)))
+            return False
+        except KeyError as error:  # of upstream's converters
+            problems.add(f"{given}: {error} is not one of the values; correct the value")
+            return False
+        value = getattr(args, given.dest)
+        if isinstance(row, Honoured | Taken) and row.only is not None and value not in row.only:
+            problems.add(f"{given.option} {value} is not honoured: {row.otherwise}")
+            return False
+        bounds = RANGES.get(self._actions[given.option].option_strings[0])
+        if isinstance(row, Taken) or bounds is None or given.values == ():
+            return True
+        line = bounds.problem(given.option, value)
+        if line is not None:
+            problems.add(line)
+        return line is None
 
     def _show_honoured_only(self) -> None:
         """Show only honoured options in --help, in upstream's groups, with our notes appended."""
@@ -174,35 +337,35 @@ class FlagParser:
                 action.metavar = "NAME"
 
     def _build_recorder(self) -> argparse.ArgumentParser:
-        recorder = argparse.ArgumentParser(
-            prog="hydraulis train", usage=_USAGE, allow_abbrev=False, add_help=False
-        )
+        """A parser of the same options that takes any number of any values."""
+        recorder = _Raising(prog="hydraulis train", allow_abbrev=False, add_help=False)
         for action in self._parser._actions:
+            if action.dest == "help":
+                continue
             recorder.add_argument(
                 *action.option_strings,
                 action=_Record,
                 dest=action.dest,
-                nargs=action.nargs,
+                nargs="*",
                 default=argparse.SUPPRESS,
             )
         for option in FORMER_OPTIONS:
-            recorder.add_argument(option, action=_Record, nargs="?", default=argparse.SUPPRESS)
+            recorder.add_argument(option, action=_Record, nargs="*", default=argparse.SUPPRESS)
         return recorder
 
 
-def _check_value(option: str, value: object, honoured: Honoured) -> None:
-    if honoured.only is not None and value not in honoured.only:
-        raise ConfigurationError(f"{option} {value} is not honoured: {honoured.otherwise}")
+def _in_our_words(given: Given, message: str) -> str:
+    """A problem with the values of an option as one line with its fix."""
+    if message.startswith(given.option):  # of a converter of ours
+        return message
+    reason = message.removeprefix(f"argument {given.option}").partition(": ")[2] or message
+    return f"{given}: {reason}; correct the value"
 
 
-def _check_need(option: str, args: argparse.Namespace, need: Need | None) -> None:
-    if need is None:
-        return
+def _is_met(need: Need, args: argparse.Namespace) -> bool:
     value = getattr(args, need.dest)
     if need.values is not None:
         is_set = value in need.values
     else:
         is_set = value is not None and value is not False and value != []
-    if is_set == need.absent:
-        fix = "remove one of the two" if need.absent else f"add it or remove {option}"
-        raise ConfigurationError(f"{option} has an effect only with {need.flag}; {fix}")
+    return is_set != need.absent

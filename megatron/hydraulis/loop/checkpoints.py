@@ -170,7 +170,7 @@ class RunCheckpoints:
             paths,
             ddp_model[0].engine,
             self._model(),
-            with_optimizer=not args.finetune,
+            with_optimizer=not (args.finetune or args.no_load_optim),
             log=partial(print, flush=True),
         )
         if not loaded.with_optimizer:

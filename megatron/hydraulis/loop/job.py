@@ -21,7 +21,7 @@ from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
-from megatron.hydraulis.flags.describe import format_description
+from megatron.hydraulis.flags.describe import batch_text, format_description, option_lines
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
 from megatron.hydraulis.loop.checkpoints import RunCheckpoints
@@ -121,6 +121,8 @@ class Job:
         """What --dry-run prints; also raises what is wrong with the data."""
         corpora = self.load_corpora()
         print(format_description(self._planning.description_of(self._resolved)))
+        assert corpora[0] is not None
+        print(f"global batch {batch_text(self._resolved, corpora[0].mean_length)}")
         for corpus in corpora:
             if corpus is not None:
                 print(f"{corpus.name + ' data':<12} {corpus.report}")
@@ -259,8 +261,16 @@ class Job:
                 "fused_weight_gradient_mlp_cuda is not installed)",
                 flush=True,
             )
-        for line in (*self._resolved.pool_changes, *self._planning.left_out):
+        dropout = [
+            str(d) for d in self._resolved.differences if d.changes_update and "dropout" in d.typed
+        ]
+        unknown = [f"{option}: left out" for option, _ in self._resolved.unknown]
+        for line in (*self._resolved.pool_changes, *self._planning.left_out, *dropout, *unknown):
             print(f"warning: {line}", file=sys.stderr, flush=True)
+        for line in option_lines(self._planning.description_of(self._resolved)):
+            print(line, flush=True)
+        assert corpora[0] is not None
+        print(f"global batch: {batch_text(self._resolved, corpora[0].mean_length)}", flush=True)
         for corpus in corpora:
             if corpus is not None:
                 print(f"{corpus.name} data: {corpus.report}", flush=True)

@@ -1,0 +1,86 @@
+"""The numbers that each numeric option accepts; one table for upstream's options and ours."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["RANGES", "Range"]
+
+_LARGEST_INTEGER = 2**31 - 1
+"""Of libraries that count in 32 bits; also far above any real size or number of iterations."""
+_LARGEST_REAL = 1e12
+"""Larger settings overflow fp32 when they are multiplied, and are typing errors."""
+_LARGEST_SEED = 2**32 - 1
+"""Of NumPy's generator, which upstream seeds too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An interval of numbers; a value that is not finite is outside of any."""
+
+    low: float
+    high: float
+    above_low: bool = False
+    """Whether low itself is outside."""
+    below_high: bool = False
+    """Whether high itself is outside."""
+
+    def problem(self, option: str, value: object) -> str | None:
+        """The rule, the number and the fix if a value of the option is outside; else None."""
+        if not isinstance(value, int | float):
+            return None
+        if value < self.low or (self.above_low and value == self.low):
+            rule = f"{'above' if self.above_low else 'at least'} {self.low:g}"
+            what = "a positive number" if self.low in (0, 1) else "a larger number"
+            if self.low == 0 and not self.above_low:
+                what = "0 or a positive number"
+        elif value > self.high or (self.below_high and value == self.high):
+            high = f"{self.high:,}" if isinstance(self.high, int) else f"{self.high:g}"
+            rule = f"{'below' if self.below_high else 'at most'} {high}"
+            what = "a smaller number"
+        elif math.isfinite(value):
+            return None
+        else:
+            rule, what = "a number", "a number"
+        return f"{option} must be {rule} but is {value}; give {what}"
+
+
+_FROM_1 = Range(1, _LARGEST_INTEGER)
+_FROM_0 = Range(0, _LARGEST_INTEGER)
+_POSITIVE = Range(0.0, _LARGEST_REAL, above_low=True)
+_NOT_NEGATIVE = Range(0.0, _LARGEST_REAL)
+
+_OPTIONS: dict[Range, str] = {
+    _FROM_1: """
+        --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
+        --kv-channels --max-position-embeddings --rotary-base --rotary-seq-len-interpolation-factor
+        --recompute-num-layers --make-vocab-size-divisible-by --vocab-size --padded-vocab-size
+        --seq-length --train-iters --global-batch-size --exit-interval --exit-duration-in-mins
+        --lr-decay-iters --lr-wsd-decay-iters --save-interval --ckpt-step --eval-interval
+        --log-interval --tensorboard-log-interval --tensorboard-queue-size
+        --distributed-timeout-minutes --tensor-model-parallel-size --pipeline-model-parallel-size
+        --context-parallel-size
+        --global-batch-tokens --max-tokens-per-micro-batch --row-quantum-tokens --ranks-per-node
+        --num-ranks --keep-last --max-skipped-in-a-row""",
+    _FROM_0: """
+        --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval
+        --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead""",
+    Range(-1, _LARGEST_INTEGER): "--null-tokenizer-pad-id",
+    Range(1, _LARGEST_SEED): "--seed",
+    Range(0, 2): "--timing-log-level",
+    _POSITIVE: """
+        --norm-epsilon --init-method-std --rope-scaling-factor --adam-eps --plan-time-limit
+        --refit-drift""",
+    _NOT_NEGATIVE: """
+        --lr --min-lr --lr-warmup-init --weight-decay --start-weight-decay --end-weight-decay
+        --clip-grad""",
+    Range(0.0, 1.0, below_high=True): "--adam-beta1 --adam-beta2",
+    Range(0.0, 1.0): "--lr-warmup-fraction --hidden-dropout --attention-dropout",
+    Range(0.0, 1.0, above_low=True): "--rotary-percent",
+}
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {option: bounds for bounds, options in _OPTIONS.items() for option in options.split()}
+)
+"""Option -> the numbers that it accepts."""

@@ -1,0 +1,183 @@
+"""Public argument sets of others start as they are, or are refused for features not built."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
+from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.describe import batch_text
+from megatron.hydraulis.flags.options import HONOURED
+from megatron.hydraulis.flags.ranges import RANGES
+from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
+
+SETS = sorted((Path(__file__).parents[1] / "data" / "launch_arguments").glob("*.txt"))
+OURS = {field.name for field in dataclasses.fields(HydraulisConfig)}
+REFUSED_FOR = (
+    "--num-experts",
+    "--multi-latent-attention",
+    "--fp8-format",
+    "--fp16",
+    "--hybrid-layer-pattern",
+    "--is-hybrid-model",
+    "--spec",
+)
+"""Features that are not built, or need a package that is not there."""
+MODEL_ONLY = (
+    "--seq-length 4096 --max-position-embeddings 4096 --train-iters 100 --lr 1e-4 "
+    "--global-batch-size 64"
+)
+"""What a set asks to be added that describes a model alone."""
+
+
+def _parse_set(path: Path, corpus: str) -> Resolved:
+    lines = path.read_text().splitlines()
+    header = [line for line in lines if line.startswith("#")]
+    num_ranks = int(next(line.split()[2] for line in header if line.startswith("# ranks")))
+    argv = [word for line in lines if line not in header for word in shlex.split(line)]
+    if any("model arguments only" in line for line in header):
+        argv += MODEL_ONLY.split()
+    data = f"--data-path {corpus} --tokenizer-type NullTokenizer --vocab-size 32000"
+    argv += [*data.split(), "--ignore-unknown-options"]
+    return parse_arguments(argv, num_ranks=num_ranks, rank=0, flag_parser=flag_parser())
+
+
+def test_argument_sets_of_others_start_or_are_refused_for_named_features(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path)
+    starting = []
+    for path in SETS:
+        try:
+            resolved = _parse_set(path, corpus)
+        except ConfigurationError as error:
+            lines = [line.strip() for line in str(error).splitlines()]
+            assert any(line.startswith(REFUSED_FOR) for line in lines), path.name
+        else:
+            starting.append(path.stem)
+            assert resolved.pool.num_ranks > 0
+    assert len(SETS) == 27
+    assert len(starting) >= 13
+
+
+def test_what_was_taken_is_listed_with_what_happens_instead(tmp_path: Path) -> None:
+    resolved = parse(
+        tmp_path,
+        *("--micro-batch-size", "4", "--use-distributed-optimizer", "--save-interval", "5"),
+        *("--exp-avg-dtype", "bf16", "--distributed-backend", "nccl"),
+    )
+    assert dict(resolved.taken) == {
+        "--micro-batch-size 4": "packing decides how sequences share a micro-batch; "
+        "--max-tokens-per-micro-batch limits it",
+        "--exp-avg-dtype bf16": "optimizer state and gradients stay fp32, which is more precise",
+        "--save-interval 5": "it has an effect only with --save",
+        "--distributed-backend nccl": "gloo, as this machine has no CUDA",
+    }
+    assert resolved.args.use_distributed_optimizer
+
+
+def test_sizes_of_one_layout_yield_to_a_strategy_and_stand_for_one_alone(tmp_path: Path) -> None:
+    sizes = (
+        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+        *("--context-parallel-size", "2"),
+    )
+    assert [s.name for s in parse(tmp_path, *sizes).pool.strategies] == ["tp2cp2pp2"]
+    with_strategy = parse(tmp_path, *sizes, "--strategy", "4*tp2")
+    assert [s.name for s in with_strategy.pool.strategies] == ["4*tp2"]
+    assert len(with_strategy.taken) == 3
+    assert with_strategy.taken[0] == (
+        "--tensor-model-parallel-size 2",
+        "--strategy 4*tp2 gives the layout of every replica",
+    )
+
+
+def test_every_default_that_differs_from_upstreams_is_listed(tmp_path: Path) -> None:
+    """Over the whole parser: what parsing leaves and training gets differ only where we say so."""
+    nothing_given = flag_parser()._parser.parse_args([])
+    resolved = parse(tmp_path)
+    given = {
+        action.dest
+        for action in flag_parser()._parser._actions
+        if set(action.option_strings) & resolved.explicit
+    }
+    internal = {
+        # Nominal for upstream's loop, or derived by upstream's checks from what is given.
+        *("micro_batch_size", "global_batch_size", "rank", "world_size", "local_rank"),
+        *("ffn_hidden_size", "kv_channels", "padded_vocab_size", "num_query_groups"),
+        *("save_interval", "sequence_parallel", "add_qkv_bias", "recompute_activations"),
+        *("start_weight_decay", "end_weight_decay", "split"),
+    }
+    listed = {difference.typed.split()[0] for difference in resolved.differences}
+    missing = []
+    for action in flag_parser()._parser._actions:
+        dest = action.dest
+        if dest in OURS or dest in given | internal or dest == "help":
+            continue
+        before, after = getattr(nothing_given, dest), getattr(resolved.args, dest, None)
+        names = {
+            option
+            for a in flag_parser()._parser._actions
+            if a.dest == dest
+            for option in a.option_strings
+        }
+        if before != after and action.option_strings[0] in HONOURED and not names & listed:
+            missing.append((action.option_strings[0], before, after))
+    assert missing == []
+
+
+def test_dropout_that_is_not_given_is_among_the_differences(tmp_path: Path) -> None:
+    typed = {str(d) for d in parse(tmp_path).differences if d.changes_update}
+    assert (
+        "--hidden-dropout 0.0 (Megatron: --hidden-dropout 0.1): dropout would make the update "
+        "depend on the plan" in typed
+    )
+    given = parse(tmp_path, "--hidden-dropout", "0", "--attention-dropout", "0")
+    assert not any("dropout" in d.typed for d in given.differences if d.changes_update)
+
+
+def test_the_global_batch_is_compared_with_upstreams(tmp_path: Path) -> None:
+    assert batch_text(parse(tmp_path), 50.0) == (
+        "8 sequences, about 400 tokens; Megatron takes 8 rows of 128 tokens, which is "
+        "--global-batch-tokens 1024 here"
+    )
+    by_tokens = parse(tmp_path, "--global-batch-tokens", "1024", without=("--global-batch-size",))
+    assert batch_text(by_tokens, 50.0) == (
+        "1,024 tokens, about 20 sequences; Megatron takes as many with --global-batch-size 8"
+    )
+
+
+_VALUES = ("-1", "0", "nan", "inf", "100000000000000000000")
+
+
+def test_every_number_has_a_range_and_those_outside_are_refused(tmp_path: Path) -> None:
+    """Over the whole parser: a number is refused by its range, or training may begin with it."""
+    actions = [
+        action
+        for action in flag_parser()._parser._actions
+        if action.type in (int, float)
+        and (action.option_strings[0] in HONOURED or action.dest in OURS)
+    ]
+    without_range = [a.option_strings[0] for a in actions if a.option_strings[0] not in RANGES]
+    assert without_range == []
+    for action in actions:
+        option = action.option_strings[0]
+        for value in _VALUES:
+            try:
+                number = action.type(value)
+            except (ValueError, OverflowError):
+                number = None
+            is_inside = number is not None and RANGES[option].problem(option, number) is None
+            problem = _problem_with(tmp_path, option, value)
+            if problem is None:
+                assert is_inside, (option, value)
+            else:
+                assert option in problem or is_inside, (option, value, problem)
+
+
+def _problem_with(folder: Path, option: str, value: str) -> str | None:
+    """The error of a command line with this value of one option; None if it is accepted."""
+    command = base_command(folder, without=(option,))
+    try:
+        parse_arguments([*command, option, value], num_ranks=1, rank=0, flag_parser=flag_parser())
+    except ConfigurationError as error:
+        return str(error)
+    return None
