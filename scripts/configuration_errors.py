@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "configuration-errors.md"
 PACKAGE = "megatron/hydraulis"
 PACKAGES = (PACKAGE, "hydraulis_patches")
 ERRORS = ("ConfigurationError", "StrategyError")
-PASSED_ON = ("line", "message", "problem", "str(error)")
+PASSED_ON = ("collected", "of_argparse", "out_of_range", "str(error)")
 """Expressions for texts that are made, and listed, elsewhere."""
 UNKNOWN = "…"
 MIN_WORDS = 4
@@ -37,6 +37,9 @@ This page lists every message about a wrong flag, file or machine, so that you c
 checks it: search for a few words of your message. `⟨name⟩` stands for a value, `⟨a / b⟩` for one of
 several texts, `…` for text made at run time. A message states the rule and the numbers that break
 it and, after its last semicolon, what to do. The page leaves out that last part.
+
+A number out of its range is refused as `⟨option⟩ must be ⟨rule⟩ but is ⟨value⟩`; several errors are
+listed together.
 
 Such an error ends the program with status 2 and one line on standard error; under torchrun that
 line is above torchrun's own report. The flags of a run are in `config.json` of its run folder.

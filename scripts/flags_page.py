@@ -91,6 +91,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "max_skipped_in_a_row",
     ),
     "Without training": ("dry_run", "num_ranks"),
+    "Launch scripts of others": ("ignore_unknown_options",),
 }
 """Heading -> fields of HydraulisConfig; every field belongs to one of them."""
 

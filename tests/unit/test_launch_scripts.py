@@ -4,9 +4,13 @@ import dataclasses
 import shlex
 from pathlib import Path
 
+import pytest
+
+from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.convert import read_launch_command
 from megatron.hydraulis.flags.describe import batch_text
 from megatron.hydraulis.flags.options import HONOURED
 from megatron.hydraulis.flags.ranges import RANGES
@@ -145,6 +149,84 @@ def test_the_global_batch_is_compared_with_upstreams(tmp_path: Path) -> None:
     )
 
 
+_SCRIPT = """
+#!/bin/bash
+GPUS_PER_NODE=4  # a comment with ' a quote
+NUM_NODES=${SLURM_NNODES:-2}
+WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+CHECKPOINTS=$1
+MODEL_ARGS=(
+    --num-layers 12   # a comment
+    --hidden-size "512"
+)
+if [ "$LONG" = 1 ]; then
+    LENGTH=2048
+else
+    LENGTH=1024
+fi
+MODEL_ARGS+=(--seq-length $LENGTH)
+OPTIMIZER="
+    --lr 6.0e-5 \\
+    --micro-batch-size 2
+"
+OPTIMIZER+=" --bf16"
+export RUN='a run'
+torchrun --nproc_per_node=$GPUS_PER_NODE --nnodes $NUM_NODES /opt/Megatron-LM/pretrain_gpt.py \\
+    "${MODEL_ARGS[@]}" $OPTIMIZER \\
+    --wandb-exp-name "$RUN" --save "${CHECKPOINTS}/x" --data-path $DATA 2>&1 | tee log
+"""
+
+
+def test_a_launch_script_is_read_without_being_run() -> None:
+    launch = read_launch_command(_SCRIPT, {"1": "/out"})
+    assert " ".join(launch.options) == (
+        "--num-layers 12 --hidden-size 512 --seq-length 1024 --lr 6.0e-5 --micro-batch-size 2 "
+        "--bf16 --wandb-exp-name a run --save /out/x --data-path $DATA"
+    )
+    assert "a run" in launch.options
+    assert launch.num_ranks == 8
+    assert launch.unresolved == ("$DATA",)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        'CMD="torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1 --bf16"; eval $CMD',
+        "srun bash -c 'torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1 --bf16'",
+    ],
+)
+def test_a_command_handed_to_another_shell_is_found(call: str) -> None:
+    launch = read_launch_command(call)
+    assert launch.options == ("--lr", "1", "--bf16")
+    assert launch.num_ranks == 2
+
+
+def test_a_script_that_trains_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"calls pretrain_gpt\.py, .* calls none; give"):
+        read_launch_command("echo hello")
+
+
+def test_convert_prints_the_command_and_what_becomes_of_each_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(_SCRIPT)
+    assert main(["convert", str(script), "--set", "1=/out"]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "torchrun --nproc-per-node 8 --no-python hydraulis train \\\n    --num-layers 12 \\\n",
+        "taken        options without effect here",
+        "  --micro-batch-size 2: packing decides",
+        "  --hidden-dropout 0.0 (Megatron: --hidden-dropout 0.1): ",
+        "  $DATA\n",
+        "strategy     --strategy '8*tp1' on 8 ranks equals this layout",
+    ):
+        assert text in shown, text
+    script.write_text(_SCRIPT.replace("--bf16", "--fp16"))
+    assert main(["convert", str(script)]) == 1
+    assert "  --fp16 is not honoured: " in capsys.readouterr().out
+
+
 _VALUES = ("-1", "0", "nan", "inf", "100000000000000000000")
 
 
@@ -161,16 +243,20 @@ def test_every_number_has_a_range_and_those_outside_are_refused(tmp_path: Path) 
     for action in actions:
         option = action.option_strings[0]
         for value in _VALUES:
-            try:
-                number = action.type(value)
-            except (ValueError, OverflowError):
-                number = None
+            number = _number(value, is_integer=action.type is int)
             is_inside = number is not None and RANGES[option].problem(option, number) is None
             problem = _problem_with(tmp_path, option, value)
             if problem is None:
                 assert is_inside, (option, value)
             else:
                 assert option in problem or is_inside, (option, value, problem)
+
+
+def _number(text: str, *, is_integer: bool) -> float | None:
+    try:
+        return int(text) if is_integer else float(text)
+    except ValueError:
+        return None
 
 
 def _problem_with(folder: Path, option: str, value: str) -> str | None:

@@ -188,9 +188,9 @@ class HydraulisConfig:
         for field_ in fields(self):
             option = option_of(field_.name)
             bounds = RANGES.get(option)
-            problem = bounds and bounds.problem(option, getattr(self, field_.name))
-            if problem:
-                raise ConfigurationError(problem)
+            out_of_range = bounds and bounds.problem(option, getattr(self, field_.name))
+            if out_of_range:
+                raise ConfigurationError(out_of_range)
         self._check_refit_flags()
         self._check_elastic_flags()
         self._check_pool_flags()

@@ -49,9 +49,9 @@ class Problems:
     def __init__(self) -> None:
         self._errors: list[ConfigurationError] = []
 
-    def add(self, line: str) -> None:
-        """Add one problem with its rule, numbers and fix."""
-        self._errors.append(ConfigurationError(line))
+    def add(self, collected: str) -> None:
+        """Add one problem: its rule, numbers and fix in one line."""
+        self._errors.append(ConfigurationError(collected))
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
@@ -130,7 +130,8 @@ class _Raising(argparse.ArgumentParser):
     """Raises what is wrong instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(message)
+        of_argparse = message
+        raise ConfigurationError(of_argparse)
 
 
 class _Member:
