@@ -138,11 +138,12 @@ def parse_arguments(
     if needs_data:
         with problems.collected():
             checks.check_data(args)
+    args.rank = rank  # for upstream's tokenizers
     with problems.collected():
         vocabulary = resolve_vocabulary(args)
     problems.raise_any()
 
-    _validate_as_one_group(args, rank)
+    _validate_as_one_group(args)
     args.padded_vocab_size = vocabulary.padded_size
     shape = _model_shape(args)
     with problems.collected():
@@ -299,11 +300,10 @@ def _ranks_per_node(hydraulis: HydraulisConfig, *, is_started: bool) -> int | No
     return None if value is None else int(value)
 
 
-def _validate_as_one_group(args: argparse.Namespace, rank: int) -> None:
+def _validate_as_one_group(args: argparse.Namespace) -> None:
     """Run upstream's validate_args on a job of one rank."""
     # Upstream's parse_args, whose own parser cannot be handed in, sets these from the environment.
     args._is_global_batch_size_explicitly_specified = True
-    args.rank = rank
     args.world_size = 1
     # Upstream allows --async-save only with its persistent worker, which needs CUDA; ours does not.
     args.use_persistent_ckpt_worker = args.async_save
