@@ -250,15 +250,17 @@ def test_a_fused_function_is_compiled_by_its_first_call_only(
 
 
 WITHOUT_COMPILER = """
-import sys
+import gc, sys
 import megatron.hydraulis.loop.entry
 import megatron.training.training
 from megatron.core.fusions.fused_bias_swiglu import swiglu
-slow = {"torch._dynamo", "matplotlib", "transformers", "scipy", "pandas", "pyarrow"}
+slow = {"torch._dynamo", "matplotlib", "transformers", "scipy", "pandas", "pyarrow", "rich"}
 not_wanted = slow & set(sys.modules)
 assert not not_wanted, f"training imports {not_wanted} before it needs them"
 import torch
 assert swiglu.__wrapped__(torch.ones(1, 2)).item() > 0
+assert gc.isenabled(), "no garbage is collected after the imports"
+assert gc.get_freeze_count() > gc.get_count()[0] + 100_000, "collections visit what was imported"
 """
 
 

@@ -7,22 +7,25 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
+from megatron.hydraulis.quiet_imports import without_garbage_collection
 
-import hydraulis_patches.deferred_compile  # noqa: F401 - before anything that imports Megatron
-from hydraulis_patches.cpu_backend import apply_cpu_backend
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError
-from megatron.hydraulis.flags.arguments import parse_arguments
-from megatron.hydraulis.loop.faults import (
-    end_process,
-    quieten_upstream,
-    report_error,
-    report_unexpected_error,
-)
-from megatron.hydraulis.loop.job import Job, UserHooks
-from megatron.hydraulis.loop.memory_safety import use_expandable_segments
-from megatron.hydraulis.loop.startup import check_devices, meet
+with without_garbage_collection():
+    import torch
+    import torch.distributed as dist
+
+    import hydraulis_patches.deferred_compile  # noqa: F401 - before anything that imports Megatron
+    from hydraulis_patches.cpu_backend import apply_cpu_backend
+    from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+    from megatron.hydraulis.flags.arguments import parse_arguments
+    from megatron.hydraulis.loop.faults import (
+        end_process,
+        quieten_upstream,
+        report_error,
+        report_unexpected_error,
+    )
+    from megatron.hydraulis.loop.job import Job, UserHooks
+    from megatron.hydraulis.loop.memory_safety import use_expandable_segments
+    from megatron.hydraulis.loop.startup import check_devices, meet
 
 __all__ = ["UserHooks", "main"]
 

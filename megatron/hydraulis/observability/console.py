@@ -8,11 +8,8 @@ import statistics
 from collections import deque
 from collections.abc import Iterator
 
-from rich.table import Table
-
 from megatron.hydraulis.observability.records import IterationRecord
 from megatron.hydraulis.observability.report_data import Run
-from megatron.hydraulis.terminal import table_text
 
 __all__ = [
     "EtaEstimator",
@@ -83,6 +80,11 @@ def closing_table(run: Run) -> str:
 
     The path has its own unbroken line, so that it can be copied.
     """
+    # Not above: only the last rank needs them, at the end of a run.
+    from rich.table import Table
+
+    from megatron.hydraulis.terminal import table_text
+
     table = Table(title="Training finished", title_justify="left", show_header=False)
     table.add_column("figure", style="bold")
     table.add_column("value", justify="right")
