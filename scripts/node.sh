@@ -31,9 +31,11 @@ fi
 shift
 
 mkdir -p "$HYDRAULIS_LOG_DIR"
-# A container may lack the host's TMPDIR. InfiniBand needs memory that may be locked.
+# A container may lack the host's TMPDIR. InfiniBand needs memory that may be locked, and torchrun's
+# store a connection to every rank.
 [[ -d ${TMPDIR:-/tmp} && -w ${TMPDIR:-/tmp} ]] || export TMPDIR=/tmp
 ulimit -l unlimited 2>/dev/null || true
+ulimit -n "$(ulimit -Hn)" 2>/dev/null || true
 HYDRAULIS_NODE_DIR="$(mktemp -d "${TMPDIR:-/tmp}/hydraulis-node-XXXXXX")"
 export HYDRAULIS_LOG_DIR HYDRAULIS_NODE_DIR
 trap 'rm -rf "$HYDRAULIS_NODE_DIR"' EXIT

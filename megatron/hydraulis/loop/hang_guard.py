@@ -230,8 +230,8 @@ class HangGuard:
                 if self._is_long(place) and place is not reported:
                     reported = place
                     self._ends.wait(self._beat_s)  # so that all others have written theirs
-                    places = self._read_all()
-                    if self._place is place:
+                    places = self._read_others(place)
+                    if places is not None and self._place is place:
                         now_s = time.time()
                         text = report_of(self._rank, places, now_s, self._silent_s, self._timeout_s)
                         if text is not None:
@@ -248,15 +248,25 @@ class HangGuard:
         self._store.check([str(self._rank)])  # waits for an answer, which setting does not
         self._asked_s = None
 
-    def _read_all(self) -> list[Place | None]:
+    def _read_others(self, own: Place) -> list[Place | None] | None:
+        """The places of all ranks; None if rank 0 waits too, so that the report is not ours.
+
+        All ranks ask at the same time: if each read all places, the store would answer N² requests.
+        """
         self._asked_s = time.time()
-        keys = [str(rank) for rank in range(self._num_ranks)]
-        places = [
-            Place(*json.loads(self._store.get(key))) if self._store.check([key]) else None
-            for key in keys
-        ]
+        first = self._read(0)
+        if self._rank and first is not None and first.order >= own.order:
+            is_alive = time.time() - first.alive_s <= self._silent_s
+            if is_alive:
+                self._asked_s = None
+                return None
+        places = [self._read(rank) for rank in range(self._num_ranks)]
         self._asked_s = None
         return places
+
+    def _read(self, rank: int) -> Place | None:
+        key = str(rank)
+        return Place(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _watch_store(self) -> None:
         """Never uses the store, which might never answer."""

@@ -36,7 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.loop.startup import check_devices, constants_of_this_rank
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["RankFacts", "add_arguments", "compare_ranks", "run"]
 
 NUM_BYTES_PER_RANK = 16 * 2**20
 """Sent by each rank in a collective: enough for its time to say something about the network."""
@@ -99,17 +99,17 @@ def run(namespace: argparse.Namespace) -> int:
         check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count())
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    ranks = _connect(device, limit_s)
-    _check_rates(device, ranks, limit_s)
+    own, hosts = _connect(device, limit_s)
+    _check_rates(device, hosts, limit_s)
     times_s = _check_collectives(device, limit_s)
-    link_rates = _rates_between_nodes(device, ranks, limit_s)
+    link_rates = _rates_between_nodes(device, hosts, limit_s)
     _check_links(link_rates, namespace.least_gb_per_s)
     if dist.get_rank() == 0:
-        hosts = Counter(facts.host for facts in ranks)
+        counts = Counter(hosts)
         print(
-            f"preflight: {len(ranks)} ranks on {len(hosts)} hosts "
-            f"({', '.join(f'{host}: {count}' for host, count in hosts.items())}), "
-            f"{ranks[0].device}, torch {ranks[0].torch}, megatron-core {ranks[0].megatron_core}"
+            f"preflight: {len(hosts)} ranks on {len(counts)} hosts "
+            f"({', '.join(f'{host}: {count}' for host, count in counts.items())}), "
+            f"{own.device}, torch {own.torch}, megatron-core {own.megatron_core}"
         )
         for name, time_s in times_s.items():
             rate = NUM_BYTES_PER_RANK / time_s / 1e9
@@ -130,7 +130,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankFacts:
+class RankFacts:
     """What one rank runs on."""
 
     rank: int
@@ -148,13 +148,17 @@ class _RankFacts:
     """Rounded; 0 for a CPU."""
 
 
-def _connect(device: torch.device, limit_s: float) -> list[_RankFacts]:
-    """Collective: the ranks meet, are compared, and make one process group."""
+def _connect(device: torch.device, limit_s: float) -> tuple[RankFacts, list[str]]:
+    """Collective: the ranks meet, are compared, and make one process group.
+
+    Returns:
+        What this rank runs on, and the host of every rank.
+    """
     has_cuda = device.type == "cuda"
     timeout = timedelta(seconds=limit_s)
     with _limited("the rendezvous", 2 * limit_s):
         store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-        own = _RankFacts(
+        own = RankFacts(
             rank=rank,
             host=socket.gethostname(),
             python=platform.python_version(),
@@ -170,8 +174,7 @@ def _connect(device: torch.device, limit_s: float) -> list[_RankFacts]:
                 else 0
             ),
         )
-        ranks = _exchange_facts(own, store, num_ranks, limit_s)
-        _check_equal(ranks)
+        hosts = compare_ranks(own, store, num_ranks, limit_s)
         dist.init_process_group(
             "nccl" if has_cuda else "gloo",
             store=store,
@@ -179,17 +182,42 @@ def _connect(device: torch.device, limit_s: float) -> list[_RankFacts]:
             world_size=num_ranks,
             timeout=timeout,
         )
-    return ranks
+    return own, hosts
 
 
-def _exchange_facts(
-    facts: _RankFacts, store: dist.Store, num_ranks: int, limit_s: float
-) -> list[_RankFacts]:
-    """The facts of all ranks, exchanged through the store; every rank gets them.
+def compare_ranks(own: RankFacts, store: dist.Store, num_ranks: int, limit_s: float) -> list[str]:
+    """The host of every rank, after rank 0 has compared what the ranks run on.
 
-    Raises ConfigurationError that names the ranks that did not come within the limit.
+    Only rank 0 reads what the others wrote. If all did, requests to the store would grow with the
+    square of the number of ranks.
+
+    Raises ConfigurationError that names ranks that differ, or did not come within the limit.
     """
-    store.set(f"{_KEY}/{facts.rank}", json.dumps(dataclasses.asdict(facts)))
+    store.set(f"{_KEY}/{own.rank}", json.dumps(dataclasses.asdict(own)))
+    if own.rank == 0:
+        try:
+            ranks = _read_facts(store, num_ranks, limit_s)
+            _check_equal(ranks)
+            result: dict[str, Any] = {"hosts": [facts.host for facts in ranks]}
+        except ConfigurationError as error:
+            result = {"error": str(error)}
+        store.set(f"{_KEY}/result", json.dumps(result))
+    try:
+        store.wait([f"{_KEY}/result"], timedelta(seconds=1.5 * limit_s))
+        result = json.loads(store.get(f"{_KEY}/result"))
+    except RuntimeError as error:  # torch's errors of stores
+        raise ConfigurationError(
+            f"rank 0 compares what the ranks run on within {limit_s:g} s but has not answered; see "
+            "its log"
+        ) from error
+    if "error" in result:
+        raise ConfigurationError(result["error"])
+    hosts: list[str] = result["hosts"]
+    return hosts
+
+
+def _read_facts(store: dist.Store, num_ranks: int, limit_s: float) -> list[RankFacts]:
+    """The facts of all ranks. Raises ConfigurationError if some do not come within the limit."""
     deadline_s = time.monotonic() + limit_s
     missing = list(range(num_ranks))
     while missing := [rank for rank in missing if not store.check([f"{_KEY}/{rank}"])]:
@@ -202,13 +230,13 @@ def _exchange_facts(
             )
         time.sleep(0.05)
     return [
-        _RankFacts(**json.loads(store.get(f"{_KEY}/{rank}").decode())) for rank in range(num_ranks)
+        RankFacts(**json.loads(store.get(f"{_KEY}/{rank}").decode())) for rank in range(num_ranks)
     ]
 
 
-def _check_equal(ranks: Sequence[_RankFacts]) -> None:
+def _check_equal(ranks: Sequence[RankFacts]) -> None:
     """Raise ConfigurationError unless all ranks have the same software and kind of device."""
-    for field in dataclasses.fields(_RankFacts):
+    for field in dataclasses.fields(RankFacts):
         if field.name in ("rank", "host"):
             continue
         counts = Counter(getattr(facts, field.name) for facts in ranks)
@@ -271,7 +299,7 @@ def _version_of(package: str) -> str:
         return ""
 
 
-def _check_rates(device: torch.device, ranks: Sequence[_RankFacts], limit_s: float) -> None:
+def _check_rates(device: torch.device, hosts: Sequence[str], limit_s: float) -> None:
     """Collective: multiply matrices on every rank; raise ConfigurationError for a slow rank."""
     size = _MATRIX_SIZE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -281,14 +309,14 @@ def _check_rates(device: torch.device, ranks: Sequence[_RankFacts], limit_s: flo
         start_s = time.perf_counter()
         (matrix @ matrix)[0, 0].item()
         best_s = min(best_s, time.perf_counter() - start_s)
-    times_s: list[float] = [0.0] * len(ranks)
+    times_s: list[float] = [0.0] * len(hosts)
     with _limited("comparing the ranks' speeds", limit_s):
         dist.all_gather_object(times_s, best_s)
     slow = slow_ranks(times_s)
     # Ranks on CPUs share cores, so that one's time says little of its node.
     if slow and device.type == "cuda":
         named = ", ".join(
-            f"rank {rank} on {ranks[rank].host}: {times_s[rank] * 1e3:.1f} ms"
+            f"rank {rank} on {hosts[rank]}: {times_s[rank] * 1e3:.1f} ms"
             for rank in slow[:MAX_NAMED]
         )
         raise ConfigurationError(
@@ -314,16 +342,18 @@ def pairs_of_nodes(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def _rates_between_nodes(
-    device: torch.device, ranks: Sequence[_RankFacts], limit_s: float
+    device: torch.device, hosts: Sequence[str], limit_s: float
 ) -> dict[tuple[str, str], float]:
     """Collective: GB/s at which a rank of a pair of nodes exchanges data with the other node."""
-    hosts = list(dict.fromkeys(facts.host for facts in ranks))
-    ranks_of = {host: [facts.rank for facts in ranks if facts.host == host] for host in hosts}
+    ranks_of: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_of.setdefault(host, []).append(rank)
+    nodes = list(ranks_of)
     own_rank = dist.get_rank()
     rates: dict[tuple[str, str], float] = {}
-    for pairs in pairs_of_nodes(len(hosts)):
+    for pairs in pairs_of_nodes(len(nodes)):
         groups = {
-            (hosts[a], hosts[b]): dist.new_group(sorted(ranks_of[hosts[a]] + ranks_of[hosts[b]]))
+            (nodes[a], nodes[b]): dist.new_group(sorted(ranks_of[nodes[a]] + ranks_of[nodes[b]]))
             for a, b in pairs
         }
         own_rates: dict[tuple[str, str], float] = {}
@@ -341,10 +371,10 @@ def _rates_between_nodes(
                     dist.all_to_all_single(received, block, group=group)
                     received[-1].item()
                     time_s = min(time_s, time.perf_counter() - start_s)
-            own_host = ranks[own_rank].host
+            own_host = hosts[own_rank]
             share = len(ranks_of[pair[1] if pair[0] == own_host else pair[0]]) / num_members
             own_rates[pair] = block.nbytes * share / time_s / 1e9
-        everyone: list[Any] = [None] * len(ranks)
+        everyone: list[Any] = [None] * len(hosts)
         dist.all_gather_object(everyone, own_rates)
         for found in everyone:
             for pair, rate in found.items():

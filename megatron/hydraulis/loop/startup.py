@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import resource
 import socket
 import time
 import uuid
@@ -99,10 +100,21 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
     Collective; reads torchrun's variables. Raises HydraulisError if rank 0 does not come.
     """
+    raise_file_limit()
     store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         store = fresh_store(store, os.environ["MASTER_ADDR"], rank, num_ranks, timeout)
     return store, rank, num_ranks
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system allows.
+
+    The store of rank 0 has two connections to every rank, and the usual limit of 1,024 would end a
+    job of 512 ranks.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def fresh_store(

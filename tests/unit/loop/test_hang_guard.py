@@ -1,8 +1,11 @@
 """Who is missing, and who says so."""
 
+import json
 import multiprocessing
 import os
+import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron.hydraulis.loop.hang_guard import HangGuard, Place, missing_ranks, report_of
-from megatron.hydraulis.loop.startup import fresh_store
+from megatron.hydraulis.loop.startup import fresh_store, meet
+from tests.support.counted_store import CountedStore
 
 NOW_S, SILENT_S, TIMEOUT_S = 1000.0, 10.0, 60.0
 
@@ -97,6 +101,19 @@ def test_a_guard_tells_of_a_wait_once_and_names_the_silent() -> None:
     assert text.endswith("missing: rank 1, which has reported nothing yet")
 
 
+def test_ranks_that_wait_with_rank_0_read_no_other_place() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
+    counted = CountedStore(store)
+    now_s = time.time()
+    of_rank_0 = [7, "gather", "strategy 'x', plan 12ab", now_s, now_s + 60.0]
+    dist.PrefixStore("hydraulis_places", store).set("0", json.dumps(of_rank_0))
+    said: list[str] = []
+    guard = HangGuard(counted, 1, 1000, 4.0, say=said.append)
+    wait_long(guard, 4.0, lambda: counted.num_requests["ours get"])
+    assert counted.num_requests["ours get"] == 1
+    assert not said
+
+
 def hold_store(port: Connection) -> None:
     """In the place of rank 0."""
     store = dist.TCPStore(
@@ -153,3 +170,40 @@ def test_a_store_of_an_earlier_start_is_not_taken() -> None:
     own.set("plan", "new")
     assert found.get("plan") == b"new"
     assert not found.check(["hydraulis_places/0"])
+
+
+def meet_with_few_files(port: int, met: Connection) -> None:
+    """As rank 0 of a job of one rank."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    _store = meet(timedelta(seconds=20))
+    met.send("yes")
+    time.sleep(3600)
+
+
+def test_rank_0_takes_more_connections_than_the_usual_limit_of_open_files() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    holder = context.Process(target=meet_with_few_files, args=(port, theirs))
+    holder.start()
+    try:
+        ours.recv()
+        stores = [
+            dist.TCPStore(
+                "127.0.0.1",
+                port,
+                is_master=False,
+                timeout=timedelta(seconds=20),
+                wait_for_workers=False,
+            )
+            for _ in range(64)
+        ]
+        stores[-1].set("key", "value")
+        assert stores[0].get("key") == b"value"
+    finally:
+        holder.kill()
+        holder.join()

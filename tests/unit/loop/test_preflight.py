@@ -1,15 +1,22 @@
 """What the pre-flight concludes of drivers, speeds and nodes."""
 
+import dataclasses
+import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.loop.preflight import (
+    RankFacts,
+    compare_ranks,
     driver_problem,
     installed_driver,
     pairs_of_nodes,
     slow_ranks,
 )
+from tests.support.counted_store import CountedStore
 
 
 @pytest.mark.parametrize(
@@ -59,3 +66,51 @@ def test_nodes_meet_their_neighbours_in_disjoint_pairs(num_nodes: int) -> None:
     assert sorted(pair for pairs in rounds for pair in pairs) == [
         (node, node + 1) for node in range(num_nodes - 1)
     ]
+
+
+FACTS = RankFacts(
+    rank=0,
+    host="node0",
+    python="3.12",
+    torch="2.13",
+    megatron_core="0.19.2",
+    transformer_engine="",
+    nccl="",
+    driver="",
+    device="cpu",
+    device_memory_gib=0,
+)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 16])
+def test_only_rank_0_reads_what_all_ranks_run_on(num_ranks: int) -> None:
+    shared = dist.HashStore()
+    stores = [CountedStore(shared) for _ in range(num_ranks)]
+    hosts: dict[int, list[str]] = {}
+
+    def compare(rank: int) -> None:
+        own = dataclasses.replace(FACTS, rank=rank, host=f"node{rank // 2}")
+        hosts[rank] = compare_ranks(own, stores[rank], num_ranks, 30.0)
+
+    threads = [threading.Thread(target=compare, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(hosts.values()) == [[f"node{rank // 2}" for rank in range(num_ranks)]] * num_ranks
+    for store in stores[1:]:
+        assert dict(store.num_requests) == {"ours set": 1, "ours wait": 1, "ours get": 1}
+
+
+def test_ranks_that_do_not_come_are_named_on_all_others() -> None:
+    shared = dist.HashStore()
+    with pytest.raises(ConfigurationError, match=r"3 ranks meet .* but 2 did not come: 1, 2;"):
+        compare_ranks(FACTS, shared, 3, 0.1)
+    late = dataclasses.replace(FACTS, rank=1)
+    with pytest.raises(ConfigurationError, match=r"3 ranks meet .* but 2 did not come: 1, 2;"):
+        compare_ranks(late, shared, 3, 0.1)
+
+
+def test_a_rank_does_not_wait_for_rank_0_without_a_limit() -> None:
+    with pytest.raises(ConfigurationError, match=r"rank 0 compares .* but has not answered"):
+        compare_ranks(dataclasses.replace(FACTS, rank=1), dist.HashStore(), 2, 0.1)
