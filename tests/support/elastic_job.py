@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -99,23 +100,38 @@ def run_elastic_nodes(
 ) -> list[ElasticOutcome]:
     """As ``torchrun --nnodes 1:num_nodes`` on as many nodes of one rank each, one of which is lost.
 
+    Training begins on all nodes, however late one of them joins the others on a loaded machine.
+
     Args:
         argv: the flags.
         num_nodes: all of them here; the output of each is in a folder of its own.
         folder: of these folders.
-        lost: number of the node that is killed with its rank; not 0, where ranks find one another.
+        lost: number of the node that is killed with its rank; not 0, which has the rendezvous.
         after: text on any rank's output upon which that happens.
         max_restarts: of every agent.
         timeout_s: for all of it.
     """
     port = _free_port()
     folders = [folder / f"node{number}" for number in range(num_nodes)]
-    agents = [
-        _start_agent(argv, 1, each, entry.main, max_restarts, port, num_nodes) for each in folders
-    ]
+    all_came = folder / "all_came"
+
+    def program(argv: Sequence[str] | None) -> None:
+        # Agents start ranks without a node that is late, and again when it joins.
+        if int(os.environ["WORLD_SIZE"]) == num_nodes:
+            all_came.touch()
+        elif not all_came.exists():
+            time.sleep(timeout_s)
+        entry.main(argv)
+
+    agents: list[Any] = []
     deadline_s = time.monotonic() + timeout_s
     is_lost = False
     try:
+        for each in folders:
+            agents.append(_start_agent(argv, 1, each, program, max_restarts, port, num_nodes))
+            # The first agent to open the port has the rendezvous.
+            while not agents[0].exitcode and not _is_open(port) and time.monotonic() < deadline_s:
+                time.sleep(0.05)
         while time.monotonic() < deadline_s and any(agent.is_alive() for agent in agents):
             if not is_lost and any(after in ElasticOutcome(0, each).output() for each in folders):
                 _kill(agents[lost])
@@ -146,6 +162,11 @@ def _start_agent(
     )
     agent.start()
     return agent
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _kill(agent: Any) -> None:
@@ -180,6 +201,9 @@ def _agent_main(
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+    # As scripts/slurm/job.sh does it: otherwise agents that have once started ranks without a node
+    # send them to an outdated store when it joins (docs/faults.md).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(num_nodes > 1))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=num_nodes,
