@@ -3,8 +3,9 @@
 #
 #     bash scripts/slurm/interactive.sh --nodes 2 --gpus-per-node 8 --time 1:00:00 -- FLAGS
 #
-# Options before -- go to salloc, FLAGS to pretrain_gpt.py. Inside an existing allocation the script
-# uses it and accepts no options before --. The variables are those of pretrain_gpt.sbatch. Ctrl-C
+# Options before -- go to salloc, after --exclusive --mem=0: whole nodes, as pretrain_gpt.sbatch asks
+# for. FLAGS go to pretrain_gpt.py. Inside an existing allocation the script uses it and accepts no
+# options before --. The variables are those of pretrain_gpt.sbatch. Ctrl-C
 # lets the ranks save and end; the job is not requeued. With --shell as FLAGS the script opens a
 # shell in the allocation, from which it can be called repeatedly.
 set -euo pipefail
@@ -23,10 +24,11 @@ fi
 shift
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    allocate=(salloc --exclusive --mem=0)
     if [[ $1 == --shell ]]; then
-        exec salloc --job-name hydraulis-shell "${options[@]}" bash
+        exec "${allocate[@]}" --job-name hydraulis-shell "${options[@]}" bash
     fi
-    exec salloc --job-name hydraulis "${options[@]}" bash "${BASH_SOURCE[0]}" -- "$@"
+    exec "${allocate[@]}" --job-name hydraulis "${options[@]}" bash "${BASH_SOURCE[0]}" -- "$@"
 fi
 if ((${#options[@]})); then
     echo "error: this shell is already in the allocation of job $SLURM_JOB_ID, so options of" \

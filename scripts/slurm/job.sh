@@ -169,8 +169,10 @@ resolve_settings() {
         step+=(--kill-on-bad-exit=1)
     fi
     # Without this option srun gives a task one CPU: name the job's number, else all CPUs that the job has
-    # on its first node. Slurm binds nothing: torchrun does, if NUMA_BINDING is set.
-    cpus="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-}}"
+    # on its first node, which salloc passes on as `64(x2)`. Slurm binds nothing: torchrun does, if
+    # NUMA_BINDING is set.
+    cpus="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-${SLURM_JOB_CPUS_PER_NODE:-}}}"
+    cpus="${cpus%%[(,]*}"
     [[ -z $cpus ]] || step+=(--cpus-per-task "$cpus" --cpu-bind none)
     if [[ -n $container_image ]]; then
         step+=(--container-image="$container_image" --container-mounts="$container_mounts"
@@ -273,10 +275,12 @@ except OSError as error:
     describe_run || fail "pre-flight: pretrain_gpt.py refuses these flags, see above; correct them"
     say "pre-flight 3 of 3: two collectives among $((num_nodes * ranks_per_node)) ranks"
     status=0
-    timeout --kill-after=10 "$((2 * preflight_timeout_s))" "${step[@]}" "${setup[@]}" \
-        "$python" -m torch.distributed.run "${launcher[@]}" --rdzv-id "preflight-$job_id-$restart" \
-        --rdzv-conf "join_timeout=$preflight_timeout_s" --max-restarts 0 \
-        -m megatron.hydraulis preflight --timeout "$preflight_timeout_s" || status=$?
+    # Started like training, with the same limits and variables, but it loads no checkpoint.
+    HYDRAULIS_RESUME_FROM='' timeout --kill-after=10 "$((2 * preflight_timeout_s))" \
+        "${step[@]}" "${setup[@]}" bash "$root/scripts/node.sh" "${launcher[@]}" \
+        --rdzv-id "preflight-$job_id-$restart" --max-restarts 0 \
+        --rdzv-conf "join_timeout=$preflight_timeout_s" \
+        -- -m megatron.hydraulis preflight --timeout "$preflight_timeout_s" || status=$?
     ((status == 0)) ||
         fail "pre-flight: two collectives among $((num_nodes * ranks_per_node)) ranks on $num_nodes" \
             "nodes ended with status $status, see above; if ranks did not meet, check that nodes" \

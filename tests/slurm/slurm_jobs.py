@@ -158,9 +158,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_a_job_is_killed_warned_and_cancelled_and_trains_as_if_it_were_not(
     cluster: Cluster,
 ) -> None:
-    # However fast the machine is, training lasts until it is ended.
+    # However fast the machine is, training lasts until it is ended. The pre-flight of the second
+    # start must not load the checkpoint.
     endless = ("--train-iters", "1000000", "--log-interval", "1")
-    job = cluster.submit("ended", *endless, SAVE_INTERVAL="5", PREFLIGHT="0")
+    job = cluster.submit("ended", *endless, SAVE_INTERVAL="5")
 
     # A rank dies in the first start: torchrun goes on from the checkpoint of this very start.
     job.wait("a checkpoint", lambda: job.num_saved > 0)
@@ -241,7 +242,7 @@ def test_an_array_runs_a_line_of_the_sweep_each(cluster: Cluster) -> None:
     sweep.write_text("# runs\n--lr 1e-2\n\n--lr '2e-2' --seed 7\n")
     flags = tiny_command(cluster.prefix, cluster.folder, without=("--lr", "--run-dir"))
     identifier = cluster.run(
-        *("sbatch", "--parsable", "--array", "1-2", "--gpus-per-node", "1", "--cpus-per-task", "1"),
+        *("sbatch", "--parsable", "--array", "1-2", "--gpus-per-node", "1"),
         *("--output", str(cluster.folder / "sweep-%a.log")),
         *(str(SCRIPTS / "sweep.sbatch"), str(sweep), *flags),
         RUN_DIR=str(cluster.folder / "sweep"),
@@ -260,11 +261,12 @@ def test_an_array_runs_a_line_of_the_sweep_each(cluster: Cluster) -> None:
 def test_the_interactive_form_trains_in_an_allocation_and_leaves(cluster: Cluster) -> None:
     told = cluster.run(
         *("bash", str(SCRIPTS / "interactive.sh")),
-        *("--nodes", "1", "--gpus-per-node", "1", "--exclusive", "--", "--strategy", "tp1"),
+        *("--nodes", "1", "--gpus-per-node", "1", "--", "--strategy", "tp1"),
         *tiny_command(cluster.prefix, cluster.folder / "interactive"),
         CHECKPOINT_DIR="",
         PREFLIGHT="0",
     )
+    assert "--cpus-per-task 8 --cpu-bind none" in told, "all CPUs of the node"
     assert "iteration        3/       3" in told
     assert "training ended with status 0" in told
     assert cluster.run("squeue", "--noheader").strip() == ""

@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import re
+import resource
 import socket
 import statistics
 import sys
@@ -50,6 +51,7 @@ docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, read
 LEAST_SHARE_OF_USUAL = 0.25
 """Of the rate of a device's usual network, below which all pairs of nodes are reported."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_INFINIBAND_FOLDER = Path("/sys/class/infiniband")
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 _NUM_PRODUCTS = 8
 LEAST_SHARE_OF_MEDIAN = 0.5
@@ -89,6 +91,8 @@ def run(namespace: argparse.Namespace) -> int:
             f"{'is' if len(missing) == 1 else 'are'} not set; run torchrun --nproc-per-node N "
             "-m megatron.hydraulis preflight"
         )
+    if os.environ["LOCAL_RANK"] == "0":
+        _warn_of_memory_lock()
     device = torch.device("cpu")
     problem = driver_problem(
         installed_driver(), torch.version.cuda, is_available=torch.cuda.is_available()
@@ -107,7 +111,7 @@ def run(namespace: argparse.Namespace) -> int:
     if dist.get_rank() == 0:
         counts = Counter(hosts)
         print(
-            f"preflight: {len(hosts)} ranks on {len(counts)} hosts "
+            f"preflight: {len(hosts)} ranks on {len(counts)} host{'s' * (len(counts) != 1)} "
             f"({', '.join(f'{host}: {count}' for host, count in counts.items())}), "
             f"{own.device}, torch {own.torch}, megatron-core {own.megatron_core}"
         )
@@ -290,6 +294,27 @@ def driver_problem(driver: str | None, cuda: str | None, *, is_available: bool) 
         f"there is an NVIDIA driver ({driver}) but torch finds no GPU; see nvidia-smi, and give "
         "the job GPUs, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
     )
+
+
+def memory_lock_problem(limit_bytes: int, adapters: Path = _INFINIBAND_FOLDER) -> str | None:
+    """Why NCCL may fail to register its buffers with this node's InfiniBand; None if it will not.
+
+    Args:
+        limit_bytes: of memory that this process may lock; RLIM_INFINITY for no limit.
+        adapters: folder with an entry for each adapter.
+    """
+    if limit_bytes == resource.RLIM_INFINITY or not any(adapters.glob("*")):
+        return None
+    return (
+        f"InfiniBand needs locked memory without a limit but a rank may lock {limit_bytes} bytes "
+        "(ulimit -l); set LimitMEMLOCK=infinity for slurmd"
+    )
+
+
+def _warn_of_memory_lock() -> None:
+    problem = memory_lock_problem(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    if problem is not None:
+        print(f"warning: preflight: {socket.gethostname()}: {problem}", file=sys.stderr, flush=True)
 
 
 def _version_of(package: str) -> str:

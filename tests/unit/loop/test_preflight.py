@@ -1,6 +1,7 @@
 """What the pre-flight concludes of drivers, speeds and nodes."""
 
 import dataclasses
+import resource
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron.hydraulis.loop.preflight import (
     compare_ranks,
     driver_problem,
     installed_driver,
+    memory_lock_problem,
     pairs_of_nodes,
     slow_ranks,
 )
@@ -49,6 +51,18 @@ def test_the_driver_is_read_from_its_kernel_module(tmp_path: Path) -> None:
         assert installed_driver(path) == "570.86.15"
     path.write_text("something else")
     assert installed_driver(path) is None
+
+
+def test_a_node_with_infiniband_whose_ranks_may_lock_little_memory(tmp_path: Path) -> None:
+    adapters = tmp_path / "infiniband"
+    assert memory_lock_problem(65536, adapters) is None
+    adapters.mkdir()
+    assert memory_lock_problem(65536, adapters) is None
+    (adapters / "mlx5_0").touch()
+    assert memory_lock_problem(resource.RLIM_INFINITY, adapters) is None
+    problem = memory_lock_problem(65536, adapters)
+    assert problem is not None
+    assert "a rank may lock 65536 bytes" in problem
 
 
 def test_a_rank_at_less_than_half_the_speed_of_the_median_is_slow() -> None:

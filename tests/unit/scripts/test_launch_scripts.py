@@ -161,6 +161,9 @@ def test_flags_win_over_variables(tmp_path: Path) -> None:
 
 def test_cpus_come_from_the_job_or_the_node_and_binding_is_torchruns() -> None:
     assert "--cpus-per-task 96 --cpu-bind none" in composed(SLURM_CPUS_ON_NODE="96")
+    # Of salloc.
+    for of_job in ("64(x2)", "64,32(x3)"):
+        assert "--cpus-per-task 64 --cpu-bind" in composed(SLURM_JOB_CPUS_PER_NODE=of_job)
     asked = composed(SLURM_CPUS_ON_NODE="96", SLURM_CPUS_PER_TASK="32")
     assert "--cpus-per-task 32" in asked
     assert "--numa-binding" not in asked
