@@ -138,7 +138,7 @@ def best_wave_ms(costs: WaveCosts, lengths: Sequence[int], members: tuple[int, .
             )
             if fits:
                 times_ms = [
-                    group.time_ms(lengths[i] for i in of_set)
+                    group.time_ms([lengths[i] for i in of_set])
                     for group, of_set in zip(choice, sets, strict=True)
                 ]
                 # Idle columns in the groups that cost least.

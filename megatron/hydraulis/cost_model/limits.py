@@ -10,6 +10,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme, Strategy
@@ -18,6 +21,7 @@ __all__ = [
     "CUDA_ROW_QUANTUM",
     "Limits",
     "MemoryTrial",
+    "RowRounding",
     "add_row_quantum",
     "after_failure",
     "allowed_tokens",
@@ -40,6 +44,28 @@ def add_row_quantum(parser: argparse._ActionsContainer) -> None:
         help="round rows up to a multiple of N tokens, but not beyond their limit; training with "
         f"CUDA takes {CUDA_ROW_QUANTUM} (default: %(default)s)",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RowRounding:
+    """Rounds the rows of a scheme up, so that they have few different sizes."""
+
+    scheme: Scheme
+    quantum_tokens: int
+    """Rows are multiples of this, a multiple of the scheme's token_quantum."""
+    limit_tokens: int
+    """Rows are not rounded up beyond this: a limit that is no such multiple is one more size, and
+    rounding never makes a micro-batch exceed its limit."""
+
+    def row_tokens(self, lengths: Iterable[int]) -> int:
+        """Tokens of the row in which sequences of these lengths run, padding included."""
+        return int(self.rounded(self.scheme.row_tokens(lengths)))
+
+    def rounded(self, num_tokens: ArrayLike) -> NDArray[np.int64]:
+        """Tokens of rows that hold num_tokens, which may be above the limit; the same shape."""
+        needed = np.asarray(num_tokens, dtype=np.int64)
+        multiple = -(-needed // self.quantum_tokens) * self.quantum_tokens
+        return np.maximum(needed, np.minimum(multiple, self.limit_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +94,7 @@ class Limits:
     measured: tuple[tuple[Scheme, int], ...] = ()
     """Most tokens by measured memory, of schemes without ``~``."""
     row_quantum: int = 1
-    """--row-quantum-tokens: see `row_tokens`."""
+    """--row-quantum-tokens: see `row_rounding`."""
 
     def __post_init__(self) -> None:
         if self.flag is not None and self.flag < 1:
@@ -83,19 +109,16 @@ class Limits:
             )
 
     def row_tokens(self, strategy: Strategy, scheme: Scheme, lengths: Iterable[int]) -> int:
-        """Tokens of the row in which sequences of these lengths run, padding included.
+        """Tokens of the row in which sequences of these lengths run, padding included."""
+        return (self.row_rounding(strategy, scheme) or scheme).row_tokens(lengths)
 
-        What the scheme needs (`Scheme.row_tokens`), rounded up to a multiple of the row quantum
-        so that rows have few different sizes, but not beyond `max_tokens`: a limit that is no such
-        multiple is one more size, and the quantum never makes a micro-batch exceed its limit.
-        """
-        needed = scheme.row_tokens(lengths)
+    def row_rounding(self, strategy: Strategy, scheme: Scheme) -> RowRounding | None:
+        """How rows are rounded up beyond `Scheme.row_tokens`; None for not at all."""
         if self.row_quantum == 1:
-            return needed
-        quantum = math.lcm(self.row_quantum, scheme.token_quantum)
-        rounded = -(-needed // quantum) * quantum
-        limit = scheme.rounded_down(self.max_tokens(strategy, scheme))
-        return max(needed, min(rounded, limit))
+            return None
+        quantum_tokens = math.lcm(self.row_quantum, scheme.token_quantum)
+        limit_tokens = scheme.rounded_down(self.max_tokens(strategy, scheme))
+        return RowRounding(scheme, quantum_tokens, limit_tokens)
 
     def max_tokens(self, strategy: Strategy, scheme: Scheme) -> int:
         """The limit of a scheme of a strategy, or of a context group of one; 0 if nothing fits.

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
-from megatron.hydraulis.cost_model.limits import Limits
-from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.cost_model.limits import Limits, RowRounding
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.planner.plan import Candidate
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -36,6 +35,8 @@ class SchemeCost:
     """Each sequence is padded to a multiple of this; max_tokens is one."""
     waves: WaveCosts | None = None
     """For a scheme whose columns are grouped separately for every micro-batch."""
+    rows: RowRounding | None = None
+    """None if rows are not rounded up; groups of waves have their own."""
 
     @property
     def longest(self) -> int:
@@ -52,10 +53,21 @@ class SchemeCost:
         """What one sequence adds to its micro-batch on one stage."""
         return self.coefficients.sequence_time_ms(length)
 
+    def time_ms(self, lengths: Sequence[int]) -> float:
+        """Time of a micro-batch on one stage, in a row that is rounded up.
+
+        Bounds leave that padding out: a bound of shorter rows holds for longer ones.
+        """
+        return _time_ms(self.coefficients, self.rows, lengths)
+
     def largest_time_ms(self, longest: int) -> float:
         """Upper limit for a micro-batch: filled with sequences of the longest length."""
         a, b = self.coefficients.a_ms_per_token2, self.coefficients.b_ms_per_token
         return (a * min(longest, self.max_tokens) + b) * self.max_tokens + self.coefficients.c_ms
+
+
+def _time_ms(coefficients: Coefficients, rows: RowRounding | None, lengths: Sequence[int]) -> float:
+    return coefficients.time_ms(lengths, None if rows is None else rows.row_tokens(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +100,6 @@ class PoolCosts:
     def __init__(self, pool: Pool, cost_model: CostModel, limits: Limits | None = None) -> None:
         self.pool = pool
         self.limits = limits or Limits(cost_model)
-        self._coefficients = cost_model.coefficients
         self.overheads_ms = {
             strategy.name: cost_model.overhead_ms(strategy) for strategy in pool.strategies
         }
@@ -104,31 +115,27 @@ class PoolCosts:
         return [self._costs[strategy.name, replica.scheme] for replica in strategy.replicas]
 
     def with_rows(self, candidate: Candidate, batch: Sequence[int]) -> Candidate:
-        """The candidate with rows rounded up to the row quantum, and the times of these rows.
+        """The candidate with the tokens of its rows where they are rounded up.
 
-        Search and bounds leave this padding out: half a quantum a row, which moves and swaps would
-        have to weigh against multiples of the quantum.
+        Its times already count them.
         """
         if self.limits.row_quantum == 1:
             return candidate
         strategy = candidate.strategy
-        packings = []
-        for replica, packing in zip(strategy.replicas, candidate.packings, strict=True):
-            scheme = replica.scheme
-            rows = tuple(
-                tuple(
-                    self.limits.row_tokens(strategy, of_group, share.lengths)
-                    for of_group, share in micro_batch.shares_of(scheme)
-                )
-                for micro_batch in packing.with_lengths(batch)
+        packings = [
+            replace(
+                packing,
+                rows=tuple(
+                    tuple(
+                        self.limits.row_tokens(strategy, of_group, share.lengths)
+                        for of_group, share in micro_batch.shares_of(replica.scheme)
+                    )
+                    for micro_batch in packing.with_lengths(batch)
+                ),
             )
-            padded = replace(packing, rows=rows)
-            times_ms = [
-                micro_batch.time_ms(scheme, self._coefficients)
-                for micro_batch in padded.with_lengths(batch)
-            ]
-            packings.append(replace(padded, time_ms=pipeline_time_ms(times_ms, scheme.pp)))
-        return candidate.with_packings(packings)
+            for replica, packing in zip(strategy.replicas, candidate.packings, strict=True)
+        ]
+        return replace(candidate, packings=packings)
 
     def feasible_strategies(self, batch: Sequence[int], iteration: int) -> list[Strategy]:
         """The strategies whose replicas all hold their weights and one the longest sequence.
@@ -177,6 +184,7 @@ def _scheme_cost(
         max_tokens=limit if scheme.cp == 1 else scheme.rounded_down(limit),
         num_stages=scheme.pp,
         multiple=1 if scheme.cp == 1 else 2 * scheme.cp,
+        rows=limits.row_rounding(strategy, scheme),
     )
 
 
@@ -191,9 +199,10 @@ def _wave_costs(
         try:
             coefficients = cost_model.coefficients(of_group)
             limit = limits.max_tokens(strategy, of_group)
+            rows = limits.row_rounding(strategy, of_group)
         except StrategyError:
-            coefficients, limit = full_width, 0
-        groups.append(GroupCost(size, coefficients, limit, tp=scheme.tp))
+            coefficients, limit, rows = full_width, 0, None
+        groups.append(GroupCost(size, coefficients, limit, tp=scheme.tp, rows=rows))
     return WaveCosts(tuple(groups), num_stages=scheme.pp)
 
 
@@ -228,6 +237,8 @@ class GroupCost:
     """Limit of the group's row, padding included; 0 where not even the weights fit."""
     tp: int = 1
     """The row is padded to a multiple of tp·2·size where size > 1: see Scheme.row_tokens."""
+    rows: RowRounding | None = None
+    """None if rows are not rounded up."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.size & (self.size - 1):
@@ -248,9 +259,9 @@ class GroupCost:
         """Length of a sequence with padding."""
         return -(-length // self.multiple) * self.multiple
 
-    def time_ms(self, lengths: Iterable[int]) -> float:
-        """Time of sequences of these lengths, on one stage."""
-        return self.coefficients.time_ms(lengths)
+    def time_ms(self, lengths: Sequence[int]) -> float:
+        """Time of sequences of these lengths on one stage, in a row that is rounded up."""
+        return _time_ms(self.coefficients, self.rows, lengths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ def _finish(packed: list[list[int]], lengths: Sequence[int], cost: SchemeCost) -
     timed = []
     for share in packed:
         share.sort()
-        time_ms = cost.coefficients.time_ms(lengths[sequence] for sequence in share)
+        time_ms = cost.time_ms([lengths[sequence] for sequence in share])
         timed.append((-time_ms, tuple(share)))
     timed.sort()
     return Packing(

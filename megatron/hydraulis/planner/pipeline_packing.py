@@ -244,7 +244,7 @@ class ReplicaPacker:
         if any(sum(self.tokens[sequence] for sequence in share) > limit for share in micro_batches):
             return Packing(tuple(map(tuple, micro_batches)), math.inf)
         times_ms = [
-            self.cost.coefficients.time_ms(self.lengths[sequence] for sequence in share)
+            self.cost.time_ms([self.lengths[sequence] for sequence in share])
             for share in micro_batches
         ]
         return Packing(
@@ -379,7 +379,7 @@ def improve_pipeline(
     for _ in range(num_steps):
         loads = np.bincount(place, weights=work, minlength=num) + cost.coefficients.c_ms
         rooms = cost.max_tokens - np.bincount(place, weights=tokens, minlength=num).astype(np.int64)
-        trial = _Trial(loads, rooms, work, tokens, place)
+        trial = _Trial(loads, rooms, work, tokens, place, cost)
         effort.spend(_STEP_EFFORT + trial.loads.size * cost.num_stages)
         times_ms = pipeline_times_ms(trial.loads, cost.num_stages)
         best = int(np.argmin(times_ms))
@@ -407,6 +407,7 @@ class _Trial:
         work: FloatArray,
         tokens: IntArray,
         place: IntArray,
+        cost: SchemeCost,
     ) -> None:
         num = len(loads)
         counts = np.bincount(place, minlength=num)
@@ -430,12 +431,19 @@ class _Trial:
         self._x, self._y = longest[x], longest[y]
         # Swaps of micro-batches p and q in the order.
         self._p, self._q = _pairs(num)
-        self.loads = self._all_loads(loads, work)
+        self.loads = self._all(loads, work)
+        if cost.rows is not None:
+            num_tokens = self._all(cost.max_tokens - rooms, tokens)
+            padding_tokens = cost.rows.rounded(num_tokens) - num_tokens
+            self.loads += cost.coefficients.b_ms_per_token * padding_tokens
 
-    def _all_loads(self, loads: FloatArray, work: FloatArray) -> FloatArray:
+    def _all[Number: (np.float64, np.int64)](
+        self, loads: NDArray[Number], work: NDArray[Number]
+    ) -> NDArray[Number]:
+        """Loads after every step; work: what each sequence adds to the load that it is in."""
         i, k, x, y, p, q = self._i, self._k, self._x, self._y, self._p, self._q
         place = self._place
-        trial = np.empty((len(i) + len(x) + len(p) + 1, len(loads)))
+        trial = np.empty((len(i) + len(x) + len(p) + 1, len(loads)), dtype=loads.dtype)
         trial[:] = loads
         rows = np.arange(len(i))
         trial[rows, place[i]] -= work[i]

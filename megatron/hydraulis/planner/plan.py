@@ -22,7 +22,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.hydraulis.errors import PlanError
@@ -510,16 +510,6 @@ class Candidate:
     overhead_ms: float
     dispatch: StageReport
     packing: StageReport
-
-    def with_packings(self, packings: Sequence[Packing]) -> "Candidate":
-        """The same dispatch, packed so that it takes longer: objectives are the new makespan."""
-        objective_s = max(packing.time_ms for packing in packings) / MS_PER_S
-        return replace(
-            self,
-            packings=packings,
-            dispatch=replace(self.dispatch, objective_s=objective_s),
-            packing=replace(self.packing, objective_s=objective_s),
-        )
 
     @property
     def makespan_ms(self) -> float:

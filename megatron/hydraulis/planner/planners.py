@@ -97,9 +97,6 @@ class CertifiedPlanner:
             return replace(self._greedy.explain(lengths, iteration=iteration), plan=plan)
         bounds_ms = {search.strategy.name: _bound_ms(search) for search in searches}
         found_ms = {search.strategy.name: _found_ms(search) for search in searches}
-        if self._costs.limits.row_quantum > 1:
-            candidates = (self._costs.with_rows(each.candidate(), lengths) for each in searches)
-            found_ms = {each.strategy.name: each.time_ms for each in candidates}
         return _explanation(self._costs.pool, plan, bounds_ms, found_ms)
 
     def _plan(
@@ -129,7 +126,7 @@ class CertifiedPlanner:
                 )
                 for strategy in feasible
             ]
-            best = self._best(_search_all(searches, solver), searches, batch)
+            best = self._costs.with_rows(_search_all(searches, solver).candidate(), batch)
             plan = best.to_plan(iteration, batch, start_s)
             plan.validate(
                 batch, best.strategy, partial(self._costs.limits.max_tokens, best.strategy)
@@ -143,18 +140,6 @@ class CertifiedPlanner:
             plan = self._greedy.plan(batch, iteration=iteration)
             return _marked(plan, f"{_GREEDY}: {type(error).__name__}"), None
         return plan, searches
-
-    def _best(
-        self, chosen: StrategySearch, searches: Sequence[StrategySearch], batch: Sequence[int]
-    ) -> Candidate:
-        """The best plan with its rows rounded up, possibly not that of the strategy chosen without
-        rounding."""
-        best = self._costs.with_rows(chosen.candidate(), batch)
-        for search in searches:
-            if search is not chosen and _found_ms(chosen) < _found_ms(search) < best.time_ms:
-                other = self._costs.with_rows(search.candidate(), batch)
-                best = min(best, other, key=lambda candidate: candidate.time_ms)
-        return best
 
 
 def _search_all(searches: Sequence[StrategySearch], solver: Solver) -> StrategySearch:

@@ -70,7 +70,7 @@ class Evaluator:
     Args:
         batches: shape (num_batches, …), lengths in tokens.
         seed: of the planner.
-        row_quantum: to which plans round rows up, in tokens; quick plans and bounds do not.
+        row_quantum: to which plans round rows up, in tokens; bounds leave that padding out.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Evaluator:
     def _pool(self, mix: Mix) -> tuple[Pool, PoolCosts]:
         if mix not in self._pools:
             pool = Pool.of(self._candidates.strategy(mix))
-            self._pools[mix] = (pool, PoolCosts(pool, self._cost_model))
+            self._pools[mix] = (pool, PoolCosts(pool, self._cost_model, self._limits))
         return self._pools[mix]
 
     def _bounded(self, mix: Mix, batch: int, estimate_ms: float) -> Bounded:

@@ -336,6 +336,38 @@ def test_rows_with_padding_keep_the_limit(planner: type[GreedyPlanner], text: st
         assert "Error" not in report.status
 
 
+def makespan_ms(plan: IterationPlan, strategy: Strategy, limits: Limits) -> float:
+    """With rows as these limits round them up."""
+    return max(
+        pipeline_time_ms(
+            [
+                MODEL.coefficients(replica.scheme).time_ms(
+                    each.lengths, limits.row_tokens(strategy, replica.scheme, each.lengths)
+                )
+                for each in replica.micro_batches
+            ],
+            replica.scheme.pp,
+        )
+        for replica in plan.replicas
+    )
+
+
+@pytest.mark.parametrize("text", ["pp4", "2*pp2"])
+def test_the_search_counts_the_padding_of_rows_that_are_rounded_up(text: str) -> None:
+    (strategy,) = pool_of(text).strategies
+    limits = Limits(MODEL, row_quantum=128)
+    gains = []
+    for seed in range(3):
+        lengths = np.random.default_rng(seed).integers(5, 200, size=40).tolist()
+        aware = CertifiedPlanner(Pool.of(strategy), MODEL, limits).plan(lengths)
+        unaware = CertifiedPlanner(Pool.of(strategy), MODEL).plan(lengths)
+        assert 1e3 * aware.makespan_s == pytest.approx(makespan_ms(aware, strategy, limits))
+        gains.append(1.0 - 1e3 * aware.makespan_s / makespan_ms(unaware, strategy, limits))
+        assert aware.dispatch is not None
+        assert aware.dispatch.bound_s <= aware.makespan_s
+    assert sum(gains) > 0.03
+
+
 def test_a_limit_that_rows_cannot_fill_holds_less() -> None:
     """14 tokens on cp4 would be padded to 16."""
     model = TableCostModel(limits={(1, 4, 1): 15})
