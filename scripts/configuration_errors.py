@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "configuration-errors.md"
 PACKAGE = "megatron/hydraulis"
 PACKAGES = (PACKAGE, "hydraulis_patches")
 ERRORS = ("ConfigurationError", "StrategyError")
-PASSED_ON = ("collected", "of_argparse", "out_of_range", "str(error)")
+PASSED_ON = ("collected", "of_argparse", "out_of_range", "result['error']", "str(error)")
 """Expressions for texts that are made, and listed, elsewhere."""
 UNKNOWN = "…"
 MIN_WORDS = 4
