@@ -24,7 +24,7 @@ from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_pict
 from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
 from megatron.hydraulis.observability.report_data import Prediction, Run, busy_fraction
 
-__all__ = ["ReportFigure", "figures_of", "summary_of", "write_summary"]
+__all__ = ["ReportFigure", "figures_of", "running_median", "summary_of", "write_summary"]
 
 INK = "#24292f"
 MUTED = "#8b949e"
@@ -553,13 +553,15 @@ def _line_with_median(axes: Axes, run: Run, values: Sequence[float], color: str)
 def running_median(values: Sequence[float], half: int) -> list[float]:
     """Median of the finite ones of up to 2·half+1 values around each; NaN where there are none.
 
-    Windows are symmetric and shrink towards both ends: one-sided windows would flatten the steep
-    beginning of a loss curve.
+    Windows shrink towards the beginning, since one-sided windows would flatten the steep beginning
+    of a loss curve. At the end they keep their size: shrinking would show the noise of the last
+    values as a trend.
     """
     medians = []
     for center in range(len(values)):
-        reach = min(half, center, len(values) - 1 - center)
-        window = values[center - reach : center + reach + 1]
+        reach = min(half, center)
+        end = min(center + reach + 1, len(values))
+        window = values[max(0, end - 2 * reach - 1) : end]
         finite = [value for value in window if math.isfinite(value)]
         medians.append(statistics.median(finite) if finite else math.nan)
     return medians

@@ -182,7 +182,7 @@ def _tiles(run: Run) -> str:
     sequences = f"of {count_text(totals.num_sequences)} sequences"
     imbalance = f"imbalance {totals.imbalance:.2f}, worst {totals.worst_imbalance:.2f}"
     worst_gap = f"worst {share_text(totals.worst_plan_gap)}"
-    waited = f"{share_text(totals.plan_wait_fraction)} of the time"
+    waited = f"training waited {share_text(totals.plan_wait_fraction)} of its time"
     tiles = [
         ("Iterations", reached, f"from {totals.first_iteration:,} on"),
         ("Loss, first → last", losses, "per trained token"),
@@ -192,7 +192,7 @@ def _tiles(run: Run) -> str:
         ("Idle share, predicted", share_text(totals.idle_fraction), imbalance),
         ("Padding", share_text(totals.padding_fraction), "of the computed tokens"),
         ("Plan gap, median", share_text(totals.plan_gap), worst_gap),
-        ("Plan wait", seconds_text(totals.plan_wait_s), waited),
+        ("Plan wait, total", seconds_text(totals.plan_wait_s), waited),
         ("Regrouping per iteration", bytes_text(totals.regroup_bytes), waits),
     ]
     shown = "".join(

@@ -9,7 +9,11 @@ from PIL import Image
 
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.records import IterationRecord
-from megatron.hydraulis.observability.report_figures import summary_of, write_summary
+from megatron.hydraulis.observability.report_figures import (
+    running_median,
+    summary_of,
+    write_summary,
+)
 from tests.unit.observability.run_folders import STRATEGY, make_record, make_run, run_of
 
 
@@ -88,6 +92,12 @@ def test_losses_that_are_missing_leave_a_gap() -> None:
     lines = lines_of(records, panel=0)
     assert np.isnan(lines["each iteration"]).sum() == 15
     assert np.nanmax(lines["median of 5 iterations"]) == 3.0
+
+
+def test_the_median_at_the_end_is_not_the_last_value() -> None:
+    values = [9.0, 7.0, 5.0, 6.3, 6.4, 5.7, 6.2, 5.8]
+    assert running_median(values, 2) == [9.0, 7.0, 6.4, 6.3, 6.2, 6.2, 6.2, 6.2]
+    assert running_median(values[:3], 2) == [9.0, 7.0, 7.0]
 
 
 def test_replicas_are_labelled_by_their_schemes_if_these_are_known(tmp_path: Path) -> None:
