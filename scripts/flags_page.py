@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.hydraulis.flags.config import HydraulisConfig, option_of  # noqa: E402
+from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, option_of  # noqa: E402
 from megatron.hydraulis.flags.options import (  # noqa: E402
     HONOURED,
     HONOURED_BY_TOPIC,
@@ -44,56 +44,12 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/flags_page.py: edit the docstrings in flags/config.py, flags/options.py. -->
 
-This page lists every flag of training: those of this project, then the options of Megatron that it
-honours. `hydraulis train --help` prints both with Megatron's own descriptions.
+This page lists the flags of `hydraulis train`: those of this project, then the options of Megatron
+that it honours.
 
 - If a flag is repeated, the last value wins.
 - Any other option of Megatron is [taken or refused](coming-from-megatron.md#all-other-options).
 """
-
-TOPICS: dict[str, tuple[str, ...]] = {
-    "Strategies": (
-        "strategy",
-        "strategy_pool",
-        "strategy_schedule",
-        "balance_pipeline_layers",
-        "regroup_owners_for",
-        "ranks_per_node",
-        "elastic",
-    ),
-    "Batches and memory": (
-        "global_batch_tokens",
-        "long_sequences",
-        "max_tokens_per_micro_batch",
-        "row_quantum_tokens",
-        "memory_trial",
-        "core_attention",
-        "no_sequence_parallel",
-        "no_regroup_overlap",
-    ),
-    "Planning and costs": (
-        "cost_profile",
-        "refit_cost_profile",
-        "refit_drift",
-        "plan_ahead",
-        "plan_time_limit",
-        "plan_dir",
-        "replay_plans",
-    ),
-    "Run folder, traces, faults": (
-        "run_dir",
-        "trace",
-        "trace_iterations",
-        "keep_last",
-        "take_over_save",
-        "load_fallback",
-        "skip_nan_iterations",
-        "max_skipped_in_a_row",
-    ),
-    "Without training": ("dry_run", "num_ranks"),
-    "Launch scripts of others": ("ignore_unknown_options",),
-}
-"""Heading -> fields of HydraulisConfig; every field belongs to one of them."""
 
 DEFAULT = "Default: "
 ALWAYS = ": always so"
@@ -171,20 +127,20 @@ def _upstream_rows() -> list[str]:
     return [
         f"| `{option}` | {_cell(_effect(how))} |"
         for option, how in HONOURED.items()
-        if how.help_note and ALWAYS not in how.here
+        if how.help_text and ALWAYS not in how.here
     ]
 
 
 def _same_as_upstream(options: Mapping[str, Honoured]) -> str:
     """Options that do what they do in Megatron."""
-    return ", ".join(f"`{option}`" for option, how in options.items() if not how.help_note)
+    return ", ".join(f"`{option}`" for option, how in options.items() if not how.help_text)
 
 
 def page() -> str:
     """The whole file."""
     of_field = rows()
     lines = [INTRODUCTION, "## Flags of this project", ""]
-    for topic, fields in TOPICS.items():
+    for topic, fields in FIELDS_BY_TOPIC.items():
         lines += [f"### {topic}", "", "| flag | meaning | default |", "|---|---|---|"]
         for name in fields:
             row = of_field[name]

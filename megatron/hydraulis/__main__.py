@@ -1,13 +1,13 @@
 """The program: ``hydraulis COMMAND …``, or ``python -m megatron.hydraulis COMMAND …``."""
 
 import argparse
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.hydraulis.command_line import CommandParser, closest, quiet_without_reader
 from megatron.hydraulis.errors import HydraulisError
 
 __all__ = ["COMMANDS", "TRAIN", "main"]
@@ -29,7 +29,7 @@ class Command:
 
 TRAIN = Command(
     "train",
-    "train a GPT on the ranks that torchrun starts; flags are Megatron's",
+    "train a GPT on the ranks that torchrun starts",
     "megatron.hydraulis.loop.entry",
 )
 """Its module has ``main(argv)`` instead: the flags are read by Megatron's parser."""
@@ -38,12 +38,12 @@ _COMMANDS_BY_TOPIC = {
     "data": (
         Command(
             "preprocess",
-            "convert text, JSON lines and Parquet to a Megatron dataset (.bin and .idx)",
+            "convert text, JSON lines or Parquet to .bin and .idx",
             "megatron.hydraulis.data.preprocess",
         ),
         Command(
             "lengths",
-            "show the lengths of a corpus' sequences as tables and a picture",
+            "show the lengths of a corpus as tables and a picture",
             "megatron.hydraulis.lengths.command",
         ),
     ),
@@ -51,85 +51,85 @@ _COMMANDS_BY_TOPIC = {
         TRAIN,
         Command(
             "convert",
-            "turn a launch script of Megatron into the command to run here",
+            "turn a launch script of Megatron into the command here",
             "megatron.hydraulis.flags.convert",
         ),
         Command(
             "preflight",
-            "check under torchrun that the ranks of a job can communicate",
+            "check under torchrun that ranks can communicate",
             "megatron.hydraulis.loop.preflight",
         ),
     ),
     "costs and strategies": (
         Command(
             "profile",
-            "measure time and memory of schemes under torchrun and fit a cost profile",
+            "measure a cost profile of schemes under torchrun",
             "megatron.hydraulis.profiler.command",
         ),
         Command(
             "estimate",
-            "estimate a cost profile from the model's shape, device and cluster",
+            "estimate a cost profile without measurements",
             "megatron.hydraulis.cost_model.estimate_command",
         ),
         Command(
             "propose",
-            "propose a pool of strategies for a corpus, a cost profile and a cluster",
+            "propose a pool of strategies for a corpus",
             "megatron.hydraulis.proposal.command",
         ),
         Command(
             "simulate",
-            "simulate iterations without a GPU: the pool against simpler ways to train",
+            "estimate iteration times of a pool without a GPU",
             "megatron.hydraulis.simulator.command",
         ),
         Command(
             "recommend-layout",
-            "rank the layouts of fixed-length training and explain the ranking",
+            "rank the layouts of fixed-length training",
             "megatron.hydraulis.cost_model.recommend_layout_command",
         ),
         Command(
             "predict-layouts",
-            "predict step time, MFU and memory of fixed-length layouts in a file",
+            "predict time, MFU and memory of fixed-length layouts",
             "megatron.hydraulis.cost_model.predict_layouts_command",
         ),
     ),
     "plans": (
         Command(
             "plan",
-            "find the best plan for a batch of lengths, a pool and a cost profile",
+            "find the best plan for one batch of lengths",
             "megatron.hydraulis.planner.command",
         ),
         Command(
             "check-plan",
-            "check a plan with code that shares nothing with the planner",
+            "check a plan independently of the planner",
             "megatron.hydraulis.plan_check.command",
         ),
     ),
     "runs": (
         Command(
             "report",
-            "write a page about a run: measurements, predictions and advice",
+            "write a page about a run, with advice",
             "megatron.hydraulis.observability.report_page",
         ),
         Command(
             "trace",
-            "show how long each rank worked and waited, and draw an iteration",
+            "show when ranks worked and waited; draw an iteration",
             "megatron.hydraulis.observability.trace_picture",
         ),
     ),
     "checkpoints": (
         Command(
             "inspect-checkpoint",
-            "show what a checkpoint contains and verify its checksums",
+            "show what a checkpoint holds and verify its checksums",
             "megatron.hydraulis.checkpoint.inspect",
         ),
         Command(
             "export-hf",
-            "write a checkpoint as a Hugging Face folder (Llama, Qwen2, Qwen3)",
+            "write a checkpoint as Hugging Face Llama, Qwen2 or Qwen3",
             "megatron.hydraulis.checkpoint.hugging_face.export_hf",
         ),
         Command(
             "import-hf",
-            "make a checkpoint from a Hugging Face folder (Llama, Qwen2, Qwen3)",
+            "make a checkpoint from Hugging Face Llama, Qwen2, Qwen3",
             "megatron.hydraulis.checkpoint.hugging_face.import_hf",
         ),
     ),
@@ -139,6 +139,11 @@ COMMANDS = tuple(command for commands in _COMMANDS_BY_TOPIC.values() for command
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, 2 for bad input."""
+    with quiet_without_reader():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     is_script = Path(sys.argv[0]).stem == "hydraulis"
     program = "hydraulis" if is_script else "python -m megatron.hydraulis"
@@ -147,7 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is TRAIN:
         module.main(arguments[1:])
         return 0
-    parser = argparse.ArgumentParser(prog=f"{program} {command.name}", description=command.help)
+    parser = CommandParser(
+        prog=f"{program} {command.name}",
+        description=f"{command.help[0].upper()}{command.help[1:]}.",
+    )
     module.add_arguments(parser)
     namespace = parser.parse_args(arguments[1:])
     try:
@@ -163,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _read_command(program: str, first: Sequence[str]) -> Command:
     """The command named by the first argument, or exit with help, the version or an error."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=program,
         usage="%(prog)s COMMAND [ARGUMENTS]",
         description="Balanced training of GPT models over variable-length sequences, on Megatron.",
@@ -181,8 +189,8 @@ def _read_command(program: str, first: Sequence[str]) -> Command:
         sys.exit(_EXIT_BAD_INPUT)
     by_name = {command.name: command for command in COMMANDS}
     if namespace.command not in by_name:
-        close = difflib.get_close_matches(namespace.command, by_name, n=1, cutoff=0.7)
-        hint = f"did you mean {close[0]}? " if close else ""
+        close = closest(namespace.command, by_name)
+        hint = "" if close is None else f"did you mean {close}? "
         parser.error(
             f"there is no command '{namespace.command}'; {hint}commands are {', '.join(by_name)}"
         )
@@ -194,7 +202,11 @@ def _command_table(program: str) -> str:
     lines = []
     for topic, commands in _COMMANDS_BY_TOPIC.items():
         lines += [f"{topic}:", *(f"  {each.name:<{width}}  {each.help}" for each in commands), ""]
-    return "\n".join([*lines, f"{program} COMMAND --help describes the arguments of a command."])
+    lines += [
+        "Usual order: preprocess, lengths, profile or estimate, propose, train, report.",
+        f"{program} COMMAND --help describes the arguments of a command.",
+    ]
+    return "\n".join(lines)
 
 
 def _version() -> str:

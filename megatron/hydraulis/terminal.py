@@ -6,13 +6,23 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
-__all__ = ["figures_table", "print_json", "progress_bars", "results_console", "table_text"]
+__all__ = [
+    "figures_table",
+    "launch_command",
+    "print_json",
+    "print_next",
+    "progress_bars",
+    "propose_command",
+    "results_console",
+    "table_text",
+]
 
 _WIDTH_WITHOUT_TERMINAL = 100
 
@@ -64,3 +74,26 @@ def print_json(content: Any) -> None:
     """Prints content as indented JSON with a final newline."""
     json.dump(content, sys.stdout, indent=1)
     print()
+
+
+def print_next(*words: str | Path) -> None:
+    """Prints the command that usually follows, in one line that can be copied."""
+    print(f"next: {' '.join(map(str, words))}")
+
+
+def propose_command(num_ranks: int, cost_profile: str | Path) -> str:
+    """The words that propose a pool for a job with a cost profile."""
+    return (
+        f"hydraulis propose --lengths CORPUS.idx --global-batch-size N --num-ranks {num_ranks} "
+        f"--cost-profile {cost_profile} --out pool.json"
+    )
+
+
+def launch_command(num_ranks: int, ranks_per_node: int) -> str:
+    """The words that start training on the ranks of a job."""
+    if num_ranks > ranks_per_node:
+        where = f"--nnodes {num_ranks // ranks_per_node} --rdzv-endpoint HOST:29500"
+        num_ranks = ranks_per_node
+    else:
+        where = "--standalone"
+    return f"torchrun {where} --nproc-per-node {num_ranks} --no-python hydraulis train"

@@ -258,7 +258,7 @@ def test_without_a_launcher_the_torchrun_line_is_told(command: Command, tmp_path
     assert outcome.statuses == (EXIT_STATUS,)
     error = _only_error(outcome)
     assert "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set" in error
-    assert "torchrun --nproc-per-node 1 -m megatron.hydraulis train" in error
+    assert "torchrun --standalone --nproc-per-node 1 --no-python hydraulis train" in error
 
 
 def test_plans_of_an_earlier_run_are_not_mixed_with_new_ones(

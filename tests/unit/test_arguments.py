@@ -1,6 +1,7 @@
 """Command lines become one checked configuration, equal on every rank."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.training import global_vars
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
 from megatron.hydraulis.flags.config import HydraulisConfig, default_run_dir, option_of
+from megatron.hydraulis.flags.options import HONOURED
 from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
 
 
@@ -32,6 +34,23 @@ def test_our_flags_collide_with_none_of_upstreams() -> None:
     assert {option_of(name) for name in ours}.isdisjoint(upstream)
     dests = [action.dest for action in flag_parser()._parser._actions]
     assert all(dests.count(name) == 1 for name in ours)
+
+
+def test_help_shows_our_flags_before_those_of_megatron(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        flag_parser().parse(["--help"])
+    shown = capsys.readouterr().out
+
+    def place(option: str) -> int:
+        found = re.search(rf"\n  {re.escape(option)}[ ,\n]", shown)
+        assert found is not None, option
+        return found.start()
+
+    ours = [place(option_of(each.name)) for each in dataclasses.fields(HydraulisConfig)]
+    theirs = [place(option) for option in HONOURED]
+    assert max(ours) < min(theirs)
 
 
 def test_help_shows_what_is_honoured_and_hides_the_rest(
@@ -56,11 +75,12 @@ def test_help_says_what_is_so_here_and_which_values_are_taken(
     shown = " ".join(capsys.readouterr().out.split())
     for text in (
         "--transformer-impl {local,transformer_engine} ",
-        "Here: layers of megatron-core, or with CUDA of Transformer Engine; only local, "
+        "Layers of megatron-core, or with CUDA of Transformer Engine; only local, "
         "transformer_engine.",
-        "Here: cp of every replica, without --strategy and --strategy-pool.",
-        "Here: on wherever tp > 1, unless --no-sequence-parallel.",
-        "Here: state sharded over all ranks: always so.",
+        "Cp of every replica, without --strategy and --strategy-pool.",
+        "On wherever tp > 1, unless --no-sequence-parallel.",
+        "State sharded over all ranks: always so.",
+        "--global-batch-size N Sequences of a global batch; packing makes",
         "--exit-signal NAME ",
     ):
         assert text in shown

@@ -272,7 +272,7 @@ def test_an_option_with_few_values_says_in_the_help_which_and_in_the_error_why()
     restricted = [honoured for honoured in HONOURED.values() if honoured.only is not None]
     assert restricted
     assert all("; use " in honoured.otherwise for honoured in restricted)
-    assert all("; only " in honoured.help_note for honoured in restricted)
+    assert all("; only " in honoured.help_text for honoured in restricted)
 
 
 class _Tokenizer:

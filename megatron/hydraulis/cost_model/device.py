@@ -13,6 +13,7 @@ from megatron.hydraulis.errors import ConfigurationError
 __all__ = [
     "ALL_TO_ALL_BYTES",
     "DEVICES",
+    "DEVICE_NAMES",
     "NCCL_COMMUNICATOR_BYTES",
     "NUM_COMMUNICATORS_IN_RESERVE",
     "DeviceConstants",
@@ -173,7 +174,7 @@ _HOPPER_ATTENTION_FRACTION = 0.45
 _HOPPER_SOURCE = "NVIDIA data sheet (2023); fractions as named in device.py (2024)"
 
 _A100_80 = DeviceConstants(
-    name="a100-80",
+    name="a100-80g",
     peak_flops_per_s=312e12,
     matmul_fraction=_AMPERE_MATMUL_FRACTION,
     attention_fraction=_AMPERE_ATTENTION_FRACTION,
@@ -203,8 +204,8 @@ _H100 = replace(
 
 DEVICES: tuple[DeviceConstants, ...] = (
     _A100_80,
-    replace(_A100_80, name="a100-40", memory_bytes=40e9, memory_bytes_per_s=1.555e12),
-    replace(_A100_80, name="a800-80", intra_node=_NVLINK_3_A800),
+    replace(_A100_80, name="a100-40g", memory_bytes=40e9, memory_bytes_per_s=1.555e12),
+    replace(_A100_80, name="a800-80g", intra_node=_NVLINK_3_A800),
     _H100,
     replace(_H100, name="h200", memory_bytes=141e9, memory_bytes_per_s=4.8e12),
     # One core of a server: 2 fused multiply-adds of 8 fp32 numbers a cycle (AVX2) at 3 GHz make
@@ -226,18 +227,20 @@ DEVICES: tuple[DeviceConstants, ...] = (
     ),
 )
 
+DEVICE_NAMES = ", ".join(device.name for device in DEVICES)
+"""As help texts and errors list them."""
+
 
 def device_constants(name: str) -> DeviceConstants:
     """The constants of a device by name; ConfigurationError for an unknown one.
 
-    The memory may have a unit: ``a100-80g`` and ``a100-80gb`` are ``a100-80``.
+    The memory may have another unit or none: ``a100-80`` and ``a100-80gb`` are ``a100-80g``.
     """
-    wanted = re.sub(r"(?<=\d)gb?$", "", name.strip().lower())
+    wanted = re.sub(r"(?<=-)(\d+)(gb?)?$", r"\1g", name.strip().lower())
     for device in DEVICES:
         if device.name == wanted:
             return device
-    known = ", ".join(device.name for device in DEVICES)
     raise ConfigurationError(
         f"device {name!r}: no constants are known for it but for {len(DEVICES)} others; "
-        f"use one of {known}, or a measured cost profile"
+        f"use one of {DEVICE_NAMES}, or a measured cost profile"
     )

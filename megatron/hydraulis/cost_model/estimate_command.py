@@ -11,16 +11,25 @@ from megatron.hydraulis.cost_model.device import DeviceConstants, device_constan
 from megatron.hydraulis.cost_model.memory import PoolFootprint, communicators_text
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
-from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of
+from megatron.hydraulis.cost_model.shape_arguments import (
+    add_device_argument,
+    add_shape_arguments,
+    shape_of,
+)
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
-from megatron.hydraulis.terminal import figures_table, print_json, results_console
+from megatron.hydraulis.terminal import (
+    figures_table,
+    print_json,
+    print_next,
+    propose_command,
+    results_console,
+)
 
 __all__ = ["add_arguments", "run"]
 
-"""Columns of the table if the output is not a terminal."""
 _BF16_BYTES, _FP32_BYTES = 2, 4
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
 
@@ -29,24 +38,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the subcommand."""
     add_shape_arguments(parser)
     job = parser.add_argument_group("job")
-    job.add_argument(
-        "--device", required=True, metavar="NAME", help="a100-80g, a100-40g, a800-80g, h100, h200"
-    )
+    add_device_argument(job)
     schemes = job.add_mutually_exclusive_group(required=True)
-    schemes.add_argument("--pool", metavar="FILE", help="pool whose schemes are wanted, JSON")
+    schemes.add_argument("--pool", metavar="FILE", help="estimate the schemes of this pool, JSON")
     schemes.add_argument(
-        "--schemes", nargs="+", metavar="SCHEME", help="schemes that are wanted, such as tp4pp2"
+        "--schemes", nargs="+", metavar="SCHEME", help="schemes to estimate, for example tp4pp2"
     )
     job.add_argument("--num-ranks", type=int, metavar="N", help="ranks of the job, with --schemes")
     job.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="with --schemes (default: 8, or all)"
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="ranks of a node, with --schemes (default: 8, or all)",
     )
     job.add_argument("--fp32", action="store_true", help="train in fp32 (default: bf16)")
     job.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="(default: %(default)s)",
+        help="split activations between layers over the tp ranks (default: on)",
     )
     job.add_argument(
         "--cp-comm-type",
@@ -57,20 +67,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--recompute-granularity",
         choices=("full", "selective"),
-        help="full: all of a layer; selective: --recompute-modules (default: none)",
+        help="recompute activations: full, all of a layer; selective, --recompute-modules "
+        "(default: none)",
     )
     job.add_argument(
-        "--recompute-method", choices=("uniform", "block"), help="which layers, with full"
+        "--recompute-method",
+        choices=("uniform", "block"),
+        help="which layers are recomputed, with full",
     )
     job.add_argument(
-        "--recompute-num-layers", type=int, default=0, metavar="N", help="layers, with full"
+        "--recompute-num-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of layers that are recomputed, with full",
     )
     job.add_argument(
         "--recompute-modules",
         nargs="+",
         default=[],
         choices=SELECTIVE_MODULES,
-        help="parts of a layer, with selective (default: core_attn)",
+        metavar="MODULE",
+        help=f"parts recomputed with selective: {', '.join(SELECTIVE_MODULES)} "
+        "(default: core_attn)",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -130,7 +149,9 @@ def run(namespace: argparse.Namespace) -> int:
         for scheme in schemes
     )
     for line in (*_sources(device), communicators_text(num_communicators)):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False)
+    if namespace.out is not None:
+        print_next(propose_command(num_ranks, namespace.out))
     return 0
 
 

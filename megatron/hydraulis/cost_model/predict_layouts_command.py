@@ -14,6 +14,7 @@ from megatron.hydraulis.cost_model.layouts import (
     LayoutPrediction,
     predict_layout,
 )
+from megatron.hydraulis.cost_model.shape_arguments import add_device_argument
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.terminal import print_json
@@ -78,12 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sequence_parallel (True, False or blank), layers, hidden, ffn, vocab, gbs (sequences a "
         f"step); others are kept. Kernels: {_KERNELS}",
     )
-    parser.add_argument(
-        "--device",
-        required=True,
-        metavar="NAME",
-        help="a100-80g, a100-40g, a800-80g, h100 or h200, 8 a node",
-    )
+    add_device_argument(parser, "; 8 ranks a node")
     parser.add_argument(
         "--out",
         required=True,

@@ -28,6 +28,10 @@ from megatron.hydraulis.strategy import Scheme, Strategy
 __all__ = ["ProfileCostModel", "ProfiledScheme", "ProfiledStrategy"]
 
 _FORMAT_VERSION = 1
+_MIN_R_SQUARED = 0.9
+_MAX_RESIDUAL = 0.2
+"""Residual of a point up to which a fit is good whatever its R²: times that hardly differ have a
+low R² although they are predicted well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +121,24 @@ class ProfileCostModel:
             if row.name == strategy.name:
                 return row.regroup_ms + row.optimizer_ms
         return 0.0
+
+    def poor_fits(self) -> str | None:
+        """A line about schemes whose coefficients describe the measured times badly; None if all
+        fit, or if the profile does not say."""
+        poor = [
+            f"{row.scheme} {fit['r_squared']:.2f}"
+            for row in self.schemes
+            if (fit := self.measurement.get("schemes", {}).get(str(row.scheme), {}))
+            and fit.get("r_squared", 1.0) < _MIN_R_SQUARED
+            and fit.get("worst_residual", 1.0) > _MAX_RESIDUAL
+        ]
+        if not poor:
+            return None
+        return (
+            f"a good fit has an R² of at least {_MIN_R_SQUARED} but in the cost profile it is "
+            f"{', '.join(poor)}: plans may be far from the best; profile again with --restart on a "
+            f"machine without other work, with more --num-repeats"
+        )
 
     def balanced_scheme(
         self, scheme: Scheme, *, num_layers: int, min_tokens: int, limit: int | None = None

@@ -22,12 +22,15 @@ from megatron.hydraulis.cost_model.layouts import (
     StepTime,
     predict_layout,
 )
-from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, shape_of
+from megatron.hydraulis.cost_model.shape_arguments import (
+    add_device_argument,
+    add_shape_arguments,
+    shape_of,
+)
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.terminal import print_json, results_console
 
 __all__ = ["LayoutSearch", "Refusal", "Verdict", "add_arguments", "run", "search_layouts"]
-
 
 _KERNELS = ", ".join(repr(kernel.name) for kernel in LAYOUT_CONSTANTS.kernels)
 _CAUSES = {
@@ -91,11 +94,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the subcommand."""
     add_shape_arguments(parser)
     job = parser.add_argument_group("job")
+    add_device_argument(job)
+    job.add_argument("--num-ranks", type=int, required=True, metavar="N", help="ranks of the job")
     job.add_argument(
-        "--device", required=True, metavar="NAME", help="a100-80g, a100-40g, a800-80g, h100, h200"
+        "--ranks-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="ranks of a node (default: %(default)s)",
     )
-    job.add_argument("--num-ranks", type=int, required=True, metavar="N", help="GPUs of the job")
-    job.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="(default: 8)")
     job.add_argument(
         "--seq-length", type=int, required=True, metavar="N", help="tokens of every sequence"
     )

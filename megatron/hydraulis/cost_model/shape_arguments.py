@@ -1,12 +1,13 @@
-"""Flags for a model's shape in commands that build no model: a file, or upstream's flags."""
+"""Flags for a model's shape and a device in commands that build no model."""
 
 import argparse
 import math
 
+from megatron.hydraulis.cost_model.device import DEVICE_NAMES
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 
-__all__ = ["add_shape_arguments", "given_shape", "shape_of"]
+__all__ = ["add_device_argument", "add_shape_arguments", "given_shape", "shape_of"]
 
 # Upstream's defaults of the same flags.
 _FFN_OVER_HIDDEN = 4
@@ -29,27 +30,29 @@ _OTHERS = (
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that shape_of and given_shape read."""
     group = parser.add_argument_group(
-        "model", "--model, or --num-layers and so on by upstream's names"
+        "model", "given by --model FILE, or by --num-layers and so on, as in Megatron"
     )
     group.add_argument(
         "--model",
         metavar="FILE",
-        help="shape of the model, JSON, such as examples/model_llama32b.json",
+        help="shape of the model, JSON, for example examples/model_llama32b.json",
     )
-    group.add_argument("--num-layers", type=int, metavar="N", help="of the whole model")
-    group.add_argument("--hidden-size", type=int, metavar="N", help="entries of a hidden state")
-    group.add_argument("--num-attention-heads", type=int, metavar="N", help="heads of a layer")
+    group.add_argument("--num-layers", type=int, metavar="N", help="layers of the whole model")
+    group.add_argument("--hidden-size", type=int, metavar="N", help="size of a hidden state")
     group.add_argument(
-        "--ffn-hidden-size", type=int, metavar="N", help="width of the MLP (default: 4 x hidden)"
+        "--num-attention-heads", type=int, metavar="N", help="attention heads of a layer"
     )
     group.add_argument(
-        "--group-query-attention", action="store_true", help="heads share keys and values"
+        "--ffn-hidden-size", type=int, metavar="N", help="width of the MLP (default: 4 × hidden)"
+    )
+    group.add_argument(
+        "--group-query-attention", action="store_true", help="let heads share keys and values"
     )
     group.add_argument(
         "--num-query-groups",
         type=int,
         metavar="N",
-        help="groups that share, with --group-query-attention",
+        help="groups of heads, with --group-query-attention",
     )
     group.add_argument(
         "--kv-channels", type=int, metavar="N", help="size of a head (default: hidden / heads)"
@@ -61,13 +64,26 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         help="the output layer has its own weights",
     )
     vocabulary = group.add_mutually_exclusive_group()
-    vocabulary.add_argument("--padded-vocab-size", type=int, metavar="N", help="entries as padded")
-    vocabulary.add_argument("--vocab-size", type=int, metavar="N", help="entries before padding")
+    vocabulary.add_argument(
+        "--padded-vocab-size", type=int, metavar="N", help="tokens of the vocabulary, padded"
+    )
+    vocabulary.add_argument(
+        "--vocab-size", type=int, metavar="N", help="tokens of the vocabulary before padding"
+    )
     group.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,
         metavar="N",
-        help=f"pads --vocab-size (default: {_VOCABULARY_MULTIPLE})",
+        help=f"pad --vocab-size to a multiple of N (default: {_VOCABULARY_MULTIPLE})",
+    )
+
+
+def add_device_argument(
+    parser: argparse._ActionsContainer, note: str = "", *, required: bool = True
+) -> None:
+    """Declare --device, with a note on what it is used for."""
+    parser.add_argument(
+        "--device", required=required, metavar="NAME", help=f"one of {DEVICE_NAMES}{note}"
     )
 
 

@@ -39,6 +39,7 @@ from megatron.hydraulis.data.tokenizer import (
 )
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
+from megatron.hydraulis.terminal import print_next
 
 __all__ = [
     "DatasetWriter",
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="files and folders (recursively, by name): text files, one document each; .jsonl, "
         ".json and .jsonl.gz with one JSON object a line; .parquet",
     )
-    group.add_argument("--output-prefix", required=True, metavar="P", help="writes P.bin and P.idx")
+    group.add_argument("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
     group.add_argument(
         "--json-key",
         default="text",
@@ -98,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not end documents with the end-of-document token",
     )
-    group = parser.add_argument_group("tokenizer", "Megatron's flags, with their meaning there")
+    group = parser.add_argument_group("tokenizer", "as in Megatron")
     group.add_argument(
         "--tokenizer-type",
         required=True,
@@ -107,26 +108,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=", ".join(TEXT_TOKENIZER_TYPES),
     )
     group.add_argument(
-        "--tokenizer-model", metavar="PATH", help="tokenizer file, or folder of a Hugging Face one"
+        "--tokenizer-model", metavar="PATH", help="tokenizer file, or Hugging Face folder"
     )
     group.add_argument(
-        "--tokenizer-metadata", dest="metadata_path", metavar="FILE", help="its metadata, JSON"
+        "--tokenizer-metadata",
+        dest="metadata_path",
+        metavar="FILE",
+        help="metadata of the tokenizer, JSON",
     )
     group.add_argument("--vocab-file", metavar="FILE", help="vocabulary of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges of GPT2BPETokenizer")
     group.add_argument(
-        "--vocab-size", type=int, metavar="N", help="tokens, for NullTokenizer and TikTokenizer"
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="number of tokens, for NullTokenizer and TikTokenizer",
     )
     group.add_argument(
-        "--tokenizer-special-tokens", dest="special_tokens", nargs="+", metavar="TOKEN"
+        "--tokenizer-special-tokens",
+        dest="special_tokens",
+        nargs="+",
+        metavar="TOKEN",
+        help="special tokens to add",
     )
-    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"))
-    group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N")
-    group.add_argument("--tokenizer-sentencepiece-legacy", action="store_true")
-    group.add_argument("--tokenizer-hf-no-use-fast", action="store_true")
-    group.add_argument("--tokenizer-hf-no-include-special-tokens", action="store_true")
-    group.add_argument("--trust-remote-code", action="store_true")
-    group.add_argument("--null-tokenizer-eod-id", type=int, metavar="ID")
+    group.add_argument(
+        "--tiktoken-pattern", choices=("v1", "v2"), help="how TikTokenizer splits text"
+    )
+    group.add_argument(
+        "--tiktoken-num-special-tokens",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="special tokens of TikTokenizer (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tokenizer-sentencepiece-legacy",
+        action="store_true",
+        help="treat special tokens of SentencePiece as its legacy version does",
+    )
+    group.add_argument(
+        "--tokenizer-hf-no-use-fast",
+        action="store_true",
+        help="use the Python tokenizer of Hugging Face, not the fast one",
+    )
+    group.add_argument(
+        "--tokenizer-hf-no-include-special-tokens",
+        action="store_true",
+        help="let the Hugging Face tokenizer add no special tokens to a text",
+    )
+    group.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that a Hugging Face tokenizer brings along",
+    )
+    group.add_argument(
+        "--null-tokenizer-eod-id",
+        type=int,
+        metavar="ID",
+        help="end-of-document token of NullTokenizer",
+    )
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -157,6 +197,7 @@ def run(namespace: argparse.Namespace) -> int:
         json_key=namespace.json_key,
         num_workers=namespace.workers,
     )
+    print_next("hydraulis lengths --lengths", idx_path(namespace.output_prefix))
     return 0
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from megatron.hydraulis.data.index import LongSequences
@@ -15,7 +16,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.ranges import RANGES
 from megatron.hydraulis.observability.trace import TraceWindow
 
-__all__ = ["HydraulisConfig", "default_run_dir", "option_of"]
+__all__ = ["FIELDS_BY_TOPIC", "HydraulisConfig", "default_run_dir", "option_of"]
 
 
 # Set by the launcher, so every rank of a job reads the same value. torchrun without --rdzv-id sets
@@ -268,6 +269,54 @@ class HydraulisConfig:
     def sequence_parallel(self) -> bool:
         """Whether replicas with tp > 1 use sequence parallelism."""
         return not self.no_sequence_parallel
+
+
+FIELDS_BY_TOPIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "Strategies": (
+            "strategy",
+            "strategy_pool",
+            "strategy_schedule",
+            "balance_pipeline_layers",
+            "regroup_owners_for",
+            "ranks_per_node",
+            "elastic",
+        ),
+        "Batches and memory": (
+            "global_batch_tokens",
+            "long_sequences",
+            "max_tokens_per_micro_batch",
+            "row_quantum_tokens",
+            "memory_trial",
+            "core_attention",
+            "no_sequence_parallel",
+            "no_regroup_overlap",
+        ),
+        "Planning and costs": (
+            "cost_profile",
+            "refit_cost_profile",
+            "refit_drift",
+            "plan_ahead",
+            "plan_time_limit",
+            "plan_dir",
+            "replay_plans",
+        ),
+        "Run folder, traces, faults": (
+            "run_dir",
+            "trace",
+            "trace_iterations",
+            "keep_last",
+            "take_over_save",
+            "load_fallback",
+            "skip_nan_iterations",
+            "max_skipped_in_a_row",
+        ),
+        "Without training": ("dry_run", "num_ranks"),
+        "Launch scripts of others": ("ignore_unknown_options",),
+    }
+)
+"""Topic -> fields of HydraulisConfig, as --help and docs/flags.md show them; every field belongs to
+one of them."""
 
 
 def option_of(name: str) -> str:

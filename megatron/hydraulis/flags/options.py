@@ -58,12 +58,12 @@ class Honoured:
     need: Need | None = None
 
     @property
-    def help_note(self) -> str:
-        """What --help says after upstream's own words; empty where those are true."""
+    def help_text(self) -> str:
+        """What --help says instead of upstream's words; empty where those are true."""
         if not self.here:
             return ""
         values = "" if self.only is None else f"; only {', '.join(map(str, self.only))}"
-        return f"Here: {self.here}{values}."
+        return f"{self.here[0].upper()}{self.here[1:]}{values}."
 
 
 _TOPICS = {
@@ -138,6 +138,9 @@ _DIFFERENT = {
     "--recompute-modules": "modules of selective recompute: core_attn, and mlp without biases",
     "--no-gradient-accumulation-fusion": "a separate kernel adds each weight gradient; always so "
     "without apex",
+    "--global-batch-size": "sequences of a global batch; packing makes micro-batches of them",
+    "--train-iters": "iterations of the whole run, those before --load included",
+    "--lr-warmup-fraction": "iterations of warmup, as a share of --lr-decay-iters",
     "--seq-length": "longest sequence in tokens; --long-sequences says what happens to longer ones",
     "--async-save": "a fork of each rank writes while training goes on",
     "--load": "folder of the checkpoint to continue from; a folder without one is an error, except "
@@ -156,7 +159,7 @@ _DIFFERENT = {
 }
 """Options whose effect differs from upstream's help, although every value is accepted."""
 
-_NO_DROPOUT = Honoured("no dropout", only=(0.0,), otherwise=NO_DROPOUT)
+_NO_DROPOUT = Honoured("dropout is not supported", only=(0.0,), otherwise=NO_DROPOUT)
 _TOKENIZERS = (
     "GPT2BPETokenizer",
     "SentencePieceTokenizer",
@@ -186,7 +189,7 @@ _RESTRICTED = {
         otherwise="canonical shards are updated by AdamW; use adam",
     ),
     "--tokenizer-type": Honoured(
-        "upstream's tokenizer",
+        "tokenizer of Megatron",
         only=_TOKENIZERS,
         otherwise="this tokenizer is not one for causal language models of text; "
         f"use {', '.join(_TOKENIZERS)}",

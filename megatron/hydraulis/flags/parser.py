@@ -12,11 +12,12 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import (
     EQUIVALENTS,
     FORMER_OPTIONS,
     HONOURED,
+    HONOURED_BY_TOPIC,
     Honoured,
     Need,
     Refused,
@@ -29,15 +30,17 @@ from megatron.hydraulis.flags.ranges import RANGES
 
 __all__ = ["FlagParser", "Given", "ParsedFlags", "Problems"]
 
-_GROUP_TITLE = "hydraulis"
 _USAGE = "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]"
 _DESCRIPTION = (
     "Balanced training of a GPT over variable-length sequences. `torchrun [TORCHRUN OPTIONS] -m "
     "megatron.hydraulis train [FLAGS]` and, in a checkout, `torchrun [TORCHRUN OPTIONS] "
     "pretrain_gpt.py [FLAGS]` are the same program. --help and --dry-run need no torchrun: "
-    "`hydraulis train [FLAGS] --dry-run`. Megatron's flags that are not listed here are accepted "
-    "if the update is the same without them, and refused otherwise: docs/coming-from-megatron.md."
+    "`hydraulis train [FLAGS] --dry-run`. The flags of Hydraulis come first, then those of "
+    "Megatron; Megatron's flags that are not listed here are accepted if the update is the same "
+    "without them, and refused otherwise: docs/coming-from-megatron.md."
 )
+_METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
+"""Names of upstream's numbers in --help, where argparse would repeat the flag."""
 _IGNORE_UNKNOWN = "--ignore-unknown-options"
 _CLOSE = 0.8
 """Least similarity of an option that is suggested for a mistyped one, from 0 to 1."""
@@ -170,7 +173,8 @@ class FlagParser:
         }
         self._show_honoured_only()
         self._name_enumerations()
-        ArgumentGroupFactory(HydraulisConfig).build_group(self._parser, _GROUP_TITLE)
+        ArgumentGroupFactory(HydraulisConfig).build_group(self._parser)
+        self._group_by_topic()
         self._actions = {
             option: action
             for action in self._parser._actions
@@ -309,21 +313,35 @@ class FlagParser:
         return line is None
 
     def _show_honoured_only(self) -> None:
-        """Show only honoured options in --help, in upstream's groups, with our notes appended."""
-        for group in self._parser._action_groups:
-            group.description = None
-            for action in group._group_actions:
-                honoured = HONOURED.get(action.option_strings[0])
-                if honoured is None and action.dest != "help":
-                    action.help = argparse.SUPPRESS
-                    continue
-                text = (action.help or "").replace("%%", "%")
-                if honoured is not None:
-                    text = f"{text} {honoured.help_note}".strip()
-                    if honoured.only is not None and action.choices is not None:
-                        action.metavar = "{" + ",".join(map(str, honoured.only)) + "}"
-                # argparse formats help texts with %; upstream has some that are no formats.
-                action.help = text.replace("%", "%%")
+        """Show only honoured options in --help, with our text where upstream's is not true here."""
+        for action in self._parser._actions:
+            if action.dest == "help":
+                continue
+            honoured = HONOURED.get(action.option_strings[0])
+            if honoured is None:
+                action.help = argparse.SUPPRESS
+                continue
+            if action.type in _METAVARS and action.metavar is None and action.choices is None:
+                action.metavar = _METAVARS[action.type]
+            text = honoured.help_text or (action.help or "").replace("%%", "%")
+            if honoured.only is not None and action.choices is not None:
+                action.metavar = "{" + ",".join(map(str, honoured.only)) + "}"
+            # argparse formats help texts with %; upstream has some that are no formats.
+            action.help = text.replace("%", "%%")
+
+    def _group_by_topic(self) -> None:
+        """Show our flags first, then upstream's, each by topic."""
+        action_of = self._parser._option_string_actions
+        topics = {
+            topic: [option_of(name) for name in names] for topic, names in FIELDS_BY_TOPIC.items()
+        } | {
+            f"Megatron: {topic.lower()}": list(options)
+            for topic, options in HONOURED_BY_TOPIC.items()
+        }
+        self._parser._action_groups = self._parser._action_groups[:2]  # positionals and --help
+        for topic, options in topics.items():
+            group = self._parser.add_argument_group(topic)
+            group._group_actions = [action_of[option] for option in options]
 
     def _name_enumerations(self) -> None:
         """Let enumerations be read, and shown in --help, by the names of their members.

@@ -16,7 +16,7 @@ from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from megatron.hydraulis.observability.pictures import save_picture
-from megatron.hydraulis.terminal import figures_table, print_json, results_console
+from megatron.hydraulis.terminal import figures_table, print_json, print_next, results_console
 
 __all__ = [
     "CutEffect",
@@ -33,7 +33,7 @@ __all__ = [
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 _MAX_SEED = 2**31 - 1
 """Of the solver."""
-_BAR_WIDTH = 20
+_BAR_WIDTH = 12
 _HOW = {
     "split": "cut into pieces",
     "truncate": "cut off",
@@ -241,6 +241,7 @@ def run(namespace: argparse.Namespace) -> int:
     console = results_console()
     for table in length_tables(statistics):
         console.print(table)
+    print_next("hydraulis profile --help (on the devices), or hydraulis estimate --help")
     return 0
 
 
@@ -269,28 +270,27 @@ def length_tables(statistics: LengthStatistics) -> Iterator[Table]:
 def _summary_table(statistics: LengthStatistics) -> Table:
     table = figures_table(
         "lengths in tokens",
-        ("of all",),
-        [f"{percent:g} %" for percent, _ in statistics.percentiles],
+        numbers=("share", "of the sequences", "of the tokens"),
         caption=f"{statistics.num_sequences:,} sequences, {statistics.num_tokens:,} tokens; "
         f"{statistics.shortest:,} to {statistics.longest:,} tokens long, "
         f"mean {statistics.mean:,.0f}, mean over tokens {statistics.token_mean:,.0f}. "
-        f"Percentage in sequences of at most this length.",
+        f"The share is in sequences of at most this length.",
     )
-    for name, rows in (
-        ("sequences", statistics.percentiles),
-        ("tokens", statistics.token_percentiles),
-    ):
-        table.add_row(name, *(f"{length:,}" for _, length in rows))
+    rows = zip(statistics.percentiles, statistics.token_percentiles, strict=True)
+    for (percent, length), (_, length_of_tokens) in rows:
+        table.add_row(f"{percent:g} %", f"{length:,}", f"{length_of_tokens:,}")
     return table
 
 
 def _range_table(statistics: LengthStatistics) -> Table:
     table = figures_table(
         "by length",
-        numbers=("tokens", "sequences", "%", "tokens %", "Σs² %"),
+        numbers=("length, tokens", "sequences", "%", "tokens %", "Σs² %"),
         caption="Σs²: the work of attention.",
     )
-    table.add_column("share of all tokens", min_width=_BAR_WIDTH)
+    for column in table.columns:
+        column.no_wrap = True
+    table.add_column("token share", min_width=_BAR_WIDTH)
     most = max(row.token_share for row in statistics.ranges)
     for row in statistics.ranges:
         bar = "█" * round(_BAR_WIDTH * row.token_share / most)

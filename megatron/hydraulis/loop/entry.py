@@ -15,6 +15,7 @@ with without_garbage_collection():
 
     import hydraulis_patches.deferred_compile  # noqa: F401 - before anything that imports Megatron
     from hydraulis_patches.cpu_backend import apply_cpu_backend
+    from megatron.hydraulis.command_line import reader_has_gone
     from megatron.hydraulis.errors import ConfigurationError, HydraulisError
     from megatron.hydraulis.flags.arguments import parse_arguments
     from megatron.hydraulis.loop.faults import (
@@ -57,7 +58,10 @@ def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> N
     except Exception as error:
         if not dist.is_initialized():
             raise
-        report_unexpected_error(error)
+        if isinstance(error, BrokenPipeError) and reader_has_gone():
+            print("error: nobody reads the log any more; write it to a file", file=sys.stderr)
+        else:
+            report_unexpected_error(error)
         end_process(EXIT_STATUS_OF_UNFORESEEN_ERROR)
 
 
@@ -107,7 +111,8 @@ def _check_launcher(num_ranks: int) -> None:
         raise ConfigurationError(
             f"ranks are started by torchrun, which sets {len(LAUNCHER_VARIABLES)} variables, but "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; run torchrun "
-            f"--nproc-per-node {num_ranks} -m megatron.hydraulis train FLAGS, or add --dry-run"
+            f"--standalone --nproc-per-node {num_ranks} --no-python hydraulis train FLAGS, or add "
+            f"--dry-run"
         )
 
 

@@ -265,7 +265,9 @@ class Job:
             str(d) for d in self._resolved.differences if d.changes_update and "dropout" in d.typed
         ]
         unknown = [f"{option}: left out" for option, _ in self._resolved.unknown]
-        for line in (*self._resolved.pool_changes, *self._planning.left_out, *dropout, *unknown):
+        poor_fits = None if self._profile is None else self._profile.poor_fits()
+        warnings = (*self._resolved.pool_changes, *self._planning.left_out, poor_fits)
+        for line in filter(None, (*warnings, *dropout, *unknown)):
             print(f"warning: {line}", file=sys.stderr, flush=True)
         for line in option_lines(self._planning.description_of(self._resolved)):
             print(line, flush=True)

@@ -27,7 +27,7 @@ __all__ = [
     "meet",
 ]
 
-_CONSTANTS_BY_WORD = {"a100": "a100-80", "a800": "a800-80", "h100": "h100", "h200": "h200"}
+_CONSTANTS_BY_WORD = {"a100": "a100-80g", "a800": "a800-80g", "h100": "h100", "h200": "h200"}
 """Word of the name that CUDA gives a device -> constants. A GH200 or an H20 is none of these."""
 
 _MAJOR_OF_HOPPER = 9
@@ -64,7 +64,7 @@ def constants_of_this_rank(*, has_cuda: bool, speaks: bool) -> DeviceConstants:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     words = re.findall(r"[a-z0-9]+", properties.name.lower())
     known = [_CONSTANTS_BY_WORD[word] for word in words if word in _CONSTANTS_BY_WORD]
-    nearest = "h100" if properties.major >= _MAJOR_OF_HOPPER else "a100-80"
+    nearest = "h100" if properties.major >= _MAJOR_OF_HOPPER else "a100-80g"
     constants = dataclasses.replace(
         device_constants(known[0] if known else nearest),
         memory_bytes=float(properties.total_memory),

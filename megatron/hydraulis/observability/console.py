@@ -76,10 +76,8 @@ def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:
 
 
 def closing_table(run: Run) -> str:
-    """The table at the end of a run as plain text, followed by the path of the run folder.
-
-    The path has its own unbroken line, so that it can be copied.
-    """
+    """The table at the end of a run as plain text, followed by the path of the run folder and the
+    command for its report, in unbroken lines that can be copied."""
     # Not above: only the last rank needs them, at the end of a run.
     from rich.table import Table
 
@@ -90,7 +88,10 @@ def closing_table(run: Run) -> str:
     table.add_column("value", justify="right")
     for name, value in _closing_rows(run):
         table.add_row(name, value)
-    return f"{table_text(table, TABLE_WIDTH)}run folder: {run.folder}\n"
+    return (
+        f"{table_text(table, TABLE_WIDTH)}run folder: {run.folder}\n"
+        f"next: hydraulis report {run.folder}\n"
+    )
 
 
 def _closing_rows(run: Run) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from megatron.hydraulis.planner.replica_plan import ReplicaPlan
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.notation import ranks_text
-from megatron.hydraulis.terminal import figures_table, print_json, results_console
+from megatron.hydraulis.terminal import figures_table, print_json, print_next, results_console
 
 __all__ = ["add_arguments", "replica_table", "run", "strategy_table", "summary"]
 
@@ -116,6 +116,11 @@ def run(namespace: argparse.Namespace) -> int:
         console = results_console(_WIDTH)
         console.print(strategy_table(explanation, pool))
         console.print(replica_table(plan, cost_model))
+    if namespace.out is not None:
+        print_next(
+            *("hydraulis check-plan --plan", namespace.out, "--lengths", namespace.lengths),
+            *("--cost-profile", namespace.cost_profile, "--pool", namespace.pool),
+        )
     return 0
 
 

@@ -52,14 +52,14 @@ from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
-from megatron.hydraulis.terminal import progress_bars
+from megatron.hydraulis.terminal import print_next, progress_bars, propose_command
 
 __all__ = ["add_arguments", "run", "training_defaults"]
 
 _EXIT_STATUS_OF_ERROR = 2
 _EPILOG = (
-    "Run it as training is run, with as many ranks: torchrun --nproc-per-node 4 -m "
-    "megatron.hydraulis profile --out profile.json -- MODEL FLAGS. MODEL FLAGS are those of "
+    "Run it as training is run, with as many ranks: torchrun --standalone --nproc-per-node 4 "
+    "--no-python hydraulis profile --out profile.json -- MODEL FLAGS. MODEL FLAGS are those of "
     "hydraulis train; data, --lr and other flags of training may be among them and have no "
     "effect. To go on with a run that was interrupted, start it again."
 )
@@ -188,6 +188,10 @@ def _run(namespace: argparse.Namespace) -> None:
             else:
                 print(profile_tables(profile), end="")
                 print(f"cost profile: {namespace.out}")
+                print_next(propose_command(num_ranks, namespace.out))
+            warning = profile.poor_fits()
+            if warning is not None:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -199,7 +203,7 @@ def _process_group(job: _Job, *, num_ranks: int, rank: int) -> Iterator[None]:
         if num_ranks > 1:
             raise ConfigurationError(
                 f"{num_ranks} ranks find each other by MASTER_ADDR, which is not set; start them "
-                f"with torchrun --nproc-per-node {num_ranks} -m megatron.hydraulis profile"
+                f"with torchrun --nproc-per-node {num_ranks} --no-python hydraulis profile"
             )
         alone = {"store": dist.HashStore(), "rank": rank, "world_size": num_ranks}
     dist.init_process_group(job.resolved.args.distributed_backend, timeout=timeout, **alone)

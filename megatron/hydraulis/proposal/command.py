@@ -22,7 +22,14 @@ from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
 from megatron.hydraulis.strategy.notation import parse_terms
-from megatron.hydraulis.terminal import figures_table, print_json, progress_bars, results_console
+from megatron.hydraulis.terminal import (
+    figures_table,
+    launch_command,
+    print_json,
+    print_next,
+    progress_bars,
+    results_console,
+)
 
 __all__ = ["add_arguments", "proposal_tables", "run"]
 
@@ -35,9 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus = parser.add_argument_group("corpus and batches")
     add_lengths_arguments(corpus)
     corpus.add_argument(
-        "--global-batch-size", type=int, metavar="N", help="sequences of a global batch"
+        "--global-batch-size", type=int, metavar="N", help="size of a global batch in sequences"
     )
-    corpus.add_argument("--global-batch-tokens", type=int, metavar="N", help="or its most tokens")
+    corpus.add_argument(
+        "--global-batch-tokens", type=int, metavar="N", help="or its largest size in tokens"
+    )
     corpus.add_argument(
         "--num-batches",
         type=int,
@@ -124,8 +133,13 @@ def run(namespace: argparse.Namespace) -> int:
     console.print(
         f"{proposal.num_mixes} strategies estimated, {proposal.num_bounds} bounds and "
         f"{proposal.num_plans} plans in {proposal.seconds:.1f} s"
-        + (f"; pool written to {namespace.out}" if namespace.out is not None else "")
     )
+    if namespace.out is not None:
+        print(f"pool: {namespace.out}")
+        print_next(
+            launch_command(proposal.pool.num_ranks, proposal.pool.ranks_per_node),
+            *("--strategy-pool", namespace.out, "--cost-profile", namespace.cost_profile, "FLAGS"),
+        )
     return 0
 
 
@@ -172,22 +186,23 @@ def _pool(proposal: Proposal) -> Table:
     table = figures_table(
         "proposed pool",
         ("strategy", "replicas"),
-        ("holds, tokens", "fastest in", "s an iteration", "gain ms", "gain %"),
-        caption=f"Expected: {proposal.mean_s:.4f} s an iteration, mean of the plans of "
-        f"{proposal.num_batches} batches. Gain: increase without the strategy{why}.",
+        ("max tokens", "best for", "time, s", "gain, %"),
+        caption=f"Expected: {proposal.mean_s:.4f} s per iteration, the mean of "
+        f"{proposal.num_batches} batches. Max tokens: the longest sequence that it holds. Best "
+        f"for: share of the batches, and time: of these. Gain: increase of the time without it"
+        f"{why}.",
     )
     for member in proposal.members:
-        gain = (_NONE, _NONE)
+        gain = _NONE
         if member.gain_s is not None:
-            share = member.gain_s / (proposal.mean_s + member.gain_s)
-            gain = (f"{1e3 * member.gain_s:.1f}", f"{100 * share:.2f}")
+            gain = f"{100 * member.gain_s / (proposal.mean_s + member.gain_s):.2f}"
         table.add_row(
             member.name,
             member.replicas,
             f"{member.longest_tokens:,}",
             f"{100 * member.num_batches / proposal.num_batches:.0f} %",
             _NONE if member.mean_s is None else f"{member.mean_s:.4f}",
-            *gain,
+            gain,
         )
     return table
 
@@ -197,7 +212,7 @@ def _sizes(proposal: Proposal) -> Table:
     table = figures_table(
         "pools of other sizes",
         ("strategies",),
-        ("s an iteration", "one more saves ms"),
+        ("time per iteration, s", "one more saves, ms"),
         caption=nothing if proposal.one_more_s is None else "",
     )
     rows = [(", ".join(size.names), size.mean_s) for size in proposal.sizes]

@@ -13,7 +13,11 @@ from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.limits import Limits, add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.cost_model.shape_arguments import add_shape_arguments, given_shape
+from megatron.hydraulis.cost_model.shape_arguments import (
+    add_device_argument,
+    add_shape_arguments,
+    given_shape,
+)
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.command import check_seed, check_seq_length
@@ -44,10 +48,15 @@ from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, 
 from megatron.hydraulis.simulator.simulation import IterationTasks
 from megatron.hydraulis.simulator.ways import CP_ONLY, PACKING, POOL, WAYS, Ways
 from megatron.hydraulis.strategy import Pool
-from megatron.hydraulis.terminal import print_json, progress_bars, results_console
+from megatron.hydraulis.terminal import (
+    launch_command,
+    print_json,
+    print_next,
+    progress_bars,
+    results_console,
+)
 
 __all__ = ["add_arguments", "run"]
-
 
 _BYTES_PER_GB = 1e9
 RESULTS_FILE_NAME, PICTURE_FILE_NAME = "simulation.json", "simulation.png"
@@ -87,7 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--json", action="store_true", help="print the results as JSON, times in s")
     batches = parser.add_argument_group("iterations")
     batches.add_argument(
-        "--iterations", type=int, default=100, metavar="N", help="(default: %(default)s)"
+        "--iterations",
+        type=int,
+        default=100,
+        metavar="N",
+        help="iterations to simulate (default: %(default)s)",
     )
     size = batches.add_mutually_exclusive_group(required=True)
     size.add_argument(
@@ -102,7 +115,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the pool may have)",
     )
     batches.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the batches (default: %(default)s)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the batches (default: %(default)s)",
     )
     batches.add_argument(
         "--ways",
@@ -141,11 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "regrouping",
         "with --device and the model, computed from bytes and links; otherwise the profile's times",
     )
-    links.add_argument(
-        "--device",
-        metavar="NAME",
-        help="device with the links and memory: a100-80g, a100-40g, a800-80g, h100, h200",
-    )
+    add_device_argument(links, "; gives links and memory bandwidth", required=False)
     links.add_argument(
         "--intra-node-gb-per-s",
         type=float,
@@ -161,7 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     links.add_argument(
         "--no-regroup-overlap",
         action="store_true",
-        help="regrouping and compute alternate",
+        help="regroup before and after compute instead of during it",
     )
     parser.add_argument_group("trace").add_argument(
         "--trace-iterations",
@@ -249,6 +262,10 @@ def run(namespace: argparse.Namespace) -> int:
         console.print(f"{name!r} is skipped: {why}.", markup=False)
     if namespace.out is not None:
         console.print(f"written to {namespace.out}", markup=False)
+    print_next(
+        launch_command(pool.num_ranks, pool.ranks_per_node),
+        *("--strategy-pool", namespace.pool, "--cost-profile", namespace.cost_profile, "FLAGS"),
+    )
     return 0
 
 

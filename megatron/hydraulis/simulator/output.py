@@ -30,7 +30,7 @@ _MAX_STRATEGIES = 4
 _HEADS = {
     "work": "work\n%",
     "fill": "fill\n%",
-    "imbalance": "imbal.\n%",
+    "imbalance": "imb.\n%",
     "regroup": "regr.\n%",
     "planning": "plan.\n%",
 }
@@ -56,12 +56,12 @@ def result_table(results: Sequence[WayResult], reference: WayResult, title: str)
     table = _table(title)
     table.add_column("way", no_wrap=True)
     for name in (
-        "tokens/s",
-        "speed-\nup",
-        "iter. s",
+        "tokens\n/s",
+        "speed\nup",
+        "iter.\ns",
         *(_HEADS[part] for part in PARTS),
         "pad.\n%",
-        "slowest\n/ mean",
+        "slow.\n/mean",
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
@@ -78,10 +78,10 @@ def result_table(results: Sequence[WayResult], reference: WayResult, title: str)
         )
     table.caption = (
         f"Speed-up over {reference.name!r}. Shares of all ranks' time. work: forward and backward, "
-        "also of padding; fill: waiting in the pipeline or for parameters; imbal.: waiting for the "
+        "also of padding; fill: waiting in the pipeline or for parameters; imb.: waiting for the "
         "slowest replica; regr.: scatter and update that are not hidden; plan.: waiting for the "
-        "plan. pad.: share of padding in the computed tokens. slowest / mean: of the replicas' "
-        "times."
+        "plan. pad.: share of padding in the computed tokens. slow./mean: time of the slowest "
+        "replica over the mean of all."
     )
     return table
 
@@ -109,7 +109,7 @@ def _table(title: str) -> Table:
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         show_edge=False,
     )
 

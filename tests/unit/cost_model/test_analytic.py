@@ -12,7 +12,7 @@ from megatron.hydraulis.cost_model import (
     Recompute,
     device_constants,
 )
-from megatron.hydraulis.cost_model.device import DEVICES
+from megatron.hydraulis.cost_model.device import DEVICE_NAMES, DEVICES
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B, LLAMA_32B
@@ -166,8 +166,13 @@ def test_every_device_gives_usable_coefficients(device: str) -> None:
 
 
 def test_unknown_device_names_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"device 'tpu'.*a100-80, .*cpu"):
+    with pytest.raises(ConfigurationError, match=f"device 'tpu'.*use one of {DEVICE_NAMES},"):
         device_constants("tpu")
+
+
+@pytest.mark.parametrize("name", ["a100-80g", "A100-80GB", "a100-80"])
+def test_the_unit_of_a_device_name_may_be_left_out(name: str) -> None:
+    assert device_constants(name).name == "a100-80g"
 
 
 def test_schemes_that_the_model_cannot_fill() -> None:

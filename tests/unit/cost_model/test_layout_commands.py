@@ -165,7 +165,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_layouts_that_no_job_can_have(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--device", "a100-40g", "--num-ranks", "1", "--seq-length", "2048"]
     assert main(["recommend-layout", *LLAMA_13B, *few, "--global-batch-size", "8"]) == 2
-    assert "must fit in 42.6 GB of a100-40" in capsys.readouterr().err
+    assert "must fit in 42.6 GB of a100-40g" in capsys.readouterr().err
     kernel = ["--global-batch-size", "64", "--kernel", "none"]
     assert main(["recommend-layout", *LLAMA_13B, *JOB, *kernel]) == 2
     assert "kernel 'none'" in capsys.readouterr().err

@@ -45,6 +45,20 @@ def test_how_it_was_measured_goes_both_ways_and_changes_no_prediction() -> None:
         model(measurement=[1])
 
 
+def test_poor_fits_are_named_with_their_r_squared() -> None:
+    rows = [row(), row(cp=2), row(pp=2), row(tp=4)]
+    fits = {
+        "tp2": {"r_squared": 0.15, "worst_residual": 0.6},
+        "tp2cp2": {"r_squared": 0.99, "worst_residual": 0.6},
+        # Times that hardly differ: predicted within 5 %.
+        "tp2pp2": {"r_squared": 0.15, "worst_residual": 0.05},
+    }
+    warning = model(*rows, measurement={"schemes": fits}).poor_fits()
+    assert warning is not None
+    assert "R² of at least 0.9 but in the cost profile it is tp2 0.15: " in warning
+    assert model(*rows).poor_fits() is None
+
+
 def test_answers_are_those_of_the_rows() -> None:
     cost_model: CostModel = model(
         row(), row(cp=2, max_tokens=0), row(pp=2, layers=[3, 5], c_ms=9.0)

@@ -27,9 +27,9 @@ def take(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int, major: i
 @pytest.mark.parametrize(
     ("name", "memory_gib", "major", "taken_for"),
     [
-        ("NVIDIA A100-SXM4-80GB", 79, 8, "a100-80"),
-        ("NVIDIA A100-PCIE-40GB", 39, 8, "a100-80"),
-        ("NVIDIA A800-SXM4-80GB", 79, 8, "a800-80"),
+        ("NVIDIA A100-SXM4-80GB", 79, 8, "a100-80g"),
+        ("NVIDIA A100-PCIE-40GB", 39, 8, "a100-80g"),
+        ("NVIDIA A800-SXM4-80GB", 79, 8, "a800-80g"),
         ("NVIDIA H100 80GB HBM3", 79, 9, "h100"),
         ("NVIDIA H200", 140, 9, "h200"),
     ],
@@ -55,8 +55,8 @@ def test_a_documented_device_has_its_constants_and_its_real_memory(
         ("NVIDIA GH200 480GB", 9, "h100"),
         ("NVIDIA H20", 9, "h100"),
         ("NVIDIA B200", 10, "h100"),
-        ("NVIDIA L40S", 8, "a100-80"),
-        ("Tesla V100-SXM2-32GB", 7, "a100-80"),
+        ("NVIDIA L40S", 8, "a100-80g"),
+        ("Tesla V100-SXM2-32GB", 7, "a100-80g"),
     ],
 )
 def test_another_device_gets_the_nearest_constants_and_the_user_is_told(
@@ -97,6 +97,6 @@ def test_all_ranks_plan_with_the_smallest_memory() -> None:
 
 
 def test_devices_of_two_kinds_are_refused() -> None:
-    devices = [device_constants("h100"), device_constants("a100-80"), device_constants("h100")]
-    with pytest.raises(ConfigurationError, match="3 ranks have 2: a100-80, h100"):
+    devices = [device_constants("h100"), device_constants("a100-80g"), device_constants("h100")]
+    with pytest.raises(ConfigurationError, match="3 ranks have 2: a100-80g, h100"):
         common_constants(devices)

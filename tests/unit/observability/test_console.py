@@ -75,7 +75,7 @@ def test_closing_table_sums_up_the_run(tmp_path: Path) -> None:
     assert rows["tokens/s"] == "1,000"
     assert rows["padding"] == "2.0%"
     assert rows["imbalance, median (worst)"] == "1.07 (1.50)"
-    assert text.endswith(f"run folder: {tmp_path}\n")
+    assert text.endswith(f"run folder: {tmp_path}\nnext: hydraulis report {tmp_path}\n")
 
 
 def test_closing_table_has_strategies_waits_gaps_and_plans_cut_short() -> None:

@@ -264,7 +264,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["propose", *flags, "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "proposed pool" in text
-    assert max(len(line) for line in text.splitlines()) <= 100
+    *lines, following = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert following.startswith("next: torchrun --nnodes 2 --rdzv-endpoint HOST:29500 ")
+    assert f"--strategy-pool {out} --cost-profile " in following
     pool = Pool.read(out)
     assert (pool.num_ranks, pool.ranks_per_node) == (8, 4)
     (tmp_path / "batch.json").write_text("[3000, 500, 500, 100, 100, 100]")

@@ -1,0 +1,112 @@
+"""How commands read their arguments and how they end when nobody reads their output."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import select
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+__all__ = ["CommandParser", "closest", "quiet_without_reader", "reader_has_gone"]
+
+_EXIT_WITHOUT_READER = 141
+"""128 + SIGPIPE, as shells report a program whose output nobody reads."""
+_MIN_SIMILARITY = 0.7
+"""`difflib`'s ratio from which a name is suggested: one or two wrong letters."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser with a usage line that names what is required only, and errors that name the flag
+    that was probably meant."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _ShortUsage} | kwargs)
+        self._words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse; keeps the words for `error`."""
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2, the usage and the message, with the flags that were meant."""
+        super().error(message + self.suggestions())
+
+    def suggestions(self) -> str:
+        """``; did you mean --strategy instead of --stratgy?`` for unknown flags, or nothing."""
+        # Without their dashes, which would make all of them similar.
+        known = [
+            option.removeprefix("--")
+            for action in self._actions
+            if action.help is not argparse.SUPPRESS
+            for option in action.option_strings
+        ]
+        # What follows a "--" belongs to another program.
+        words = self._words[: self._words.index("--")] if "--" in self._words else self._words
+        given = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("--"))
+        found = [
+            f"--{close} instead of {word}"
+            for word in given
+            if not self._accepts(word)
+            and (close := closest(word.removeprefix("--"), known)) is not None
+        ]
+        return f"; did you mean {' and '.join(found)}?" if found else ""
+
+    def _accepts(self, word: str) -> bool:
+        if word in self._option_string_actions:
+            return True
+        return self.allow_abbrev and any(
+            option.startswith(word) for option in self._option_string_actions
+        )
+
+
+class _ShortUsage(argparse.HelpFormatter):
+    """Help whose usage shows required arguments, and ``[FLAGS]`` for all others."""
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None = None,
+    ) -> None:
+        groups = [group for group in groups if group.required]
+        needed = {id(one) for group in groups for one in group._group_actions}
+        optional = argparse.Action([], "flags", metavar="[FLAGS]")
+        flags = [one for one in actions if one.option_strings]
+        positional = [one for one in actions if not one.option_strings]
+        required = [one for one in flags if one.required or id(one) in needed]
+        super().add_usage(usage, [*required, optional, *positional], groups, prefix)
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known name most similar to a misspelt one; None if none is similar."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=_MIN_SIMILARITY)
+    return close[0] if close else None
+
+
+@contextmanager
+def quiet_without_reader() -> Iterator[None]:
+    """End quietly, with status 141, when the reader of the output has gone, as with ``| head``."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not reader_has_gone():
+            raise  # another pipe broke, which is an error
+        # The interpreter flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_EXIT_WITHOUT_READER)
+
+
+def reader_has_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

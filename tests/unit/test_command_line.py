@@ -1,0 +1,134 @@
+"""Usage, suggestions and the end of output, which all commands share."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from megatron.hydraulis.__main__ import COMMANDS, TRAIN, main
+from megatron.hydraulis.command_line import CommandParser
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.terminal import launch_command
+from tests.unit.argument_command import flag_parser
+
+OTHERS = [command for command in COMMANDS if command is not TRAIN]
+TERMINAL_COLUMNS = 80
+
+
+def parser_of(module: str) -> CommandParser:
+    parser = CommandParser(prog="hydraulis")
+    importlib.import_module(module).add_arguments(parser)
+    return parser
+
+
+def misspelt(option: str) -> str:
+    """The option with two neighbouring letters exchanged."""
+    return option[:4] + option[5] + option[4] + option[6:]
+
+
+@pytest.mark.parametrize("command", OTHERS, ids=lambda command: command.name)
+def test_a_misspelt_flag_of_any_command_is_corrected(
+    command: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = parser_of(command.module)  # type: ignore[attr-defined]
+    option = next(o for a in parser._actions[1:] for o in a.option_strings if len(o) > 6)
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args([misspelt(option), "1"])
+    assert exit_.value.code == 2
+    assert f"did you mean {option} instead of {misspelt(option)}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--stratgy", "tp2"], ["--stratgy=tp2"]])
+def test_a_misspelt_flag_of_training_is_corrected(words: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"--stratgy .*did you mean --strategy\?"):
+        flag_parser().parse(words)
+
+
+def test_no_flag_is_suggested_for_what_another_program_reads() -> None:
+    parser = CommandParser()
+    parser.add_argument("--schemes", nargs="+")
+    parser.add_argument("rest", nargs="*")
+    parser.parse_known_args(["--schemes", "tp1", "--", "--scheme", "--num-layers"])
+    assert parser.suggestions() == ""
+
+
+def test_a_flag_that_was_shortened_is_no_mistake() -> None:
+    parser = CommandParser()
+    parser.add_argument("--lengths")
+    assert parser.parse_args(["--len", "x"]).lengths == "x"
+    assert parser.suggestions() == ""
+
+
+def test_usage_names_what_is_required() -> None:
+    parser = CommandParser(prog="hydraulis do")
+    parser.add_argument("--out", required=True, metavar="FILE")
+    parser.add_argument("--seed")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--pool", metavar="FILE")
+    which.add_argument("--schemes", metavar="S")
+    parser.add_mutually_exclusive_group().add_argument("--json")
+    parser.add_argument("folder", metavar="DIR")
+    expected = "usage: hydraulis do --out FILE (--pool FILE | --schemes S) [FLAGS] DIR\n"
+    assert parser.format_usage() == expected
+
+
+@pytest.mark.parametrize("command", ["", *(command.name for command in COMMANDS)])
+def test_help_fits_a_terminal_and_says_something_about_every_flag(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(TERMINAL_COLUMNS))
+    monkeypatch.setattr(sys, "argv", ["hydraulis"])
+    with pytest.raises(SystemExit) as exit_:
+        main([*command.split(), "--help"])
+    assert exit_.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    # argparse breaks no line between a flag and the name of its value.
+    texts = [line for line in lines if not line.startswith("  --")]
+    assert [text for text in texts if len(text) > TERMINAL_COLUMNS] == []
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        # The text of a flag stands on its line or, indented, on the next one.
+        if line.startswith("  --") and "  " not in line.strip():
+            assert following.startswith(" " * 8), line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["lengths", "--help"],
+        ["lengths", "--lengths", "examples/lengths_instance_b.json"],
+        ["lengths", "--lengths", "examples/lengths_instance_b.json", "--json"],
+        ["train", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_output_without_a_reader_ends_quietly(words: list[str]) -> None:
+    done = subprocess.Popen(
+        [sys.executable, "-m", "megatron.hydraulis", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert done.stdout is not None
+    done.stdout.close()
+    assert done.stderr is not None
+    assert done.stderr.read() == b""
+    # 0 if argparse itself ignored that the help could not be written.
+    assert done.wait(timeout=60) in (0, 1, 141)
+
+
+def test_the_launch_of_a_job_names_its_nodes() -> None:
+    tail = "--no-python hydraulis train"
+    assert launch_command(4, 8) == f"torchrun --standalone --nproc-per-node 4 {tail}"
+    nodes = "--nnodes 3 --rdzv-endpoint HOST:29500"
+    assert launch_command(24, 8) == f"torchrun {nodes} --nproc-per-node 8 {tail}"
+
+
+def test_another_broken_pipe_is_an_error() -> None:
+    script = (
+        "from megatron.hydraulis.command_line import quiet_without_reader\n"
+        "with quiet_without_reader(): raise BrokenPipeError('to a worker')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "BrokenPipeError: to a worker" in done.stderr
