@@ -4,6 +4,8 @@ A message states the rule that was broken, the numbers that broke it, and the fi
 ``strategy 'long': 3 replicas use 20 ranks but the job has 16; remove a replica or start 20 ranks``.
 """
 
+from collections.abc import Callable, Sequence
+
 __all__ = [
     "CheckpointError",
     "ConfigurationError",
@@ -14,6 +16,7 @@ __all__ = [
     "PlanError",
     "StrategyError",
     "UpstreamVersionError",
+    "listed",
 ]
 
 
@@ -51,3 +54,9 @@ class OutOfMemoryError(HydraulisError):
 
 class UpstreamVersionError(HydraulisError):
     """The installed megatron-core is not a version that ``hydraulis_patches`` knows."""
+
+
+def listed[Item](items: Sequence[Item], *, most: int = 4, text: Callable[[Item], str] = str) -> str:
+    """The first few of many, as text, and how many more there are, for an error."""
+    named = ", ".join(map(text, items[:most]))
+    return f"{named} and {len(items) - most} more" if len(items) > most else named

@@ -25,7 +25,6 @@ from megatron.hydraulis.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     is_checkpoint,
-    listed,
     model_differences,
     model_of,
 )
@@ -37,7 +36,7 @@ from megatron.hydraulis.checkpoint.names import (
     training_state,
 )
 from megatron.hydraulis.checkpoint.torch_dist import MODEL, StoredCheckpoint
-from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
 from megatron.hydraulis.runtime.engine import Engine
 
 __all__ = [

@@ -26,7 +26,6 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "is_checkpoint",
-    "listed",
     "model_differences",
     "model_of",
     "records_of",
@@ -39,7 +38,6 @@ FORMAT_NAME = "metadata.json"
 """Megatron's: the name of the format. Megatron writes it last."""
 VERSION = 1
 _HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
-_MAX_LISTED = 4
 
 MODEL_ARGUMENTS = (
     "num_layers",
@@ -275,12 +273,6 @@ def model_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list
         for name in NEVER_ON_HERE
         if name in saved and name not in here
     ]
-
-
-def listed(items: list[str]) -> str:
-    """The first few of many, for an error."""
-    more = f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
-    return ", ".join(items[:_MAX_LISTED]) + more
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, listed
 from megatron.hydraulis.loop.startup import check_devices, constants_of_this_rank
 
 __all__ = ["RankFacts", "add_arguments", "compare_ranks", "run"]
@@ -226,11 +226,9 @@ def _read_facts(store: dist.Store, num_ranks: int, limit_s: float) -> list[RankF
     missing = list(range(num_ranks))
     while missing := [rank for rank in missing if not store.check([f"{_KEY}/{rank}"])]:
         if time.monotonic() > deadline_s:
-            named = ", ".join(map(str, missing[:MAX_NAMED]))
-            more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
             raise ConfigurationError(
                 f"{num_ranks} ranks meet within {limit_s:g} s but {len(missing)} did not come: "
-                f"{named}{more}; see the log of the nodes that they are on"
+                f"{listed(missing, most=MAX_NAMED)}; see the log of the nodes that they are on"
             )
         time.sleep(0.05)
     return [
@@ -247,14 +245,16 @@ def _check_equal(ranks: Sequence[RankFacts]) -> None:
         if len(counts) > 1:
             usual = counts.most_common(1)[0][0]
             odd = [facts for facts in ranks if getattr(facts, field.name) != usual]
-            named = ", ".join(
-                f"rank {facts.rank} on {facts.host} has {getattr(facts, field.name)}"
-                for facts in odd[:MAX_NAMED]
+            named = listed(
+                [
+                    f"rank {facts.rank} on {facts.host} has {getattr(facts, field.name)}"
+                    for facts in odd
+                ],
+                most=MAX_NAMED,
             )
-            more = f" and {len(odd) - MAX_NAMED} more" if len(odd) > MAX_NAMED else ""
             raise ConfigurationError(
                 f"all ranks need the same {field.name} but {counts[usual]} of {len(ranks)} have "
-                f"{usual} and {named}{more}; use one environment and one kind of node"
+                f"{usual} and {named}; use one environment and one kind of node"
             )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers
 
 from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError
+from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError, listed
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
 from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
@@ -545,9 +545,9 @@ def _cause(planned: PlannedBatch, outcome: StepOutcome, corpus: Corpus) -> tuple
     else:
         what = f"the loss is {outcome.loss.loss_sum}"
         where = "in micro-batches with sequences "
-    named = ", ".join(
-        f"{sequence_id} ({corpus.describe(sequence_id)})"
-        for sequence_id in bad[:MAX_SEQUENCES_NAMED]
+    named = listed(
+        bad,
+        most=MAX_SEQUENCES_NAMED,
+        text=lambda sequence_id: f"{sequence_id} ({corpus.describe(sequence_id)})",
     )
-    more = f" and {len(bad) - MAX_SEQUENCES_NAMED} more" if len(bad) > MAX_SEQUENCES_NAMED else ""
-    return what, f"{where}{named}{more}"
+    return what, f"{where}{named}"

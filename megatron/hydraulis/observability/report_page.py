@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.errors import HydraulisError, listed
 from megatron.hydraulis.observability.advice import Advice, advice_on
 from megatron.hydraulis.observability.console import (
     bytes_text,
@@ -420,8 +420,7 @@ def _ranks(ranks: Sequence[int]) -> str:
         return "–"
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}–{ranks[-1]}"
-    more = f" and {len(ranks) - MAX_RANKS_NAMED} more" if len(ranks) > MAX_RANKS_NAMED else ""
-    return ", ".join(map(str, ranks[:MAX_RANKS_NAMED])) + more
+    return listed(ranks, most=MAX_RANKS_NAMED)
 
 
 STYLE = """

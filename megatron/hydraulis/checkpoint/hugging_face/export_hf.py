@@ -30,8 +30,8 @@ from megatron.hydraulis.checkpoint.hugging_face.model import (
     outer_shapes,
     tensor_rows,
 )
-from megatron.hydraulis.checkpoint.manifest import FORMAT_NAME, Manifest, is_checkpoint, listed
-from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from megatron.hydraulis.checkpoint.manifest import FORMAT_NAME, Manifest, is_checkpoint
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
 
 if TYPE_CHECKING:
     import torch

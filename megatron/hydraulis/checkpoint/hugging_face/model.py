@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.hydraulis.checkpoint.byte_progress import size_text
-from megatron.hydraulis.checkpoint.manifest import NEVER_ON_HERE, listed
-from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from megatron.hydraulis.checkpoint.manifest import NEVER_ON_HERE
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.model_shape import ModelShape
 
