@@ -33,7 +33,10 @@ restart torch 2.13 waits 30 s, whatever it was told."""
 LAST_CALL_S = 2
 """For which agents wait for more nodes than they need."""
 KEEP_ALIVE_S = 1
-"""Between signs of life of an agent; it is lost after three that did not come."""
+"""Between signs of life of an agent."""
+NUM_KEEP_ALIVES = 15
+"""An agent is lost after so many signs of life that did not come. With 3 an agent that a loaded
+machine delayed while the agents met was dropped, and the others waited 60 s for it."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,11 @@ def _agent_main(
         run_id=f"test{port}",
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs={"last_call_timeout": LAST_CALL_S, "keep_alive_interval": KEEP_ALIVE_S},
+        rdzv_configs={
+            "last_call_timeout": LAST_CALL_S,
+            "keep_alive_interval": KEEP_ALIVE_S,
+            "keep_alive_max_attempt": NUM_KEEP_ALIVES,
+        },
         local_addr="127.0.0.1",
         max_restarts=max_restarts,
         monitor_interval=0.05,
