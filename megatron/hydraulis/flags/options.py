@@ -426,7 +426,7 @@ _TAKEN_FOR = {
     "paths are those of mounted file systems": "--disable-msc",
     "memory is released when a micro-batch needs it": "--empty-unused-memory-level",
     "the host waits for the device once an iteration": "--train-sync-interval",
-    "--exit-signal-handler covers training and data": """
+    "signals end the run; --exit-signal-handler saves first": """
         --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
     "it enables nothing by itself": "--enable-experimental",
     "data are prepared with their tokens": "--chat-template",
