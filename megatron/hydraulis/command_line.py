@@ -15,7 +15,7 @@ __all__ = ["CommandParser", "closest", "quiet_without_reader", "reader_has_gone"
 
 _EXIT_WITHOUT_READER = 141
 """128 + SIGPIPE, as shells report a program whose output nobody reads."""
-_MIN_SIMILARITY = 0.7
+_MIN_SIMILARITY = 0.8
 """`difflib`'s ratio from which a name is suggested: one or two wrong letters."""
 
 

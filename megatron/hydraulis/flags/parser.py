@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron.hydraulis.command_line import closest
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import (
@@ -42,8 +42,6 @@ _DESCRIPTION = (
 _METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 """Names of upstream's numbers in --help, where argparse would repeat the flag."""
 _IGNORE_UNKNOWN = "--ignore-unknown-options"
-_CLOSE = 0.8
-"""Least similarity of an option that is suggested for a mistyped one, from 0 to 1."""
 
 
 class Problems:
@@ -277,8 +275,8 @@ class FlagParser:
             equivalent = EQUIVALENTS.get(option, "")
             found[" ".join((option, *values))] = equivalent
             if not ignores:
-                near = difflib.get_close_matches(option, self._actions, n=1, cutoff=_CLOSE)
-                fix = f"did you mean {near[0]}? Otherwise " if near else ""
+                near = closest(option, self._actions)
+                fix = f"did you mean {near}? Otherwise " if near else ""
                 if equivalent:
                     fix = f"use {equivalent}, or "
                 problems.add(

@@ -9,8 +9,8 @@ __all__ = ["RANGES", "Range"]
 
 _LARGEST_INTEGER = 2**31 - 1
 """Of libraries that count in 32 bits; also far above any real size or number of iterations."""
-_LARGEST_REAL = 1e12
-"""Larger settings overflow fp32 when they are multiplied, and are typing errors."""
+_LARGEST_REAL = 1e19
+"""The square of a larger number overflows fp32."""
 _LARGEST_SEED = 2**32 - 1
 """Of NumPy's generator, which upstream seeds too."""
 
