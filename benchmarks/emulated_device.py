@@ -77,7 +77,7 @@ class EmulatedBatch(PackedBatch):
 
 
 def scaled(profile: ProfileCostModel, factor: float) -> ProfileCostModel:
-    """The same limits, with every time multiplied by a factor.
+    """The same limits, with every time multiplied by a factor, for any model.
 
     Raises ConfigurationError for a factor that is not positive and finite.
     """
@@ -101,7 +101,7 @@ def scaled(profile: ProfileCostModel, factor: float) -> ProfileCostModel:
         replace(row, regroup_ms=row.regroup_ms * factor, optimizer_ms=row.optimizer_ms * factor)
         for row in profile.strategies
     )
-    return replace(profile, schemes=tuple(rows), strategies=tuple(strategies))
+    return replace(profile, model=None, schemes=tuple(rows), strategies=tuple(strategies))
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,9 +73,16 @@ class ModelShape:
         content = read_json(path, "model file", ConfigurationError)
         model = JsonObject(content, f"model file {path}", ConfigurationError)
         model.check_version(_FORMAT_VERSION)
+        shape = cls.from_json(model)
+        model.check_all_read()
+        return shape
+
+    @classmethod
+    def from_json(cls, model: JsonObject) -> "ModelShape":
+        """The fields by name, as `read` takes them; other keys are left to the caller."""
         num_heads, hidden_size = model.integer("num_attention_heads"), model.integer("hidden_size")
 
-        shape = cls(
+        return cls(
             num_layers=model.integer("num_layers"),
             hidden_size=hidden_size,
             ffn_hidden_size=model.integer("ffn_hidden_size"),
@@ -86,8 +93,6 @@ class ModelShape:
             gated_mlp=model.flag("gated_mlp"),
             tied_embeddings=model.flag("tied_embeddings"),
         )
-        model.check_all_read()
-        return shape
 
     @property
     def query_size(self) -> int:

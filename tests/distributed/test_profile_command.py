@@ -83,6 +83,9 @@ def test_every_scheme_has_times_and_every_strategy_of_the_pool_its_overhead(
     assert speeds["short"]["scatter_bytes_per_s"] > 0.0
     assert found.measurement["setup"]["versions"].keys() >= {"torch", "megatron-core", "python"}
     assert found.device.startswith("CPU ")
+    assert found.model is not None
+    settings = (found.model.dtype, found.model.recompute, found.model.core_attention)
+    assert settings == ("fp32", "none", "sdpa")
 
 
 def test_plan_uses_it(profiled: Path, folder: Path) -> None:

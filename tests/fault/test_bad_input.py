@@ -20,7 +20,7 @@ import torch
 from megatron.hydraulis.data import corpus as corpus_module
 from megatron.hydraulis.data.sampler import LengthSampler
 from megatron.hydraulis.data.sources import Blend, load_corpora
-from megatron.hydraulis.loop import entry
+from megatron.hydraulis.loop import entry, startup
 from megatron.hydraulis.observability.records import MetricsWriter, read_metrics
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.runtime.engine import Engine
@@ -250,7 +250,7 @@ def test_a_dry_run_reads_the_corpus_and_tells_limits(command: Command, tmp_path:
 
 def test_without_a_launcher_the_torchrun_line_is_told(command: Command, tmp_path: Path) -> None:
     def program(argv: Sequence[str]) -> None:
-        for variable in entry.LAUNCHER_VARIABLES:
+        for variable in startup.LAUNCHER_VARIABLES:
             del os.environ[variable]
         entry.main(argv)
 

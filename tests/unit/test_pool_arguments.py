@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.loop.planning import Planning, read_cost_profile
+from megatron.hydraulis.loop.planning import Planning, profiled_model, read_cost_profile
 from megatron.hydraulis.strategy import Scheme
 from tests.unit.argument_command import parse
 
@@ -172,6 +173,35 @@ def test_a_profile_gives_times_and_limits(tmp_path: Path) -> None:
     assert plan_with.source == f"cost profile {profile}, d"
     limits = [plan_with.limits.max_tokens(s, s.schemes[0]) for s in plan_with.pool.strategies]
     assert limits == [99, 2048]
+
+
+def test_a_profile_of_another_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_profile(tmp_path, tp1=512)
+    typed = ("--strategy", "8*tp1", "--cost-profile", path)
+    resolved = parse(tmp_path, *typed)
+    old = read_cost_profile(resolved)
+    assert old is not None
+    assert "does not name the model" in capsys.readouterr().err
+    assert read_cost_profile(parse(tmp_path, *typed, rank=1)) is not None
+    new = replace(old, model=profiled_model(resolved, "sdpa"))
+    Path(path).write_text(json.dumps(new.to_json()))
+    assert read_cost_profile(resolved) == new
+    assert capsys.readouterr().err == "", "only rank 0 warns, and only of an old profile"
+    for flags, difference in (
+        (("--num-layers", "8"), "num_layers 4 instead of 8"),
+        (("--vocab-size", "300"), "vocab_size 256 instead of 384"),
+        (("--bf16",), "dtype fp32 instead of bf16"),
+        (
+            ("--recompute-granularity", "selective"),
+            "recompute none instead of selective core_attn",
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match=f"for another one, with {difference};"):
+            read_cost_profile(parse(tmp_path, *typed, *flags))
+    with pytest.raises(ConfigurationError, match="core_attention sdpa instead of te;"):
+        new.check_model(profiled_model(resolved, "te"), path, speaks=False)
 
 
 def test_a_given_limit_goes_before_that_of_the_profile(tmp_path: Path) -> None:

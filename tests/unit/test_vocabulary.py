@@ -8,6 +8,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags import defaults
 from megatron.hydraulis.flags.defaults import Vocabulary, padded_vocabulary_size
 from tests.unit.argument_command import parse
 
@@ -82,11 +83,18 @@ def test_a_vocabulary_larger_than_the_models_is_refused(
     )
 
 
+def test_a_tokenizer_that_does_not_exist_is_refused_before_the_hub_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defaults, "build_tokenizer", None)  # which would ask
+    for folder in (str(tmp_path / "nothing" / "here"), "tests/tokenizr"):
+        with pytest.raises(ConfigurationError, match=f"{folder} does not exist; give the path"):
+            _resolve(tmp_path, *_hugging_face(folder), without=("--vocab-size",))
+
+
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    folder = str(tmp_path / "nothing" / "here")
     with pytest.raises(ConfigurationError) as caught:
-        _resolve(tmp_path, *_hugging_face(folder), without=("--vocab-size",))
+        _resolve(tmp_path, *_hugging_face(str(tmp_path)), without=("--vocab-size",))
     message = str(caught.value)
-    assert message.startswith(f"HuggingFaceTokenizer {folder} cannot be read: ")
-    assert message.endswith("; check the --tokenizer-* flags")
+    assert message.startswith(f"tokenizer HuggingFaceTokenizer cannot be built of {tmp_path}: ")
     assert "\n" not in message

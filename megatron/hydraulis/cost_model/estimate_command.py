@@ -9,7 +9,11 @@ from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.context import CP_COMM_TYPES
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.memory import PoolFootprint, communicators_text
-from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
+from megatron.hydraulis.cost_model.profile import (
+    ProfileCostModel,
+    ProfiledModel,
+    ProfiledScheme,
+)
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
@@ -111,13 +115,14 @@ def run(namespace: argparse.Namespace) -> int:
     schemes, num_ranks, ranks_per_node, pool = _schemes(namespace)
     for scheme in schemes:
         Strategy.parse(str(scheme), scheme.num_ranks).check_model(shape)
+    recompute = _recompute(namespace)
     model = AnalyticCostModel(
         shape=shape,
         device=device,
         cluster=device.cluster(num_ranks, ranks_per_node),
         parameter_bytes=_FP32_BYTES if namespace.fp32 else _BF16_BYTES,
         sequence_parallel=namespace.sequence_parallel,
-        recompute=_recompute(namespace),
+        recompute=recompute,
         cp_comm_type=namespace.cp_comm_type,
         pool=pool,
     )
@@ -128,6 +133,9 @@ def run(namespace: argparse.Namespace) -> int:
             f"not measured: {device.source}"
         ),
         date=datetime.date.today().isoformat(),
+        model=ProfiledModel(
+            shape=shape, dtype="fp32" if namespace.fp32 else "bf16", recompute=str(recompute)
+        ),
         schemes=tuple(
             ProfiledScheme(
                 scheme=scheme,

@@ -4,6 +4,7 @@ A cost profile is a JSON file::
 
     {"version": 1, "device": "A800-80GB", "source": "who measured, and with what",
      "date": "2024-12-11",
+     "model": {"num_layers": 60, "hidden_size": 6656, …, "dtype": "bf16"},
      "schemes": [{"tp": 4, "cp": 1, "pp": 2, "a_ms_per_token2": 2.0e-06, "b_ms_per_token": 0.12,
                   "c_ms": 65.4, "max_tokens": 12416}],
      "strategies": [{"name": "S6", "regroup_ms": 30.0, "optimizer_ms": 12.0}]}
@@ -11,21 +12,24 @@ A cost profile is a JSON file::
 The time of a micro-batch on one stage, forward and backward, is ``a·Σs² + b·Σs + c``; max_tokens is
 the most tokens of a micro-batch. A scheme whose layers are not split evenly has its own row, with
 ``"layers": [14, 16]``. ``version`` and ``strategies`` are optional: a strategy that is not listed
-has no overhead. ``measurement``, an optional object that no prediction uses, records how well the
+has no overhead. ``model`` says what the times are of (`ProfiledModel`); older profiles lack it.
+``measurement``, an optional object that no prediction uses, records how well the
 coefficients fit, the versions of the software, and the speed of regrouping: see docs/profiling.md.
 """
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import MOST_MS, Coefficients
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = ["ProfileCostModel", "ProfiledScheme", "ProfiledStrategy"]
+__all__ = ["ProfileCostModel", "ProfiledModel", "ProfiledScheme", "ProfiledStrategy"]
 
 _FORMAT_VERSION = 1
 _MIN_R_SQUARED = 0.9
@@ -84,6 +88,35 @@ class ProfiledStrategy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProfiledModel:
+    """The model that a profile was made for, or is used for; an unknown setting is None."""
+
+    shape: ModelShape
+    dtype: str | None = None
+    """``bf16`` or ``fp32``."""
+    recompute: str | None = None
+    """As `Recompute` is written."""
+    core_attention: str | None = None
+    """``te``, ``torch`` or ``sdpa``."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The sizes and the known settings; from_json is its inverse."""
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        return asdict(self.shape) | {name: text for name, text in settings.items() if text}
+
+    @classmethod
+    def from_json(cls, model: JsonObject) -> "ProfiledModel":
+        """Raises the object's error for a missing or unknown key and for an invalid value."""
+        settings = {name: model.text(name) for name in _SETTINGS if model.has(name)}
+        profiled = cls(shape=ModelShape.from_json(model), **settings)
+        model.check_all_read()
+        return profiled
+
+
+_SETTINGS = tuple(each.name for each in fields(ProfiledModel) if each.name != "shape")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileCostModel:
     """CostModel from a cost profile.
 
@@ -96,6 +129,8 @@ class ProfileCostModel:
     date: str
     schemes: tuple[ProfiledScheme, ...]
     strategies: tuple[ProfiledStrategy, ...] = ()
+    model: ProfiledModel | None = None
+    """None in profiles that do not say."""
     measurement: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """How it was measured, as JSON values; no prediction depends on it."""
 
@@ -173,6 +208,38 @@ class ProfileCostModel:
 
         return replace(scheme, layers=min(rows, key=order).scheme.layers)
 
+    def check_model(self, used: ProfiledModel, path: str | Path, *, speaks: bool) -> None:
+        """Raise ConfigurationError if the profile was made for another model.
+
+        Settings that either side does not know are not compared.
+
+        Args:
+            used: the model that times are needed for.
+            path: of the profile, for the message.
+            speaks: whether this rank warns of a profile that does not name its model.
+        """
+        if self.model is None:
+            if speaks:
+                print(
+                    f"warning: cost profile {path} does not name the model that it was made for, "
+                    "so that is not checked; measure or estimate it again to record the model",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return
+        made_for, needed = self.model.to_json(), used.to_json()
+        different = [
+            f"{name} {made_for[name]} instead of {needed[name]}"
+            for name in made_for
+            if name in needed and made_for[name] != needed[name]
+        ]
+        if different:
+            raise ConfigurationError(
+                f"cost profile {path}: its times and limits are for one model but it was made for "
+                f"another one, with {', '.join(different)}; measure or estimate a profile of this "
+                "model (hydraulis profile, hydraulis estimate)"
+            )
+
     def _row(self, scheme: Scheme) -> ProfiledScheme:
         measured = scheme.of_context_group(scheme.cp)  # at its full width, cp8~ is cp8
         for row in self.schemes:
@@ -211,6 +278,13 @@ class ProfileCostModel:
                 _strategy_row(profile.nested(entry, f"strategy {index} of {what}"))
                 for index, entry in enumerate(strategies)
             ),
+            model=(
+                ProfiledModel.from_json(
+                    profile.nested(profile.value("model"), f"model of {profile.what}")
+                )
+                if profile.has("model")
+                else None
+            ),
             measurement=_measurement(profile),
         )
         profile.check_all_read()
@@ -223,6 +297,7 @@ class ProfileCostModel:
             "device": self.device,
             "source": self.source,
             "date": self.date,
+            **({} if self.model is None else {"model": self.model.to_json()}),
             "schemes": [_scheme_to_json(row) for row in self.schemes],
         }
         if self.strategies:

@@ -54,6 +54,10 @@ class Recompute:
                 f"{', '.join(self.modules) or 'none'}; give --recompute-modules of these"
             )
 
+    def __str__(self) -> str:
+        parts = (self.granularity, self.method, self.num_layers or None, *self.modules)
+        return " ".join(str(part) for part in parts if part is not None) or "none"
+
     def num_layers_again(self, num_layers: int) -> int:
         """Layers of a stage of num_layers that are fully recomputed."""
         if self.granularity != "full":

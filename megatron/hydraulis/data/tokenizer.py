@@ -1,5 +1,6 @@
 """Text to token ids with Megatron's own tokenizers."""
 
+import argparse
 import logging
 import os
 import re
@@ -13,7 +14,13 @@ import numpy.typing as npt
 from megatron.hydraulis.data.documents import RawDocument
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
-__all__ = ["TEXT_TOKENIZER_TYPES", "DocumentEncoder", "TokenizerSettings", "build_tokenizer"]
+__all__ = [
+    "TEXT_TOKENIZER_TYPES",
+    "DocumentEncoder",
+    "TokenizerSettings",
+    "build_tokenizer",
+    "check_tokenizer_model",
+]
 
 TEXT_TOKENIZER_TYPES = (
     "HuggingFaceTokenizer",
@@ -78,22 +85,34 @@ class TokenizerSettings:
                 f"tokenizer, but none is given"
             )
         else:
-            is_hub_name = self.tokenizer_type == "HuggingFaceTokenizer" and re.fullmatch(
-                _HUB_NAME, self.tokenizer_model
-            )
-            if not is_hub_name and not os.path.exists(self.tokenizer_model):
-                raise ConfigurationError(
-                    f"--tokenizer-model: {self.tokenizer_model} does not exist; give the path of "
-                    f"the tokenizer's file or folder"
-                )
+            check_tokenizer_model(self.tokenizer_type, self.tokenizer_model)
 
     def _check_files(self, flag: str, path: str | None) -> None:
         if path is not None and not os.path.isfile(path):
             raise ConfigurationError(f"{flag}: file {path} does not exist; give its path")
 
 
-def build_tokenizer(settings: TokenizerSettings) -> Any:
-    """Megatron's tokenizer of that type.
+def check_tokenizer_model(tokenizer_type: str, model: str) -> None:
+    """Raise ConfigurationError for a path that does not exist, before a library looks for it.
+
+    A Hugging Face tokenizer may also be named as on the Hub, where asking for a mistyped path would
+    take long. ``owner/name`` is a path if there is a folder ``owner`` here.
+    """
+    folder = os.path.dirname(model)
+    may_be_on_hub = (
+        tokenizer_type == "HuggingFaceTokenizer"
+        and re.fullmatch(_HUB_NAME, model)
+        and not (folder and os.path.isdir(folder))
+    )
+    if not may_be_on_hub and not os.path.exists(model):
+        raise ConfigurationError(
+            f"--tokenizer-model: {model} does not exist; give the path of the tokenizer's file or "
+            "folder"
+        )
+
+
+def build_tokenizer(settings: TokenizerSettings | argparse.Namespace) -> Any:
+    """Megatron's tokenizer of that type; the settings may be Megatron's arguments.
 
     Raises:
         DataError: the tokenizer cannot be built, with the reason.
@@ -114,10 +133,16 @@ def build_tokenizer(settings: TokenizerSettings) -> Any:
     except Exception as error:
         # Each library fails in its own way; all that the user can act on is which and why.
         lines = str(error).splitlines() or [type(error).__name__]
+        source = settings.tokenizer_model or settings.vocab_file
+        tried = ""
+        if settings.tokenizer_type == "HuggingFaceTokenizer" and not os.path.exists(str(source)):
+            tried = (
+                f" ({os.path.abspath(str(source))} does not exist, so it was taken for a name on "
+                "the Hugging Face Hub)"
+            )
         raise DataError(
-            f"tokenizer {settings.tokenizer_type} cannot be built of "
-            f"{settings.tokenizer_model or settings.vocab_file}: {lines[0]}; check "
-            f"--tokenizer-type and the paths of its files"
+            f"tokenizer {settings.tokenizer_type} cannot be built of {source}{tried}: {lines[0]}; "
+            "check --tokenizer-type and the paths of its files"
         ) from error
 
 

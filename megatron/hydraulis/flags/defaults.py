@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.data.tokenizer import build_tokenizer, check_tokenizer_model
+from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 
 __all__ = [
@@ -250,6 +249,8 @@ def _check_sources(args: argparse.Namespace) -> None:
             raise ConfigurationError(
                 f"{kind} is made from {option}, but there is no file {value}; correct the path"
             )
+    if kind == "HuggingFaceTokenizer":
+        check_tokenizer_model(kind, args.tokenizer_model)
 
 
 def _tokenizer_size(args: argparse.Namespace) -> int:
@@ -258,9 +259,5 @@ def _tokenizer_size(args: argparse.Namespace) -> int:
     try:
         # Upstream writes the padded size into the arguments it is given.
         return int(build_tokenizer(copy.copy(args)).vocab_size)
-    except Exception as error:  # Each of the tokenizer libraries raises its own kinds.
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(
-            f"{args.tokenizer_type} {args.tokenizer_model or ''} cannot be read: "
-            f"{type(error).__name__}: {reason}; check the --tokenizer-* flags"
-        ) from error
+    except DataError as error:
+        raise ConfigurationError(str(error)) from error

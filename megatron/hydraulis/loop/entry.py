@@ -16,7 +16,7 @@ with without_garbage_collection():
     import hydraulis_patches.deferred_compile  # noqa: F401 - before anything that imports Megatron
     from hydraulis_patches.cpu_backend import apply_cpu_backend
     from megatron.hydraulis.command_line import reader_has_gone
-    from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+    from megatron.hydraulis.errors import HydraulisError
     from megatron.hydraulis.flags.arguments import parse_arguments
     from megatron.hydraulis.loop.faults import (
         end_process,
@@ -26,7 +26,12 @@ with without_garbage_collection():
     )
     from megatron.hydraulis.loop.job import Job, UserHooks
     from megatron.hydraulis.loop.memory_safety import use_expandable_segments
-    from megatron.hydraulis.loop.startup import check_devices, meet
+    from megatron.hydraulis.loop.startup import (
+        check_devices,
+        check_launched,
+        check_launcher_numbers,
+        meet,
+    )
 
 __all__ = ["UserHooks", "main"]
 
@@ -38,7 +43,6 @@ RESTART_COUNTS = {
     "torchrun has started the ranks again": "TORCHELASTIC_RESTART_COUNT",
 }
 """Who restarts a run, and the variable that counts restarts."""
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> None:
@@ -66,6 +70,7 @@ def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> N
 
 
 def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
+    check_launcher_numbers()
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         use_expandable_segments()
@@ -79,7 +84,7 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     if resolved.hydraulis.dry_run:
         Job(resolved, hooks, has_cuda=has_cuda).print_description()
         return
-    _check_launcher(num_ranks)
+    check_launched("train FLAGS", otherwise=", or add --dry-run")
     if has_cuda:
         check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), torch.cuda.device_count())
         torch.cuda.set_device(args.local_rank)
@@ -102,18 +107,6 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
         raise
     # After any other exception ranks may still be in a collective, so the groups stay: see `main`.
     dist.destroy_process_group()
-
-
-def _check_launcher(num_ranks: int) -> None:
-    """Raise ConfigurationError unless a launcher has started this process."""
-    missing = [variable for variable in LAUNCHER_VARIABLES if variable not in os.environ]
-    if missing:
-        raise ConfigurationError(
-            f"ranks are started by torchrun, which sets {len(LAUNCHER_VARIABLES)} variables, but "
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; run torchrun "
-            f"--standalone --nproc-per-node {num_ranks} --no-python hydraulis train FLAGS, or add "
-            f"--dry-run"
-        )
 
 
 def _warn_of_restart(*, save: str | None, loads: bool) -> None:

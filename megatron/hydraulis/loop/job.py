@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hydraulis_patches.training_loop import apply_training_loop
+from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
@@ -34,7 +35,12 @@ from megatron.hydraulis.loop.model_container import (
     model_config,
 )
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
-from megatron.hydraulis.loop.planning import Planning, look_ahead_planner, read_cost_profile
+from megatron.hydraulis.loop.planning import (
+    Planning,
+    look_ahead_planner,
+    profiled_model,
+    read_cost_profile,
+)
 from megatron.hydraulis.loop.refit import RunRefit
 from megatron.hydraulis.loop.startup import common_constants, constants_of_this_rank
 from megatron.hydraulis.loop.step import Iterators, TrainingLoop
@@ -131,9 +137,18 @@ class Job:
     def choose_core_attention(self) -> None:
         """Choose it for this rank's device, which has to be the current one.
 
-        Raises ConfigurationError if what the flags name cannot be used.
+        Raises ConfigurationError if what the flags name cannot be used, and for a cost profile that
+        was made with another one.
         """
         self._core_attention = choose_core_attention(self._resolved, self._resolved.pool)
+        if self._profile is not None:
+            path = str(self._resolved.hydraulis.cost_profile)
+            self._profile.check_model(self._profiled_model, path, speaks=False)
+
+    @property
+    def _profiled_model(self) -> ProfiledModel:
+        assert self._core_attention is not None
+        return profiled_model(self._resolved, self._core_attention.name)
 
     def load_corpora(self) -> Corpora:
         """Training, validation and test data, of which only the index is read.
@@ -294,7 +309,13 @@ class Job:
         memory = MemorySafety(self._planning, hydraulis, log=partial(print, flush=True))
         refit = None
         if hydraulis.refit_cost_profile:
-            refit = RunRefit(hydraulis, lambda: memory.planning, store, has_cuda=self._has_cuda)
+            refit = RunRefit(
+                hydraulis,
+                lambda: memory.planning,
+                store,
+                model=self._profiled_model,
+                has_cuda=self._has_cuda,
+            )
         checkpoints = RunCheckpoints(self._resolved, self._planning)
         guard = HangGuard(store, rank, num_ranks, 60.0 * args.distributed_timeout_minutes)
         checkpoints.open_save_folder()

@@ -12,7 +12,7 @@ from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_schedule, recompute_of
@@ -33,19 +33,33 @@ __all__ = [
     "Planning",
     "look_ahead_planner",
     "planners",
+    "profiled_model",
     "read_cost_profile",
 ]
+
+
+def profiled_model(resolved: Resolved, core_attention: str | None = None) -> ProfiledModel:
+    """What a cost profile for this run has to be made for; without core_attention on any kernel."""
+    args = resolved.args
+    return ProfiledModel(
+        shape=resolved.shape,
+        dtype="bf16" if args.bf16 else "fp32",
+        recompute=str(recompute_of(args)),
+        core_attention=core_attention,
+    )
 
 
 def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
     """The cost profile that the flags name, with every scheme of the pool in it; None without.
 
-    Raises ConfigurationError for a file that cannot be read, and naming the schemes that it lacks.
+    Raises ConfigurationError for a file that cannot be read, for one that was made for another
+    model, and naming the schemes that it lacks.
     """
     path = resolved.hydraulis.cost_profile
     if path is None:
         return None
     profile = ProfileCostModel.read(path)
+    profile.check_model(profiled_model(resolved), path, speaks=resolved.args.rank == 0)
     missing: dict[Scheme, list[str]] = {}
     for strategy in _pool_with_layers(resolved, _limits(resolved, profile)).strategies:
         for scheme in strategy.schemes:

@@ -32,17 +32,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from megatron.hydraulis.errors import ConfigurationError, listed
-from megatron.hydraulis.loop.startup import check_devices, constants_of_this_rank
+from megatron.hydraulis.loop.startup import (
+    MAX_NAMED,
+    check_devices,
+    check_launched,
+    check_launcher_numbers,
+    constants_of_this_rank,
+    meet,
+)
 
 __all__ = ["RankFacts", "add_arguments", "compare_ranks", "run"]
 
 NUM_BYTES_PER_RANK = 16 * 2**20
 """Sent by each rank in a collective: enough for its time to say something about the network."""
-MAX_NAMED = 16
-"""Ranks that an error names before it only counts the rest."""
 EXIT_STATUS_OF_TIMEOUT = 3
 _KEY = "hydraulis/preflight"
 LEAST_DRIVERS = {12: 525, 13: 580}
@@ -56,7 +60,6 @@ _MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 _NUM_PRODUCTS = 8
 LEAST_SHARE_OF_MEDIAN = 0.5
 """Of the rate of the median GPU, or pair of nodes, below which one is reported."""
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,18 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Run on every rank; raises ConfigurationError."""
+    check_launcher_numbers()
     limit_s: float = namespace.timeout
     if not limit_s > 0:
         raise ConfigurationError(
             f"--timeout is a number of seconds above 0 but is {limit_s:g}; give a larger one"
         )
-    missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
-    if missing:
-        raise ConfigurationError(
-            f"preflight runs on ranks that torchrun started but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set; run torchrun --nproc-per-node N "
-            "-m megatron.hydraulis preflight"
-        )
+    check_launched("preflight")
     if os.environ["LOCAL_RANK"] == "0":
         _warn_of_memory_lock()
     device = torch.device("cpu")
@@ -161,7 +159,7 @@ def _connect(device: torch.device, limit_s: float) -> tuple[RankFacts, list[str]
     has_cuda = device.type == "cuda"
     timeout = timedelta(seconds=limit_s)
     with _limited("the rendezvous", 2 * limit_s):
-        store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+        store, rank, num_ranks = meet(timeout)
         own = RankFacts(
             rank=rank,
             host=socket.gethostname(),

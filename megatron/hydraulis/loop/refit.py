@@ -25,6 +25,7 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
+    ProfiledModel,
     ProfiledScheme,
     ProfiledStrategy,
 )
@@ -114,7 +115,14 @@ class RefittedCostModel:
         return self.base.overhead_ms(strategy) if found is None else found
 
     def to_profile(
-        self, pool: Pool, limits: Limits, *, device: str, source: str, date: str
+        self,
+        pool: Pool,
+        limits: Limits,
+        *,
+        model: ProfiledModel,
+        device: str,
+        source: str,
+        date: str,
     ) -> ProfileCostModel:
         """A cost profile of a pool's schemes, which gives overheads as time of regrouping.
 
@@ -131,6 +139,7 @@ class RefittedCostModel:
             device=device,
             source=source,
             date=date,
+            model=model,
             schemes=tuple(
                 ProfiledScheme(
                     scheme=scheme,
@@ -381,6 +390,7 @@ class RunRefit:
         hydraulis: our flags.
         current: what the run plans with at the time of the call.
         store: of the job.
+        model: that is trained.
         has_cuda: whether the job computes on CUDA devices.
     """
 
@@ -390,10 +400,12 @@ class RunRefit:
         current: Callable[[], Planning],
         store: dist.Store,
         *,
+        model: ProfiledModel,
         has_cuda: bool,
     ) -> None:
         self._hydraulis = hydraulis
         self._current = current
+        self._model = model
         self._pool = current().pool
         """With strategies that are later dropped because they run out of memory."""
         self._store = dist.PrefixStore("hydraulis_refit", store)
@@ -452,6 +464,7 @@ class RunRefit:
         profile = self._refit.refitted().to_profile(
             self._pool,
             planning.limits,
+            model=self._model,
             device=f"{self._num_ranks} ranks as trained",
             source=f"refitted in training; before: {planning.source}",
             date=datetime.date.today().isoformat(),

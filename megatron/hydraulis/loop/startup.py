@@ -7,9 +7,10 @@ import os
 import re
 import resource
 import socket
+import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError, listed
 
 __all__ = [
     "check_devices",
+    "check_launched",
+    "check_launcher_numbers",
     "common_constants",
     "constants_of_this_rank",
     "fresh_store",
@@ -35,8 +38,14 @@ _MAJOR_OF_HOPPER = 9
 
 _PLACE = "hydraulis_store"
 _NAME = "hydraulis_store_name"
+_HERE, _ALL_HERE = "hydraulis_here", "hydraulis_all_here"
 _POLL_S = 0.05
 _CONNECT_S = 5.0
+SECONDS_UNTIL_NOTICE = 10.0
+"""For which ranks wait for each other before one says so."""
+MAX_NAMED = 16
+"""Ranks that an error names before it only counts the rest."""
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_devices(num_ranks_of_node: int, num_devices: int) -> None:
@@ -95,15 +104,83 @@ def common_constants(devices: Sequence[DeviceConstants]) -> DeviceConstants:
     )
 
 
-def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """An unused store, this process's rank, and the number of ranks.
+# --- the launcher ---
 
-    Collective; reads torchrun's variables. Raises HydraulisError if rank 0 does not come.
+
+def check_launched(command: str, *, otherwise: str = "") -> None:
+    """Raise ConfigurationError unless a launcher has started this process.
+
+    Args:
+        command: that ranks run, for the message.
+        otherwise: what else the user can do.
+    """
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        num_ranks = os.environ.get("WORLD_SIZE", "1")
+        raise ConfigurationError(
+            f"ranks are started by torchrun, which sets {len(LAUNCHER_VARIABLES)} variables, but "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; run torchrun "
+            f"--standalone --nproc-per-node {num_ranks} --no-python hydraulis {command}{otherwise}"
+        )
+
+
+def check_launcher_numbers() -> None:
+    """Raise ConfigurationError for a variable of the launcher that is not the number it has to be.
+
+    Variables that are not set are not checked.
+    """
+    least = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        text = os.environ.get(name, str(least.get(name, 0)))
+        if not text.isdecimal() or int(text) < least.get(name, 0):
+            raise ConfigurationError(
+                f"{name} is a whole number of at least {least.get(name, 0)} that the launcher sets "
+                f"but is {text!r}; start ranks with torchrun, or correct it"
+            )
+    rank, num_ranks = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
+    if rank >= num_ranks > 0:
+        raise ConfigurationError(
+            f"ranks are numbered from 0 to {num_ranks - 1} as WORLD_SIZE is {num_ranks} but RANK "
+            f"is {rank}; start ranks with torchrun, or correct one of them"
+        )
+
+
+# --- the store ---
+
+
+def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """An unused store, this process's rank, and the number of ranks; all ranks have come.
+
+    Collective; reads torchrun's variables. If it takes long, rank 0 reports which ranks are
+    missing, and the first rank of every other node that it waits for rank 0.
+
+    Raises:
+        ConfigurationError: rank 0 cannot use MASTER_PORT, or waits in vain for a rank.
+        HydraulisError: another rank waits in vain.
     """
     raise_file_limit()
-    store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store: dist.Store
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        store = fresh_store(store, os.environ["MASTER_ADDR"], rank, num_ranks, timeout)
+        shared, _, _ = next(rendezvous("env://", timeout=timeout))
+        store = fresh_store(shared, host, rank, num_ranks, timeout)
+    elif rank == 0:
+        try:
+            store = dist.TCPStore(
+                host, port, num_ranks, True, timeout=timeout, wait_for_workers=False
+            )
+        except RuntimeError as error:  # torch's errors of connections are RuntimeErrors
+            reason = "in use" if "EADDRINUSE" in str(error) else str(error).splitlines()[0]
+            raise ConfigurationError(
+                f"rank 0 needs MASTER_PORT {port} of {host} but it cannot be used: {reason}; set "
+                "MASTER_PORT to a free port, or let torchrun choose one by --standalone"
+            ) from error
+    else:
+        store = _store_of_rank_0(
+            lambda: _open(host, port, num_ranks), f"{host}:{port}", rank, timeout
+        )
+    _wait_for_all(store, f"{host}:{port}", rank, num_ranks, timeout)
     return store, rank, num_ranks
 
 
@@ -115,6 +192,53 @@ def raise_file_limit() -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _wait_for_all(
+    store: dist.Store, place: str, rank: int, num_ranks: int, timeout: timedelta
+) -> None:
+    """Collective: return once every rank is here. Only rank 0 asks for all ranks."""
+    store.set(f"{_HERE}/{rank}", "")
+    if rank != 0:
+        try:
+            store.wait([_ALL_HERE], timeout)
+        except RuntimeError as error:
+            raise HydraulisError(
+                f"rank {rank} waited for all {num_ranks} ranks at {place}, which did not come "
+                f"within {timeout.total_seconds():g} s, or rank 0 has ended; see the log of rank 0"
+            ) from error
+        return
+    missing = list(range(num_ranks))
+    wait = _Wait(timeout)
+    while missing := [other for other in missing if not store.check([f"{_HERE}/{other}"])]:
+        named = listed(missing, most=MAX_NAMED)
+        if not wait.goes_on(
+            f"rank 0 waits at {place} for {len(missing)} of {num_ranks} ranks: {named}; "
+            "start them, or start fewer (WORLD_SIZE)"
+        ):
+            raise ConfigurationError(
+                f"{num_ranks} ranks meet at {place} within {wait.limit_s:g} s but {len(missing)} "
+                f"did not come: {named}; see the log of the nodes that they are on"
+            )
+    store.set(_ALL_HERE, "")
+
+
+class _Wait:
+    """A wait with a time limit; says once for what it waits."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.limit_s = timeout.total_seconds()
+        self._start_s = time.monotonic()
+        self._speaks = int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+    def goes_on(self, message: str) -> bool:
+        """Pause a moment; False once time is up."""
+        waited_s = time.monotonic() - self._start_s
+        if self._speaks and waited_s > SECONDS_UNTIL_NOTICE:
+            self._speaks = False
+            print(message, file=sys.stderr, flush=True)
+        time.sleep(_POLL_S)
+        return waited_s < self.limit_s
 
 
 def fresh_store(
@@ -134,21 +258,34 @@ def fresh_store(
         own.set(_NAME, name)
         shared.set(_PLACE, f"{own.port} {name}")
         return own
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
+
+    def find() -> dist.TCPStore | None:
+        try:
+            shared.wait([_PLACE], timedelta(seconds=1.0))  # fewer requests than to poll
+        except RuntimeError:
+            return None
         port, name = shared.get(_PLACE).decode().split()
-        found = _open(host, int(port), name, num_ranks)
-        if found is not None:
-            found.set_timeout(timeout)
-            return found
-        time.sleep(_POLL_S)
-    raise HydraulisError(
-        f"rank {rank} waited {timeout.total_seconds():.0f} s for rank 0 on {host}, which did not "
-        "come; see its log, or raise --distributed-timeout-minutes"
-    )
+        return _open(host, int(port), num_ranks, name)
+
+    return _store_of_rank_0(find, host, rank, timeout)
 
 
-def _open(host: str, port: int, name: str, num_ranks: int) -> dist.TCPStore | None:
+def _store_of_rank_0(
+    find: Callable[[], dist.TCPStore | None], place: str, rank: int, timeout: timedelta
+) -> dist.TCPStore:
+    """What find returns, called until it is a store."""
+    wait = _Wait(timeout)
+    while (found := find()) is None:
+        if not wait.goes_on(f"rank {rank} waits for rank 0 at {place}"):
+            raise HydraulisError(
+                f"rank {rank} waited {wait.limit_s:.0f} s for rank 0 at {place}, which did not "
+                "come; see its log, or raise --distributed-timeout-minutes"
+            )
+    found.set_timeout(timeout)
+    return found
+
+
+def _open(host: str, port: int, num_ranks: int, name: str | None = None) -> dist.TCPStore | None:
     """The store at this address, if it has that name."""
     try:
         # First without torch, which retries for long and warns of every attempt.
@@ -161,7 +298,7 @@ def _open(host: str, port: int, name: str, num_ranks: int) -> dist.TCPStore | No
             timeout=timedelta(seconds=_CONNECT_S),
             wait_for_workers=False,
         )
-        is_right = store.check([_NAME]) and store.get(_NAME).decode() == name
+        is_right = name is None or (store.check([_NAME]) and store.get(_NAME).decode() == name)
     except (OSError, RuntimeError):  # torch's errors of connections are RuntimeErrors
         return None
     return store if is_right else None

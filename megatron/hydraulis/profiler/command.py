@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,13 @@ from megatron.hydraulis.loop.model_container import (
     model_config,
     model_definition,
 )
-from megatron.hydraulis.loop.startup import check_devices
+from megatron.hydraulis.loop.planning import profiled_model
+from megatron.hydraulis.loop.startup import (
+    check_devices,
+    check_launched,
+    check_launcher_numbers,
+    meet,
+)
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.profiler.measurements import (
     GridPoint,
@@ -47,6 +54,7 @@ from megatron.hydraulis.profiler.measurements import (
 from megatron.hydraulis.profiler.results import profile_of, profile_tables
 from megatron.hydraulis.profiler.rig import EngineRig, Repeats
 from megatron.hydraulis.profiler.survey import MIXTURE, grid, survey
+from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter
 from megatron.hydraulis.runtime.spans import SpanRecorder
@@ -162,6 +170,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _run(namespace: argparse.Namespace) -> None:
+    check_launcher_numbers()
     has_cuda = torch.cuda.is_available()
     if not has_cuda:
         apply_cpu_backend()
@@ -198,15 +207,17 @@ def _run(namespace: argparse.Namespace) -> None:
 def _process_group(job: _Job, *, num_ranks: int, rank: int) -> Iterator[None]:
     """The job of the launcher; without a launcher a job of this process alone."""
     timeout = timedelta(minutes=job.resolved.args.distributed_timeout_minutes)
-    alone: dict[str, Any] = {}
-    if "MASTER_ADDR" not in os.environ:
-        if num_ranks > 1:
-            raise ConfigurationError(
-                f"{num_ranks} ranks find each other by MASTER_ADDR, which is not set; start them "
-                f"with torchrun --nproc-per-node {num_ranks} --no-python hydraulis profile"
-            )
-        alone = {"store": dist.HashStore(), "rank": rank, "world_size": num_ranks}
-    dist.init_process_group(job.resolved.args.distributed_backend, timeout=timeout, **alone)
+    store: dist.Store = dist.HashStore()
+    if num_ranks > 1 or "RANK" in os.environ:
+        check_launched("profile")
+        store, rank, num_ranks = meet(timeout)
+    dist.init_process_group(
+        job.resolved.args.distributed_backend,
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
+    )
     yield
     # After an exception ranks may still be in a collective: the process just ends.
     dist.destroy_process_group()
@@ -294,10 +305,11 @@ class _Job:
             for line in self.skipped:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
         measurements = self._measurements(setup)
+        core_attention = choose_core_attention(self.resolved, self.pool)
         meter = memory_meter(self.num_ranks_of_node)
         limit_bytes = self._limit_bytes(meter)
         rig = EngineRig(
-            self._engine,
+            partial(self._engine, core_attention.name),
             {str(scheme): strategy for scheme, strategy in self.filling.items()},
             Repeats(num_warmup=self.namespace.num_warmup, num_measured=self.namespace.num_repeats),
             meter,
@@ -322,6 +334,7 @@ class _Job:
         return profile_of(
             points,
             strategies,
+            model=profiled_model(self.resolved, core_attention.name),
             device=device,
             source=f"measured by hydraulis profile on {dist.get_world_size()} ranks, "
             f"torch {versions['torch']}, megatron-core {versions['megatron-core']}",
@@ -376,11 +389,10 @@ class _Job:
         dist.broadcast_object_list(limits, src=0)
         return limits[0]
 
-    def _engine(self, spans: SpanRecorder) -> Engine:
+    def _engine(self, core_attention: CoreAttentionName, spans: SpanRecorder) -> Engine:
         args = self.resolved.args
-        core_attention = choose_core_attention(self.resolved, self.pool)
         return Engine(
-            model_definition(model_config(self.resolved, core_attention.name)),
+            model_definition(model_config(self.resolved, core_attention)),
             self.pool,
             AdamWSettings(lr=args.lr, clip_grad=args.clip_grad, eps=args.adam_eps),
             seed=args.seed,

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients
 from megatron.hydraulis.cost_model.profile import (
     ProfileCostModel,
+    ProfiledModel,
     ProfiledScheme,
     ProfiledStrategy,
 )
@@ -24,6 +25,7 @@ def profile_of(
     schemes: Mapping[Scheme, Sequence[MeasuredPoint]],
     strategies: Sequence[MeasuredStrategy],
     *,
+    model: ProfiledModel,
     device: str,
     source: str,
     date: str,
@@ -66,6 +68,7 @@ def profile_of(
         device=device,
         source=source,
         date=date,
+        model=model,
         schemes=tuple(rows),
         strategies=tuple(
             ProfiledStrategy(name=s.name, regroup_ms=s.regroup_ms, optimizer_ms=s.optimizer_ms)

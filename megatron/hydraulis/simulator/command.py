@@ -12,7 +12,7 @@ from rich.progress import TextColumn, TimeRemainingColumn
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.limits import Limits, add_row_quantum
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
     add_shape_arguments,
@@ -290,6 +290,8 @@ def _settings(
 ) -> tuple[SimulationSettings, ContextCosts]:
     """Settings of all ways, and costs of context parallelism."""
     shape = given_shape(namespace)
+    if shape is not None:
+        profile.check_model(ProfiledModel(shape=shape), namespace.cost_profile, speaks=True)
     settings = SimulationSettings(
         shape=shape,
         plan_ahead=namespace.plan_ahead,

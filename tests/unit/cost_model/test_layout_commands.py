@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,8 @@ def test_an_estimate_is_a_cost_profile(tmp_path: Path, capsys: pytest.CaptureFix
     assert profile.to_json() == json.loads(capsys.readouterr().out)
     assert "not measured" in profile.source
     measured = ProfileCostModel.read(EXAMPLES / "cost_profile_llama32b_a800.json")
+    assert measured.model is not None
+    assert profile.model == replace(measured.model, recompute="none")
     for row in profile.schemes:
         lengths = [2048, 1024, 512, 512]
         estimate = row.coefficients.time_ms(lengths)

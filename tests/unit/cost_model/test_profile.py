@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from megatron.hydraulis.cost_model import Coefficients, CostModel, ProfileCostModel
+from megatron.hydraulis.cost_model import Coefficients, CostModel, ModelShape, ProfileCostModel
+from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -59,6 +61,57 @@ def test_poor_fits_are_named_with_their_r_squared() -> None:
     assert model(*rows).poor_fits() is None
 
 
+SIZES = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "vocab_size": 256,
+    "gated_mlp": True,
+    "tied_embeddings": False,
+}
+SETTINGS = {"dtype": "bf16", "recompute": "none", "core_attention": "te"}
+
+
+def used(**changes: Any) -> ProfiledModel:
+    return ProfiledModel.from_json(
+        JsonObject(SIZES | SETTINGS | changes, "model", ConfigurationError)
+    )
+
+
+def test_the_model_goes_both_ways_and_is_checked() -> None:
+    made = model(model=SIZES | SETTINGS)
+    assert made.to_json() == content(model=SIZES | SETTINGS)
+    made.check_model(used(), "p.json", speaks=True)
+    for key, value in {"num_layers": 8, "gated_mlp": False, "dtype": "fp32"}.items():
+        with pytest.raises(ConfigurationError) as caught:
+            made.check_model(used(**{key: value}), "p.json", speaks=True)
+        before = (SIZES | SETTINGS)[key]
+        assert "p.json: its times and limits are for one model" in str(caught.value)
+        assert f"with {key} {before} instead of {value};" in str(caught.value)
+    with pytest.raises(ConfigurationError, match="hidden_size 64 instead of 32, kv_channels 16"):
+        made.check_model(used(hidden_size=32, kv_channels=8), "p.json", speaks=True)
+
+
+def test_settings_that_one_side_does_not_know_are_not_compared() -> None:
+    estimated = model(model=SIZES | {"dtype": "bf16"})
+    estimated.check_model(used(core_attention="sdpa"), "p.json", speaks=True)
+    shape_only = ProfiledModel(shape=used().shape)
+    model(model=SIZES | SETTINGS).check_model(shape_only, "p.json", speaks=True)
+
+
+def test_a_profile_without_a_model_is_used_with_one_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model().check_model(used(), "p.json", speaks=False)
+    assert capsys.readouterr().err == ""
+    model().check_model(used(), "p.json", speaks=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: cost profile p.json does not name the model")
+
+
 def test_answers_are_those_of_the_rows() -> None:
     cost_model: CostModel = model(
         row(), row(cp=2, max_tokens=0), row(pp=2, layers=[3, 5], c_ms=9.0)
@@ -102,6 +155,8 @@ def test_overhead_is_regroup_and_optimizer() -> None:
         (content(row(max_tokens=-8)), "max_tokens must not be negative but is -8 for tp2"),
         (content(row(max_tokens=1e4)), "max_tokens must be a whole number but is 10000.0"),
         (content(strategies=[{"name": "S"}] * 2), "every strategy is listed once but S 2 times"),
+        (content(model=SIZES | {"experts": 8}), "model of profile: has the unknown keys 'experts'"),
+        (content(model={"num_layers": 2}), "model of profile: needs 'num_attention_heads'"),
         (content(strategies=[{"regroup_ms": 1}]), "strategy 0 of profile: needs 'name'"),
         (
             content(strategies=[{"name": "S", "regroup_ms": float("nan")}]),
@@ -136,6 +191,8 @@ def test_the_shipped_profile_covers_the_shipped_pool() -> None:
     pool_schemes = {scheme for strategy in pool.strategies for scheme in strategy.schemes}
     assert all(shipped.max_tokens(scheme) >= 7808 for scheme in pool_schemes)
     assert "PKU-DAIR/Hetu" in shipped.source
+    shape = ModelShape.read(EXAMPLES / "model_llama32b.json")
+    assert shipped.model == ProfiledModel(shape=shape, dtype="bf16")
     assert "Apache-2.0" in shipped.source
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import DType
 from megatron.training.config import TokenizerConfig
+from transformers import AutoTokenizer
 
 from megatron.hydraulis.data.documents import RawDocument
 from megatron.hydraulis.data.tokenizer import (
@@ -14,6 +15,7 @@ from megatron.hydraulis.data.tokenizer import (
     DocumentEncoder,
     TokenizerSettings,
     build_tokenizer,
+    check_tokenizer_model,
 )
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
@@ -115,6 +117,33 @@ def test_tokenizer_without_end_of_document() -> None:
 def test_refused_settings(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         TokenizerSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_a_name_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("gpt2", "owner/gpt2"):
+        check_tokenizer_model("HuggingFaceTokenizer", name)
+    for path in ("data/tokenizr", "./gpt2", "a/b/c", "owner/"):
+        with pytest.raises(ConfigurationError, match=f"--tokenizer-model: {path} does not exist"):
+            check_tokenizer_model("HuggingFaceTokenizer", path)
+
+
+def test_an_unknown_name_says_what_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("there is no\nreason")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(DataError) as caught:
+        build_tokenizer(
+            TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="gpt2x")
+        )
+    tried = f"gpt2x ({tmp_path}/gpt2x does not exist, so it was taken for a name on the Hugging"
+    assert tried in str(caught.value)
+    assert "there is no; check --tokenizer-type" in str(caught.value)
 
 
 def test_damaged_tokenizer(tmp_path: Path) -> None:

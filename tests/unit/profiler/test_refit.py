@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
-from megatron.hydraulis.cost_model.profile import ProfiledScheme
+from megatron.hydraulis.cost_model.profile import ProfiledModel, ProfiledScheme
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.loop.planning import Planning
 from megatron.hydraulis.loop.refit import (
@@ -31,6 +31,7 @@ from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.runtime.spans import RecordedSpan
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from tests.support.planning import LLAMA_7B
 
 TIMES = Coefficients(a_ms_per_token2=1e-5, b_ms_per_token=0.02, c_ms=3.0)
 SCHEMES = (Scheme(), Scheme(tp=2), Scheme(pp=2))
@@ -44,6 +45,7 @@ PROFILE = ProfileCostModel(
         for scheme in SCHEMES
     ),
 )
+MODEL = ProfiledModel(shape=LLAMA_7B, dtype="bf16", recompute="none", core_attention="te")
 OVERHEAD_MS = 7.0
 
 
@@ -202,7 +204,7 @@ def test_the_next_run_can_begin_with_the_newest_times() -> None:
     machine.run(refit, 6, factor=2.0)
     newest = refit.refitted()
     pool = Pool.of(machine.strategy)
-    profile = newest.to_profile(pool, Limits(newest), device="d", source="s", date="x")
+    profile = newest.to_profile(pool, Limits(newest), model=MODEL, device="d", source="s", date="x")
     again = ProfileCostModel.from_json(profile.to_json(), what="profile")
     assert again.coefficients(Scheme()) == newest.coefficients(Scheme())
     assert again.overhead_ms(machine.strategy) == newest.overhead_ms(machine.strategy)
@@ -247,7 +249,7 @@ def test_the_profile_for_the_next_run_has_the_limits_of_the_end(
         cost_model=PROFILE, limits=limits, pool=Pool.of(*strategies), left_out=(), source="test"
     )
     flags = cast(Any, SimpleNamespace(refit_drift=0.1))
-    refit = RunRefit(flags, lambda: planning, dist.HashStore(), has_cuda=False)
+    refit = RunRefit(flags, lambda: planning, dist.HashStore(), model=MODEL, has_cuda=False)
     # The other strategy was dropped, and the next run must find its scheme.
     reduced = limits.reduced([(Scheme(), 700), (Scheme(tp=2), 0)])
     planning = replace(planning, limits=reduced, pool=Pool.of(strategies[0]))
@@ -257,3 +259,4 @@ def test_the_profile_for_the_next_run_has_the_limits_of_the_end(
         Scheme(): 700,
         Scheme(tp=2): 0,
     }
+    assert written.model == MODEL

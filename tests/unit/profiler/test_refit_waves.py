@@ -6,11 +6,12 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
 from megatron.hydraulis.cost_model.limits import Limits
-from megatron.hydraulis.cost_model.profile import ProfiledScheme
+from megatron.hydraulis.cost_model.profile import ProfiledModel, ProfiledScheme
 from megatron.hydraulis.loop.refit import IterationTimes, OnlineRefit
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from tests.support.planning import LLAMA_7B
 
 SCHEME = Scheme(cp=2, pp=2, splits_cp=True)
 PROFILED = Coefficients(a_ms_per_token2=1e-5, b_ms_per_token=0.02, c_ms=3.0)
@@ -76,6 +77,13 @@ def test_the_profile_has_a_row_for_every_size_that_was_known() -> None:
         refit.add(iteration(draw, number))
     pool = Pool.of(Strategy.parse("cp2~pp2", 4))
     newest = refit.refitted()
-    profile = newest.to_profile(pool, Limits(newest), device="d", source="s", date="2026-01-03")
+    profile = newest.to_profile(
+        pool,
+        Limits(newest),
+        model=ProfiledModel(shape=LLAMA_7B),
+        device="d",
+        source="s",
+        date="2026-01-03",
+    )
     assert [row.scheme for row in profile.schemes] == [Scheme(cp=2, pp=2), Scheme(pp=2)]
     assert profile.coefficients(SCHEME) == refit.refitted().coefficients(Scheme(cp=2, pp=2))

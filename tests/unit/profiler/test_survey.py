@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, ProfileCostModel
+from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.profiler.measurements import (
     MAX_ATTEMPTS,
@@ -21,10 +22,12 @@ from megatron.hydraulis.profiler.measurements import (
 from megatron.hydraulis.profiler.results import profile_of
 from megatron.hydraulis.profiler.survey import expected_peak_bytes, grid, survey
 from megatron.hydraulis.strategy import Scheme
+from tests.support.planning import LLAMA_7B
 
 TRUTH = Coefficients(a_ms_per_token2=1e-5, b_ms_per_token=0.01, c_ms=2.0)
 POINTS = grid(1024, longest=1024, short=64, num_sizes=4)
 SETUP = {"model_flags": ["--num-layers", "2"], "num_ranks": 1}
+MODEL = ProfiledModel(shape=LLAMA_7B)
 STATE_BYTES, BYTES_PER_TOKEN = 1000, 10
 
 
@@ -64,7 +67,7 @@ def surveyed(path: Path, rig: PretendingRig, limit_bytes: int | None = None) -> 
 
 def profile(points: list[MeasuredPoint]) -> ProfileCostModel:
     names = {"device": "pretended", "source": "test", "date": "2026-01-02"}
-    return profile_of({Scheme(): points}, [], setup=SETUP, **names)
+    return profile_of({Scheme(): points}, [], model=MODEL, setup=SETUP, **names)
 
 
 def test_all_points_are_measured_and_the_slowest_stage_counts(tmp_path: Path) -> None:
@@ -154,7 +157,13 @@ def test_a_scheme_of_which_nothing_fits_is_left_out(tmp_path: Path) -> None:
         profile(nothing)
     some = surveyed(tmp_path / "n.jsonl", PretendingRig())
     both = profile_of(
-        {Scheme(): some, Scheme(tp=2): nothing}, [], device="d", source="s", date="x", setup={}
+        {Scheme(): some, Scheme(tp=2): nothing},
+        [],
+        model=MODEL,
+        device="d",
+        source="s",
+        date="x",
+        setup={},
     )
     assert [row.scheme for row in both.schemes] == [Scheme()]
     assert both.measurement["schemes"]["tp2"] == {"fits": False, "why_not": "out of memory"}

@@ -103,6 +103,19 @@ def test_the_same_files_and_flags_give_the_same_figures(
     assert figures() == figures()
 
 
+def test_a_profile_of_another_model_is_refused(
+    simulate: Callable[..., int],
+    tmp_path: Path,
+    regroup: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE | {"model": MODEL | {"num_layers": 8}}))
+    assert simulate("--cost-profile", str(path), *regroup) == 2
+    assert "num_layers 8 instead of 4;" in capsys.readouterr().err
+    assert simulate("--cost-profile", str(path), "--ways", "pool") == 0, "no model to compare with"
+
+
 def test_a_bandwidth_changes_the_result(
     figures: Callable[..., dict[str, Any]], regroup: list[str]
 ) -> None:
