@@ -1,8 +1,8 @@
 """`torchrun --nproc-per-node 4 pretrain_gpt.py FLAGS` is `hydraulis train` from a checkout."""
 
-from megatron.hydraulis.command_line import quiet_without_reader
-from megatron.hydraulis.loop.entry import main
+import sys
+
+from megatron.hydraulis.__main__ import main
 
 if __name__ == "__main__":
-    with quiet_without_reader():
-        main()
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -10,7 +10,8 @@
 #     bash scripts/quickstart.sh --strategy-pool examples/pool_4_ranks.json
 #     HYDRAULIS_NUM_RANKS=2 bash scripts/quickstart.sh
 #
-# At the end it writes a page about the run, report.html in the run folder.
+# At the end it writes a page about the run, report.html in the run folder. Ctrl-C ends training after
+# the iteration; a second one kills it.
 #
 # It trains on the CPU even if there are GPUs; HYDRAULIS_DEVICE=cuda gives every rank a GPU.
 set -euo pipefail
@@ -114,13 +115,15 @@ if ((describes)); then
         --num-ranks "$num_ranks" "$@"
 fi
 
-# In the background with a separate standard input, so that this script can forward signals: with a
-# foreground job, bash would wait for its end first, or leave it running.
-"$python" -m torch.distributed.run --standalone --nproc-per-node "$num_ranks" \
-    pretrain_gpt.py "${flags[@]}" "${batch_size[@]}" "${strategies[@]}" "$@" <&0 &
+# In the background, so that this script can forward signals: with a foreground job, bash would wait
+# for its end first. In a session of its own, so that a terminal's Ctrl-C does not arrive twice.
+setsid env --default-signal=INT bash scripts/run_local.sh "$num_ranks" \
+    "${flags[@]}" "${batch_size[@]}" "${strategies[@]}" "$@" <&0 &
 training=$!
-trap 'kill -TERM "$training"' TERM
-trap 'kill -INT "$training"' INT
+for signal in HUP INT TERM; do
+    # shellcheck disable=SC2064  # this signal and this process
+    trap "kill -$signal $training" "$signal"
+done
 status=0
 wait "$training" || status=$?
 # A signal interrupts `wait`, not the training.

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -148,24 +149,29 @@ def _run(argv: Sequence[str] | None) -> int:
     is_script = Path(sys.argv[0]).stem == "hydraulis"
     program = "hydraulis" if is_script else "python -m megatron.hydraulis"
     command = _read_command(program, arguments[:1])
+    try:
+        return _run_command(program, command, arguments[1:])
+    except HydraulisError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+
+
+def _run_command(program: str, command: Command, arguments: Sequence[str]) -> int:
+    """Import the command's module and run it; returns the exit status."""
     module = importlib.import_module(command.module)
     if command is TRAIN:
-        module.main(arguments[1:])
+        module.main(arguments)
         return 0
     parser = CommandParser(
         prog=f"{program} {command.name}",
         description=f"{command.help[0].upper()}{command.help[1:]}.",
     )
     module.add_arguments(parser)
-    namespace = parser.parse_args(arguments[1:])
-    try:
-        status: int = module.run(namespace)
-    except HydraulisError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+    status: int = module.run(parser.parse_args(arguments))
     return status
 
 

@@ -4,9 +4,14 @@ A message states the rule that was broken, the numbers that broke it, and the fi
 ``strategy 'long': 3 replicas use 20 ranks but the job has 16; remove a replica or start 20 ranks``.
 """
 
+import contextlib
+import errno
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 __all__ = [
+    "FULL_DISK",
     "CheckpointError",
     "ConfigurationError",
     "DataError",
@@ -17,7 +22,11 @@ __all__ = [
     "StrategyError",
     "UpstreamVersionError",
     "listed",
+    "why_not_written",
 ]
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors that writes to a full disk, or beyond a quota, raise."""
 
 
 class HydraulisError(Exception):
@@ -60,3 +69,13 @@ def listed[Item](items: Sequence[Item], *, most: int = 4, text: Callable[[Item],
     """The first few of many, as text, and how many more there are, for an error."""
     named = ", ".join(map(text, items[:most]))
     return f"{named} and {len(items) - most} more" if len(items) > most else named
+
+
+def why_not_written(error: OSError, path: str | Path) -> str:
+    """The reason for a message about a file; if the disk is full, with the bytes that are free."""
+    reason = error.strerror or str(error)
+    if error.errno in FULL_DISK:
+        with contextlib.suppress(OSError):
+            free_bytes = shutil.disk_usage(Path(path).parent).free
+            reason += f" ({free_bytes:,} bytes are free in {Path(path).parent})"
+    return reason

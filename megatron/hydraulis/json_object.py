@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError, why_not_written
 
 __all__ = [
     "JsonObject",
@@ -235,6 +235,6 @@ def write_output(path: str | Path, content: Any) -> None:
         write_json(path, content)
     except OSError as error:
         raise ConfigurationError(
-            f"--out {path}: must be a path that can be written but: {error.strerror}; "
-            f"give another path"
+            f"--out {path}: must be a path that can be written but: "
+            f"{why_not_written(error, path)}; give another path"
         ) from error

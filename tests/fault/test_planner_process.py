@@ -204,5 +204,7 @@ def test_planning_ahead_gives_way_to_the_ranks() -> None:
         # 19 is the lowest priority there is.
         wanted = min(here + process_module.NICENESS, 19)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == wanted
+        # What a launcher or a terminal sends to the rank's group does not reach it.
+        assert os.getsid(process.pid) == process.pid != os.getsid(0)
     finally:
         process.close()

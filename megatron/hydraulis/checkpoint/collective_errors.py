@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from megatron.hydraulis.errors import CheckpointError, HydraulisError
+from megatron.hydraulis.errors import CheckpointError, HydraulisError, why_not_written
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 
 __all__ = ["agreed_problems", "failure_of", "on_all_ranks", "on_rank_0", "raise_first"]
@@ -42,7 +42,8 @@ def failure_of(error: Exception, what: str) -> Failure:
         return type(error), str(error)
     if isinstance(error, OSError):
         name = f" {error.filename}" if error.filename else ""
-        return CheckpointError, f"{what}:{name} {error.strerror or error}"
+        reason = why_not_written(error, error.filename) if error.filename else error.strerror
+        return CheckpointError, f"{what}:{name} {reason or error}"
     return CheckpointError, f"{what}: {type(error).__name__}: {error}"
 
 

@@ -20,8 +20,11 @@ with without_garbage_collection():
     from megatron.hydraulis.flags.arguments import parse_arguments
     from megatron.hydraulis.loop.faults import (
         end_process,
+        is_lost_connection,
         quieten_upstream,
         report_error,
+        report_interrupt,
+        report_lost_connection,
         report_unexpected_error,
     )
     from megatron.hydraulis.loop.job import Job, UserHooks
@@ -38,6 +41,8 @@ __all__ = ["UserHooks", "main"]
 EXIT_STATUS_OF_ERROR = 2
 EXIT_STATUS_OF_UNFORESEEN_ERROR = 1
 """That of an uncaught exception in Python."""
+EXIT_STATUS_OF_INTERRUPT = 130
+"""128 + SIGINT, as shells report it."""
 RESTART_COUNTS = {
     "Slurm has queued this job again": "SLURM_RESTART_COUNT",
     "torchrun has started the ranks again": "TORCHELASTIC_RESTART_COUNT",
@@ -49,10 +54,18 @@ def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> N
     """Train with the given flags; exits with status 2 and one line if they are wrong.
 
     Once ranks have met, the process of a rank that raises ends at once, with status 1 and a
-    traceback if the error is not one of ours.
+    traceback if the error is not one of ours. SIGINT ends a rank with status 130.
     """
     try:
-        _run(argv, hooks or UserHooks())
+        _run_to_its_end(argv, hooks or UserHooks())
+    except KeyboardInterrupt:  # which may also come while an error is handled
+        report_interrupt()
+        end_process(EXIT_STATUS_OF_INTERRUPT)
+
+
+def _run_to_its_end(argv: Sequence[str] | None, hooks: UserHooks) -> None:
+    try:
+        _run(argv, hooks)
     except HydraulisError as error:
         ranks_have_met = dist.is_initialized()
         report_error(error, ranks_have_met=ranks_have_met)
@@ -64,6 +77,8 @@ def main(argv: Sequence[str] | None = None, hooks: UserHooks | None = None) -> N
             raise
         if isinstance(error, BrokenPipeError) and reader_has_gone():
             print("error: nobody reads the log any more; write it to a file", file=sys.stderr)
+        elif is_lost_connection(error):
+            report_lost_connection(error)
         else:
             report_unexpected_error(error)
         end_process(EXIT_STATUS_OF_UNFORESEEN_ERROR)

@@ -19,14 +19,19 @@ from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import (
+    FULL_DISK,
+    ConfigurationError,
+    HydraulisError,
+    why_not_written,
+)
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
 from megatron.hydraulis.flags.describe import batch_text, format_description, option_lines
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
 from megatron.hydraulis.loop.checkpoints import RunCheckpoints
-from megatron.hydraulis.loop.faults import heed_both_signals
+from megatron.hydraulis.loop.faults import heed_signals
 from megatron.hydraulis.loop.hang_guard import HangGuard
 from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import (
@@ -229,10 +234,20 @@ class Job:
         except SystemExit:  # an exit condition of upstream
             self._finish(parts)
             raise
-        except BaseException:
+        except BaseException as error:
             self._abandon(parts)
+            if isinstance(error, OSError) and error.errno in FULL_DISK:
+                raise self._full_disk(error) from error
             raise
         self._finish(parts)
+
+    def _full_disk(self, error: OSError) -> HydraulisError:
+        """Of TensorBoard if the error names no file."""
+        path = error.filename or Path(self._resolved.args.tensorboard_dir) / "events.out.tfevents.*"
+        return HydraulisError(
+            f"cannot write {path}: {why_not_written(error, path)}; make room or name another "
+            "--run-dir or --tensorboard-dir"
+        )
 
     def _agree_on_device(self, corpora: Corpora) -> None:
         """Collective: all ranks plan with the same device."""
@@ -261,7 +276,8 @@ class Job:
         try:
             write_json(self._run_dir / "config.json", configuration)
         except OSError as error:
-            raise _cannot_write("--run-dir", self._run_dir, error.strerror or str(error)) from error
+            reason = why_not_written(error, self._run_dir / "config.json")
+            raise _cannot_write("--run-dir", self._run_dir, reason) from error
 
     def _print_notices(self, corpora: Corpora) -> None:
         assert self._core_attention is not None
@@ -353,7 +369,7 @@ class Job:
         apply_training_loop(loop, has_cuda=self._has_cuda)
         install_globals(self._resolved)
         if args.exit_signal_handler:
-            heed_both_signals(args.exit_signal)
+            heed_signals(args.exit_signal)
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         of_self = group_of_self(timeout, "hydraulis_loop")
         pretrain(

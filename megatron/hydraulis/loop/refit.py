@@ -29,7 +29,7 @@ from megatron.hydraulis.cost_model.profile import (
     ProfiledScheme,
     ProfiledStrategy,
 )
-from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.errors import ConfigurationError, StrategyError, why_not_written
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.batch_reader import PlannedBatch
@@ -474,7 +474,7 @@ class RunRefit:
             write_json(path, profile.to_json())
         except OSError as error:
             raise ConfigurationError(
-                f"cannot write {path}: {error.strerror or error}; make room or name another "
+                f"cannot write {path}: {why_not_written(error, path)}; make room or name another "
                 f"--run-dir"
             ) from error
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.errors import HydraulisError, why_not_written
 
 __all__ = ["CATEGORY_COLORS", "DOTS_PER_INCH", "save_picture", "style_rows"]
 
@@ -47,5 +47,5 @@ def save_picture(figure: Figure, path: Path, *, fix: str, **options: Any) -> Non
         figure.savefig(path, **({"dpi": DOTS_PER_INCH} | options))
     except OSError as error:
         raise HydraulisError(
-            f"a picture needs a writable file: {path}: {error.strerror}; {fix}"
+            f"a picture needs a writable file: {path}: {why_not_written(error, path)}; {fix}"
         ) from error

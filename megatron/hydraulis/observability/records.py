@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.errors import HydraulisError, why_not_written
 from megatron.hydraulis.observability.trace import MERGED_FILE_NAME, rank_files
 
 __all__ = [
@@ -238,7 +238,7 @@ class MetricsWriter:
             self._file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise HydraulisError(
-                f"metrics need a writable file: {self.path}: {error.strerror}; "
+                f"metrics need a writable file: {self.path}: {why_not_written(error, self.path)}; "
                 "choose another --run-dir"
             ) from error
 
@@ -254,7 +254,8 @@ class MetricsWriter:
                 self._file.truncate(self._file.seek(0, 2) - num_written)
             raise HydraulisError(
                 f"metrics of iteration {record.iteration} need {len(line)} bytes in {self.path}: "
-                f"{error.strerror}; free space there or resume with another --run-dir"
+                f"{why_not_written(error, self.path)}; free space there or resume with another "
+                "--run-dir"
             ) from error
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError, why_not_written
 
 __all__ = [
     "DEFAULT_NUM_TRACED",
@@ -160,8 +160,8 @@ class TraceWriter:
 
     def _error(self, error: OSError) -> HydraulisError:
         return HydraulisError(
-            f"a trace needs a writable file: {self.path}: {error.strerror}; free space there or "
-            "choose another --trace folder"
+            f"a trace needs a writable file: {self.path}: {why_not_written(error, self.path)}; "
+            "free space there or choose another --trace folder"
         )
 
 

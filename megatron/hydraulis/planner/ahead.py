@@ -188,6 +188,8 @@ class PlannerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
+            # Launchers and terminals signal the rank's group; only the rank ends this process.
+            start_new_session=True,
         )
         self._answer_limit_s = answer_limit_s
         # Pickled; None is the last one.
@@ -344,8 +346,8 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # Not sys.stdin, which cannot be closed at exit while a thread reads it.
     requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    # The parent is gone or everything is being stopped, so nobody waits for an answer.
-    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+    # The parent is gone, so nobody waits for an answer.
+    with contextlib.suppress(BrokenPipeError):
         _serve(requests, answers)
     os._exit(0)
 

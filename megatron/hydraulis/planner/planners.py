@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits
-from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.errors import PlanError, why_not_written
 from megatron.hydraulis.json_object import read_json, replace_text
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms, packing_bound_ms
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, checked_batch
@@ -348,7 +348,7 @@ def write_plan(folder: Path, iteration: int, plan: PlanText) -> None:
     except OSError as error:
         raise PlanError(
             f"iteration {iteration + 1}: the plan cannot be written to {path}: "
-            f"{error.strerror or error}; make room or name another --plan-dir"
+            f"{why_not_written(error, path)}; make room or name another --plan-dir"
         ) from error
 
 

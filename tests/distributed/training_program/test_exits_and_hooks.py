@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import signal
 import sys
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from torch.utils.tensorboard import SummaryWriter
 
-from megatron.hydraulis.loop import entry
+from megatron.hydraulis.loop import entry, job
 from megatron.hydraulis.runtime.executor import loss_func
 from megatron.hydraulis.runtime.model_building import PackedGPTModel, packed_block_spec
 from tests.support.forked_job import Kill, run_job
@@ -21,6 +24,8 @@ from tests.support.tiny_corpus import (
     PADDED_VOCAB_SIZE,
     SEQ_LENGTH,
     VOCAB_SIZE,
+    tiny_command,
+    write_corpus,
 )
 from tests.support.training_run import (
     FFN,
@@ -50,6 +55,86 @@ def test_a_signal_ends_the_run_properly(launch: Launch) -> None:
     )
     assert len(run.records) == len(run.lines) >= 2
     assert "Training finished" in run.outcome.stdout
+
+
+def interruptible(argv: Sequence[str]) -> None:
+    """The program with Python's own handler of SIGINT, as in a process that is not forked."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    entry.main(argv)
+
+
+def test_ctrl_c_saves_and_ends_the_run_properly(launch: Launch, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    run = launch(
+        *("2*tp1", 2, "--train-iters", "100000", "--exit-signal-handler"),
+        *("--save", str(save), "--save-interval", "100000"),
+        program=interruptible,
+        kill=Kill(rank=0, after="iteration        2/", number=signal.SIGINT),
+    )
+    last = int((save / "latest_checkpointed_iteration.txt").read_text())
+    assert last == len(run.records) >= 2
+    assert "SIGINT: the run ends after this iteration" in run.outcome.ranks[0].stderr
+
+
+def test_ctrl_c_without_a_handler_is_one_line(tmp_path: Path) -> None:
+    outcome = run_job(
+        tiny_command(
+            write_corpus(tmp_path / "tiny"),
+            tmp_path / "run",
+            *("--strategy", "2*tp1", "--split", "100,0,0", "--train-iters", "100000"),
+        ),
+        2,
+        tmp_path / "output",
+        program=interruptible,
+        kill=Kill(rank=0, after="iteration        2/", number=signal.SIGINT),
+        ends_others=False,
+    )
+    assert outcome.statuses == (130, 1)
+    assert outcome.ranks[0].stderr.splitlines()[-1].startswith("interrupted: what was trained")
+    assert "another rank is gone: " in outcome.ranks[1].stderr
+    assert "phase '" in outcome.ranks[1].stderr
+    assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.parametrize("writer", ["metrics", "TensorBoard"])
+def test_a_full_disk_is_one_error_of_the_rank_that_writes(writer: str, tmp_path: Path) -> None:
+    def program(argv: Sequence[str]) -> None:
+        class FullDisk(job.MetricsWriter):
+            def __init__(self, run_dir: Path) -> None:
+                super().__init__(run_dir)
+                self._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+
+        def no_room(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        if writer == "metrics":
+            job.MetricsWriter = FullDisk  # type: ignore[misc, assignment]
+        else:
+            SummaryWriter.add_scalar = no_room  # type: ignore[method-assign]
+        entry.main(argv)
+
+    run_dir = tmp_path / "run"
+    outcome = run_job(
+        tiny_command(
+            write_corpus(tmp_path / "tiny"),
+            run_dir,
+            *("--strategy", "2*tp1", "--split", "100,0,0", "--train-iters", "100000"),
+        ),
+        2,
+        tmp_path / "output",
+        program=program,
+        ends_others=False,
+    )
+    assert outcome.statuses == (1, 2)
+    (line,) = (line for line in outcome.stderr.splitlines() if line.startswith("error: "))
+    path = {
+        "metrics": run_dir / "metrics.jsonl",
+        "TensorBoard": run_dir / "tensorboard" / "events.out.tfevents.*",
+    }[writer]
+    assert f"{path}: No space left on device (" in line
+    assert f" bytes are free in {path.parent}); " in line
+    assert "another rank is gone: " in outcome.ranks[0].stderr
+    assert "Traceback" not in outcome.stderr
 
 
 # --- a user's own parts -----------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import time
 from collections.abc import Callable
 
 import pytest
@@ -66,13 +68,44 @@ def test_another_error_ends_the_process_at_once_where_ranks_may_wait(
 
 
 @pytest.mark.parametrize("ranks_have_met", [False, True])
-@pytest.mark.parametrize("request_to_end", [SystemExit(7), KeyboardInterrupt()])
-def test_requests_to_end_are_passed_on(
-    request_to_end: BaseException, ranks_have_met: bool, end_with: EndWith
+def test_a_request_to_end_is_passed_on(ranks_have_met: bool, end_with: EndWith) -> None:
+    with pytest.raises(SystemExit) as ended:
+        end_with(SystemExit(7), ranks_have_met=ranks_have_met)
+    assert ended.value.args == (7,)
+
+
+@pytest.mark.parametrize("ranks_have_met", [False, True])
+def test_an_interrupt_ends_every_rank_and_rank_0_says_so(
+    ranks_have_met: bool, end_with: EndWith, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(type(request_to_end)) as ended:
-        end_with(request_to_end, ranks_have_met=ranks_have_met)
-    assert ended.value is request_to_end
+    for rank, num_lines in ((0, 1), (1, 0)):
+        with pytest.raises(EndedAtOnceError) as ended:
+            end_with(KeyboardInterrupt(), ranks_have_met=ranks_have_met, rank=rank)
+        assert ended.value.args == (130,)
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) == num_lines
+        assert told.startswith("interrupted: ") == (rank == 0)
+
+
+def test_a_lost_connection_is_one_line_with_its_place(
+    end_with: EndWith, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    error = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:39. GLHF\nmore")
+    error.add_note("phase 'scatter' of iteration 3")
+    with pytest.raises(EndedAtOnceError) as ended:
+        end_with(error, ranks_have_met=True)
+    assert ended.value.args == (1,)
+    assert len(slept) == 1, "so that the launcher ends the others first"
+    told = capsys.readouterr().err
+    assert told.startswith(
+        f"{socket.gethostname()}, rank 0: another rank is gone: Connection closed by peer "
+        "[127.0.0.1]:39 (phase 'scatter' of iteration 3); "
+    )
+    assert len(told.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

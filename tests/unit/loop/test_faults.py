@@ -15,7 +15,7 @@ from megatron.hydraulis.errors import (
     StrategyError,
     UpstreamVersionError,
 )
-from megatron.hydraulis.loop.faults import report_error, seconds_before_report
+from megatron.hydraulis.loop.faults import heed_signals, report_error, seconds_before_report
 
 ALL = (
     HydraulisError,
@@ -51,6 +51,33 @@ def test_once_they_met_rank_0_tells_what_all_were_told(kind: type[HydraulisError
     assert seconds(kind, rank=0, local_rank=0, have_met=True) == 0.0
     later = seconds(kind, rank=8, local_rank=0, have_met=True)
     assert 0.0 < later < seconds(kind, rank=9, local_rank=1, have_met=True)
+
+
+def test_signals_end_the_run_after_the_iteration_and_a_second_interrupt_at_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    received: list[int] = []
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        heed_signals(signal.SIGUSR2)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        heed_signals(signal.SIGTERM)
+        for number in numbers:
+            signal.raise_signal(number)
+        assert received == list(numbers)
+        assert capfd.readouterr().err.startswith("SIGINT: the run ends after this iteration")
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        heed_signals(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "as started in the background"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_rank_that_nobody_ended_speaks_with_host_and_rank(

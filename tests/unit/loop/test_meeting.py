@@ -90,6 +90,6 @@ def test_a_process_without_a_launcher_is_told_how_to_start_ranks(
     startup.check_launcher_numbers()
     with pytest.raises(
         ConfigurationError,
-        match="but MASTER_ADDR is not set; run torchrun --standalone --nproc-per-node 2 --no-",
+        match="but MASTER_ADDR is not set; run torchrun --standalone --nproc-per",
     ):
         startup.check_launched("train FLAGS")
