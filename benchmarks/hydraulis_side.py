@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from benchmarks.step_report import StepClock, StepReport, Traffic
+from benchmarks.step_report import StepClock, StepReport, Traffic, finish_device
 from benchmarks.workload import WEIGHT_SEED, Workload
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
@@ -21,14 +21,31 @@ class HydraulisSide:
     """One rank of the engine; callable with the number of an iteration.
 
     Called with None it returns its `Traffic` instead.
+
+    Args:
+        workload: what to run.
+        strategy: of all iterations.
+        overlap: of regrouping with compute.
+        announces_next: gather for the next iteration during the update, as in training; otherwise
+            a step gathers its own parameters.
     """
 
-    def __init__(self, workload: Workload, strategy: str) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        strategy: str,
+        *,
+        overlap: bool = True,
+        announces_next: bool = False,
+    ) -> None:
         num_ranks = dist.get_world_size()
         self._workload = workload
         self._strategy = Strategy.parse(strategy, num_ranks, name=strategy)
         pool = Pool(num_ranks=num_ranks, ranks_per_node=num_ranks, strategies=(self._strategy,))
-        self._engine = Engine(workload.definition(), pool, workload.optimizer, seed=WEIGHT_SEED)
+        self._engine = Engine(
+            workload.definition(), pool, workload.optimizer, seed=WEIGHT_SEED, overlap=overlap
+        )
+        self._next = self._strategy.name if announces_next else None
         self._forward_step = make_forward_step()
         self._clock = StepClock()
         # With overlap a rank spends time on regrouping only where it has to wait for it.
@@ -51,10 +68,16 @@ class HydraulisSide:
             name,
             batches,
             self._forward_step,
+            next_strategy=self._next,
             phase=lambda phase: self._clock.measure(_PHASE_NAMES.get(phase, phase)),
         )
         assert outcome.gradient_norm is not None
-        return self._clock.report(loss=outcome.loss.mean, gradient_norm=outcome.gradient_norm)
+        finish_device()
+        return self._clock.report(
+            loss=outcome.loss.mean,
+            gradient_norm=outcome.gradient_norm,
+            waits_s=outcome.gather_wait_s + outcome.scatter_wait_s,
+        )
 
     def _traffic(self) -> Traffic:
         engine = self._engine

@@ -18,9 +18,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
 
-from benchmarks.step_report import StepClock, StepReport, Traffic
-from benchmarks.workload import WEIGHT_SEED, Workload, packed_layers
+from benchmarks.step_report import StepClock, StepReport, Traffic, finish_device
+from benchmarks.workload import WEIGHT_SEED, Workload
 from hydraulis_patches.cpu_backend import CpuTorch
 from megatron.hydraulis.runtime.catalogue import CataloguedParameter, catalogue, initial_rows
 from megatron.hydraulis.runtime.executor import make_forward_step
@@ -49,7 +50,8 @@ class PlainMegatronSide:
         workload: what to run.
         tp: tensor-parallel degree.
         pp: pipeline-parallel degree.
-        overlaps_gradients: upstream's ``--overlap-grad-reduce``.
+        overlaps_gradients: upstream's ``--overlap-grad-reduce``; on CUDA also
+            ``--overlap-param-gather``.
         has_fused_adamw: torch's fused kernel, as our side has it; without it torch's default loop,
             which is what upstream falls back to where neither Transformer Engine nor apex is.
     """
@@ -63,9 +65,13 @@ class PlainMegatronSide:
         overlaps_gradients: bool,
         has_fused_adamw: bool,
     ) -> None:
-        _put_upstream_on_cpu()
+        has_cuda = torch.cuda.is_available()
+        if not has_cuda:
+            _put_upstream_on_cpu()
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            create_gloo_process_groups=not has_cuda,
         )
         self._workload = workload
         self._clock = StepClock()
@@ -74,12 +80,15 @@ class PlainMegatronSide:
         self._schedule = get_forward_backward_func()
         model = self._build_model(tp, pp)
         _set_initial_weights(model, workload)
+        if has_cuda:
+            model = Float16Module(model.config, model.cuda())
         self._model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=True,
                 overlap_grad_reduce=overlaps_gradients,
+                overlap_param_gather=overlaps_gradients and has_cuda,
             ),
             model,
         )
@@ -89,6 +98,9 @@ class PlainMegatronSide:
         config.grad_scale_func = self._optimizer.scale_loss
         if overlaps_gradients:
             config.no_sync_func = self._model.no_sync
+            if has_cuda:
+                config.grad_sync_func = self._model.start_grad_sync
+                config.param_sync_func = self._model.start_param_sync
         for group in self._model.bucket_groups:
             self._clock.time_method(group, "start_param_sync", "gather")
 
@@ -120,6 +132,7 @@ class PlainMegatronSide:
             total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
             dist.all_reduce(total, group=data_parallel)
             loss = (total[0] / total[1]).item()
+        finish_device()
         return clock.report(loss=loss, gradient_norm=float(norm))
 
     def _build_model(self, tp: int, pp: int) -> torch.nn.Module:
@@ -127,7 +140,7 @@ class PlainMegatronSide:
         stage = self._groups.pp.rank()
         return GPTModel(
             config=workload.transformer(tp=tp, pp=pp),
-            transformer_layer_spec=packed_layers(workload.num_layers // pp),
+            transformer_layer_spec=workload.layers(workload.num_layers // pp),
             vocab_size=workload.vocab_size,
             max_sequence_length=max(workload.lengths),
             pre_process=stage == 0,
@@ -150,9 +163,11 @@ class PlainMegatronSide:
                 adam_eps=settings.eps,
                 clip_grad=settings.clip_grad,
                 use_distributed_optimizer=True,
-                params_dtype=torch.float32,
+                params_dtype=self._workload.dtype,
+                bf16=self._workload.dtype == torch.bfloat16,
             ),
             [self._model],
+            use_gloo_process_groups=not torch.cuda.is_available(),
         )
         for group in optimizer.param_groups:
             group["fused"] = has_fused_adamw

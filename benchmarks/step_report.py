@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -40,6 +42,8 @@ class StepReport:
     loss: float
     """Per token over the global batch, before the update; NaN on ranks that do not know it."""
     gradient_norm: float
+    waits_s: float = 0.0
+    """How long compute waited for regrouping; of our engine only."""
 
     def phase(self, name: str) -> Spent:
         """One of the phases, or ``other``."""
@@ -72,9 +76,10 @@ class StepClock:
         self._phases = {}
         self._start = spent_now()
 
-    def report(self, *, loss: float, gradient_norm: float) -> StepReport:
+    def report(self, *, loss: float, gradient_norm: float, waits_s: float = 0.0) -> StepReport:
         """The step ends here."""
-        return StepReport(spent_now() - self._start, self._phases, loss, gradient_norm)
+        spent = spent_now() - self._start
+        return StepReport(spent, self._phases, loss, gradient_norm, waits_s)
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
@@ -101,6 +106,12 @@ class StepClock:
                 return function(*args, **kwargs)
 
         return call
+
+
+def finish_device() -> None:
+    """Wait until the device has done everything, so that the host's clock counts it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def spent_now() -> Spent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,9 @@ class Workload:
     """Trained tokens of the sequences of each micro-batch."""
     num_micro_batches: int = 8
     """Of the whole global batch; shared out evenly over the replicas."""
+    dtype: torch.dtype = torch.float32
+    core_attention: Any = SegmentAttention
+    """A class of the runtime, for both sides."""
     optimizer: AdamWSettings = field(
         default_factory=lambda: AdamWSettings(lr=1e-3, weight_decay=0.1, eps=1e-8, clip_grad=1.0)
     )
@@ -74,8 +78,9 @@ class Workload:
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             sequence_parallel=tp > 1,
-            params_dtype=torch.float32,
-            pipeline_dtype=torch.float32,
+            params_dtype=self.dtype,
+            pipeline_dtype=self.dtype,
+            bf16=self.dtype == torch.bfloat16,
             normalization="RMSNorm",
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
@@ -91,18 +96,26 @@ class Workload:
             transformer_impl="local",
             calculate_per_token_loss=True,
             batch_p2p_sync=False,
-            use_cpu_initialization=True,
+            use_cpu_initialization=not torch.cuda.is_available(),
         )
 
     def definition(self) -> ModelDefinition:
         """The model as our engine takes it."""
         return ModelDefinition(
             transformer=self.transformer(),
-            layer_spec=packed_layers(self.num_layers),
+            layer_spec=self.layers(self.num_layers),
             vocab_size=self.vocab_size,
             padded_vocab_size=self.vocab_size,
             max_sequence_length=max(self.lengths),
         )
+
+    def layers(self, num_layers: int) -> TransformerBlockSubmodules:
+        """Upstream's local layers with the packed attention and norms that both sides use."""
+        layer = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
+        layer.submodules.input_layernorm = PackedNorm
+        layer.submodules.pre_mlp_layernorm = PackedNorm
+        layer.submodules.self_attention.submodules.core_attention = self.core_attention
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=PackedNorm)
 
     def micro_batches_per_replica(self, num_replicas: int) -> int:
         """How many of the micro-batches each replica runs.
@@ -125,13 +138,5 @@ class Workload:
             pack([rng.integers(0, self.vocab_size, size=length + 1) for length in self.lengths])
             for _ in range(self.num_micro_batches)
         ]
-        return packs[replica * per_replica : (replica + 1) * per_replica]
-
-
-def packed_layers(num_layers: int) -> TransformerBlockSubmodules:
-    """Upstream's local layers with the packed attention and norms that both sides use."""
-    layer = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
-    layer.submodules.input_layernorm = PackedNorm
-    layer.submodules.pre_mlp_layernorm = PackedNorm
-    layer.submodules.self_attention.submodules.core_attention = SegmentAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=PackedNorm)
+        own = packs[replica * per_replica : (replica + 1) * per_replica]
+        return [pack.to(torch.device("cuda")) for pack in own] if torch.cuda.is_available() else own

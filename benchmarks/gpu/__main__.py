@@ -1,106 +1,161 @@
-"""Everything that is measured on one GPU; results with device and date in docs/results/."""
+"""Checks everything that needs a GPU, within minutes: a table, and one file to send back.
+
+The steps, what they expect and why are in checks.py. Each is run in processes of its own, so that
+one that fails or hangs does not stop the others. `scripts/gpu_checks.sh` prepares the environment.
+"""
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import re
+import resource
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
+from rich.console import Console
 
-PARTS = ("attention", "profile", "training")
-RESULTS = Path("docs/results")
-_PACKAGES = ("torch", "megatron-core", "transformer-engine")
+from benchmarks.gpu.checks import num_gpus_used, steps
+from benchmarks.gpu.runner import ROOT, WIDTH, Results, Run, StepFailure, run_steps
+from benchmarks.gpu.sizes import sizes_of
+
+DEFAULT_FOLDER = Path("runs/gpu_checks")
+MACHINE_LIMIT_S = 120.0
+EXIT_STATUS_OF_FAILURE, EXIT_STATUS_WITHOUT_GPU, EXIT_STATUS_OF_INTERRUPT = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts and write the results; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="keep runs and profile here")
-    arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
+    """Run the steps; returns the exit status."""
+    options = _parser().parse_args(argv)
+    begun_s = time.monotonic()
+    # A rank that hangs is ended by SIGABRT; an image of its memory is of no use.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    try:
+        machine = _machine()
+    except StepFailure as error:
+        print(f"error: torch and Megatron cannot be used here: {error}")
+        return EXIT_STATUS_WITHOUT_GPU
+    devices = machine["devices"]
+    if not devices:
         print(
-            "error: these benchmarks measure a GPU but torch finds no CUDA device; run them where "
-            "there is one"
+            "error: these checks need a GPU but torch finds no CUDA device; run them where there "
+            "is one"
         )
-        return 2
-    from benchmarks.gpu import attention, programs
-
-    found: dict[str, Any] = {"setup": _setup()}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or Path(temporary)
+        return EXIT_STATUS_WITHOUT_GPU
+    num_gpus = min(len(devices), options.gpus or len(devices))
+    with tempfile.TemporaryDirectory(prefix="gpu_checks_") as temporary:
+        folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        if "attention" in arguments.parts:
-            found["attention"] = attention.run()
-            torch.cuda.empty_cache()  # the programs below are processes of their own
-        if "profile" in arguments.parts:
-            found["profile"] = programs.profile(folder)
-        if "training" in arguments.parts:
-            path = folder / "profile.json"
-            found["training"] = programs.training(folder, path if path.is_file() else None)
-    device = re.sub(r"[^a-z0-9]+", "_", found["setup"]["device"].lower()).strip("_")
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    path = arguments.results / f"{found['setup']['date']}_{device}"
-    path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(found))
-    print(f"results: {path}.json and {path}.md")
-    return 0
+        chosen = steps(
+            sizes_of(
+                is_small=options.small,
+                memory_bytes=min(device["memory_bytes"] for device in devices),
+            ),
+            num_gpus,
+            peak_flops_per_s=machine["peak_flops_per_s"],
+            profile_path=(folder / "cost_profile.json").resolve(),
+        )
+        unknown = set(options.steps or ()) - {step.name for step in chosen}
+        if unknown:
+            names = ", ".join(f"'{step.name}'" for step in chosen)
+            print(f"error: no step is called {sorted(unknown)}; there are {names}")
+            return EXIT_STATUS_WITHOUT_GPU
+        chosen = tuple(s for s in chosen if options.steps is None or s.name in options.steps)
+        now = datetime.now(UTC)
+        device = re.sub(r"[^A-Za-z0-9]+", "_", devices[0]["name"]).strip("_")
+        path = options.results / f"{now:%Y-%m-%d_%H%M}_{num_gpus}x_{device}.json"
+        results = Results(
+            {
+                "date": now.isoformat(timespec="seconds"),
+                "commit": _git("rev-parse", "HEAD"),
+                "changed_files": _git("status", "--porcelain", "--untracked-files=no"),
+                "arguments": list(sys.argv[1:] if argv is None else argv),
+                "on_stand_in": options.stand_in,
+                "num_gpus": num_gpus,
+                "num_gpus_used": num_gpus_used(num_gpus),
+                "machine": machine,
+            }
+        )
+        print(
+            f"{num_gpus} x {devices[0]['name']}, of which {num_gpus_used(num_gpus)} are used; "
+            f"{len(chosen)} steps in at most {options.minutes:g} minutes; results go to {path}",
+            flush=True,
+        )
+        is_complete = run_steps(
+            chosen,
+            results,
+            path,
+            budget_s=60.0 * options.minutes - (time.monotonic() - begun_s),
+            on_stand_in=options.stand_in,
+            say=lambda line: print(line, flush=True),
+            keep=folder,
+        )
+    Console(width=WIDTH).print(results.table())
+    took_s = time.monotonic() - begun_s
+    print(f"{took_s / 60:.1f} minutes. Please send this file back, whatever it says: {path}")
+    if not is_complete:
+        return EXIT_STATUS_OF_INTERRUPT
+    return EXIT_STATUS_OF_FAILURE if results.has_failed else 0
 
 
-def _setup() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
+def _machine() -> dict[str, Any]:
+    """What machine.py finds, in a process that does not stay on the device."""
+    with tempfile.TemporaryDirectory(prefix="gpu_checks_") as folder:
+        run = Run(Path(folder), time.monotonic() + MACHINE_LIMIT_S)
         try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "device": torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        **versions,
-    }
+            text = run.program("-m", "benchmarks.gpu.machine")
+        except StepFailure as error:
+            raise StepFailure(f"{error}\n{next(iter(run.tails().values()), '')}") from None
+    found: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return found
 
 
-def markdown(found: Mapping[str, Any]) -> str:
-    """The results as tables."""
-    setup = found["setup"]
-    packages = ", ".join(f"{name} {setup[name]}" for name in _PACKAGES)
-    lines = [f"# {setup['device']}, {setup['date']}", "", packages, ""]
-    if "attention" in found:
-        lines += ["## Core attention, forward and backward of one layer", ""]
-        lines += _table(found["attention"]["rows"])
-        lines += [f"Left out: {k}: {why}." for k, why in found["attention"]["left_out"].items()]
-    if "profile" in found:
-        lines += ["## Packs of equal tokens: measured and fitted", ""]
-        lines += _table(found["profile"]["rows"])
-    if "training" in found:
-        run = dict(found["training"])
-        memory = run.pop("memory")
-        lines += ["## Training", ""]
-        lines += [f"- {name}: {_cell(value)}" for name, value in run.items()]
-        lines += ["", "## Memory: foretold by the model and measured", "", *_table(memory)]
-    return "\n".join(lines) + "\n"
+def _git(*words: str) -> str:
+    try:
+        found = subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return "no git"
+    return found.stdout.strip()
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not rows:
-        return ["nothing", ""]
-    names = list(rows[0])
-    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    lines += [f"| {' | '.join(_cell(row[name]) for name in names)} |" for row in rows]
-    return [*lines, ""]
-
-
-def _cell(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=15.0,
+        metavar="M",
+        help="for everything; steps that are not begun by then are left out (default: %(default)g)",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="use no more than so many GPUs")
+    parser.add_argument("--steps", "--parts", nargs="+", metavar="STEP", help="only these steps")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=DEFAULT_FOLDER,
+        metavar="DIR",
+        help="folder of the file to send back (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep", "--folder", type=Path, metavar="DIR", help="keep logs, runs and profile here"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="toy models: shows that every step runs, not more"
+    )
+    parser.add_argument(
+        "--stand-in",
+        action="store_true",
+        help="the devices are those of tests/cuda_stand_in: speeds are marked as without meaning",
+    )
+    return parser
 
 
 if __name__ == "__main__":

@@ -13,33 +13,29 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from benchmarks.gpu.packs import NUM_TOKENS, PACKS
+from benchmarks.gpu.rank import Place
+from benchmarks.gpu.sizes import Sizes
 from megatron.hydraulis.runtime.core_attention import (
     CORE_ATTENTIONS,
     MODULE_OF,
     current_environment,
 )
 
-NUM_HEADS, NUM_GROUPS, HEAD_SIZE = 16, 8, 128
-NUM_WARMUP, NUM_REPEATS = 3, 10
-MIXED_LENGTHS = (16_384, 4096, 4096, 2048, 2048, 1024, *(512,) * 4, *(128,) * 8)
-"""Of a pack with a long tail, in tokens; padded, every sequence is as long as the longest."""
+NUM_WARMUP = 3
 
 
-def run() -> dict[str, Any]:
-    """Median ms of each way on each pack; interleaved, so that drift meets all alike."""
-    torch.cuda.set_device(0)
-    here = current_environment(dtype=torch.bfloat16, head_size=HEAD_SIZE)
-    left_out = {name: why for name in CORE_ATTENTIONS if (why := here.obstacle(name)) is not None}
-    names = [name for name in CORE_ATTENTIONS if name not in left_out]
-    rest = NUM_TOKENS - sum(MIXED_LENGTHS)
-    cases = {f"{len(pack.lengths)} x {pack.length}": pack.lengths for pack in PACKS}
-    cases["mixed"] = (*MIXED_LENGTHS, rest) if rest else MIXED_LENGTHS
-    rows = []
-    for label, lengths in cases.items():
-        ways: dict[str, Callable[[], None]] = {name: _packed(name, lengths) for name in names}
-        ways["padded"] = _padded(lengths)
-        times = _interleaved_ms(ways)
+def run(place: Place) -> None:
+    """On one rank: median time of each way on each pack, interleaved, so that drift meets all."""
+    sizes = place.sizes
+    here = current_environment(dtype=torch.bfloat16, head_size=sizes.attention_heads[2])
+    usable = {name: here.obstacle(name) for name in CORE_ATTENTIONS}
+    rows: list[dict[str, Any]] = []
+    for label, lengths in sizes.attention_packs.items():
+        ways: dict[str, Callable[[], None]] = {
+            name: _packed(sizes, name, lengths) for name, why_not in usable.items() if not why_not
+        }
+        ways["padded"] = _padded(sizes, lengths)
+        times = _interleaved_ms(ways, sizes.num_attention_repeats)
         rows.append(
             {
                 "pack": label,
@@ -51,12 +47,21 @@ def run() -> dict[str, Any]:
                 },
             }
         )
-    return {"rows": rows, "left_out": left_out}
+        print(rows[-1], flush=True)
+    mixed = rows[-1]
+    for name, why_not in usable.items():
+        if why_not:
+            place.lacks(name, why_not)
+        else:
+            ratio = mixed[f"{name}_ms"] / mixed["padded_ms"]
+            place.measured(name, ratio, rows=rows)
 
 
-def _interleaved_ms(ways: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+def _interleaved_ms(
+    ways: dict[str, Callable[[], None]], num_repeats: int
+) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(NUM_WARMUP + NUM_REPEATS):
+    for number in range(NUM_WARMUP + num_repeats):
         for name, way in ways.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -72,12 +77,13 @@ def _drawn(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def _packed(name: Any, lengths: Sequence[int]) -> Callable[[], None]:
+def _packed(sizes: Sizes, name: Any, lengths: Sequence[int]) -> Callable[[], None]:
+    num_heads, num_groups, head_size = sizes.attention_heads
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=NUM_HEADS * HEAD_SIZE,
-        num_attention_heads=NUM_HEADS,
-        num_query_groups=NUM_GROUPS,
+        hidden_size=num_heads * head_size,
+        num_attention_heads=num_heads,
+        num_query_groups=num_groups,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bf16=True,
@@ -97,10 +103,10 @@ def _packed(name: Any, lengths: Sequence[int]) -> Callable[[], None]:
     )
     num_tokens = sum(lengths)
     inputs = [
-        _drawn(num_tokens, heads, HEAD_SIZE).requires_grad_()
-        for heads in (NUM_HEADS, NUM_GROUPS, NUM_GROUPS)
+        _drawn(num_tokens, heads, head_size).requires_grad_()
+        for heads in (num_heads, num_groups, num_groups)
     ]
-    gradient = _drawn(num_tokens, NUM_HEADS * HEAD_SIZE)
+    gradient = _drawn(num_tokens, num_heads * head_size)
 
     def way() -> None:
         attention(*inputs, None, packed_seq_params=row).backward(gradient)
@@ -108,13 +114,14 @@ def _packed(name: Any, lengths: Sequence[int]) -> Callable[[], None]:
     return way
 
 
-def _padded(lengths: Sequence[int]) -> Callable[[], None]:
+def _padded(sizes: Sizes, lengths: Sequence[int]) -> Callable[[], None]:
     """A batch in which every sequence is as long as the longest."""
+    num_heads, num_groups, head_size = sizes.attention_heads
     query, key, value = (
-        _drawn(len(lengths), heads, max(lengths), HEAD_SIZE).requires_grad_()
-        for heads in (NUM_HEADS, NUM_GROUPS, NUM_GROUPS)
+        _drawn(len(lengths), heads, max(lengths), head_size).requires_grad_()
+        for heads in (num_heads, num_groups, num_groups)
     )
-    gradient = _drawn(len(lengths), NUM_HEADS, max(lengths), HEAD_SIZE)
+    gradient = _drawn(len(lengths), num_heads, max(lengths), head_size)
 
     def way() -> None:
         outcome = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)

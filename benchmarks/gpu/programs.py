@@ -1,168 +1,136 @@
-"""The project's own programs on one GPU: profile, then training with it; what they foretold."""
+"""The project's own programs: profile, then training with it on one GPU; what they predicted."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-from benchmarks.gpu.packs import MODEL_FLAGS, NUM_TOKENS, SEQ_LENGTH, VOCAB_SIZE
-from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.interface import Coefficients
-from megatron.hydraulis.flags.arguments import parse_arguments
-from megatron.hydraulis.loop.planning import Planning
-from megatron.hydraulis.loop.startup import constants_of_this_rank
+from benchmarks.gpu.runner import ROOT, Run, StepFailure
+from benchmarks.gpu.sizes import Sizes
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.observability.records import read_metrics
-from megatron.hydraulis.profiler.measurements import measurements_path
-from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.profiler.measurements import MeasuredPoint, measurements_path
+from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.strategy.notation import parse_scheme
 
-STRATEGY = "tp1"
-NUM_ITERATIONS = 50
-NUM_NOT_COUNTED = 5
-"""Iterations at the beginning in which kernels are chosen and memory settles."""
-NUM_DOCUMENTS = 4000
-MEDIAN_TOKENS, SIGMA = 900, 1.3
-"""Of documents: log-normal, most short, some as long as the limit."""
+SINGLE = "tp1"
+GIB = 2**30
 _THROUGHPUT = re.compile(r"throughput per GPU \(TFLOP/s/GPU\): ([0-9.]+)")
 _TRIAL = re.compile(
     r"memory trial: .* micro-batches of ([0-9,]+) tokens take ([0-9.]+) of ([0-9.]+) GiB"
 )
-_BYTES_PER_GIB = 2**30
 
 
-def torchrun(*arguments: str) -> str:
-    """Run a program on one rank; its output, which is shown as well."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *arguments]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "8"}
-    )
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append(line)
-    if process.wait():
-        raise SystemExit(f"error: {' '.join(command)} ended with status {process.returncode}")
-    return "".join(lines)
-
-
-def profile_flags(path: Path) -> list[str]:
+def profile_flags(sizes: Sizes, path: Path, schemes: Sequence[str]) -> list[str]:
     """Of the command profile."""
     return [
-        *("--out", str(path), "--schemes", STRATEGY),
-        *("--max-tokens", str(NUM_TOKENS), "--num-sizes", "4", "--", *MODEL_FLAGS),
+        "--out",
+        str(path),
+        "--schemes",
+        *schemes,
+        *sizes.profile_flags,
+        "--",
+        *sizes.model.flags,
     ]
 
 
-def training_flags(folder: Path, corpus: Path) -> list[str]:
-    """Of pretrain_gpt.py, less the cost profile."""
+def training_flags(sizes: Sizes, folder: Path) -> list[str]:
+    """Of pretrain_gpt.py on one GPU, less the cost profile."""
     return [
-        *(*MODEL_FLAGS, "--strategy", STRATEGY, "--data-path", str(corpus), "--split", "100,0,0"),
-        *("--train-iters", str(NUM_ITERATIONS), "--global-batch-tokens", str(8 * NUM_TOKENS)),
-        *("--lr", "3e-4", "--min-lr", "3e-5", "--memory-trial", "on"),
-        *("--max-tokens-per-micro-batch", str(NUM_TOKENS), "--run-dir", str(folder / "run")),
+        *(*sizes.model.flags, "--strategy", SINGLE, "--data-path", str(folder / "corpus")),
+        *("--split", "100,0,0", "--train-iters", str(sizes.num_iterations)),
+        *("--global-batch-tokens", str(sizes.batch_tokens), "--lr", "3e-4", "--min-lr", "3e-5"),
+        *("--memory-trial", "on", "--run-dir", str(folder / "run")),
+        *("--max-tokens-per-micro-batch", str(sizes.model.seq_length)),
     ]
 
 
-def profile(folder: Path) -> dict[str, Any]:
-    """Measured time of packs of equal tokens and different Σs² beside the fitted model."""
-    path = folder / "profile.json"
-    torchrun("-m", "megatron.hydraulis", "profile", *profile_flags(path))
-    row = json.loads(path.read_text())["schemes"][0]
-    fitted = Coefficients(row["a_ms_per_token2"], row["b_ms_per_token"], row["c_ms"])
-    rows = []
-    for text in measurements_path(path).read_text().splitlines():
-        line = json.loads(text)
-        if line.get("kind") != "point" or not line["fits"]:
-            continue
-        lengths = [n for n, times in line["lengths"] for _ in range(times)]
-        measured_ms, fitted_ms = max(line["stage_ms"]), fitted.time_ms(lengths)
-        rows.append(
-            {
-                "packing": line["packing"],
-                "tokens": sum(lengths),
-                "sum_of_squares": sum(n * n for n in lengths),
-                "measured_ms": measured_ms,
-                "fitted_ms": fitted_ms,
-                "error": fitted_ms / measured_ms - 1.0,
-                "peak_gib": line["peak_bytes"] / _BYTES_PER_GIB,
-            }
-        )
-    return {"coefficients": row, "rows": rows}
+def profile(run: Run, sizes: Sizes, path: Path, pool: Pool | None) -> None:
+    """Measure a cost profile of the schemes of a pool, or of one GPU, and how well it fits."""
+    schemes = [SINGLE]
+    if pool is not None:
+        found = {str(scheme) for strategy in pool.strategies for scheme in strategy.schemes}
+        schemes = sorted(found)
+    num_ranks = 1 if pool is None else pool.num_ranks
+    flags = profile_flags(sizes, path, schemes)
+    run.ranks(num_ranks, "-m", "megatron.hydraulis", "profile", *flags)
+    lines = map(json.loads, measurements_path(path).read_text().splitlines())
+    points = [MeasuredPoint.from_json(line) for line in lines if line.get("kind") == "point"]
+    rows = [_fit(ProfileCostModel.read(path), point) for point in points if point.fits]
+    errors = [row["error"] for row in rows]
+    run.measured("fit", statistics.median(errors), points=rows)
+    run.measured("worst fit", max(errors))
 
 
-def training(folder: Path, profile_path: Path | None) -> dict[str, Any]:
-    """50 iterations of the model: MFU, predicted times, memory foretold and measured."""
-    flags = training_flags(folder, write_corpus(folder))
-    told = torchrun(
-        "pretrain_gpt.py",
-        *flags,
-        *(() if profile_path is None else ("--cost-profile", str(profile_path))),
-    )
-    throughputs = [float(found) for found in _THROUGHPUT.findall(told)][NUM_NOT_COUNTED:]
-    records = read_metrics(folder / "run" / "metrics.jsonl")[NUM_NOT_COUNTED:]
-    device = constants_of_this_rank(has_cuda=True, speaks=False)
-    errors = [r.prediction_error for r in records if r.prediction_error is not None]
-    losses = [record.lm_loss for record in records if record.lm_loss is not None]
+def _fit(model: ProfileCostModel, point: MeasuredPoint) -> dict[str, Any]:
+    """The fitted and the measured time of a micro-batch."""
+    scheme = parse_scheme(point.scheme, label="cost profile")
+    fitted_ms = model.coefficients(scheme).time_ms(point.point.lengths)
     return {
-        "iterations": NUM_ITERATIONS,
-        "not_counted": NUM_NOT_COUNTED,
-        "core_attention": next(
-            line for line in told.splitlines() if line.startswith("core attention:")
-        ),
-        "median_tflops_per_s": statistics.median(throughputs),
-        "mfu": statistics.median(throughputs) * 1e12 / device.peak_flops_per_s,
-        "median_iteration_s": statistics.median(r.iteration_time_s for r in records),
-        "tokens_per_s": sum(r.num_tokens for r in records)
-        / sum(r.iteration_time_s for r in records),
-        "median_prediction_error": statistics.median(errors) if errors else None,
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-        "memory": _memory(flags, told),
+        "scheme": point.scheme,
+        "packing": point.point.packing,
+        "tokens": point.point.num_tokens,
+        "sum_of_squares": point.point.sum_of_squares,
+        "measured_ms": point.time_ms,
+        "fitted_ms": fitted_ms,
+        "error": abs(fitted_ms / point.time_ms - 1.0),
+        "peak_gib": point.peak_bytes / GIB,
     }
 
 
-def _memory(flags: Sequence[str], told: str) -> list[dict[str, float]]:
-    """Of the memory trial, and what the memory model foretells of the same micro-batch."""
-    resolved = parse_arguments(list(flags), num_ranks=1, rank=0)
-    device = constants_of_this_rank(has_cuda=True, speaks=False)
-    model = Planning.of(resolved, device, None).cost_model
-    assert isinstance(model, AnalyticCostModel)
-    rows = []
-    for tokens, measured, capacity in _TRIAL.findall(told):
-        num_tokens = int(tokens.replace(",", ""))
-        foretold = model.memory.peak_bytes(Scheme(), 0, num_tokens)
-        rows.append(
-            {
-                "tokens": num_tokens,
-                "foretold_gib": foretold / _BYTES_PER_GIB,
-                "reserve_gib": model.memory.reserve_bytes / _BYTES_PER_GIB,
-                "measured_gib": float(measured),
-                "capacity_gib": float(capacity),
-            }
-        )
-    return rows
+def training(run: Run, sizes: Sizes, profile_path: Path, peak_flops_per_s: float) -> None:
+    """Train the model on one GPU: speed, predicted times, predicted and measured memory."""
+    inputs = ("-m", "benchmarks.gpu.training_inputs")
+    run.program(*inputs, "corpus", str(run.folder), *sizes.options, name="corpus")
+    flags = training_flags(sizes, run.folder)
+    if profile_path.is_file():
+        flags += ["--cost-profile", str(profile_path)]
+    else:
+        run.lacks("prediction", "there is no cost profile, as the step 'profile' failed")
+    (log,) = run.ranks(1, str(ROOT / "pretrain_gpt.py"), *flags)
+    records = read_metrics(run.folder / "run")[sizes.num_not_counted :]
+    throughputs = [float(x) for x in _THROUGHPUT.findall(log)][sizes.num_not_counted :]
+    if not records or not throughputs:
+        raise StepFailure("the log has no throughput, or metrics.jsonl no iterations")
+    flops_per_s = statistics.median(throughputs) * 1e12
+    (core_attention,) = re.findall(r"^core attention: .*$", log, re.MULTILINE)
+    run.measured("mfu", flops_per_s / peak_flops_per_s, core_attention=core_attention)
+    time_s = sum(record.iteration_time_s for record in records)
+    times_s = [record.iteration_time_s for record in records]
+    run.measured("tokens/s", sum(r.num_tokens for r in records) / time_s, iteration_times_s=times_s)
+    if profile_path.is_file():
+        errors = [r.prediction_error for r in records if r.prediction_error is not None]
+        run.measured("prediction", statistics.median(errors), errors=errors)
+    losses = [record.lm_loss for record in records if record.lm_loss is not None]
+    run.measured("loss", losses[-1] / losses[0], losses=losses)
+    _memory(run, sizes, log, max(r.peak_allocated_bytes or 0 for r in records))
 
 
-def write_corpus(folder: Path, num_documents: int = NUM_DOCUMENTS) -> Path:
-    """Random tokens in documents of a long tail; the prefix of its files."""
-    rng = np.random.default_rng(0)
-    prefix = folder / "corpus"
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    lengths = np.exp(rng.normal(np.log(MEDIAN_TOKENS), SIGMA, num_documents))
-    for length in np.clip(lengths, 2, SEQ_LENGTH + 1).astype(int):
-        builder.add_document(
-            torch.from_numpy(rng.integers(0, VOCAB_SIZE, int(length))), [int(length)]
-        )
-    builder.finalize(f"{prefix}.idx")
-    return prefix
+def _memory(run: Run, sizes: Sizes, log: str, allocated_bytes: int) -> None:
+    """What the memory model predicts of the trial's micro-batches, and what they took."""
+    trials = _TRIAL.findall(log)
+    if not trials:
+        raise StepFailure("the log has no line of the memory trial")
+    tokens, measured_gib, capacity_gib = trials[-1]
+    num_tokens = int(tokens.replace(",", ""))
+    text = run.program(
+        *("-m", "benchmarks.gpu.training_inputs", "memory", str(run.folder), *sizes.options),
+        *("--tokens", str(num_tokens)),
+        name="memory",
+    )
+    predicted = json.loads(text.splitlines()[-1])
+    tensors, reserve = (predicted[f"{name}_bytes"] / GIB for name in ("tensor", "reserve"))
+    details: dict[str, Any] = {
+        "tokens": num_tokens,
+        "predicted_tensors_gib": tensors,
+        "predicted_reserve_gib": reserve,
+        "measured_device_gib": float(measured_gib),
+        "capacity_gib": float(capacity_gib),
+        "allocated_in_training_gib": allocated_bytes / GIB,
+    }
+    run.measured("memory of the device", float(measured_gib) / (tensors + reserve), **details)
+    run.measured("memory of tensors", allocated_bytes / GIB / tensors, **details)

@@ -54,3 +54,16 @@ def assert_close(
             equal_nan=False,
             err_msg=f"{what} {name}",
         )
+
+
+def share_of_tolerance(
+    found: Tensors, expected: Tensors, *, rtol: float, atol_of_max: float
+) -> float:
+    """The largest error of an element over the one that `assert_close` allows; NaN stays NaN."""
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
+    shares = []
+    for name, truth in expected.items():
+        allowed = rtol * np.abs(truth) + atol_of_max * np.abs(truth).max()
+        error = np.abs(found[name][: truth.shape[0]] - truth)
+        shares.append(float((error / allowed).max()))
+    return float(np.max(shares))

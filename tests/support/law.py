@@ -10,7 +10,12 @@ import torch
 
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.strategy import Strategy
-from tests.support.comparison import assert_close, assert_same, wrong_tensors
+from tests.support.comparison import (
+    assert_close,
+    assert_same,
+    share_of_tolerance,
+    wrong_tensors,
+)
 from tests.support.gloo_pool import pool_of
 from tests.support.models import (
     Assignment,
@@ -110,9 +115,9 @@ def waves(splits: list[list[tuple[int, int]]], model: SmallModel = MAIN_MODEL) -
     )
 
 
-def changing(texts: tuple[str, ...], model: SmallModel = MAIN_MODEL) -> Job:
-    """The law's job on another strategy of four ranks in each of its three iterations."""
-    jobs = [law_job(4, text, model) for text in texts]
+def changing(texts: tuple[str, ...], model: SmallModel = MAIN_MODEL, num_ranks: int = 4) -> Job:
+    """The law's job on another strategy in each of its three iterations."""
+    jobs = [law_job(num_ranks, text, model) for text in texts]
     return replace(
         jobs[0],
         strategies=texts,
@@ -160,6 +165,21 @@ def assert_law(job: Job, runs: list[RankRun]) -> None:
             np.testing.assert_allclose(
                 run.losses[i], reference.losses[i], rtol=1e-12 if is_fp64 else 1e-6
             )
+
+
+def law_share(job: Job, runs: list[RankRun]) -> float:
+    """Largest error of a gradient or parameter of an fp32 model, over what `assert_law` allows."""
+    reference = law_reference(job.model)
+    return max(
+        share_of_tolerance(
+            assemble(runs, [getattr(run, kind)[i] for run in runs]),
+            getattr(reference, kind)[i],
+            rtol=FP32_RTOL,
+            atol_of_max=FP32_ATOL_OF_MAX,
+        )
+        for i in range(len(job.schedule))
+        for kind in ("gradients", "parameters")
+    )
 
 
 def wrong_gradients(job: Job, runs: list[RankRun]) -> dict[str, float]:

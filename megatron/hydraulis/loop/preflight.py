@@ -78,6 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="least rate at which a rank must exchange data with another node, GB/s "
         "(default: half the median of all pairs of nodes)",
     )
+    parser.add_argument(
+        "--matrix-size",
+        type=int,
+        metavar="N",
+        help="rows and columns of the matrices by whose products GPUs are compared, 0 for no "
+        f"comparison (default: {_MATRIX_SIZE['cuda']}, on a CPU {_MATRIX_SIZE['cpu']})",
+    )
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -87,6 +94,10 @@ def run(namespace: argparse.Namespace) -> int:
     if not limit_s > 0:
         raise ConfigurationError(
             f"--timeout is a number of seconds above 0 but is {limit_s:g}; give a larger one"
+        )
+    if namespace.matrix_size is not None and namespace.matrix_size < 0:
+        raise ConfigurationError(
+            f"--matrix-size is at least 0 but is {namespace.matrix_size}; give a larger one"
         )
     check_launched("preflight")
     if os.environ["LOCAL_RANK"] == "0":
@@ -102,7 +113,8 @@ def run(namespace: argparse.Namespace) -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     own, hosts = _connect(device, limit_s)
-    _check_rates(device, hosts, limit_s)
+    size = _MATRIX_SIZE[device.type] if namespace.matrix_size is None else namespace.matrix_size
+    slowest_s = _check_rates(device, hosts, size, limit_s) if size else 0.0
     times_s = _check_collectives(device, limit_s)
     link_rates = _rates_between_nodes(device, hosts, limit_s)
     _check_links(link_rates, namespace.least_gb_per_s)
@@ -113,6 +125,11 @@ def run(namespace: argparse.Namespace) -> int:
             f"({', '.join(f'{host}: {count}' for host, count in counts.items())}), "
             f"{own.device}, torch {own.torch}, megatron-core {own.megatron_core}"
         )
+        if size:
+            print(
+                f"preflight: products of {size} x {size} matrices in {slowest_s * 1e3:.1f} ms on "
+                f"the slowest rank, {2 * size**3 / slowest_s / 1e12:.3g} TFLOP/s a rank"
+            )
         for name, time_s in times_s.items():
             rate = NUM_BYTES_PER_RANK / time_s / 1e9
             print(
@@ -322,9 +339,12 @@ def _version_of(package: str) -> str:
         return ""
 
 
-def _check_rates(device: torch.device, hosts: Sequence[str], limit_s: float) -> None:
-    """Collective: multiply matrices on every rank; raise ConfigurationError for a slow rank."""
-    size = _MATRIX_SIZE[device.type]
+def _check_rates(device: torch.device, hosts: Sequence[str], size: int, limit_s: float) -> float:
+    """Collective: multiply matrices on every rank; raise ConfigurationError for a slow rank.
+
+    Returns:
+        Seconds of one product on the slowest rank.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     best_s = math.inf
@@ -347,6 +367,7 @@ def _check_rates(device: torch.device, hosts: Sequence[str], limit_s: float) -> 
             f"{statistics.median(times_s) * 1e3:.1f} ms in the median and {named}; look at clocks, "
             "temperature and other processes (nvidia-smi -q), or take the node out of the job"
         )
+    return max(times_s)
 
 
 def slow_ranks(times_s: Sequence[float]) -> list[int]:

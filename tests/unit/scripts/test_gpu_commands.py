@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import main as benchmark
 from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.profiler.command import add_arguments, training_defaults
 
@@ -65,15 +64,3 @@ def test_flags_of_the_image() -> None:
     assert parse_arguments(
         training_defaults(model), num_ranks=1, rank=0, needs_data=False
     ).args.bf16
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure for minutes")
-@pytest.mark.parametrize("text", commands("python -m benchmarks.gpu"))
-def test_parts_of_the_benchmarks(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark(shlex.split(text)) == 2
-    assert "torch finds no CUDA device" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("text", commands("pytest"))
-def test_files_of_tests(text: str) -> None:
-    assert (ROOT / text).is_file()

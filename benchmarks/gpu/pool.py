@@ -1,0 +1,213 @@
+"""A pool against each of its static strategies: same engine, same batches, in turn."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.rank import Place
+from benchmarks.gpu.training_inputs import document_lengths
+from benchmarks.paired_statistics import ratio_of_totals
+from benchmarks.step_report import finish_device
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config, parse_arguments
+from megatron.hydraulis.loop.memory_safety import MemorySafety
+from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
+from megatron.hydraulis.loop.planning import Planning, read_cost_profile
+from megatron.hydraulis.loop.startup import constants_of_this_rank
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planners import CertifiedPlanner
+from megatron.hydraulis.profiler.command import training_defaults
+from megatron.hydraulis.runtime.core_attention import choose, current_environment, row_kinds
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.executor import make_forward_step
+from megatron.hydraulis.runtime.memory import CudaMemory
+from megatron.hydraulis.strategy import Pool, Strategy
+
+POOL = "pool"
+SEED = 3
+
+
+def run(place: Place, pool_file: str, cost_profile: str) -> None:
+    """Try the memory of all strategies, then train every batch in every way.
+
+    Args:
+        place: where.
+        pool_file: the pool.
+        cost_profile: measured before; the cost model's own estimates if there is no such file.
+    """
+    flags = [*place.sizes.model.flags, "--strategy-pool", pool_file]
+    if Path(cost_profile).is_file():
+        flags += ["--cost-profile", cost_profile]
+    resolved = parse_arguments(
+        training_defaults(flags), num_ranks=place.num_ranks, rank=place.rank, needs_data=False
+    )
+    device = constants_of_this_rank(has_cuda=True, speaks=False)
+    planning = Planning.of(resolved, device, read_cost_profile(resolved))
+    engine = _engine(resolved)
+    batches = _batches(place)
+    say = partial(print, flush=True) if place.rank == 0 else lambda *_: None
+    safety = MemorySafety(planning, resolved.hydraulis, log=say)
+    safety.try_out(
+        engine,
+        make_forward_step(),
+        CudaMemory(),
+        longest_tokens=place.sizes.model.seq_length,
+        most_tokens=max(map(sum, batches)),
+        vocab_size=resolved.vocabulary.size,
+    )
+    ways = _plans(place, safety.planning, batches)
+    times_s = _times_s(place, engine, batches, ways, say)
+    static = {name: times for name, times in times_s.items() if name != POOL}
+    best = min(static, key=lambda name: sum(static[name]))
+    estimate = ratio_of_totals(static[best], times_s[POOL])
+    predicted_s = {name: [p.predicted_time_s for p in plans] for name, plans in ways.items()}
+    details = {
+        "best_static": best,
+        "interval_95": [estimate.low, estimate.high],
+        "times_s": times_s,
+        "predicted_s": predicted_s,
+        "chosen": [plan.strategy for plan in ways[POOL]],
+        "tokens": [sum(lengths) for lengths in batches],
+    }
+    place.measured("gain", estimate.median, **details)
+    gain = sum(predicted_s[best]) / sum(predicted_s[POOL])
+    place.measured("predicted gain", gain)
+    errors = [
+        abs(measured / predicted - 1)
+        for name in ways
+        for measured, predicted in zip(times_s[name], predicted_s[name], strict=True)
+    ]
+    place.measured("prediction", median(errors))
+    engine.close()
+
+
+def _engine(resolved: Resolved) -> Engine:
+    """As training builds it."""
+    args = resolved.args
+    config = gpt_model_config(args, HydraulisModelConfig)
+    config.num_tokens_in_vocabulary = resolved.vocabulary.size
+    config.uses_sequence_parallel = resolved.hydraulis.sequence_parallel
+    here = current_environment(
+        dtype=args.params_dtype,
+        head_size=args.kv_channels,
+        rows=row_kinds(resolved.pool, resolved.shape, args.seq_length),
+        cp_comm_type=args.cp_comm_type[0],
+    )
+    config.core_attention = choose(resolved.hydraulis.core_attention, here).name
+    settings = AdamWSettings(lr=args.lr, clip_grad=args.clip_grad, eps=args.adam_eps)
+    return Engine(model_definition(config), resolved.pool, settings, seed=args.seed)
+
+
+def _batches(place: Place) -> list[tuple[int, ...]]:
+    """Lengths of the sequences of each batch: a long tail, and one as long as they may be."""
+    rng = np.random.default_rng(SEED)
+    batches = []
+    for _ in range(place.sizes.num_pool_batches):
+        lengths = [place.sizes.model.seq_length]
+        while sum(lengths) < place.sizes.pool_batch_tokens_per_rank * place.num_ranks:
+            lengths += document_lengths(place.sizes, rng, 1).tolist()
+        batches.append(tuple(lengths))
+    return batches
+
+
+def _plans(
+    place: Place, planning: Planning, batches: list[tuple[int, ...]]
+) -> dict[str, list[IterationPlan]]:
+    """Of rank 0, on every rank: the plans of the pool, and of each static strategy that holds the
+    longest sequence."""
+    shared: list[Any] = [None]
+    if place.rank == 0:
+        pools: dict[str, Pool] = {POOL: planning.pool}
+        for strategy in planning.pool.strategies:
+            if len(strategy.schemes) == 1 and not strategy.idle_ranks:
+                pools[strategy.name] = Pool.of(strategy)
+        found: dict[str, list[IterationPlan]] = {}
+        for name, pool in pools.items():
+            planner = CertifiedPlanner(pool, planning.cost_model, planning.limits)
+            try:
+                found[name] = [planner.plan(b, iteration=i) for i, b in enumerate(batches)]
+            except HydraulisError as error:
+                print(f"{name} cannot run: {error}", flush=True)
+        shared = [found]
+    dist.broadcast_object_list(shared, src=0)
+    ways: dict[str, list[IterationPlan]] = shared[0]
+    return ways
+
+
+def _times_s(
+    place: Place,
+    engine: Engine,
+    batches: list[tuple[int, ...]],
+    ways: dict[str, list[IterationPlan]],
+    say: Any,
+) -> dict[str, list[float]]:
+    """Of every way: the slowest rank's time of each batch. Every way trains the first batch once
+    more, before, to warm up."""
+    times_s: dict[str, list[float]] = {name: [] for name in ways}
+    order = [(name, 0) for name in ways]
+    for index in range(len(batches)):
+        turn = index % len(ways)
+        order += [(name, index) for name in (*list(ways)[turn:], *list(ways)[:turn])]
+    forward_step = make_forward_step()
+    for number, (name, index) in enumerate(order):
+        plan = ways[name][index]
+        strategy = engine.pool.strategy(plan.strategy)
+        micro_batches = _micro_batches(place, plan, strategy, batches[index])
+        following = order[(number + 1) % len(order)]
+        upcoming = ways[following[0]][following[1]].strategy
+        finish_device()
+        dist.barrier()
+        start_s = time.perf_counter()
+        outcome = engine.train_step(
+            strategy.name, micro_batches, forward_step, next_strategy=upcoming
+        )
+        finish_device()
+        own = torch.tensor(time.perf_counter() - start_s, device="cuda")
+        dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        assert outcome.updated
+        say(
+            f"{name}, batch {index}: {strategy.name}, {own.item():.4f} s, predicted "
+            f"{plan.predicted_time_s:.4f} s, loss {outcome.loss.mean:.4f}"
+        )
+        if number >= len(ways):
+            times_s[name].append(own.item())
+    return times_s
+
+
+def _micro_batches(
+    place: Place, plan: IterationPlan, strategy: Strategy, lengths: tuple[int, ...]
+) -> list[PackedBatch]:
+    """This rank's part of the micro-batches of its replica, of random tokens."""
+    replica = plan.replica_of(place.rank)
+    if replica is None:
+        return []
+    position = replica.replica.position_of(place.rank)
+    assert position is not None
+    found = []
+    for micro_batch in replica.micro_batches:
+        share = micro_batch.share_of(position.cp, replica.scheme.cp)
+        rngs = [np.random.default_rng((SEED, i)) for i in share.sequences]
+        sequences = [
+            rng.integers(0, place.sizes.model.vocab_size, size=lengths[i] + 1)
+            for rng, i in zip(rngs, share.sequences, strict=True)
+        ]
+        packed = pack(
+            sequences,
+            replica.scheme.tp,
+            context_size=share.group.size,
+            context_rank=position.cp - share.group.offset,
+            row_tokens=share.row_tokens or 1,
+            allow_empty=True,
+        )
+        found.append(packed.pinned().to(torch.device("cuda"), non_blocking=True))
+    return found
