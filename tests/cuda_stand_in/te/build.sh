@@ -58,7 +58,7 @@ END
         g++ -include precompiled/all.h @options -c "$1" -o "$object.new" && mv "$object.new" "$object"
     }
     export -f compile
-    find csrc -name '*.cpp' | sort | xargs -P "$(nproc)" -I{} bash -c 'compile {}'
+    find csrc -name '*.cpp' | sort | xargs -P "$(env -u OMP_NUM_THREADS nproc)" -I{} bash -c 'compile {}'
     g++ -shared -o "../$binding.new" objects/*.o -L"$packages/torch/lib" -ltorch -ltorch_cpu \
         -ltorch_cuda -ltorch_python -lc10 -lc10_cuda "-Wl,-rpath,$packages/torch/lib"
     rm -rf precompiled

@@ -1,4 +1,7 @@
-"""Builds Transformer Engine for the stand-in and makes the environment of processes that use it."""
+"""Builds Transformer Engine for the stand-in and makes the environment of processes that use it.
+
+As a program it only builds, which takes longer than the time limit of a test.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,7 @@ def environment(**more: object) -> dict[str, str]:
     """As `launch.environment`, with Transformer Engine."""
     os.environ.update(settings())
     return launch.environment(**more)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    print(f"Transformer Engine for the stand-in is in {folder()}")
