@@ -125,6 +125,7 @@ def model_of(role: Role) -> MemoryModel:
         recompute=role.recompute,
         cp_comm_type=role.cp_comm_type,
         qk_norms=role.qk_norms,
+        has_te_layers=role.has_te,
         ranks_per_node=role.ranks_per_node,
         pool=PoolFootprint.of(role.pool),
     )

@@ -75,6 +75,8 @@ class AnalyticCostModel:
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
     """Whether queries and keys are normalised; affects memory only."""
+    has_te_layers: bool = False
+    """Whether layers are those of Transformer Engine; affects memory only."""
     pool: PoolFootprint | None = None
     """Of the job; affects memory only."""
 
@@ -109,6 +111,7 @@ class AnalyticCostModel:
             recompute=self.recompute,
             cp_comm_type=self.cp_comm_type,
             qk_norms=self.qk_norms,
+            has_te_layers=self.has_te_layers,
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,
         )

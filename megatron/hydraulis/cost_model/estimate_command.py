@@ -69,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how cp ranks exchange keys and values, as in training (default: %(default)s)",
     )
     job.add_argument(
+        "--transformer-impl",
+        choices=("local", "transformer_engine"),
+        default="local",
+        help="layers, as in training, which take different memory (default: %(default)s)",
+    )
+    job.add_argument(
         "--recompute-granularity",
         choices=("full", "selective"),
         help="recompute activations: full, all of a layer; selective, --recompute-modules "
@@ -124,6 +130,7 @@ def run(namespace: argparse.Namespace) -> int:
         sequence_parallel=namespace.sequence_parallel,
         recompute=recompute,
         cp_comm_type=namespace.cp_comm_type,
+        has_te_layers=namespace.transformer_impl == "transformer_engine",
         pool=pool,
     )
     profile = ProfileCostModel(

@@ -35,6 +35,16 @@ and f without a gate). An all-to-all over cp ranks keeps q more, the output befo
 and keys and values once per copy of the heads. Besides its layers a stage keeps its output, the
 last one that of the final norm, and cosines and sines, which tp does not divide.
 
+Layers of Transformer Engine keep the same, but
+
+- their products use one more workspace and write weight gradients into the arena. For each shape of
+  a weight there is one tensor as large, which they return to autograd and nobody reads;
+- they gather into memory that is freed. Only the output layer leaves its buffer behind;
+- in the backward of *the first matrix of the MLP* its gathered input, its gradient before the
+  reduce-scatter and the scattered gradient exist together, with the gradient of its output;
+- cuDNN's attention has the workspaces that cudnn-frontend asks for: fp32 gradients of queries and,
+  with grouped queries, of keys and values per head, for a row that is rounded up.
+
 Full recompute keeps the inputs of the recomputed chunks and all of one chunk. Selective recompute
 of the MLP keeps its inside for one layer only; that of core attention keeps the linear layer's
 output and, with grouped queries, a copy of the queries, so it saves nothing.
@@ -47,7 +57,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.hydraulis.cost_model.context import choose_way
+from megatron.hydraulis.cost_model.context import (
+    choose_way,
+    takes_all_to_all,
+    te_all_to_all_refusal,
+)
 from megatron.hydraulis.cost_model.device import (
     ALL_TO_ALL_BYTES,
     NCCL_COMMUNICATOR_BYTES,
@@ -66,6 +80,10 @@ _FP32_BYTES = 4
 _CANONICAL_BYTES_PER_PARAMETER = 4 * _FP32_BYTES
 # cuBLAS takes 32 MiB on Hopper, 8 MiB before, for each of two threads: forward and backward.
 _WORKSPACE_BYTES = 2 * 2**25
+# Of Transformer Engine's products, on Hopper (cpp_extensions/gemm.py in 2.20.2).
+_TE_WORKSPACE_BYTES = 2**25 + 1024
+# Its fused attention rounds larger rows up to a multiple, smaller ones to a power of two.
+_TE_ROUNDED_TOKENS = 2**15
 # Mean and inverse deviation of a norm; one of them for RMSNorm.
 _NORM_BYTES_PER_TOKEN = 2 * _FP32_BYTES
 # Token, label and position in int64, the mask in fp32.
@@ -95,6 +113,8 @@ class PoolFootprint:
     travels in the order in which it lies in memory, as with the largest tp."""
     share_relayed: float
     """What a rank relays for the others of its node, in a separate buffer."""
+    weight_shapes: float
+    """The rank's parts of a layer's matrices, one for each tp degree that it has: 1/tp in sum."""
     num_communicators: int
     """NCCL communicators once every strategy has been used."""
 
@@ -107,6 +127,7 @@ class PoolFootprint:
             share_as_owner=as_owner,
             share_as_role=as_role,
             share_relayed=relayed,
+            weight_shapes=_weight_shapes(pool.strategies),
             num_communicators=_num_communicators(pool.strategies, pool.num_ranks),
         )
 
@@ -129,6 +150,7 @@ class PoolFootprint:
             share_as_owner=as_owner,
             share_as_role=as_role,
             share_relayed=relayed,
+            weight_shapes=1 / scheme.tp,
             num_communicators=NUM_GROUPS_OF_ALL + sum(has_groups) if num_ranks > 1 else 0,
         )
 
@@ -185,6 +207,15 @@ def _shares(
     return num_copies / num_ranks, 0.0 if is_in_order else 1 / least_tp, 0.0
 
 
+def _weight_shapes(strategies: Sequence[Strategy]) -> float:
+    degrees: dict[int, set[int]] = defaultdict(set)
+    for strategy in strategies:
+        for replica in strategy.replicas:
+            for rank in replica.ranks:
+                degrees[rank].add(replica.scheme.tp)
+    return max(sum(1 / tp for tp in of_rank) for of_rank in degrees.values())
+
+
 def _num_communicators(strategies: Sequence[Strategy], num_ranks: int) -> int:
     """Communicators of a rank after every group has been used; each is created at first use."""
     if num_ranks == 1:
@@ -237,6 +268,8 @@ class MemoryModel:
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
     """Whether queries and keys are normalised."""
+    has_te_layers: bool = False
+    """Whether layers are those of Transformer Engine, in bf16 with its fused core attention."""
     ranks_per_node: int | None = None
     """None if all ranks are in one node."""
     pool: PoolFootprint | None = None
@@ -303,12 +336,19 @@ class MemoryModel:
                 num_parameters += shape.num_embedding_parameters
         role = num_parameters / scheme.tp * (self.parameter_bytes + _FP32_BYTES)
         canonical = _CANONICAL_BYTES_PER_PARAMETER * shape.num_parameters / self.num_ranks
-        return role + canonical + self._staging_bytes(scheme) + _WORKSPACE_BYTES
+        products = _WORKSPACE_BYTES
+        if self.has_te_layers:
+            matrices = shape.num_matrix_parameters_per_layer * self.parameter_bytes
+            products += _TE_WORKSPACE_BYTES + self._footprint(scheme).weight_shapes * matrices
+        return role + canonical + self._staging_bytes(scheme) + products
+
+    def _footprint(self, scheme: Scheme) -> PoolFootprint:
+        ranks_per_node = self.ranks_per_node or self.num_ranks
+        return self.pool or PoolFootprint.of_scheme(scheme, self.num_ranks, ranks_per_node)
 
     def _staging_bytes(self, scheme: Scheme) -> float:
         """All strategies of the pool share the slots, so the largest need counts."""
-        ranks_per_node = self.ranks_per_node or self.num_ranks
-        pool = self.pool or PoolFootprint.of_scheme(scheme, self.num_ranks, ranks_per_node)
+        pool = self._footprint(scheme)
         as_owner, as_role = pool.share_as_owner, pool.share_as_role
         sent = max(as_owner * self.parameter_bytes, as_role * _FP32_BYTES)
         received = max(as_owner * _FP32_BYTES, as_role * self.parameter_bytes)
@@ -339,11 +379,17 @@ class MemoryModel:
         whole = token.hidden if self._spreads(scheme) else 0.0
         yield Moment(
             "second matrix of the MLP",
-            state + matrix * shape.ffn_hidden_size,
+            state + (0.0 if self.has_te_layers else matrix * shape.ffn_hidden_size),
             kept + whole + token.mlp,
         )
         num_tensors = _GATED_ACTIVATION_TENSORS if shape.gated_mlp else _PLAIN_ACTIVATION_TENSORS
         yield Moment("activation of the MLP", state, kept + num_tensors * token.mlp)
+        if self.has_te_layers:
+            # The gradient of its output is all that is left of the inside, which has two or three.
+            yield Moment(
+                "first matrix of the MLP", state, kept - token.mlp + 2 * whole + token.hidden_part
+            )
+            state += _TE_ROUNDED_TOKENS * self._attention_sums_per_token(scheme)
         freed = self._mlp_per_token(scheme) + 2 * token.hidden_part
         yield Moment("attention", state, kept - freed + self._attention_per_token(scheme))
 
@@ -367,7 +413,8 @@ class MemoryModel:
         """What a micro-batch leaves behind: the gather buffer of sequence parallelism and, after
         the first stage, what was received, with its gradient."""
         token = self._token(scheme)
-        buffer = token.hidden if self._spreads(scheme) else 0.0
+        has_buffer = stage == scheme.pp - 1 or not self.has_te_layers
+        buffer = token.hidden if self._spreads(scheme) and has_buffer else 0.0
         return buffer + (2 * token.hidden_part if stage > 0 else 0.0)
 
     def _loss_per_token(self, scheme: Scheme) -> float:
@@ -451,20 +498,27 @@ class MemoryModel:
         """
         token = self._token(scheme)
         if self._exchanges_heads(scheme):
-            keys, values_of_row = self._attended_per_token(scheme), token.query
+            keys = self._attended_per_token(scheme)
         elif scheme.cp > 1:
-            keys, values_of_row = 2 * token.key * (scheme.cp + 0.5), token.query
-            values_of_row *= scheme.cp + 0.5
+            keys = 2 * token.key * (scheme.cp + 0.5)
         else:
-            keys, values_of_row = 2 * token.key, token.query
-        is_grouped = token.key < token.query
-        sums = token.query * _FP32_BYTES / self.parameter_bytes
-        kernel = 3 * token.query + sums + (2 * values_of_row if is_grouped else 0.0)
+            keys = 2 * token.key
+        kernel = 3 * token.query + self._attention_sums_per_token(scheme)
         gathered = keys if scheme.cp > 1 else 0.0
         again = 0.0
         if self.recompute.drops_core_attention:
             again = self._kept_by_attention_per_token(scheme) + token.query
         return again + gathered + keys + max(kernel, keys)
+
+    def _attention_sums_per_token(self, scheme: Scheme) -> float:
+        """What the kernel adds up: gradients of queries in fp32 and, with grouped queries, of keys
+        and values of the row per head, in fp32 by cuDNN."""
+        token = self._token(scheme)
+        fp32 = token.query * _FP32_BYTES / self.parameter_bytes
+        if token.key == token.query:
+            return fp32
+        in_row = scheme.cp + 0.5 if scheme.cp > 1 and not self._exchanges_heads(scheme) else 1.0
+        return fp32 + 2 * in_row * (fp32 if self.has_te_layers else token.query)
 
     def _exchanges_heads(self, scheme: Scheme) -> bool:
         """Whether cp ranks exchange tokens for heads."""
@@ -472,4 +526,7 @@ class MemoryModel:
             return False
         num_heads = self.shape.num_attention_heads // scheme.tp
         num_groups = self.shape.num_query_groups // scheme.tp
+        if self.has_te_layers:
+            refusal = te_all_to_all_refusal(num_heads, num_groups, scheme.cp)
+            return takes_all_to_all(self.cp_comm_type, num_heads, num_groups, scheme.cp, refusal)
         return choose_way(self.cp_comm_type, num_heads, num_groups, scheme.cp) == "a2a"

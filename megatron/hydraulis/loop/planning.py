@@ -219,6 +219,7 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
         recompute=recompute_of(resolved.args),
         cp_comm_type=resolved.args.cp_comm_type[0],
         qk_norms=resolved.args.qk_layernorm,
+        has_te_layers=resolved.args.transformer_impl == "transformer_engine",
         pool=PoolFootprint.of(pool),
     )
 

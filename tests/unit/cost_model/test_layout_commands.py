@@ -221,6 +221,19 @@ def test_recomputation_takes_longer_and_holds_more(capsys: pytest.CaptureFixture
     assert with_it["max_tokens"] > without["max_tokens"]
 
 
+def test_layers_of_transformer_engine_hold_other_limits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--device", "a800-80g", "--num-ranks", "64", "--schemes", "tp8", "--json"]
+    limits = []
+    for implementation in ("local", "transformer_engine"):
+        argv = ["estimate", *LLAMA_32B, *flags, "--transformer-impl", implementation]
+        assert main(argv) == 0
+        (row,) = json.loads(capsys.readouterr().out)["schemes"]
+        limits.append(row["max_tokens"])
+    assert 0.95 * limits[0] < limits[1] < limits[0]
+
+
 def test_the_table_names_every_source(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "h200", "--num-ranks", "8", "--schemes", "tp8", "tp1"]
     assert main(["estimate", *LLAMA_32B, *flags]) == 0

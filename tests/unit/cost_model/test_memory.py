@@ -154,6 +154,34 @@ def test_state_of_one_rank_counts_every_parameter() -> None:
     assert one.state_bytes(Scheme(), 0) - expected == pytest.approx(0, abs=1e-6 * expected)
 
 
+@pytest.mark.parametrize(
+    ("texts", "shares"), [(["16*tp4"], 1 / 4), (["16*tp4", "8*tp8"], 3 / 8), (["8*tp8"], 1 / 8)]
+)
+def test_transformer_engine_has_a_workspace_and_a_tensor_of_each_shape_of_a_weight(
+    texts: list[str], shares: float
+) -> None:
+    pool = Pool.of(*(Strategy.parse(text, 64, ranks_per_node=8) for text in texts))
+    local = replace(memory(), pool=PoolFootprint.of(pool))
+    scheme = pool.strategies[0].replicas[0].scheme
+    more = replace(local, has_te_layers=True).state_bytes(scheme, 0) - local.state_bytes(scheme, 0)
+    matrices = 2 * LLAMA_7B.num_matrix_parameters_per_layer
+    assert more == pytest.approx(WORKSPACES / 2 + 1024 + shares * matrices)
+
+
+def test_transformer_engine_gathers_into_memory_that_is_freed() -> None:
+    scheme, shape = Scheme(tp=8, pp=2), LLAMA_7B
+    te = replace(memory(), has_te_layers=True)
+    local, found = per_token(memory(), scheme), per_token(te, scheme)
+    # The buffer of local layers stays; the last stage has it for the output layer.
+    assert local["activation of the MLP"] - found["activation of the MLP"] == 2 * HIDDEN
+    last_local, last = per_token(memory(), scheme, 1), per_token(te, scheme, 1)
+    assert last["activation of the MLP"] == last_local["activation of the MLP"]
+    # Input and its gradient gathered, the gradient scattered; gradients of two of three tensors.
+    mlp = 2 * shape.ffn_hidden_size / 8
+    first, activation = found["first matrix of the MLP"], found["activation of the MLP"]
+    assert first - (activation - 4 * mlp) == pytest.approx(2 * 2 * HIDDEN + 2 * HIDDEN / 8 - mlp)
+
+
 @pytest.mark.parametrize("parameter_bytes", [2, 4])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_staging_of_an_owner_is_its_part_for_every_copy(parameter_bytes: int, tp: int) -> None:
