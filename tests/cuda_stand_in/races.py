@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from tests.cuda_stand_in.device import mark
@@ -67,6 +67,12 @@ class AccessMarks(TorchDispatchMode):
         if name not in ("empty_like", "new_empty", "new_empty_strided"):
             _mark_access(where, [], made)
         return result
+
+
+def mark_kernel(name: str, read: list[Tensor], written: list[Tensor]) -> None:
+    """Mark a kernel that is launched outside of torch's operations, where accesses are marked."""
+    if any(isinstance(mode, AccessMarks) for mode in _get_current_dispatch_mode_stack()):
+        _mark_access(f"{name}@{_caller()}", read, written)
 
 
 def _arguments(
@@ -118,12 +124,13 @@ def spans_of(tensor: Tensor) -> list[Span]:
 
 
 def _caller() -> str:
-    """The nearest line of Megatron or of ours; in a backward there is none."""
+    """The nearest line of Megatron, of Transformer Engine or of ours; a backward may have none."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if "/megatron/" in path:
-            return f"{path.rpartition('/megatron/')[2]}:{frame.f_lineno}"
+        for package in ("/megatron/", "/transformer_engine/"):
+            if package in path:
+                return f"{path.rpartition(package)[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return "backward"
 

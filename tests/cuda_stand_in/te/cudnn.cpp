@@ -86,6 +86,6 @@ cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t, cudnnBackendAtt
 }
 cudnnStatus_t cudnnBackendExecute(cudnnHandle_t, cudnnBackendDescriptor_t,
                                   cudnnBackendDescriptor_t) {
-  return CUDNN_STATUS_NOT_SUPPORTED;  // values of attention are computed elsewhere
+  return CUDNN_STATUS_SUCCESS;  // kernels.py logs the kernel and computes its values
 }
 }

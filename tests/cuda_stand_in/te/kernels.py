@@ -1,13 +1,16 @@
 """Reference computations for what Transformer Engine's Python side calls in its binding.
 
 `replace` puts them in place of the binding's functions. Each allocates what the binding's function
-allocates and counts as one kernel. Where values are required, the CPU computes them from aliases of
-the arguments. FP8, dropout, fused GELU and overlap with user buffers are refused.
+allocates and counts as one kernel. For fused attention the binding itself allocates: the shapes of
+outputs and workspaces are decided by its library and by cudnn-frontend. Where values are required,
+the CPU computes them from aliases of the arguments. FP8, dropout, fused GELU and overlap with user
+buffers are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +20,8 @@ from torch import Tensor
 from tests.cuda_stand_in.attention import _forward as attention_forward
 from tests.cuda_stand_in.attention import _refuse, _window_bias
 from tests.cuda_stand_in.device import driver
-from tests.cuda_stand_in.values import alias
+from tests.cuda_stand_in.races import mark_kernel
+from tests.cuda_stand_in.values import _computing, alias
 
 Tensors = tuple[Tensor, ...]
 
@@ -32,9 +36,10 @@ def replace() -> None:
         name = kernel.__name__
         # Functions of Transformer Engine's Python side may have the name of what they call.
         original = getattr(binding, name)
+        replacement = _after(original, kernel) if kernel in _AFTER_THE_BINDING else kernel
         for module in (binding, cpp_extensions):
             if getattr(module, name, None) is original:
-                setattr(module, name, kernel)
+                setattr(module, name, replacement)
 
 
 def rmsnorm_fwd(
@@ -170,6 +175,7 @@ def generic_gemm(
 
 
 def fused_attn_fwd(
+    outs: list[Tensor],
     max_q: int,
     max_k: int,
     is_training: bool,
@@ -194,30 +200,33 @@ def fused_attn_fwd(
     borders_k: Tensor | None,
     *others: Any,
 ) -> list[Tensor]:
-    """Packed rows: output, log-sum-exp (tokens, heads, 1) fp32, state of random numbers."""
+    """Packed rows: output and, in training, log-sum-exp (tokens, heads, 1) fp32 and the state of
+    random numbers.
+
+    ``outs`` are those that the binding allocated.
+    """
     page_k, _, s_quantizer, o_quantizer, bias, offset, *_ = others
     _refuse(dropout=dropout, bias=bias is not None, offset=offset is not None)
     _refuse(pages=page_k is not None, s_quantizer=s_quantizer, o_quantizer=o_quantizer)
-    out = _new((*query.shape[:-1], value.size(-1)), query, query.dtype)
-    lse = _new((*query.shape[:-1], 1), query, torch.float32)
-    random_state = _new((2,), query, torch.int64)
+    shape = outs[0].shape
 
     def compute(q: Tensor, k: Tensor, v: Tensor, *cuts: Any) -> Tensors:
-        found, sums = torch.zeros(out.shape), torch.zeros(lse.shape)
+        found, sums = torch.zeros(shape), torch.zeros(*shape[:2], 1)
         for q_at, k_at in _segments(*cuts):
             bias = _bias(q_at, k_at, mask, is_bottom_right)
             here, keys, values = (x.transpose(0, 1) for x in (q[q_at], k[k_at], v[k_at]))
             part, lse_part = attention_forward(here, keys, values, scale, bias)
             found[q_at] = part.transpose(0, 1)
             sums[q_at] = lse_part.transpose(0, 1).unsqueeze(-1)
-        return found, sums, torch.zeros(2, dtype=torch.int64)
+        return (found, sums, torch.zeros(2, dtype=torch.int64))[: len(outs)]
 
     given = (query, key, value, lengths_q, lengths_k, borders_q, borders_k)
-    _launch("fused_attn_fwd", compute, given, (out, lse, random_state))
-    return [out, lse, random_state]
+    _launch("fused_attn_fwd", compute, given, tuple(outs))
+    return outs
 
 
 def fused_attn_bwd(
+    outs: list[Any],
     max_q: int,
     max_k: int,
     scale: float,
@@ -250,10 +259,10 @@ def fused_attn_bwd(
 ) -> list[Any]:
     """Gradients of queries, keys and values, for the log-sum-exp that the forward kept.
 
-    That may include keys of other ranks, so probabilities come from it, as in the kernel.
+    That may include keys of other ranks, so probabilities come from it, as in the kernel. ``outs``
+    are those that the binding allocated.
     """
     _refuse(dropout=dropout)
-    outs = tuple(_new(x.shape, x, x.dtype) for x in (query, key, value))
 
     def compute(
         q: Tensor, k: Tensor, v: Tensor, o: Tensor, g: Tensor, lse: Tensor, *cuts: Any
@@ -271,8 +280,8 @@ def fused_attn_bwd(
 
     cuts = (lengths_q, lengths_k, borders_q, borders_k)
     given = (query, key, value, out, grad.view(out.shape), kept[0], *cuts)
-    _launch("fused_attn_bwd", compute, given, outs)
-    return [*outs, None, None]
+    _launch("fused_attn_bwd", compute, given, tuple(outs[:3]))
+    return outs
 
 
 def thd_read_half_tensor(tensor: Tensor, borders: Tensor, half: int) -> Tensor:
@@ -500,6 +509,21 @@ _KERNELS: tuple[Callable[..., Any], ...] = (
     fused_rope_backward,
 )
 
+_AFTER_THE_BINDING = (fused_attn_fwd, fused_attn_bwd)
+"""Kernels that take what the binding's function of the same name returns."""
+
+
+def _after(original: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs the binding's own, with all that it allocates, and then a kernel."""
+
+    @wraps(kernel)
+    def called(*given: Any, **named: Any) -> Any:
+        with _computing():
+            found = original(*given, **named)
+        return kernel(found, *given, **named)
+
+    return called
+
 
 def _launch(
     name: str,
@@ -507,8 +531,9 @@ def _launch(
     inputs: tuple[Tensor | None, ...],
     outputs: Tensors,
 ) -> None:
-    """One kernel on the current stream, and its values if they are required."""
+    """One kernel on the current stream, its accesses if they are marked, its values if required."""
     stream = torch.cuda.current_stream().cuda_stream
+    mark_kernel(name, [x for x in inputs if x is not None], list(outputs))
     if not driver().stand_in_kernel(name.encode(), stream):
         return
     found = compute(*(None if x is None else _on_cpu(x) for x in inputs))

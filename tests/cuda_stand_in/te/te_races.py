@@ -1,0 +1,51 @@
+"""Races between streams with layers and core attention of Transformer Engine, whose ring computes
+on a second stream: the jobs of `race_jobs`, and one of them without waits of ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_stand_in.orders import IN_SUITE, OrderCase
+from tests.cuda_stand_in.race_jobs import CASES, WAITS, races_of
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def with_te(case: OrderCase, way: str | None = None) -> OrderCase:
+    """The job with layers and core attention of Transformer Engine.
+
+    Args:
+        case: the job.
+        way: how cp ranks exchange keys and values; None: the cheapest that the heads allow.
+    """
+    model = replace(case.model, core_attention="te", has_te_layers=True, cp_comm_type=way)
+    return replace(case, model=model)
+
+
+SHARED_ROWS = [case for case in CASES if any("cp" in text for text in case.strategies)]
+MORE = (OrderCase(("tp2+2*tp1",), 4), OrderCase(("pp2+tp2",), 4))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(with_te(case), id=case.name) for case in (*MORE, *CASES)),
+        *(
+            pytest.param(with_te(case, way), id=f"{case.name}, {way}")
+            for case in SHARED_ROWS
+            for way in ("p2p", "all_gather")
+        ),
+    ],
+)
+def test_jobs_have_no_races(case: OrderCase, tmp_path: Path) -> None:
+    found = races_of(case, tmp_path)
+    assert not any(found), "\n".join(str(race) for of_rank in found for race in of_rank)
+
+
+@pytest.mark.parametrize("removed", WAITS)
+def test_without_a_wait_of_ours_there_is_a_race(removed: str, tmp_path: Path) -> None:
+    found = races_of(with_te(IN_SUITE[0]), tmp_path, removed)
+    assert all(found), f"ranks without a race: {[i for i, races in enumerate(found) if not races]}"
