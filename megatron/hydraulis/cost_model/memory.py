@@ -336,7 +336,7 @@ class MemoryModel:
                 num_parameters += shape.num_embedding_parameters
         role = num_parameters / scheme.tp * (self.parameter_bytes + _FP32_BYTES)
         canonical = _CANONICAL_BYTES_PER_PARAMETER * shape.num_parameters / self.num_ranks
-        products = _WORKSPACE_BYTES
+        products: float = _WORKSPACE_BYTES
         if self.has_te_layers:
             matrices = shape.num_matrix_parameters_per_layer * self.parameter_bytes
             products += _TE_WORKSPACE_BYTES + self._footprint(scheme).weight_shapes * matrices
