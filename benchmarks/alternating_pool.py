@@ -1,8 +1,11 @@
-"""What changing the strategy costs: an alternating pool against runs that keep one strategy.
+"""The cost of changing the strategy: an alternating pool against runs that keep one strategy.
 
-Three jobs live at the same time, each in its own ranks. Only one works at a time, and their blocks
-of iterations take turns, so that other work on the machine affects all. `README.md` says what this
-can and cannot show.
+Three jobs live at the same time, each in its own ranks, and their blocks of iterations take turns,
+so that other work on the machine affects all. `README.md` says what this can and cannot show.
+
+An overlapped gather belongs to the iteration before it as much as to the one after it. So in a
+block every iteration announces the next one's strategy, the last one that of the block's first, and
+the clock stops when that gather has arrived: a block has as many gathers as iterations.
 
     python -m benchmarks.alternating_pool
 """
@@ -18,30 +21,33 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
-from rich.progress import Progress, TaskID
+import torch.distributed as dist
+from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.command import (
     counted_progress,
     environment,
     figures_table,
-    import_on_cpu,
     make_parser,
     positive,
+    use_cpu,
     wide_console,
     write_figures,
 )
 from benchmarks.paired_statistics import RatioEstimate, paired_ratio
 from benchmarks.rank_set import RankSet
+from benchmarks.step_report import Spent, spent_now
+from benchmarks.workload import DATA_SEED, WEIGHT_SEED, Workload
+from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.strategy import Pool, Strategy
-
-if TYPE_CHECKING:
-    from benchmarks.iteration_block import BlockReport, EvenIteration
-    from benchmarks.workload import Workload
 
 NUM_RANKS = 4
 DEFAULT_PAIRS = ("4*tp1 / 2*tp2", "2*pp2 / 4*tp1")
@@ -55,6 +61,84 @@ MS_PER_S = 1000.0
 BYTES_PER_MB = 1e6
 WIDTH = 110
 """Columns of the output if it is not a terminal."""
+
+
+@dataclass(frozen=True)
+class EvenIteration:
+    """What every rank runs: packed random tokens, equally many micro-batches on every replica.
+
+    Equal numbers have equal tokens.
+    """
+
+    number: int
+    strategy: str
+    num_micro_batches: int
+    """Of each replica."""
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One rank's measurements of a block."""
+
+    spent: Spent
+    """From the moment all ranks were ready until the last gather had arrived."""
+    waits_s: tuple[float, float]
+    """For gathers and for scatters."""
+    regroup_bytes: int
+
+
+class EngineRank:
+    """One rank of the engine; callable with the iterations of a block, collective."""
+
+    def __init__(self, workload: Workload, pool: Pool) -> None:
+        self._pool = pool
+        self._workload = workload
+        self._engine = Engine(workload.definition(), pool, workload.optimizer, seed=WEIGHT_SEED)
+        for strategy in pool.strategies:
+            self._engine.runtime_of(strategy.name)
+        self._forward_step = make_forward_step()
+
+    def __call__(self, block: Sequence[EvenIteration]) -> BlockReport:
+        engine = self._engine
+        batches = [self._micro_batches(iteration) for iteration in block]
+        followers = [*block[1:], block[0]]
+        engine.gather(block[0].strategy)
+        engine.finish_regrouping()
+        dist.barrier()
+        start = spent_now()
+        outcomes = [
+            engine.train_step(
+                iteration.strategy, mine, self._forward_step, next_strategy=follower.strategy
+            )
+            for iteration, mine, follower in zip(block, batches, followers, strict=True)
+        ]
+        last_gather_s = -time.perf_counter()
+        engine.finish_regrouping()
+        last_gather_s += time.perf_counter()
+        assert all(outcome.updated for outcome in outcomes)
+        return BlockReport(
+            spent_now() - start,
+            (
+                last_gather_s + sum(outcome.gather_wait_s for outcome in outcomes),
+                sum(outcome.scatter_wait_s for outcome in outcomes),
+            ),
+            sum(outcome.regroup_bytes for outcome in outcomes),
+        )
+
+    def _micro_batches(self, iteration: EvenIteration) -> list[PackedBatch]:
+        """The micro-batches of this rank's replica; none if the rank is idle."""
+        for index, replica in enumerate(self._pool.strategy(iteration.strategy).replicas):
+            if self._engine.rank in replica.ranks:
+                rng = np.random.default_rng((DATA_SEED, iteration.number, index))
+                lengths, vocab_size = self._workload.lengths, self._workload.vocab_size
+                return [
+                    pack(
+                        [rng.integers(0, vocab_size, size=n + 1) for n in lengths],
+                        replica.scheme.tp,
+                    )
+                    for _ in range(iteration.num_micro_batches)
+                ]
+        return []
 
 
 @dataclass(frozen=True)
@@ -82,7 +166,7 @@ class Alternation:
         return paired_ratio(self.times_ms(ALTERNATING, cpu=cpu), static)
 
     def waits_ms(self, run: str) -> tuple[float, float]:
-        """Waits for parameters and gradients in an iteration: mean over ranks, median of blocks."""
+        """Waits for gather and scatter in an iteration: mean over ranks, median over blocks."""
         gather, scatter = (
             median(
                 MS_PER_S / ITERATIONS_PER_BLOCK * fmean(r.waits_s[kind] for r in block)
@@ -116,12 +200,10 @@ class Alternation:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all pairs of strategies."""
+    """Measure all pairs of strategies."""
     options = _parser().parse_args(arguments)
     console = wide_console(WIDTH)
-    import_on_cpu(console)
-    from benchmarks.workload import Workload
-
+    use_cpu()
     workload = Workload(
         hidden_size=options.hidden_size,
         ffn_hidden_size=options.hidden_size * 11 // 4,
@@ -154,9 +236,7 @@ def alternate(
     first: str, second: str, workload: Workload, options: argparse.Namespace, progress: Progress
 ) -> Alternation:
     """A block to warm up, then the blocks of every run in turn, at least one."""
-    from benchmarks.iteration_block import EngineRank
-
-    task: TaskID = progress.add_task(f"{first} / {second}", total=1 + options.blocks)
+    task = progress.add_task(f"{first} / {second}", total=1 + options.blocks)
     strategies = tuple(Strategy.parse(text, NUM_RANKS, name=text) for text in (first, second))
     used = {ALTERNATING: strategies, FIRST: strategies[:1], SECOND: strategies[1:]}
     blocks: dict[str, list[tuple[BlockReport, ...]]] = {run: [] for run in RUNS}
@@ -183,12 +263,10 @@ def alternate(
 def block_plans(
     strategies: Sequence[Strategy], workload: Workload, index: int
 ) -> list[EvenIteration]:
-    """What a run does in a block: every iteration in the next strategy, round robin.
+    """The iterations of a run in a block, with the strategies round robin.
 
-    An iteration in a strategy is the same one in every run that has it there.
+    The same iteration in the same strategy has the same micro-batches in every run.
     """
-    from benchmarks.iteration_block import EvenIteration
-
     return [
         EvenIteration(
             index * ITERATIONS_PER_BLOCK + i,
@@ -227,7 +305,7 @@ def _table(found: Sequence[Alternation]) -> Table:
         table.add_row(
             f"{a.first} / {a.second}",
             *(f"{median(a.times_ms(run)):.0f}" for run in (FIRST, SECOND, ALTERNATING)),
-            *(str(a.ratio(cpu=cpu)).replace("[", "\\[") for cpu in (False, True)),
+            *(str(a.ratio(cpu=cpu)) for cpu in (False, True)),
             str(a.ratio().num_pairs),
             ", ".join(f"{a.regroup_bytes(run) / BYTES_PER_MB:.1f}" for run in (FIRST, SECOND)),
             " + ".join(f"{ms:.0f}" for ms in a.waits_ms(ALTERNATING)),
@@ -253,7 +331,7 @@ def _parser() -> argparse.ArgumentParser:
         "--minutes",
         type=float,
         default=math.inf,
-        help="begin no more blocks of a pair of strategies after so long",
+        help="minutes after which a pair of strategies begins no more blocks",
     )
     parser.add_argument(
         "--tokens", type=positive, default=DEFAULT_TOKENS, help="tokens of a global batch"
@@ -266,7 +344,7 @@ def _pair(text: str) -> tuple[str, str]:
     parts = [part.strip() for part in text.split("/")]
     if len(parts) != 2:
         raise argparse.ArgumentTypeError(
-            f"two strategies with a slash between them, as '{DEFAULT_PAIRS[0]}', but got '{text}'"
+            f"a pair is two strategies separated by '/', such as '{DEFAULT_PAIRS[0]}', not '{text}'"
         )
     for part in parts:
         try:

@@ -1,13 +1,15 @@
-"""Save and load of four ranks, against plain torch.save and plain megatron-core.
+"""Save and load of four ranks: ours, plain torch.save, and plain megatron-core.
 
-The state is the same in size: fp32 parameters and two moments. Ours and torch's are those of one
-engine, each rank writing what it owns; megatron-core writes a model with tp = 2 and its distributed
-optimizer's state, fully reshardable, by its own writer. All write to the same disk and fsync.
+The state has the same size everywhere: fp32 parameters and two moments. Ours and torch's are those
+of one engine, each rank writing what it owns; megatron-core writes a model with tp = 2 and its
+distributed optimizer's state, fully reshardable, by its own writer. All write to the same disk and
+call fsync.
+
+    python -m benchmarks.checkpoints
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -17,124 +19,125 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from rich.table import Table
+from torch import Tensor
 
 from benchmarks.command import (
     counted_progress,
     figures_table,
-    import_on_cpu,
     make_parser,
     positive,
+    use_cpu,
     wide_console,
     write_figures,
 )
 from benchmarks.paired_statistics import RatioEstimate, paired_ratio
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from benchmarks.workload import Workload
+from benchmarks.rank_set import RankSet
+from benchmarks.workload import Workload
+from megatron.hydraulis.checkpoint.folder import CheckpointFolder
+from megatron.hydraulis.checkpoint.loading import load_checkpoint
+from megatron.hydraulis.checkpoint.names import stored_parameters
+from megatron.hydraulis.checkpoint.saving import CheckpointSaver
+from tests.support.checkpoints import fill_moments, make_engine, saved_state
+from tests.support.plain_checkpoints import PlainMegatron
 
 NUM_RANKS = 4
-GOAL_STALL = 0.05
-"""Most of an asynchronous save's duration for which training may stand still."""
+STALL_GOAL = 0.05
+"""Largest share of an asynchronous save for which training may be stalled."""
 COMPUTE_S = 0.1
-"""Of an iteration of the training that a save runs beside: ranks sleep, as they do while a GPU
-computes."""
+"""Of an iteration during an asynchronous save: ranks sleep, as they do while a GPU computes."""
 NUM_BEFORE = 5
 """Iterations before a save, to compare with."""
 BYTES_PER_MB = 1e6
 STALL = "stall / asynchronous save"
+RATIOS = {
+    "save / torch.save": ("save_s", "torch_save_s"),
+    "load / torch.load": ("load_s", "torch_load_s"),
+    "save / megatron-core's": ("save_s", "megatron_save_s"),
+    "load / megatron-core's": ("load_s", "megatron_load_s"),
+    STALL: ("async_stall_s", "async_save_s"),
+    "stall / synchronous save": ("async_stall_s", "save_s"),
+    "lost / asynchronous save": ("async_lost_s", "async_save_s"),
+}
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One round; times of the slowest rank, after a barrier and up to one."""
+class Round:
+    """Times of the slowest rank, from a barrier to a barrier."""
 
     save_s: float
     load_s: float
     async_save_s: float
+    """From its begin until the checkpoint is complete."""
     async_stall_s: float
+    """Time inside the saver's calls, when training is stalled."""
     async_lost_s: float
+    """Extra time of the iterations during the save, stalls included: an update copies every page
+    that a fork shares, and forks take cores."""
     torch_save_s: float
     torch_load_s: float
     megatron_save_s: float
     megatron_load_s: float
 
 
-@dataclass(frozen=True)
-class Beside:
-    """A save beside training, as one rank sees it."""
-
-    save_s: float
-    """From its begin until the checkpoint is complete."""
-    stall_s: float
-    """Of that, inside the saver's calls, where training stands still."""
-    lost_s: float
-    """By how much longer its iterations took than they usually do, stalls included: an update
-    copies every page that it shares with the fork, and forks take cores."""
-
-
 class OurSide:
-    """One rank of the engine; callable with what to do."""
+    """One rank of the engine; callable with the name of a method, which it times."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
-        from megatron.hydraulis.checkpoint.folder import CheckpointFolder
-        from megatron.hydraulis.checkpoint.names import stored_parameters
-        from megatron.hydraulis.checkpoint.saving import CheckpointSaver
-        from tests.support.checkpoints import fill_moments, make_engine
-
         self._folder = folder
         self._engine = make_engine(workload.definition(), ("2*tp2",))
         fill_moments(self._engine)
-        stored = stored_parameters(self._engine.definition)
-        self._savers = {
-            beside: CheckpointSaver(
-                CheckpointFolder(folder), self._engine, stored, log=_quiet, asynchronous=beside
+        self._saver, self._async_saver = (
+            CheckpointSaver(
+                CheckpointFolder(folder),
+                self._engine,
+                stored_parameters(self._engine.definition),
+                log=lambda message: None,
+                asynchronous=asynchronous,
             )
-            for beside in (False, True)
-        }
+            for asynchronous in (False, True)
+        )
+        self._state: list[Tensor] = [
+            self._engine.shards.parameters,
+            self._engine.optimizer.exp_avg,
+            self._engine.optimizer.exp_avg_sq,
+        ]
+        self._file = folder / f"rank{self._engine.rank}.pt"
 
-    def __call__(self, what: str) -> Any:
-        return _timed(getattr(self, what))
+    def __call__(self, method: str) -> tuple[float, Any]:
+        return _timed(getattr(self, method))
 
     def save(self) -> None:
-        """In line."""
-        from tests.support.checkpoints import saved_state
-
-        self._savers[False].save(saved_state(self._engine, 1))
+        """Synchronously."""
+        self._saver.save(saved_state(self._engine, 1))
 
     def load(self) -> None:
-        """What `save` wrote; checksums compared."""
-        from megatron.hydraulis.checkpoint.loading import load_checkpoint
-
+        """The checkpoint of `save`; checksums are compared."""
         load_checkpoint(self._folder / "iter_0000001", self._engine, {})
 
-    def save_beside(self) -> Beside:
-        """By a fork, beside iterations of which some run before, to compare with."""
-        from tests.support.checkpoints import saved_state
-
-        saver, state = self._savers[True], saved_state(self._engine, 2)
-        usual_s = statistics.median(self._iteration() for _ in range(NUM_BEFORE))
+    def save_asynchronously(self) -> tuple[float, float, float]:
+        """Duration, stall and time lost (s) of a save during which iterations run."""
+        saver, state = self._async_saver, saved_state(self._engine, 2)
+        usual_s = statistics.median(self._iteration_s() for _ in range(NUM_BEFORE))
         start_s = time.perf_counter()
         saver.save(state)
         stall_s = time.perf_counter() - start_s
         num_iterations = 0
         while saver.is_saving:
-            self._iteration()
+            self._iteration_s()
             num_iterations += 1
             poll_s = time.perf_counter()
             saver.poll()
             stall_s += time.perf_counter() - poll_s
         save_s = time.perf_counter() - start_s
-        return Beside(save_s, stall_s, max(0.0, save_s - num_iterations * usual_s))
+        return save_s, stall_s, max(0.0, save_s - num_iterations * usual_s)
 
-    def _iteration(self) -> float:
-        """Of training: computes, updates all of the state, waits for the others; its time (s)."""
-        import torch.distributed as dist
-
+    def _iteration_s(self) -> float:
+        """Compute, update all of the state, wait for the other ranks; returns the time (s)."""
         start_s = time.perf_counter()
         time.sleep(COMPUTE_S)
         for flat in self._state:
@@ -143,9 +146,7 @@ class OurSide:
         return time.perf_counter() - start_s
 
     def torch_save(self) -> None:
-        """A file a rank, with nothing in it but the flat shards."""
-        import torch
-
+        """One file a rank, with nothing but the flat shards."""
         with self._file.open("wb") as file:
             torch.save(self._state, file)
             file.flush()
@@ -153,33 +154,20 @@ class OurSide:
 
     def torch_load(self) -> None:
         """Into the flat shards."""
-        import torch
-
         for mine, saved in zip(self._state, torch.load(self._file, weights_only=True), strict=True):
             mine.copy_(saved)
 
-    @property
-    def _state(self) -> list[Tensor]:
-        engine = self._engine
-        return [engine.shards.parameters, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq]
-
-    @property
-    def _file(self) -> Path:
-        return self._folder / f"rank{self._engine.rank}.pt"
-
 
 class MegatronSide:
-    """One rank of plain megatron-core, trained for a step so that there is state."""
+    """One rank of plain megatron-core, trained for a step so that there is optimizer state."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
-        from tests.support.plain_checkpoints import PlainMegatron
-
         self._folder = folder
         self._plain = PlainMegatron(tp=2, pp=1, workload=workload)
         self._plain.train(range(1))
 
-    def __call__(self, what: str) -> Any:
-        return _timed(getattr(self, what))
+    def __call__(self, method: str) -> tuple[float, Any]:
+        return _timed(getattr(self, method))
 
     def save(self) -> None:
         """By upstream's writer."""
@@ -191,8 +179,6 @@ class MegatronSide:
 
 
 def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    import torch.distributed as dist
-
     dist.barrier()
     start_s = time.perf_counter()
     result = action()
@@ -200,14 +186,10 @@ def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start_s, result
 
 
-def _quiet(message: str) -> None:
-    """The benchmark prints its own figures."""
-
-
-def measure(workload: Workload, root: Path, num_rounds: int, advance: Any) -> Any:
-    """(rounds, bytes of each kind); interleaved, the first of the rounds is for warming up."""
-    from benchmarks.rank_set import RankSet
-
+def measure(
+    workload: Workload, root: Path, num_rounds: int, advance: Callable[[], None]
+) -> tuple[list[Round], dict[str, int]]:
+    """Rounds, and bytes of each kind; interleaved. The first of the rounds is for warming up."""
     ours, plain = root / "ours", root / "megatron"
     for folder in (ours, plain):
         folder.mkdir()
@@ -217,60 +199,45 @@ def measure(workload: Workload, root: Path, num_rounds: int, advance: Any) -> An
         RankSet("megatron-core", NUM_RANKS, lambda: MegatronSide(workload, plain)) as plain_ranks,
     ):
 
-        def time_s(ranks: RankSet, what: str) -> float:
-            return max(answer[0] for answer in ranks.call(what))
+        def time_s(ranks: RankSet, method: str) -> float:
+            return max(seconds for seconds, _ in ranks.call(method))
 
         for _ in range(num_rounds + 1):
             shutil.rmtree(plain / "checkpoint", ignore_errors=True)
-            save_s, torch_save_s = time_s(our_ranks, "save"), time_s(our_ranks, "torch_save")
-            beside = our_ranks.call("save_beside")
+            saves_s = time_s(our_ranks, "save"), time_s(our_ranks, "torch_save")
+            by_rank = [times for _, times in our_ranks.call("save_asynchronously")]
+            async_save_s, async_stall_s, async_lost_s = map(max, zip(*by_rank, strict=True))
             megatron_save_s = time_s(plain_ranks, "save")
-            measured = Measured(
-                save_s=save_s,
-                load_s=time_s(our_ranks, "load"),
-                async_save_s=max(answer[1].save_s for answer in beside),
-                async_stall_s=max(answer[1].stall_s for answer in beside),
-                async_lost_s=max(answer[1].lost_s for answer in beside),
-                torch_save_s=torch_save_s,
-                torch_load_s=time_s(our_ranks, "torch_load"),
-                megatron_save_s=megatron_save_s,
-                megatron_load_s=time_s(plain_ranks, "load"),
+            rounds.append(
+                Round(
+                    save_s=saves_s[0],
+                    load_s=time_s(our_ranks, "load"),
+                    async_save_s=async_save_s,
+                    async_stall_s=async_stall_s,
+                    async_lost_s=async_lost_s,
+                    torch_save_s=saves_s[1],
+                    torch_load_s=time_s(our_ranks, "torch_load"),
+                    megatron_save_s=megatron_save_s,
+                    megatron_load_s=time_s(plain_ranks, "load"),
+                )
             )
-            rounds.append(measured)
             advance()
-    sizes = {
-        "ours": _num_bytes(ours / "iter_0000001"),
-        "torch.save": sum(path.stat().st_size for path in ours.glob("*.pt")),
-        "megatron-core": _num_bytes(plain / "checkpoint"),
+    files = {
+        "ours": (ours / "iter_0000001").iterdir(),
+        "torch.save": ours.glob("*.pt"),
+        "megatron-core": (plain / "checkpoint").iterdir(),
     }
+    sizes = {name: sum(path.stat().st_size for path in paths) for name, paths in files.items()}
     return rounds, sizes
 
 
-def _num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+def ratio(rounds: Sequence[Round], name: str) -> RatioEstimate:
+    """One of RATIOS, paired by round."""
+    above, below = ([getattr(each, field) for each in rounds] for field in RATIOS[name])
+    return paired_ratio(above, below)
 
 
-def ratios(rounds: Sequence[Measured]) -> dict[str, RatioEstimate]:
-    """Paired by round."""
-
-    def of(numerator: str, denominator: str) -> RatioEstimate:
-        return paired_ratio(
-            [getattr(each, numerator) for each in rounds],
-            [getattr(each, denominator) for each in rounds],
-        )
-
-    return {
-        "save / torch.save": of("save_s", "torch_save_s"),
-        "load / torch.load": of("load_s", "torch_load_s"),
-        "save / megatron-core's": of("save_s", "megatron_save_s"),
-        "load / megatron-core's": of("load_s", "megatron_load_s"),
-        STALL: of("async_stall_s", "async_save_s"),
-        "stall / save in line": of("async_stall_s", "save_s"),
-        "lost / asynchronous save": of("async_lost_s", "async_save_s"),
-    }
-
-
-def tables(rounds: Sequence[Measured], sizes: dict[str, int]) -> list[Table]:
+def tables(rounds: Sequence[Round], sizes: dict[str, int]) -> list[Table]:
     """Times with their spread, then ratios."""
     times = figures_table(
         f"{NUM_RANKS} ranks, {len(rounds)} rounds: s, median [least, most]",
@@ -280,31 +247,32 @@ def tables(rounds: Sequence[Measured], sizes: dict[str, int]) -> list[Table]:
 
     def spread(name: str) -> str:
         values = [getattr(each, name) for each in rounds]
-        return f"{statistics.median(values):.3f} \\[{min(values):.3f}, {max(values):.3f}]"
+        return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
 
     for name, save, load in (
         ("ours", "save_s", "load_s"),
         ("torch.save", "torch_save_s", "torch_load_s"),
         ("megatron-core", "megatron_save_s", "megatron_load_s"),
     ):
-        size = f"{sizes[name] / BYTES_PER_MB:.1f}"
-        times.add_row(name, spread(save), spread(load), size)
-    times.add_row("ours, beside training", spread("async_save_s"), "", "")
-    times.add_row("of which training waits", spread("async_stall_s"), "", "")
+        times.add_row(name, spread(save), spread(load), f"{sizes[name] / BYTES_PER_MB:.1f}")
+    times.add_row("ours, asynchronous", spread("async_save_s"), "", "")
+    times.add_row("of which stall", spread("async_stall_s"), "", "")
     times.add_row("lost in all, with slower iterations", spread("async_lost_s"), "", "")
-    related = figures_table("Ratios: median over rounds, bootstrap interval", ("",), ("[95 %]",))
-    for name, estimate in ratios(rounds).items():
-        related.add_row(name, str(estimate).replace("[", "\\["))
-    return [times, related]
+    ratios = figures_table("Ratios: median over rounds, bootstrap interval", ("",), ("[95 %]",))
+    for name in RATIOS:
+        ratios.add_row(name, str(ratio(rounds, name)))
+    return [times, ratios]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures."""
-    options = _parser().parse_args(arguments)
+    """Measure and print the tables."""
+    parser = make_parser("checkpoints", "Save and load of four ranks, against two others.")
+    parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="measured rounds")
+    parser.add_argument("--layers", type=positive, default=6, metavar="N", help="of the model")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to write to")
+    options = parser.parse_args(arguments)
     console = wide_console()
-    import_on_cpu(console)
-    from benchmarks.workload import Workload
-
+    use_cpu()
     workload = Workload(
         num_layers=options.layers, hidden_size=384, ffn_hidden_size=1024, vocab_size=8192
     )
@@ -319,24 +287,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first, *rounds = rounds
     for table in tables(rounds, sizes):
         console.print(table)
-    stall = ratios(rounds)[STALL]
     console.print(
-        "A run's first asynchronous save stalls it for "
-        f"{first.async_stall_s:.3f} s of {first.async_save_s:.3f} s.\n"
-        f"Goal: training stands still for at most {GOAL_STALL:.0%} of an asynchronous save's "
-        f"duration; it is {stall.median:.1%}."
+        f"The first asynchronous save of a run stalls it for {first.async_stall_s:.3f} s of "
+        f"{first.async_save_s:.3f} s.\n"
+        f"Goal: a stall of at most {STALL_GOAL:.0%} of an asynchronous save; it is "
+        f"{ratio(rounds, STALL).value:.1%}."
     )
     figures = {"bytes": sizes, "first": asdict(first), "rounds": [asdict(each) for each in rounds]}
     write_figures(console, options.json, figures)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("checkpoints", "Save and load of four ranks, against two others.")
-    parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="measured rounds")
-    parser.add_argument("--layers", type=positive, default=6, metavar="N", help="of the model")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to write to")
-    return parser
 
 
 if __name__ == "__main__":

@@ -44,21 +44,17 @@ def wide_console(width: int = WIDTH) -> Console:
     return console if console.is_terminal else Console(width=width)
 
 
-def import_on_cpu(console: Console) -> None:
-    """Import torch and Megatron for ranks of one thread on the CPU, without their warnings.
+def use_cpu() -> None:
+    """Run torch and Megatron on the CPU, one thread a rank, without their warnings."""
+    import torch
 
-    Upstream's modules import one another by value, so import what needs them after this call.
-    """
-    # Of upstream and torch, from every rank: deprecations, experimental modules.
+    from hydraulis_patches.cpu_backend import apply_cpu_backend
+
+    # Every rank would print deprecations and experimental modules of upstream and torch.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    with console.status("importing torch and Megatron"):
-        import torch
-
-        from hydraulis_patches.cpu_backend import apply_cpu_backend
-
-        torch.set_num_threads(1)
-        apply_cpu_backend()
+    torch.set_num_threads(1)
+    apply_cpu_backend()
 
 
 def counted_progress(console: Console, unit: str = "") -> Progress:
@@ -83,7 +79,7 @@ def figures_table(
     for name in texts:
         table.add_column(name, overflow="fold")
     for name in numbers:
-        table.add_column(name.replace("[", "\\["), justify="right")
+        table.add_column(name, justify="right")
     return table
 
 

@@ -31,13 +31,13 @@ from rich.table import Table
 from benchmarks.command import (
     counted_progress,
     figures_table,
-    import_on_cpu,
     make_parser,
     positive,
+    use_cpu,
     wide_console,
     write_figures,
 )
-from benchmarks.planner_batches import DATA
+from benchmarks.inputs import DATA
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
 from megatron.hydraulis.planner.costs import GroupCost, SchemeCost, WaveCosts
@@ -169,7 +169,7 @@ def _searched_s(groups: tuple[GroupCost, ...], size: int, lengths: Sequence[int]
 
 def megatron_s(groups: Sequence[GroupCost], lengths: Sequence[int]) -> float:
     """The waves of Megatron's scheduler."""
-    # Needs torch, so that it comes after import_on_cpu.
+    # Imports torch, which the rest of this module does not need.
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     by_size = {group.size: group for group in groups}
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plan the batches and print the table."""
     options = _parser().parse_args(arguments)
     console = wide_console(120)
-    import_on_cpu(console)
+    use_cpu()
     reference = json.loads((DATA / "flexsp_reference.json").read_text("utf-8"))
     frozen = json.loads((DATA / "flexsp_batches.json").read_text("utf-8"))["batches"]
     profile = cost_profile(reference, "gpt-7b")

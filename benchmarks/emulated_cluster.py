@@ -1,7 +1,7 @@
 """Dynamic strategies against the best static one, on an emulated cluster, by wall clock.
 
 Forward and backward of each micro-batch take the time that a cost profile gives them; the rest is
-real. One set of ranks runs all sides, iteration by iteration in turn, on the same batches.
+real. One set of ranks runs all sides in turn, iteration by iteration, on the same batches.
 `README.md` says what this can and cannot show.
 
     python -m benchmarks.emulated_cluster
@@ -10,9 +10,11 @@ real. One set of ranks runs all sides, iteration by iteration in turn, on the sa
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +22,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -27,38 +31,126 @@ from benchmarks.command import (
     counted_progress,
     environment,
     figures_table,
-    import_on_cpu,
     make_parser,
     positive,
+    use_cpu,
     wide_console,
     write_figures,
 )
-from benchmarks.fixed_length import fixed_length_plan, padded_time_s
+from benchmarks.emulated_device import (
+    EmulatedBatch,
+    EmulatedDevice,
+    EmulatedForwardStep,
+    EmulationCount,
+)
+from benchmarks.inputs import BATCH_TOKENS, CONTEXT_TOKENS, COST_PROFILE, DATA, WIKIPEDIA
 from benchmarks.paired_statistics import RatioEstimate, ratio_of_totals
-from benchmarks.rank_set import RankSet, Worker
+from benchmarks.rank_set import RankSet
+from benchmarks.workload import DATA_SEED, WEIGHT_SEED, Workload
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
+from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
+from megatron.hydraulis.simulator.ways import fixed_length_shares
 from megatron.hydraulis.strategy import Pool, Strategy
 
-ROOT = Path(__file__).parents[1]
-DATA = Path(__file__).parent / "data"
-DEFAULT_PROFILE = ROOT / "examples" / "cost_profile_llama32b_a800.json"
-LENGTHS_FILE = DATA / "wikipedia_lengths.csv"
-CONTEXT_WINDOW_TOKENS = 32768
-"""Longer sequences are cut here, or at what the largest replica holds if that is less."""
-TOKENS_PER_RANK = 200_000 / 64
-"""Of a global batch: the 200,000 tokens of the 64 devices that the profile was measured on."""
+TOKENS_PER_RANK = BATCH_TOKENS / 64
+"""Of a global batch: 200,000 tokens on the 64 devices that the profile was measured on."""
 DYNAMIC, BALANCED, FIXED = "dynamic", "static, balanced", "static, fixed"
 RANKS_AT_FULL_TIME = 16
-"""So many ranks take the device's own times; more of them need more time for their tiny tensors."""
+"""Number of ranks for which the modelled times suffice; the tiny tensors of more ranks need more
+time."""
+PREDICTION_GOAL = 0.05
+"""Largest relative difference between predicted and measured time of an iteration."""
+WIDTH_PER_ATOM = 4
+"""Of the tiny model: channels of a head, of which there are as many as the largest tp."""
+MS_PER_S = 1000.0
 
 Lengths = tuple[int, ...]
 
-PREDICTION_GOAL = 0.05
-"""Largest relative difference between predicted and measured time of an iteration."""
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration to run."""
+
+    plan: IterationPlan
+    sleeps: bool = True
+    """Whether to take the modelled times; a warm-up step does not."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One rank's measurements of an iteration."""
+
+    wall_s: float
+    """From the moment all ranks were ready until loss and parameters were final."""
+    cpu_s: float
+    """Of the whole process."""
+    count: EmulationCount
+
+
+def tiny_model(pool: Pool) -> Workload:
+    """The smallest model that every strategy of the pool can cut."""
+    num_parts = pool.tp_lcm
+    return Workload(
+        num_layers=math.lcm(*(scheme.pp for s in pool.strategies for scheme in s.schemes)),
+        hidden_size=WIDTH_PER_ATOM * num_parts,
+        ffn_hidden_size=WIDTH_PER_ATOM * num_parts,
+        num_attention_heads=num_parts,
+        num_query_groups=num_parts,
+        vocab_size=WIDTH_PER_ATOM * num_parts,
+        lengths=(max(scheme.tp for strategy in pool.strategies for scheme in strategy.schemes),),
+    )
+
+
+class EmulatedRank:
+    """Callable with a `Step`; collective over the ranks of the pool."""
+
+    def __init__(self, pool: Pool, device: EmulatedDevice) -> None:
+        self._device = device
+        self._model = tiny_model(pool)
+        # This halves the tensor-parallel collectives, in each of which all processes must switch.
+        definition = dataclasses.replace(self._model.definition(), sequence_parallel=False)
+        self._engine = Engine(definition, pool, self._model.optimizer, seed=WEIGHT_SEED)
+        for strategy in pool.strategies:
+            self._engine.runtime_of(strategy.name)
+        self._plain_step = make_forward_step()
+        self._emulated_step = EmulatedForwardStep(make_forward_step())
+
+    def __call__(self, step: Step) -> StepResult:
+        batches = self._micro_batches(step.plan)
+        before = dataclasses.replace(self._emulated_step.count)
+        forward_step = self._emulated_step if step.sleeps else self._plain_step
+        dist.barrier()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        outcome = self._engine.train_step(step.plan.strategy, batches, forward_step)
+        wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+        assert outcome.updated
+        return StepResult(wall_s, cpu_s, self._emulated_step.count - before)
+
+    def _micro_batches(self, plan: IterationPlan) -> list[EmulatedBatch]:
+        """Random tokens of the real lengths, shortened; none where this rank is idle."""
+        mine = plan.replica_of(self._engine.rank)
+        if mine is None:
+            return []
+        rng = np.random.default_rng((DATA_SEED, plan.iteration))
+        return [
+            self._device.shorten(
+                pack(
+                    [rng.integers(0, self._model.vocab_size, size=n + 1) for n in batch.lengths],
+                    mine.scheme.tp,
+                ),
+                mine.scheme,
+            )
+            for batch in mine.micro_batches
+        ]
 
 
 @dataclass(frozen=True)
@@ -71,11 +163,8 @@ class Iteration:
     """Of the slowest rank."""
     cpu_s: float
     """Of all ranks."""
-    num_operations: int
-    """Forwards and backwards of micro-batches, on all ranks."""
-    num_overruns: int
-    """Those whose tiny tensors took longer than the modelled time."""
-    overrun_s: float
+    count: EmulationCount
+    """Of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +197,9 @@ class SideRun:
         return [abs(i.measured_s / i.predicted_s - 1.0) for i in self.iterations]
 
     @property
-    def num_overruns(self) -> int:
-        """Operations that took longer than modelled."""
-        return sum(i.num_overruns for i in self.iterations)
-
-    @property
-    def num_operations(self) -> int:
-        """All operations."""
-        return sum(i.num_operations for i in self.iterations)
+    def count(self) -> EmulationCount:
+        """Of all iterations."""
+        return sum((i.count for i in self.iterations), EmulationCount())
 
     def to_json(self) -> dict[str, Any]:
         """Summary and every iteration."""
@@ -123,9 +207,9 @@ class SideRun:
         return {
             "name": self.name,
             "what": self.what,
-            "mean_predicted_s": math.fsum(self.predicted_s) / len(self.iterations),
-            "mean_measured_s": math.fsum(self.measured_s) / len(self.iterations),
-            "measured_over_predicted": [estimate.median, estimate.low, estimate.high],
+            "mean_predicted_s": fmean(self.predicted_s),
+            "mean_measured_s": fmean(self.measured_s),
+            "measured_over_predicted": [estimate.value, estimate.low, estimate.high],
             "iterations": [asdict(iteration) for iteration in self.iterations],
         }
 
@@ -135,16 +219,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = wide_console()
     try:
-        import_on_cpu(console)
-        from benchmarks.emulated_device import EmulatedDevice
-
+        use_cpu()
         pool = Pool.read(options.pool or DATA / f"pool_{options.ranks}_ranks.json")
         if options.emulate_scale is None:
             options.emulate_scale = pool.num_ranks / RANKS_AT_FULL_TIME
         device = EmulatedDevice.read(options.emulate_device, options.emulate_scale)
-        window = min(CONTEXT_WINDOW_TOKENS, _longest_held(pool, device.cost_model))
+        window = min(CONTEXT_TOKENS, _longest_held(pool, device.cost_model))
         batches = sample_batches(
-            read_corpus_lengths(LENGTHS_FILE),
+            read_corpus_lengths(WIKIPEDIA),
             longest=window,
             batch_tokens=int(TOKENS_PER_RANK * pool.num_ranks),
             num_batches=options.iterations,
@@ -157,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     console.print(device.notice)
     _describe(console, pool, batches, plans, window)
-    sides = run_sides(pool, options, plans, console)
+    sides = run_sides(pool, device, plans, console)
     for side in sides:
         console.print(f"{side.name}: {side.what}")
     for table in _tables(sides, plans, device.cost_model, window):
@@ -168,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "emulate_scale": options.emulate_scale,
         "seed": options.seed,
         "pool": pool.to_json(),
-        "speed_ups": {name: [e.median, e.low, e.high] for name, e in speed_ups.items()},
+        "speed_ups": {name: [e.value, e.low, e.high] for name, e in speed_ups.items()},
         "sides": [side.to_json() for side in sides],
     }
     write_figures(console, options.json, figures)
@@ -178,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plan_sides(
     pool: Pool, cost_model: ProfileCostModel, batches: Sequence[Lengths], *, window_tokens: int
 ) -> dict[str, list[IterationPlan]]:
-    """The plans of every side; a static side runs its strategy that is predicted to be fastest."""
+    """The plans of every side; a static side runs the strategy with the least predicted time."""
     planner = CertifiedPlanner(pool, cost_model)
     dynamic = [planner.plan(lengths, iteration=i) for i, lengths in enumerate(batches)]
     able = static_strategies(pool, cost_model, window_tokens)
@@ -216,27 +298,81 @@ def static_strategies(pool: Pool, cost_model: ProfileCostModel, window: int) -> 
     ]
 
 
+def fixed_length_plan(
+    lengths: Sequence[int],
+    strategy: Strategy,
+    cost_model: CostModel,
+    *,
+    window_tokens: int,
+    iteration: int = 0,
+) -> IterationPlan:
+    """Fixed-length packing on equal replicas: rows of about equal tokens, equally many on each.
+
+    Padding costs nothing in these plans; `padded_time_s` is the time with rows padded to the
+    context window. Rows with the same number of tokens differ in Σ s².
+
+    Raises ValueError if replicas differ or cannot hold a row.
+    """
+    if len(strategy.schemes) != 1 or strategy.idle_ranks:
+        raise ValueError(
+            f"rows are distributed evenly over equal replicas but these are {strategy}"
+        )
+    (scheme,) = strategy.schemes
+    if cost_model.max_tokens(scheme) < window_tokens:
+        raise ValueError(
+            f"{scheme} holds {cost_model.max_tokens(scheme)} tokens but a row has {window_tokens}"
+        )
+    coefficients = cost_model.coefficients(scheme)
+    shares = fixed_length_shares(lengths, window_tokens, len(strategy.replicas))
+    replicas = []
+    for replica, rows in zip(strategy.replicas, shares, strict=True):
+        micro_batches = tuple(
+            MicroBatch(tuple(row), tuple(lengths[i] for i in row)) for row in rows if row
+        )
+        times_ms = [coefficients.time_ms(m.lengths) for m in micro_batches]
+        time_s = pipeline_time_ms(times_ms, scheme.pp) / MS_PER_S
+        replicas.append(ReplicaPlan(scheme, replica.ranks, micro_batches, time_s))
+    makespan_s = max(replica.predicted_time_s for replica in replicas)
+    return IterationPlan(
+        iteration=iteration,
+        strategy=strategy.name,
+        replicas=tuple(replicas),
+        predicted_time_s=makespan_s + cost_model.overhead_ms(strategy) / MS_PER_S,
+    )
+
+
+def padded_time_s(plan: IterationPlan, cost_model: CostModel, *, window_tokens: int) -> float:
+    """Predicted makespan of such a plan if every row is padded to the context window.
+
+    Padding costs what tokens cost outside attention.
+    """
+    slowest_ms = 0.0
+    for replica in plan.replicas:
+        coefficients = cost_model.coefficients(replica.scheme)
+        times_ms = [
+            coefficients.time_ms(m.lengths)
+            + coefficients.b_ms_per_token * (window_tokens - m.num_tokens)
+            for m in replica.micro_batches
+        ]
+        slowest_ms = max(slowest_ms, pipeline_time_ms(times_ms, replica.scheme.pp))
+    return slowest_ms / MS_PER_S
+
+
 def run_sides(
     pool: Pool,
-    options: argparse.Namespace,
+    device: EmulatedDevice,
     plans: dict[str, list[IterationPlan]],
     console: Console,
 ) -> list[SideRun]:
     """All iterations of all sides, in turn, on one set of ranks."""
-    from benchmarks.emulated_device import EmulatedDevice
-    from benchmarks.emulated_rank import EmulatedRank, Step
-
-    device = EmulatedDevice.read(options.emulate_device, options.emulate_scale)
-
-    def make_worker() -> Worker:
-        return EmulatedRank(pool, device)
-
     done: dict[str, list[Iteration]] = {name: [] for name in plans}
     used = {plan.strategy: plan for side in plans.values() for plan in side}
     num_batches = len(plans[DYNAMIC])
     with counted_progress(console, "iterations") as progress:
         task = progress.add_task("starting ranks", total=num_batches * len(plans))
-        with RankSet("emulated cluster", pool.num_ranks, make_worker) as ranks:
+        with RankSet(
+            "emulated cluster", pool.num_ranks, lambda: EmulatedRank(pool, device)
+        ) as ranks:
             progress.update(task, description="warming up")
             for plan in used.values():
                 ranks.call(Step(plan, sleeps=False))
@@ -253,9 +389,7 @@ def run_sides(
                             predicted_s=plan.predicted_time_s,
                             measured_s=max(r.wall_s for r in results),
                             cpu_s=sum(r.cpu_s for r in results),
-                            num_operations=sum(r.count.num_operations for r in results),
-                            num_overruns=sum(r.count.num_overruns for r in results),
-                            overrun_s=sum(r.count.overrun_s for r in results),
+                            count=sum((r.count for r in results), EmulationCount()),
                         )
                     )
                     progress.advance(task)
@@ -325,8 +459,8 @@ def _tables(
         ),
         "Means over iterations. Measured: slowest rank, from the moment all were ready, with "
         "regrouping and update, which are not predicted. Within, off by: single iterations. "
-        "Overruns: forwards and backwards whose tiny tensors took longer than the modelled time, "
-        "of all. CPU: all ranks.",
+        "Overruns: forwards and backwards whose tiny tensors took longer than the modelled time. "
+        "CPU: all ranks.",
     )
     for side in sides:
         errors = side.prediction_errors
@@ -334,28 +468,27 @@ def _tables(
             side.name,
             f"{fmean(side.predicted_s):.3f}",
             f"{fmean(side.measured_s):.3f}",
-            str(side.prediction).replace(" [", "\n\\["),
+            str(side.prediction).replace(" [", "\n["),
             f"{sum(error <= PREDICTION_GOAL for error in errors)}/{len(errors)}",
             f"{max(errors):.1%}",
-            f"{side.num_overruns}/{side.num_operations}",
+            f"{side.count.num_overruns}/{side.count.num_operations}",
             f"{fmean(i.cpu_s for i in side.iterations):.2f}",
         )
     speed = figures_table(
-        "How much faster the dynamic strategies are: time of the side over theirs",
+        "Time of a static side over that of the dynamic strategies",
         ("side",),
         ("measured\n[95 %]", "predicted"),
-        "Of the total time of all batches; intervals: bootstrap over batches. Padding of fixed "
-        "rows costs nothing where measured; the last line, not run, pads each to "
-        f"{window:,} tokens.",
+        "Of the total time of all batches; intervals: bootstrap over batches. Measured fixed rows "
+        f"are not padded; the last line is not run and pads each row to {window:,} tokens.",
     )
     dynamic = sides[0]
     for side in sides[1:]:
         measured = ratio_of_totals(side.measured_s, dynamic.measured_s)
         predicted = ratio_of_totals(side.predicted_s, dynamic.predicted_s)
-        speed.add_row(side.name, str(measured).replace("[", "\\["), f"{predicted.median:.3f}")
+        speed.add_row(side.name, str(measured), f"{predicted.value:.3f}")
     padded_s = [padded_time_s(p, cost_model, window_tokens=window) for p in plans[FIXED]]
     padded = ratio_of_totals(padded_s, dynamic.predicted_s)
-    speed.add_row(f"{FIXED}, padded rows", "-", f"{padded.median:.3f}")
+    speed.add_row(f"{FIXED}, padded rows", "-", f"{padded.value:.3f}")
     return [times, speed]
 
 
@@ -380,7 +513,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--emulate-device",
         type=Path,
-        default=DEFAULT_PROFILE,
+        default=COST_PROFILE,
         metavar="COST_PROFILE",
         help="times of the device",
     )

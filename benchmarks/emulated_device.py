@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -188,6 +188,12 @@ class EmulationCount:
     """Sum of their excess."""
     modelled_s: float = 0.0
     """Sum of the modelled times."""
+
+    def __add__(self, other: EmulationCount) -> EmulationCount:
+        return EmulationCount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: EmulationCount) -> EmulationCount:
+        return EmulationCount(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class EmulatedForwardStep:

@@ -70,14 +70,13 @@ class EmulatedEngine(Engine):
         super().close()
         counts: list[EmulationCount] = [EmulationCount()] * dist.get_world_size()
         dist.all_gather_object(counts, self._count)
-        num_overruns = sum(count.num_overruns for count in counts)
-        if num_overruns and self.rank == 0:
-            num_operations = sum(count.num_operations for count in counts)
-            overrun_s = sum(count.overrun_s for count in counts)
+        total = sum(counts, EmulationCount())
+        if total.num_overruns and self.rank == 0:
             print(
-                f"warning: emulated device: {num_overruns} of {num_operations} forwards and "
-                f"backwards took longer than their modelled time, by {overrun_s:.3g} s over all "
-                f"ranks; raise --emulate-scale or take fewer layers",
+                f"warning: emulated device: {total.num_overruns} of {total.num_operations} "
+                f"forwards and backwards took longer than their modelled time, by "
+                f"{total.overrun_s:.3g} s over all ranks; raise --emulate-scale or use fewer "
+                f"layers",
                 file=sys.stderr,
                 flush=True,
             )

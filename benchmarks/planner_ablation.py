@@ -1,9 +1,9 @@
-"""Every batch planned by two versions of the package: did a change make plans worse, or slower?
+"""Plans and planning times of two versions of the package on the same batches.
 
     python -m benchmarks.planner_ablation --before REVISION
 
-Both versions plan the same batches in turn, each in a process that lives throughout, so that other
-work on the machine falls on both.
+Each version has one process for all batches (`planner_ablation_worker`), and they take turns, so
+that other work on the machine affects both.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import planner_batches as batches_of
+from benchmarks import inputs
 from benchmarks.command import figures_table, make_parser, positive, wide_console, write_figures
 from megatron.hydraulis.strategy import Pool
 
 _NUM_BATCHES = 210
 _NUM_HARD_GROUPS = 2
 _LONG_TOKENS = 4096
-"""Of the hard batches: few sequences, all so long that no single one decides."""
+"""Least length in the hard batches: few sequences, all long, so that no single one decides."""
 _EQUAL = 1e-9
 """Times that differ by a smaller share are equal."""
 _PERCENT = 100.0
@@ -50,13 +50,13 @@ def _cases(folder: Path) -> list[_Case]:
 
     Their pool files are written to the folder.
     """
-    model, pool = batches_of.cost_model(), batches_of.pool()
-    documents = batches_of.LengthDistribution()
+    model, pool = inputs.cost_model(), inputs.pool()
+    documents = inputs.LengthDistribution()
     pools = {
         "64 ranks, S0-S6": pool,
         "S1 alone": Pool.of(pool.strategy("S1")),
         "S6 alone": Pool.of(pool.strategy("S6")),
-        "1,024 ranks": batches_of.large_pool(),
+        "1,024 ranks": inputs.large_pool(),
     }
     files, longest = {}, {}
     for number, (name, of_name) in enumerate(pools.items()):
@@ -64,25 +64,25 @@ def _cases(folder: Path) -> list[_Case]:
         path.write_text(json.dumps(of_name.to_json()), encoding="utf-8")
         files[name] = str(path)
         schemes = [s for strategy in of_name.strategies for s in strategy.schemes]
-        longest[name] = min(batches_of.CONTEXT_TOKENS, max(map(model.max_tokens, schemes)))
+        longest[name] = min(inputs.CONTEXT_TOKENS, max(map(model.max_tokens, schemes)))
     cases: list[_Case] = []
 
     def add(group: str, pool_name: str, batches: Iterable[list[int]]) -> None:
         cases.extend(_Case(f"{pool_name}: {group}", files[pool_name], batch) for batch in batches)
 
     every, *alone, large = pools
-    wikipedia = [documents.batch(seed, batches_of.BATCH_TOKENS) for seed in range(30)]
-    add("Wikipedia, instance B", every, [*wikipedia, batches_of.instance_b()])
+    wikipedia = [documents.batch(seed, inputs.BATCH_TOKENS) for seed in range(30)]
+    add("Wikipedia, instance B", every, [*wikipedia, inputs.instance_b()])
     for num in (6, 8, 20, 64):
         add(f"{num} sequences", every, (documents.draw(seed, num) for seed in range(30)))
     for name in alone:
         few = (documents.draw(seed, 5 + seed, longest[name]) for seed in range(20))
         add("5 to 24 sequences", name, few)
     s6 = alone[-1]
-    tokens = batches_of.BATCH_TOKENS
+    tokens = inputs.BATCH_TOKENS
     add("Wikipedia", s6, (documents.batch(seed, tokens, longest[s6]) for seed in range(10)))
-    tokens = batches_of.LARGE_BATCH_TOKENS
-    cuts = batches_of.LARGE_CUTS_TOKENS
+    tokens = inputs.LARGE_BATCH_TOKENS
+    cuts = inputs.LARGE_CUTS_TOKENS
     add("Wikipedia", large, (documents.batch(s, tokens, cut) for cut in cuts for s in range(3)))
     assert len(cases) == _NUM_BATCHES
     for name in alone:
@@ -99,7 +99,7 @@ class _Side:
 
     def __init__(self, tree: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("plan_batches.py"))],
+            [sys.executable, str(Path(__file__).with_name("planner_ablation_worker.py"))],
             env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
             cwd=tree,
             stdin=subprocess.PIPE,
@@ -108,9 +108,12 @@ class _Side:
         )
 
     def plan(self, case: _Case) -> dict[str, Any]:
-        """What the process answers."""
-        profile = str(batches_of.ROOT / "examples/cost_profile_llama32b_a800.json")
-        request = {"pool": case.pool, "cost_profile": profile, "lengths": case.lengths}
+        """The answer of the process."""
+        request = {
+            "pool": case.pool,
+            "cost_profile": str(inputs.COST_PROFILE),
+            "lengths": case.lengths,
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -125,7 +128,7 @@ class _Side:
 
 @contextlib.contextmanager
 def _tree(version: str, folder: Path) -> Iterator[Path]:
-    """The folder of a version: one that exists, or that of a git revision, unpacked."""
+    """The folder of a version: an existing one, or a git revision unpacked."""
     if Path(version).is_dir():
         yield Path(version).resolve()
         return
@@ -133,7 +136,7 @@ def _tree(version: str, folder: Path) -> Iterator[Path]:
     tree.mkdir()
     archive = subprocess.run(
         ["git", "archive", version, "megatron"],
-        cwd=batches_of.ROOT,
+        cwd=inputs.ROOT,
         check=True,
         capture_output=True,
     )
@@ -167,8 +170,7 @@ def _version_table(found: Sequence[dict[str, Any]], before: str, after: str) -> 
         ("batches",),
         ("number", "slower", "faster", "sum %", "worst %", "gap %", "CPU s", "ratio"),
         "Predicted times, after against before: plans that are slower or faster, change of their "
-        "sum and of the worst plan. Largest gap and CPU time of one plan after another, before "
-        "and after.",
+        "sum and of the worst plan. Largest gap and total CPU time, before and after.",
     )
     groups: dict[str, list[dict[str, Any]]] = {}
     for result in found:
@@ -211,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     version = "git revision, or a folder with megatron/hydraulis"
     parser.add_argument("--before", required=True, metavar="VERSION", help=version)
-    parser.add_argument("--after", default=str(batches_of.ROOT), metavar="VERSION", help=version)
+    parser.add_argument("--after", default=str(inputs.ROOT), metavar="VERSION", help=version)
     parser.add_argument(
         "--rounds", type=positive, default=3, help="how often each batch is planned"
     )

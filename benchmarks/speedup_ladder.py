@@ -1,4 +1,4 @@
-"""What each idea is worth: padding, packing, dispatch, packing of equal work, dynamic strategies.
+"""Speed-up by each idea: packing, dispatch, packing of equal work, dynamic strategies.
 
 Simulated for a 32B model on 64 devices; `README.md` says what is assumed.
 
@@ -12,15 +12,15 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from rich.progress import Progress
 from rich.table import Table
+from scipy.stats import norm
 
-from benchmarks import planner_batches as batches_of
+from benchmarks import inputs
 from benchmarks.command import (
     counted_progress,
     figures_table,
@@ -62,7 +62,7 @@ LADDER = (
     (BALANCED, "+ packing of equal work"),
     (POOL, "+ dynamic strategies"),
 )
-BESIDE = ((PER_BATCH, "best homogeneous per batch"), (CP_ONLY, "cp only"))
+OTHERS = ((PER_BATCH, "best homogeneous per batch"), (CP_ONLY, "cp only"))
 NUM_DOCUMENTS = 1_000_000
 DEVICE = "a800-80g"
 
@@ -75,11 +75,11 @@ SIGMA = 1.15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LongTail:
-    """Lengths of web documents by a law, since there is no list of them.
+    """A distribution of the lengths of web documents: a lognormal body and a Pareto tail.
 
-    A lognormal body and a Pareto tail, as generative models of file sizes and web documents have it
-    (M. Mitzenmacher, Internet Mathematics 1(2), 2004; A. B. Downey, MASCOTS 2001). The tail begins
-    where both densities, and the slopes of their logarithms, are equal.
+    Generative models of file sizes and web documents have this form (M. Mitzenmacher, Internet
+    Mathematics 1(2), 2004; A. B. Downey, MASCOTS 2001). The tail begins where both densities, and
+    the slopes of their logarithms, are equal.
 
     The parameters are chosen, not fitted: a mean of about 1,200 tokens before the cut, the order of
     a cleaned page of Common Crawl, and a tail of infinite variance, so that a few documents of tens
@@ -92,30 +92,26 @@ class LongTail:
 
     @property
     def tail_tokens(self) -> float:
-        """Where the tail begins: the slope is ``-1 - log(s/median)/sigma²`` in the body and
+        """Start of the tail: the slope is ``-1 - log(s/median)/sigma²`` in the body and
         ``-1 - exponent`` in the tail."""
         return self.median_tokens * math.exp(self.tail_exponent * self.sigma**2)
 
     def quantiles(self, probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Lengths in tokens that a share of documents is not above: shape of probabilities."""
-        normal = NormalDist()
+        """Quantiles of the length in tokens; the shape is that of probabilities."""
         border = self.tail_exponent * self.sigma
-        body = normal.cdf(border)
+        body = norm.cdf(border)
         # With equal densities at the border the tail holds density · s / exponent.
-        tail = normal.pdf(border) / (self.sigma * self.tail_exponent)
+        tail = norm.pdf(border) / (self.sigma * self.tail_exponent)
         mass = probabilities * (body + tail)
-        in_tail = mass > body
-        lengths = np.empty_like(probabilities)
-        lengths[~in_tail] = [
-            self.median_tokens * math.exp(self.sigma * normal.inv_cdf(float(share)))
-            for share in np.clip(mass[~in_tail], 1e-12, None)
-        ]
-        left = (body + tail - mass[in_tail]) / tail
-        lengths[in_tail] = self.tail_tokens * left ** (-1.0 / self.tail_exponent)
-        return lengths
+        left = np.maximum(body + tail - mass, 1e-12) / tail
+        return np.where(
+            mass > body,
+            self.tail_tokens * left ** (-1.0 / self.tail_exponent),
+            self.median_tokens * np.exp(self.sigma * norm.ppf(np.clip(mass, 1e-12, body))),
+        )
 
     def corpus(self, num_documents: int) -> npt.NDArray[np.int64]:
-        """Lengths of a corpus with just this distribution: shape (num_documents,), rising."""
+        """Lengths of a corpus with this distribution: shape (num_documents,), rising."""
         middles = (np.arange(num_documents) + 0.5) / num_documents
         return np.maximum(1, np.rint(self.quantiles(middles))).astype(np.int64)
 
@@ -129,11 +125,11 @@ class Corpus:
 
 
 def corpora(median_tokens: float, tail_exponent: float) -> list[Corpus]:
-    """What batches are drawn from."""
-    law = LongTail(median_tokens=median_tokens, tail_exponent=tail_exponent)
+    """The corpora that batches are drawn from."""
+    distribution = LongTail(median_tokens=median_tokens, tail_exponent=tail_exponent)
     return [
-        Corpus("CommonCrawl-like", law.corpus(NUM_DOCUMENTS)),
-        Corpus("Wikipedia", read_corpus_lengths(batches_of.DATA / "wikipedia_lengths.csv")),
+        Corpus("CommonCrawl-like", distribution.corpus(NUM_DOCUMENTS)),
+        Corpus("Wikipedia", read_corpus_lengths(inputs.WIKIPEDIA)),
     ]
 
 
@@ -141,8 +137,8 @@ def simulate(
     corpus: Corpus, options: argparse.Namespace, progress: Progress
 ) -> tuple[Ways, list[WayResult]]:
     """All ways on batches of a corpus."""
-    pool, profile = batches_of.pool(), batches_of.cost_model()
-    shape = ModelShape.read(batches_of.ROOT / "examples" / "model_llama32b.json")
+    pool, profile = inputs.pool(), inputs.cost_model()
+    shape = ModelShape.read(inputs.MODEL)
     device = device_constants(options.device)
     cluster = device.cluster(pool.num_ranks, pool.ranks_per_node)
     regroup = RegroupCosts(
@@ -161,17 +157,17 @@ def simulate(
     ways = Ways(
         batches=sample_batches(
             corpus.lengths,
-            longest=batches_of.CONTEXT_TOKENS,
+            longest=inputs.CONTEXT_TOKENS,
             num_batches=options.iterations,
             seed=options.seed,
-            batch_tokens=batches_of.BATCH_TOKENS,
+            batch_tokens=inputs.BATCH_TOKENS,
         ),
         pool=pool,
         profile=profile,
         context_costs=ContextCosts(
             profile=profile, shape=shape, cluster=cluster, link_fraction=device.link_fraction
         ),
-        seq_length=batches_of.CONTEXT_TOKENS,
+        seq_length=inputs.CONTEXT_TOKENS,
         shape=shape,
         advance=lambda: progress.advance(task),
     )
@@ -192,19 +188,19 @@ def simulate(
 
 
 def ladder_table(corpus: Corpus, results: Sequence[WayResult]) -> Table:
-    """A step a row: what it adds, and what it comes to."""
+    """One row a step: its speed-up, and the total."""
     by_name = {result.name: result for result in results}
     low, high = PUBLISHED
     table = figures_table(
-        f"{corpus.name}: what each step is worth",
+        f"{corpus.name}: speed-up by step",
         ("step",),
         ("s / iteration", "step", "over packing [95 %]", "pool over it [95 %]"),
         f"Intervals: bootstrap over batches. arXiv 2412.07894 reports {low} to {high} over "
         "existing systems, which are static or choose among homogeneous strategies.",
     )
     last: WayResult | None = None
-    for way, text in (*LADDER, *BESIDE):
-        if way == BESIDE[0][0]:
+    for way, text in (*LADDER, *OTHERS):
+        if way == OTHERS[0][0]:
             table.add_section()
             last = None
         if way not in by_name:
@@ -226,7 +222,7 @@ def _ratio(slower: WayResult, faster: WayResult) -> str:
     estimate = ratio_of_totals(
         [each.time_ms for each in slower.accounts], [each.time_ms for each in faster.accounts]
     )
-    return f"{estimate.median:.2f} \\[{estimate.low:.2f}, {estimate.high:.2f}]"
+    return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -239,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ways, results = simulate(corpus, options, progress)
             by_name = {result.name: result for result in results}
             num = len(ways.batches)
-            cut = np.minimum(corpus.lengths, batches_of.CONTEXT_TOKENS)
+            cut = np.minimum(corpus.lengths, inputs.CONTEXT_TOKENS)
             console.print(
                 f"\n{corpus.name}: documents of {corpus.lengths.mean():,.0f} tokens on average, "
                 f"median {np.median(corpus.lengths):,.0f}, 99th percentile "
@@ -257,23 +253,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
-        "speedup_ladder", "What each idea is worth, simulated for a 32B model on 64 devices."
+        "speedup_ladder", "Speed-up by each idea, simulated for a 32B model on 64 devices."
     )
     parser.add_argument("--iterations", type=positive, default=100, help="batches of each corpus")
     parser.add_argument("--seed", type=int, default=0, help="of the batches")
     parser.add_argument(
-        "--median", type=float, default=MEDIAN_TOKENS, help="of the law's body, in tokens"
+        "--median", type=float, default=MEDIAN_TOKENS, help="of CommonCrawl-like lengths, in tokens"
     )
-    parser.add_argument(
-        "--tail-exponent", type=float, default=TAIL_EXPONENT, help="of the law's tail"
-    )
+    parser.add_argument("--tail-exponent", type=float, default=TAIL_EXPONENT, help="of their tail")
     parser.add_argument(
         "--regroup",
         action="store_true",
-        help="with regrouping and update, from bytes and the device's links; without, an iteration "
-        "is forward and backward alone, as in the profile",
+        help="add regrouping and update, by bytes and links of the device; by default an iteration "
+        "is forward and backward only, as in the profile",
     )
-    parser.add_argument("--device", default=DEVICE, help="whose links carry what is exchanged")
+    parser.add_argument("--device", default=DEVICE, help="device whose links are used")
     return parser
 
 

@@ -29,9 +29,9 @@ from rich.table import Table
 from benchmarks.command import (
     environment,
     figures_table,
-    import_on_cpu,
     make_parser,
     positive,
+    use_cpu,
     wide_console,
     write_figures,
 )
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     options = parser.parse_args(argv)
     console = wide_console()
-    import_on_cpu(console)
+    use_cpu()
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # the backend `fake`
     found: dict[str, dict[int, dict[str, float]]] = {"together": {}, "alone": {}}
     jobs = [("together", n) for n in options.together] + [("alone", n) for n in options.alone]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.comparison import loss_difference
 from benchmarks.gpu.rank import Place
 from benchmarks.hydraulis_side import HydraulisSide
 from benchmarks.paired_statistics import paired_ratio
 from benchmarks.plain_megatron import PlainMegatronSide
+from benchmarks.static_against_megatron import loss_difference
 from benchmarks.step_report import StepReport
 from benchmarks.workload import Workload
 from megatron.hydraulis.runtime.core_attention import MODULE_OF, choose, current_environment
@@ -42,7 +42,7 @@ def plain(place: Place, text: str) -> None:
     num_tokens = workload.num_tokens_per_micro_batch * workload.num_micro_batches
     place.measured(
         f"speed {scheme}",
-        ratio.median,
+        ratio.value,
         interval_95=[ratio.low, ratio.high],
         tokens_per_s={name: num_tokens / median(times) for name, times in times_s.items()},
         times_s=times_s,
@@ -65,7 +65,7 @@ def overlap(place: Place, text: str) -> None:
     ratio = paired_ratio(times_s["overlapped"], times_s["one after the other"])
     details = {"waits_s": waits_s, "times_s": times_s, "interval_95": [ratio.low, ratio.high]}
     place.measured("hidden", 1.0 - shown / whole if whole else 0.0, **details)
-    place.measured("time", ratio.median, **details)
+    place.measured("time", ratio.value, **details)
 
 
 def _workload(place: Place) -> Workload:

@@ -79,7 +79,7 @@ def run(place: Place, pool_file: str, cost_profile: str) -> None:
         "chosen": [plan.strategy for plan in ways[POOL]],
         "tokens": [sum(lengths) for lengths in batches],
     }
-    place.measured("gain", estimate.median, **details)
+    place.measured("gain", estimate.value, **details)
     gain = sum(predicted_s[best]) / sum(predicted_s[POOL])
     place.measured("predicted gain", gain)
     errors = [

@@ -40,7 +40,7 @@ def test_the_benchmark_runs_every_side_and_no_iteration_is_faster_than_modelled(
     assert done.returncode == 0, done.stdout + done.stderr
     printed = " ".join(done.stdout.split())
     assert "documents cut at 5,000 tokens" in printed
-    assert "How much faster the dynamic strategies are" in printed
+    assert "Time of a static side over that of the dynamic strategies" in printed
     found = json.loads(figures.read_text())
     _, *static = found["sides"]
     assert [side["name"] for side in found["sides"]] == [
@@ -51,6 +51,6 @@ def test_the_benchmark_runs_every_side_and_no_iteration_is_faster_than_modelled(
         assert len(side["iterations"]) == 2
         for iteration in side["iterations"]:
             assert iteration["measured_s"] >= iteration["predicted_s"] > 0.0
-            assert iteration["num_operations"] > 0
+            assert iteration["count"]["num_operations"] > 0
     for side in static:
         assert {iteration["strategy"] for iteration in side["iterations"]} == {"long"}

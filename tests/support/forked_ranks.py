@@ -6,15 +6,32 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """A folder for files that processes share."""
+DIED = "the worker died"
+LATE_FAILURES_S = 0.2
+"""How long to collect failures of other ranks after the first one: a rank that waited for the one
+at fault may fail before it."""
+
+
+@dataclass
+class Answers:
+    """What ranks answered to one call."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    """Ranks that had not answered when time ran out, or soon after the first failure."""
 
 
 class ForkedRanks:
@@ -26,8 +43,8 @@ class ForkedRanks:
             of the pipe; ends the process itself, or by returning. Need not be picklable.
         timeout_s: for each collective.
         backend: of the job's process groups.
-        enter: called on each rank before it joins, with the rank and the job's folder, which lies
-            in memory where the machine has a folder there.
+        enter: called on each rank before it joins, with the rank and the job's folder, which is in
+            memory if the machine has a folder there.
     """
 
     def __init__(
@@ -69,6 +86,28 @@ class ForkedRanks:
     def all_live(self) -> bool:
         """Whether no rank has ended."""
         return all(process.is_alive() for process in self._processes)
+
+    def answers(self, timeout_s: float) -> Answers:
+        """One answer ``(succeeded, value)`` of every rank; `value` of a failure is its report."""
+        found = Answers()
+        deadline_s = time.monotonic() + timeout_s
+        waiting = {connection: rank for rank, connection in enumerate(self.connections)}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    succeeded, value = connection.recv()
+                except (EOFError, OSError):  # a reset, if the rank left our message unread
+                    succeeded, value = False, DIED
+                (found.results if succeeded else found.failures)[rank] = value
+            if found.failures:
+                deadline_s = min(deadline_s, time.monotonic() + LATE_FAILURES_S)
+        found.missing = sorted(waiting.values())
+        return found
 
     def close(self) -> None:
         """Kill the ranks."""

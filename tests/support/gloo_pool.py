@@ -1,4 +1,4 @@
-"""Pools of forked workers: a multi-process test costs its own time, not an import of torch.
+"""Pools of forked workers, so that a multi-process test does not import torch again.
 
 The parent imports torch and Megatron once and applies the CPU backend; workers are forks of it that
 form a gloo job. Workers on the CUDA stand-in are forks of a process that was started on it. A
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -22,18 +21,15 @@ import torch
 
 from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.runtime.process_groups import GroupRegistry
-from tests.support.forked_ranks import ForkedRanks
+from tests.support.forked_ranks import DIED, ForkedRanks
 
 DEFAULT_TIMEOUT_S = 60.0
 COLLECTIVE_TIMEOUT_S = 60.0
 ORPHAN_CHECK_S = 1.0
-"""How often an idle worker looks whether its parent still lives."""
+"""How often an idle worker checks that its parent is alive."""
 
-CULPRIT_WAIT_S = 0.2
-"""After a failure, how long the other ranks may still tell of theirs."""
-DIED = "the worker died"
-LAST_WORDS = 2000
-"""Characters of what a worker wrote to its standard error that a failure quotes."""
+QUOTED_CHARACTERS = 2000
+"""Of a worker's standard error, in the message of a failure."""
 
 Device = Literal["cpu", "cuda"]
 
@@ -93,40 +89,22 @@ class RankPool:
         for connection in self._ranks.connections:
             with suppress(OSError):  # its death is found below, like any other
                 connection.send_bytes(message)
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        deadline = time.monotonic() + timeout_s
-        waiting = dict(zip(self._ranks.connections, range(self.world_size), strict=True))
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for answered in ready:
-                assert isinstance(answered, Connection)
-                rank = waiting.pop(answered)
-                try:
-                    ok, value = pickle.loads(answered.recv_bytes())
-                except (EOFError, OSError):  # a reset, where it left our message unread
-                    ok, value = False, DIED
-                (results if ok else failures)[rank] = value
-            if failures:
-                # Those who waited for the culprit may have failed before it: see who else comes.
-                deadline = min(deadline, time.monotonic() + CULPRIT_WAIT_S)
-        last_words = self._last_words() if failures or waiting else ""
+        answers = self._ranks.answers(timeout_s)
+        failures, missing = answers.failures, answers.missing
+        if not failures and not missing:
+            return [answers.results[rank] for rank in range(self.world_size)]
+        stderr = self._stderr()
+        self._restart()
         if failures:
-            self._restart()
-            first_dead = sorted(failures, key=lambda rank: failures[rank] != DIED)
+            dead_first = sorted(failures, key=lambda rank: failures[rank] != DIED)
             reports = [
-                f"rank {rank} of {self.world_size} failed:\n{failures[rank]}" for rank in first_dead
+                f"rank {rank} of {self.world_size} failed:\n{failures[rank]}" for rank in dead_first
             ]
-            raise WorkerFailure("\n".join(reports) + last_words)
-        if waiting:
-            self._restart()
-            raise WorkerFailure(
-                f"ranks {sorted(waiting.values())} of {self.world_size} did not finish within "
-                f"{timeout_s} s: a hang{last_words}"
-            )
-        return [results[rank] for rank in range(self.world_size)]
+            raise WorkerFailure("\n".join(reports) + stderr)
+        raise WorkerFailure(
+            f"ranks {missing} of {self.world_size} did not finish within {timeout_s} s: a "
+            f"hang{stderr}"
+        )
 
     def close(self) -> None:
         """Kill the workers."""
@@ -147,14 +125,15 @@ class RankPool:
             enter=self._enter,
         )
 
-    def _last_words(self) -> str:
-        words = ""
+    def _stderr(self) -> str:
+        """The end of what each worker wrote to its standard error."""
+        text = ""
         for path in sorted(self._ranks.directory.glob("*.stderr")):
             lines = path.read_text(errors="replace").splitlines()
-            said = "\n".join(line for line in lines if not line.startswith("Extension modules"))
-            said = said[-LAST_WORDS:]
-            words += f"\n{path.stem} wrote:\n{said}" if said else ""
-        return words
+            kept = "\n".join(line for line in lines if not line.startswith("Extension modules"))
+            kept = kept[-QUOTED_CHARACTERS:]
+            text += f"\n{path.stem} wrote:\n{kept}" if kept else ""
+        return text
 
 
 @cache

@@ -1,13 +1,27 @@
-"""The arithmetic of the benchmarks, on data whose answer is known."""
+"""The arithmetic of the benchmarks, on data with known answers."""
 
 import math
 
 import numpy as np
 import pytest
 
-from benchmarks.comparison import SideSteps, loss_difference
+from benchmarks.alternating_pool import (
+    ALTERNATING,
+    FIRST,
+    SECOND,
+    Alternation,
+    BlockReport,
+    block_plans,
+)
+from benchmarks.estimate_errors import COLUMNS, median_error_percent, ratios
+from benchmarks.inputs import cost_model
 from benchmarks.paired_statistics import paired_ratio
+from benchmarks.prediction_error import figures
+from benchmarks.static_against_megatron import SideSteps, loss_difference
 from benchmarks.step_report import Spent, StepClock, StepReport, Traffic
+from benchmarks.workload import Workload
+from megatron.hydraulis.strategy import Strategy
+from tests.unit.observability.run_folders import make_record
 
 
 def step(wall_s: float, *, loss: float = 2.0, **phases_s: float) -> StepReport:
@@ -15,18 +29,18 @@ def step(wall_s: float, *, loss: float = 2.0, **phases_s: float) -> StepReport:
     return StepReport(Spent(wall_s, wall_s / 2), phases, loss=loss, gradient_norm=1.0)
 
 
-def test_equal_ratios_leave_no_doubt() -> None:
+def test_equal_ratios_have_a_point_interval() -> None:
     estimate = paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
-    assert (estimate.median, estimate.low, estimate.high) == (2.0, 2.0, 2.0)
+    assert (estimate.value, estimate.low, estimate.high) == (2.0, 2.0, 2.0)
     assert estimate.num_pairs == 3
 
 
-def test_what_slows_a_whole_pair_cancels_out() -> None:
+def test_a_disturbance_of_a_whole_pair_cancels_out() -> None:
     rng = np.random.default_rng(0)
     disturbance = rng.lognormal(sigma=1.0, size=40)
     own = rng.lognormal(sigma=0.02, size=40)
     estimate = paired_ratio(list(1.1 * own * disturbance), list(disturbance))
-    assert 1.08 < estimate.low < estimate.median < estimate.high < 1.12
+    assert 1.08 < estimate.low < estimate.value < estimate.high < 1.12
 
 
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.995])
@@ -40,7 +54,7 @@ def test_the_interval_is_that_of_the_exact_bootstrap(confidence: float) -> None:
     estimate = paired_ratio(
         [float(value) for value in range(1, 10)], [1.0] * 9, confidence=confidence
     )
-    assert (estimate.low, estimate.median, estimate.high) == (low, 5.0, 10 - low)
+    assert (estimate.low, estimate.value, estimate.high) == (low, 5.0, 10 - low)
 
 
 def test_a_true_ratio_lies_in_most_intervals() -> None:
@@ -54,18 +68,18 @@ def test_a_true_ratio_lies_in_most_intervals() -> None:
 
 
 @pytest.mark.parametrize(("above", "below"), [([], []), ([1.0], [1.0, 2.0]), ([1.0], [0.0])])
-def test_what_is_no_pair_is_refused(above: list[float], below: list[float]) -> None:
+def test_invalid_pairs_are_refused(above: list[float], below: list[float]) -> None:
     with pytest.raises(ValueError, match=r"pairs need equally many|must be positive"):
         paired_ratio(above, below)
 
 
-def test_a_step_lasts_as_long_as_its_slowest_rank_and_costs_what_all_cost() -> None:
+def test_a_step_takes_the_time_of_its_slowest_rank_and_the_cpu_time_of_all() -> None:
     side = SideSteps(((step(0.2), step(0.3)), (step(0.5), step(0.1))), ())
     assert side.step_times_ms == pytest.approx([300.0, 500.0])
     assert side.cpu_times_ms == pytest.approx([250.0, 300.0])
 
 
-def test_other_is_what_the_phases_leave() -> None:
+def test_other_is_the_rest_of_the_phases() -> None:
     phases_s = {"gather": 0.1, "compute": 0.4, "scatter": 0.2, "optimizer": 0.1}
     side = SideSteps(((step(1.0, **phases_s), step(1.2, **phases_s)),), ())
     assert side.phases_ms["compute"] == pytest.approx(400.0)
@@ -78,7 +92,7 @@ def test_traffic_is_the_mean_over_ranks() -> None:
     assert side.mean_traffic == Traffic(6, 4, 2)
 
 
-def test_losses_are_compared_where_they_are_known() -> None:
+def test_losses_are_compared_on_ranks_that_know_them() -> None:
     unknown = step(1.0, loss=math.nan)
     ours = [[unknown, step(1.0, loss=2.0)], [unknown, step(1.0, loss=1.002)]]
     plain = [[step(1.0, loss=2.0)], [step(1.0, loss=1.0)]]
@@ -95,3 +109,74 @@ def test_a_phase_inside_a_phase_counts_once() -> None:
     report = clock.report(loss=1.0, gradient_norm=1.0)
     assert report.phases["inner"].wall_s > report.phases["outer"].wall_s >= 0.0
     assert report.phase("other").wall_s >= 0.0
+
+
+def alternation(walls_s: dict[str, float]) -> Alternation:
+    """Three blocks on two ranks, each disturbed equally on both; rank 1 is the slower one."""
+
+    def block(wall_s: float, cpu_s: float) -> BlockReport:
+        return BlockReport(Spent(wall_s, cpu_s), (0.6, 0.4), 4000)
+
+    blocks: dict[str, list[tuple[BlockReport, ...]]] = {
+        run: [
+            (block(wall_s * d / 2, wall_s / 4), block(wall_s * d, wall_s / 4))
+            for d in (1.0, 3.0, 1.5)
+        ]
+        for run, wall_s in walls_s.items()
+    }
+    return Alternation("a", "b", blocks)
+
+
+def test_the_ratio_is_to_the_mean_of_both_static_runs() -> None:
+    found = alternation({ALTERNATING: 3.3, FIRST: 2.0, SECOND: 4.0})
+    for cpu in (False, True):
+        assert math.isclose(found.ratio(cpu=cpu).value, 1.1)
+    assert math.isclose(found.times_ms(ALTERNATING)[1], 1000 * 3.3 * 3 / 4)
+
+
+def test_waits_and_bytes_are_those_of_an_iteration() -> None:
+    found = alternation({ALTERNATING: 4.0, FIRST: 4.0, SECOND: 4.0})
+    gather_ms, scatter_ms = found.waits_ms(ALTERNATING)
+    assert math.isclose(gather_ms, 150.0)
+    assert math.isclose(scatter_ms, 100.0)
+    assert found.regroup_bytes(FIRST) == 1000
+
+
+def test_an_iteration_of_a_strategy_is_the_same_in_every_run() -> None:
+    workload = Workload(num_micro_batches=8)
+    first, second = (Strategy.parse(text, 4, name=text) for text in ("4*tp1", "2*tp2"))
+    both, alone = (block_plans(used, workload, 3) for used in ((first, second), (second,)))
+    assert [plan.strategy for plan in both] == ["4*tp1", "2*tp2"] * 2
+    assert both[1::2] == alone[1::2]
+    assert [plan.num_micro_batches for plan in both] == [2, 4, 2, 4]
+
+
+def test_the_estimate_is_near_what_was_measured() -> None:
+    found = ratios(cost_model())
+    errors = {
+        name: median_error_percent(column)
+        for name, column in zip(COLUMNS, zip(*found.values(), strict=True), strict=True)
+    }
+    assert errors["b"] < 7.0
+    assert errors["one sequence"] < 5.0
+    assert errors["eight sequences"] < 5.0
+    assert errors["a"] < 15.0
+    assert errors["c"] < 25.0
+
+
+def test_the_median_skips_unmeasured_values() -> None:
+    assert abs(median_error_percent([None, 1.1, 0.7, 1.2]) - 20.0) < 1e-9
+
+
+def test_errors_are_medians_over_iterations() -> None:
+    times_s = ((1.0, 1.0), (1.1, 1.0), (1.2, 1.0), (2.6, 2.0), (0.4, 0.5))
+    records = [
+        make_record(number, iteration_time_s=measured_s, predicted_time_s=predicted_s)
+        for number, (measured_s, predicted_s) in enumerate(times_s, start=1)
+    ]
+    errors = figures("run", "2*tp1", records)
+    assert errors.num_iterations == 5
+    assert errors.median == pytest.approx(0.2)
+    assert errors.worst == pytest.approx(0.3)
+    assert errors.median_signed == pytest.approx(0.1)
+    assert errors.spread == pytest.approx((1.2 - 1.0) / 1.1)

@@ -12,7 +12,7 @@ from benchmarks.context_balance import (
     rows_longest_first,
     run_flexsp,
 )
-from benchmarks.planner_batches import DATA
+from benchmarks.inputs import DATA
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.planner.costs import GroupCost
 

@@ -1,4 +1,4 @@
-"""Laws, cost models and tables of the benchmarks that simulate, on data whose answer is known."""
+"""Distributions, cost models and tables of the benchmarks that simulate, on known data."""
 
 import itertools
 import json
@@ -8,31 +8,31 @@ import pytest
 
 from benchmarks import speedup_ladder
 from benchmarks.context_balance import cost_profile
-from benchmarks.planner_batches import DATA
+from benchmarks.inputs import DATA
 from benchmarks.speedup_ladder import LongTail
 from megatron.hydraulis.strategy import Scheme
 
 REFERENCE = json.loads((DATA / "flexsp_reference.json").read_text("utf-8"))
 
 
-def test_the_tail_of_the_law_falls_by_its_exponent() -> None:
-    law = LongTail(median_tokens=400.0, sigma=1.0, tail_exponent=1.5)
-    # So far out that a tenth as many documents are longer than 10^(1/1.5) times the length.
-    near, far = law.quantiles(np.array([1 - 1e-4, 1 - 1e-5]))
-    assert near > law.tail_tokens
+def test_the_tail_of_the_distribution_falls_by_its_exponent() -> None:
+    distribution = LongTail(median_tokens=400.0, sigma=1.0, tail_exponent=1.5)
+    # Far in the tail a tenth as many documents are longer than 10^(1/1.5) times the length.
+    near, far = distribution.quantiles(np.array([1 - 1e-4, 1 - 1e-5]))
+    assert near > distribution.tail_tokens
     assert far / near == pytest.approx(10 ** (1 / 1.5), rel=1e-6)
 
 
-def test_the_law_is_continuous_and_rises_where_its_tail_begins() -> None:
-    law = LongTail()
-    lengths = law.quantiles(np.linspace(0.001, 0.999, 2000))
+def test_the_distribution_is_continuous_where_its_tail_begins() -> None:
+    distribution = LongTail()
+    lengths = distribution.quantiles(np.linspace(0.001, 0.999, 2000))
     assert (np.diff(lengths) > 0).all()
-    near_border = lengths[np.abs(np.log(lengths / law.tail_tokens)) < 0.3]
+    near_border = lengths[np.abs(np.log(lengths / distribution.tail_tokens)) < 0.3]
     # Steps of equal probability grow smoothly: the density does not jump.
     steps = np.diff(near_border)
     assert (steps[1:] / steps[:-1]).max() < 1.1
-    corpus = law.corpus(10_001)
-    assert abs(np.median(corpus) / law.median_tokens - 1.0) < 0.05
+    corpus = distribution.corpus(10_001)
+    assert abs(np.median(corpus) / distribution.median_tokens - 1.0) < 0.05
 
 
 @pytest.mark.parametrize("width", [1, 8, 64])
@@ -54,7 +54,7 @@ def test_flexsp_s_formulas_are_the_cost_model_s(width: int) -> None:
     assert profile.max_tokens(scheme) == int((30 * 1024 - states_mb) / 4.480441895 * width)
 
 
-def test_a_ladder_has_all_steps_and_gains_in_all_but_rounding() -> None:
+def test_a_ladder_has_all_steps_and_no_step_is_slower() -> None:
     options = speedup_ladder._parser().parse_args(["--iterations", "1"])
     corpus = speedup_ladder.corpora(options.median, options.tail_exponent)[1]
     with speedup_ladder.Progress(disable=True) as progress:

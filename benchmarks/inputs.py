@@ -1,4 +1,4 @@
-"""The batches and pools of the planner's benchmark, from files of the repository."""
+"""The 32B model, cost profile, pools and batches that benchmarks share, from files of the tree."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from megatron.hydraulis.strategy import Pool, Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(__file__).resolve().parent / "data"
+MODEL = ROOT / "examples" / "model_llama32b.json"
+COST_PROFILE = ROOT / "examples" / "cost_profile_llama32b_a800.json"
+POOL = ROOT / "examples" / "pool_64_ranks.json"
+WIKIPEDIA = DATA / "wikipedia_lengths.csv"
 CONTEXT_TOKENS = 32_768
 """Longer documents are cut."""
 BATCH_TOKENS = 200_000
@@ -37,7 +41,7 @@ class PublishedResult:
 class LengthDistribution:
     """Lengths of documents with the number of documents that have them."""
 
-    def __init__(self, path: Path = DATA / "wikipedia_lengths.csv") -> None:
+    def __init__(self, path: Path = WIKIPEDIA) -> None:
         found = read_length_counts(path)
         self._lengths = found.lengths
         self._shares = found.counts / found.counts.sum()
@@ -69,12 +73,12 @@ class LengthDistribution:
 
 def cost_model() -> ProfileCostModel:
     """Llama of 32B parameters on A800."""
-    return ProfileCostModel.read(ROOT / "examples/cost_profile_llama32b_a800.json")
+    return ProfileCostModel.read(COST_PROFILE)
 
 
 def pool() -> Pool:
     """S0 to S6 on 64 ranks."""
-    return Pool.read(ROOT / "examples/pool_64_ranks.json")
+    return Pool.read(POOL)
 
 
 def large_pool() -> Pool:

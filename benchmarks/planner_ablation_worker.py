@@ -1,8 +1,8 @@
-"""One side of `planner_ablation`: plans batches with the package that PYTHONPATH names.
+"""One side of `planner_ablation`: plans batches with the package on PYTHONPATH.
 
 Reads a JSON object a line, ``{"pool": file, "cost_profile": file, "lengths": [...]}``, and answers
 each with the plan and the CPU time of planning. It runs in the tree of either version, so it
-imports nothing of the benchmarks and finds the planner under its old and its new name.
+imports no other benchmark and looks for the planner under its old and its new module name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.strategy import Pool
 
-_HOMES = ("megatron.hydraulis.planner.planners", "megatron.hydraulis.planner.certified")
+_MODULES = ("megatron.hydraulis.planner.planners", "megatron.hydraulis.planner.certified")
 MS_PER_S = 1e3
 
 
@@ -46,13 +46,13 @@ def main() -> None:
 
 @functools.cache
 def _planner(pool: str, cost_profile: str) -> Any:
-    for name in _HOMES:
+    for name in _MODULES:
         try:
             kind = importlib.import_module(name).CertifiedPlanner
         except ModuleNotFoundError:
             continue
         return kind(Pool.read(pool), ProfileCostModel.read(cost_profile))
-    raise ModuleNotFoundError(f"no CertifiedPlanner in {_HOMES}")
+    raise ModuleNotFoundError(f"no CertifiedPlanner in {_MODULES}")
 
 
 if __name__ == "__main__":
