@@ -1,4 +1,4 @@
-"""Whether the NCCL calls of all ranks match, and whether one order holds all of them.
+"""Whether the NCCL calls of all ranks match, and whether one order contains all of them.
 
 A rank's device runs its calls one after another, as if all streams shared one hardware queue. A
 call ends when all ranks that it exchanges data with have reached their part of it. The calls of

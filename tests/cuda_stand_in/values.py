@@ -189,7 +189,7 @@ def _random_state(func: Any, inputs: list[Any]) -> int | None:
 
 
 def _without_masks(indices: list[Tensor | None]) -> list[Tensor | None]:
-    """Masks as the indices of what they hold."""
+    """Boolean masks as indices."""
     found: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):

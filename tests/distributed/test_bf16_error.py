@@ -1,4 +1,4 @@
-"""bf16 parameters: strategies add little to the rounding error that one process has as well."""
+"""bf16 parameters: strategies add little to the rounding error of a single process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_of_a_schedule_that_switches_strategies() -> None:
 
 
 def test_upstream_s_model_in_bf16_on_one_process_is_no_more_exact() -> None:
-    """The run that is compared with is not a bad one of ours."""
+    """The reference of the comparison is not inaccurate."""
     upstream: ReferenceRun = pool_of(1).run(
         run_reference, law_job(1, "tp1", MODEL), torch.bfloat16
     )[0]

@@ -1,4 +1,4 @@
-"""Damaged, half-written and foreign checkpoints: an error that says so, or the one before."""
+"""Damaged, incomplete and foreign checkpoints: an error, or a fallback to the previous one."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def cut(path: Path) -> None:
 
 
 def rename_file(path: Path) -> None:
-    """As a manifest that names a file outside would."""
+    """Let the manifest name a file outside the folder."""
     content = json.loads(path.read_text())
     content["files"]["../x"] = content["files"].pop("metadata.json")
     path.write_text(json.dumps(content))
 
 
 def keep_one_shard(path: Path) -> None:
-    """As an interrupted copy leaves a checkpoint."""
+    """The state after an interrupted copy."""
     for file in path.iterdir():
         if file.name != "__0_0.distcp":
             file.unlink()
@@ -104,21 +104,23 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_an_error_or_a_reason_to_take_the_one_before(name: str, damaged: Path) -> None:
-    file_name, damage, told = DAMAGE[name]
+def test_damage_is_an_error_or_causes_a_fallback_to_the_previous_checkpoint(
+    name: str, damaged: Path
+) -> None:
+    file_name, damage, message = DAMAGE[name]
     damage(damaged / f"iter_{LAST:07d}" / file_name)
     for answer in pool_of(NUM_RANKS).run(try_load, str(damaged), False):
         assert answer.startswith("CheckpointError: ")
-        assert told in answer
+        assert message in answer
     before, last = inspect_folder(damaged).checkpoints
     assert (before.complete, last.complete) == (True, False)
     assert not before.problems
-    assert told in " ".join(last.problems)
+    assert message in " ".join(last.problems)
     answers = pool_of(NUM_RANKS).run(try_load, str(damaged), True)
     assert answers == [f"iter_{FIRST:07d}"] * NUM_RANKS
 
 
-def test_nothing_whole_is_an_error_even_with_fallback(damaged: Path) -> None:
+def test_without_a_complete_checkpoint_fallback_is_an_error(damaged: Path) -> None:
     for iteration in (FIRST, LAST):
         flip_byte(damaged / f"iter_{iteration:07d}" / "__0_0.distcp")
     (answer, _) = pool_of(NUM_RANKS).run(try_load, str(damaged), True)
@@ -126,22 +128,22 @@ def test_nothing_whole_is_an_error_even_with_fallback(damaged: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [
         (SmallModel(num_layers=3, dtype=torch.float32), "decoder.layers"),
         (SmallModel(num_layers=2, dtype=torch.float32, tied=True), "output_layer.weight"),
         (SmallModel(num_layers=2, dtype=torch.float32, vocab_size=59), "vocab_size is 61 there"),
     ],
 )
-def test_another_model_is_an_error_with_fallback_too(
-    model: SmallModel, told: str, sound: Path
+def test_another_model_is_an_error_even_with_fallback(
+    model: SmallModel, message: str, sound: Path
 ) -> None:
     (answer, _) = pool_of(NUM_RANKS).run(try_load, str(sound), True, model)
     assert answer.startswith("ConfigurationError: ")
-    assert told in answer
+    assert message in answer
 
 
-def test_another_padding_of_the_same_vocabulary_is_no_other_model(
+def test_another_padding_of_the_same_vocabulary_is_the_same_model(
     sound: Path, tmp_path: Path
 ) -> None:
     wider = SmallModel(num_layers=2, dtype=torch.float32, padded_vocab_size=72)
@@ -160,38 +162,38 @@ def load_and_save_wider(source: str, root: str, model: SmallModel) -> None:
     save_engine(engine, Path(root), LAST)
 
 
-def test_a_file_of_the_latest_that_says_nonsense_or_names_nothing(damaged: Path) -> None:
-    for text, told in (("five", "must hold the number"), ("7", "no checkpoint of iteration 7")):
+def test_an_invalid_file_of_the_latest_checkpoint_is_an_error(damaged: Path) -> None:
+    for text, message in (("five", "must hold the number"), ("7", "no checkpoint of iteration 7")):
         (damaged / LATEST_FILE_NAME).write_text(text)
         (answer, _) = pool_of(NUM_RANKS).run(try_load, str(damaged), False)
         assert answer.startswith("CheckpointError: ")
-        assert told in answer
+        assert message in answer
         assert pool_of(NUM_RANKS).run(try_load, str(damaged), True)[0] == f"iter_{LAST:07d}"
     (damaged / LATEST_FILE_NAME).unlink()
     (answer, _) = pool_of(NUM_RANKS).run(try_load, str(damaged), False)
     assert "no file that names the latest" in answer
     for path in damaged.iterdir():
         path.rename(damaged / "release") if path.name.endswith(str(LAST)) else shutil.rmtree(path)
-    for fallback in (False, True):  # else it would begin from scratch
+    for fallback in (False, True):  # otherwise it would start from scratch
         (answer, _) = pool_of(NUM_RANKS).run(try_load, str(damaged), fallback)
         assert f"write release into {LATEST_FILE_NAME}" in answer
 
 
 @pytest.mark.parametrize(
-    ("removed", "iteration", "told"),
+    ("removed", "iteration", "message"),
     [
         ((FIRST, LAST), None, "no checkpoint of iteration 5; there are none: copy it back"),
         ((), FIRST - 1, "no checkpoint of iteration 2; there are 3, 5: give --ckpt-step"),
     ],
     ids=["none is left", "none is as early"],
 )
-def test_a_fallback_is_no_start_from_scratch(
-    removed: tuple[int, ...], iteration: int | None, told: str, damaged: Path
+def test_fallback_never_starts_from_scratch(
+    removed: tuple[int, ...], iteration: int | None, message: str, damaged: Path
 ) -> None:
     for each in removed:
         shutil.rmtree(damaged / f"iter_{each:07d}")
     for answer in pool_of(NUM_RANKS).run(try_find, str(damaged), iteration):
-        assert told in answer
+        assert message in answer
         assert "--load-fallback" not in answer
     if removed:
         (damaged / LATEST_FILE_NAME).write_text("five")
@@ -208,7 +210,7 @@ def try_find(root: str, iteration: int | None) -> str:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(
+def test_a_full_disk_is_an_error_and_leaves_the_previous_checkpoint(
     asynchronous: bool, damaged: Path
 ) -> None:
     answers = pool_of(NUM_RANKS).run(save_on_full_disk, str(damaged), asynchronous)
@@ -222,7 +224,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_checkpoint_before(
     assert pool_of(NUM_RANKS).run(try_load, str(damaged), False)[0] == f"iter_{LAST:07d}"
 
 
-def test_a_writer_that_dies_leaves_the_checkpoint_before(damaged: Path) -> None:
+def test_a_writer_that_dies_leaves_the_previous_checkpoint(damaged: Path) -> None:
     answers = pool_of(NUM_RANKS).run(save_while_writer_dies, str(damaged))
     for answer in answers:
         assert "iteration 9 cannot be saved" in answer
@@ -233,7 +235,7 @@ def test_a_writer_that_dies_leaves_the_checkpoint_before(damaged: Path) -> None:
 
 
 def save_while_writer_dies(root: str) -> str:
-    """On every rank: save beside training; rank 1's fork is killed before it has written."""
+    """On every rank: save asynchronously; rank 1's fork is killed before it has written."""
     engine = make_engine(MODEL.definition(), ("tp2",))
     with writers_that_wait():
         saver = save_engine(engine, Path(root), 9, asynchronous=True)
@@ -248,7 +250,7 @@ def save_while_writer_dies(root: str) -> str:
     return "saved"
 
 
-def test_ranks_that_die_leave_a_half_that_the_next_start_removes(damaged: Path) -> None:
+def test_ranks_that_die_leave_an_incomplete_save_that_the_next_start_removes(damaged: Path) -> None:
     pool_of(NUM_RANKS).run(save_and_die, str(damaged))
     folder = CheckpointFolder(damaged)
     assert (folder.latest(), folder.iterations) == (LAST, (FIRST, LAST))
@@ -269,7 +271,7 @@ def save_and_die(root: str) -> None:
 
 @contextmanager
 def writers_that_wait() -> Iterator[None]:
-    """Forks that are begun inside stop themselves before they write; SIGCONT lets them go on."""
+    """Forks that start inside stop themselves before they write; SIGCONT resumes them."""
 
     def wait_and_write(*args: Any) -> WrittenFile:
         os.kill(os.getpid(), signal.SIGSTOP)

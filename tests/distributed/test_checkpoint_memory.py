@@ -27,12 +27,12 @@ def largest_bucket_bytes(engine: Engine) -> int:
 
 
 def save_and_load(root: str, others: str) -> tuple[tuple[int, int, int], int, int]:
-    """On every rank: bytes above the state while saving, loading the same, and loading what fewer
-    ranks wrote, in larger pieces; of a bucket; of the state."""
+    """On every rank: bytes above the state while saving, loading the same, and loading
+    the larger pieces of fewer ranks; of a bucket; of the state."""
     engine = make_engine(MODEL.definition(), ("8*tp1",))
     for flat in (engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq, engine.shards.gradients):
-        flat.fill_(1.0)  # memory that is not touched is not there
-    save_engine(engine, Path(root), 1)  # imports what saving imports
+        flat.fill_(1.0)  # untouched memory is not resident
+    save_engine(engine, Path(root), 1)  # imports the modules that saving imports
     meter = CpuMemory(NUM_RANKS)
     before = meter.restart()
     save_engine(engine, Path(root), 2)
@@ -43,7 +43,7 @@ def save_and_load(root: str, others: str) -> tuple[tuple[int, int, int], int, in
 
 
 def peak_of_load(folder: str, engine: Engine, meter: CpuMemory) -> int:
-    """Bytes above those before."""
+    """Bytes above the use before."""
     before = meter.restart()
     load_checkpoint(Path(folder), engine, {})
     return meter.peak_bytes() - before
@@ -58,5 +58,5 @@ def test_peak_memory_of_eight_ranks(tmp_path: Path) -> None:
     others = str(tmp_path / "few" / "iter_0000001")
     found = pool_of(NUM_RANKS).run(save_and_load, str(tmp_path / "all"), others, timeout_s=100)
     for peaks, bucket, state in found:
-        assert bucket < state  # else this test would allow a copy of all that is saved
+        assert bucket < state  # otherwise this test would allow a copy of the state
         assert max(peaks) < bucket, peaks

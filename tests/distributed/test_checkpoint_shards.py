@@ -1,4 +1,4 @@
-"""Canonical shards as Megatron's tensors: any layout of ranks reads what any other wrote."""
+"""Canonical shards as Megatron's tensors: any layout of ranks reads the files of any other."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     assert differing_keys(whole_tensors(source), whole_tensors(tmp_path / "now" / LAST)) == {}
 
 
-def test_what_an_earlier_attempt_left_is_no_part_of_a_save(tmp_path: Path) -> None:
+def test_files_of_an_earlier_attempt_are_not_part_of_a_save(tmp_path: Path) -> None:
     left = tmp_path / ".saving-iter_0000003" / "__7_0.distcp"
     left.parent.mkdir()
     left.write_bytes(b"of a rank that there is no more")
@@ -107,7 +107,7 @@ def test_keys_shapes_and_dtypes_are_megatrons(tmp_path: Path) -> None:
     parameters = {key for key in found if not key.startswith("optimizer.")}
     assert "output_layer.weight" not in parameters  # tied
     assert found["embedding.word_embeddings.weight"].shape == (64, 32)
-    # gate and up, one after the other, and an axis of layers before
+    # gate and up in sequence, after an axis of layers
     assert found["decoder.layers.mlp.linear_fc1.weight"].shape == (3, 2 * 48, 32)
     assert found["decoder.layers.self_attention.linear_proj.weight"].shape == (3, 32, 32)
     for key in parameters:
@@ -119,7 +119,7 @@ def test_keys_shapes_and_dtypes_are_megatrons(tmp_path: Path) -> None:
             assert found[f"optimizer.state.{moment}.{key}"].shape == found[key].shape
 
 
-def test_an_fp32_parameter_is_its_own_master_in_the_file_too(tmp_path: Path) -> None:
+def test_an_fp32_parameter_has_no_separate_master_weight_in_the_file(tmp_path: Path) -> None:
     model = SmallModel(num_layers=2, hidden_size=128, ffn_hidden_size=256, dtype=torch.float32)
     pool_of(2).run(save_new, model, ("2*tp1",), str(tmp_path))
     tensors = whole_tensors(tmp_path / LAST)
@@ -128,14 +128,14 @@ def test_an_fp32_parameter_is_its_own_master_in_the_file_too(tmp_path: Path) -> 
     assert 3 * num_bytes < stored < 3.2 * num_bytes  # parameters and two moments
 
 
-def test_a_fork_writes_what_the_state_was_when_it_was_forked(tmp_path: Path) -> None:
+def test_a_fork_writes_the_state_at_the_time_of_the_fork(tmp_path: Path) -> None:
     model = MODELS["fp32"]
     pool_of(2).run(save_new, model, ("tp2",), str(tmp_path / "in_line"))
-    pool_of(2).run(save_then_change, model, str(tmp_path / "beside"))
-    expected, found = (whole_tensors(tmp_path / way / LAST) for way in ("in_line", "beside"))
+    pool_of(2).run(save_then_change, model, str(tmp_path / "asynchronous"))
+    expected, found = (whole_tensors(tmp_path / way / LAST) for way in ("in_line", "asynchronous"))
     assert differing_keys(expected, found) == {}
-    manifest = Manifest.read(tmp_path / "beside" / LAST)
-    assert manifest.problems(tmp_path / "beside" / LAST) == []
+    manifest = Manifest.read(tmp_path / "asynchronous" / LAST)
+    assert manifest.problems(tmp_path / "asynchronous" / LAST) == []
 
 
 def save_then_change(model: SmallModel, root: str) -> None:
@@ -150,12 +150,12 @@ def save_then_change(model: SmallModel, root: str) -> None:
     saver.finish()
 
 
-def test_names_are_the_models_own_whichever_layers_run() -> None:
+def test_names_do_not_depend_on_the_layers_that_run() -> None:
     assert pool_of(1).run(compare_names) == [None]
 
 
 def compare_names() -> None:
-    """On a rank: as of local layers, and all that Transformer Engine's ask for besides."""
+    """On a rank: names of local layers, and the extra states of Transformer Engine's."""
     definition = MODELS["fp32"].definition()
     others = replace(definition, built_layer_spec=ModuleSpec(module=torch.nn.Identity))
     assert stored_parameters(others) == stored_parameters(definition)

@@ -1,4 +1,4 @@
-"""A job of plain Megatron goes on here, and one of ours there: same state, same losses."""
+"""A job of plain Megatron continues here, and ours there: same state, same losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAME_LOSS = 2e-6
 
 
 def on_plain_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """In processes of their own, which plain Megatron changes for good."""
+    """In separate processes, because plain Megatron changes them permanently."""
     pool = RankPool(num_ranks)
     try:
         return pool.run(function, *args)
@@ -32,7 +32,9 @@ def on_plain_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> 
         pool.close()
 
 
-def go_on(source: str, root: str, strategy: str, iterations: range) -> tuple[int, list[float]]:
+def continue_here(
+    source: str, root: str, strategy: str, iterations: range
+) -> tuple[int, list[float]]:
     """On every rank of ours: load, save at once, train on; (optimizer's steps, losses)."""
     engine = make_engine(PLAIN_WORKLOAD.definition(), (strategy,), seed=99)
     loaded = load_checkpoint(Path(source), engine, {"num_layers": 2, "hidden_size": 32})
@@ -55,7 +57,7 @@ def train(engine: Any, strategy: str, iterations: range) -> list[float]:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_a_running_megatron_job_goes_on_here(tp: int, pp: int, tmp_path: Path) -> None:
+def test_a_megatron_job_continues_here(tp: int, pp: int, tmp_path: Path) -> None:
     source = tmp_path / "plain"
     losses = on_plain_ranks(
         4, train_and_save, tp, pp, str(source), NUM_ITERATIONS, "fully_reshardable"
@@ -65,14 +67,14 @@ def test_a_running_megatron_job_goes_on_here(tp: int, pp: int, tmp_path: Path) -
     assert inspected.iteration == NUM_ITERATIONS
     expected = whole_tensors(source)
     iterations = range(NUM_ITERATIONS, NUM_ITERATIONS + 2)
-    found = pool_of(2).run(go_on, str(source), str(tmp_path / "ours"), "2*tp1", iterations)
+    found = pool_of(2).run(continue_here, str(source), str(tmp_path / "ours"), "2*tp1", iterations)
     assert found[0][0] == NUM_ITERATIONS
     assert differing_keys(expected, whole_tensors(tmp_path / "ours" / "iter_0000002")) == {}
     last_stage = losses[-1]
     assert found[0][1] == pytest.approx(last_stage[NUM_ITERATIONS:], rel=SAME_LOSS)
 
 
-def test_a_job_of_ours_goes_on_in_plain_megatron(tmp_path: Path) -> None:
+def test_our_job_continues_in_plain_megatron(tmp_path: Path) -> None:
     losses = pool_of(3).run(train_and_save_ours, str(tmp_path / "ours"), "tp2+tp1")
     source = tmp_path / "ours" / f"iter_{NUM_ITERATIONS:07d}"
     iterations = range(NUM_ITERATIONS, NUM_ITERATIONS + 2)
@@ -89,7 +91,7 @@ def train_and_save_ours(root: str, strategy: str) -> list[float]:
     return losses + train(engine, strategy, range(NUM_ITERATIONS, NUM_ITERATIONS + 2))
 
 
-def test_optimizer_state_in_buckets_is_refused_and_its_weights_can_be_taken(
+def test_optimizer_state_in_buckets_is_refused_and_weights_can_be_loaded(
     tmp_path: Path,
 ) -> None:
     source = tmp_path / "plain"

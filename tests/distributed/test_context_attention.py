@@ -1,4 +1,4 @@
-"""Attention shared by a context-parallel group is that of one rank, forward and backward."""
+"""Attention of a context-parallel group equals that of one rank, forward and backward."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ from tests.support.context_probes import (
     Kept,
     SharedAttention,
     kept_between,
-    shared_beside_whole,
+    shared_against_whole,
     shared_by_unequal_kernels,
 )
 from tests.support.gloo_pool import WorkerFailure, pool_of
-from tests.support.varlen_stand_in import SharedVarlen, varlen_beside_whole
+from tests.support.varlen_stand_in import SharedVarlen, varlen_against_whole
 
 pytestmark = pytest.mark.distributed
 
@@ -28,13 +28,13 @@ GROUPS = {
     "cp2 turned round": ((1, 0),),
     "cp4": ((0, 1, 2, 3),),
     "two of cp2": ((0, 1), (2, 3)),
-    "cp1 beside cp2": ((0,), (2, 1), (3,)),
+    "cp1 and cp2": ((0,), (2, 1), (3,)),
 }
 
 
 def check(case: SharedAttention, tolerance: float = FP64_TOLERANCE) -> None:
     num_ranks = sum(len(group) for group in case.groups)
-    for errors in pool_of(num_ranks).run(shared_beside_whole, case):
+    for errors in pool_of(num_ranks).run(shared_against_whole, case):
         assert len(errors) == 4
         assert max(errors) < tolerance, errors
 
@@ -53,7 +53,7 @@ def test_fewer_groups_than_heads(way: str, num_heads: int, num_groups: int) -> N
     check(SharedAttention(GROUPS["cp4"], lengths, way, num_heads, num_groups))
 
 
-def test_heads_that_cannot_be_shared_out_are_gathered() -> None:
+def test_heads_that_do_not_divide_are_gathered() -> None:
     check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], "auto", 6, 6))
     with pytest.raises(WorkerFailure, match="a2a over 4 context-parallel ranks needs a multiple"):
         check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], "a2a", 6, 6))
@@ -67,13 +67,13 @@ def test_low_precision(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["all_gather", "a2a"])
 @pytest.mark.parametrize("lengths", ["unequal", "below 2·cp"])
-def test_one_kernel_a_pack(way: str, lengths: str) -> None:
-    case = SharedVarlen(GROUPS["cp1 beside cp2"], LENGTHS[lengths], way, num_heads=4, num_groups=2)
-    for errors in pool_of(4).run(varlen_beside_whole, case):
+def test_each_pack_runs_one_kernel(way: str, lengths: str) -> None:
+    case = SharedVarlen(GROUPS["cp1 and cp2"], LENGTHS[lengths], way, num_heads=4, num_groups=2)
+    for errors in pool_of(4).run(varlen_against_whole, case):
         assert max(errors) < FP64_TOLERANCE, errors
 
 
-def test_a_rank_keeps_its_part_and_gathers_again() -> None:
+def test_a_rank_keeps_its_part_and_gathers_again_in_the_backward() -> None:
     case = SharedAttention(GROUPS["cp2"], LENGTHS["longer than a block"], "all_gather")
     num_layers = 3
     for kept in pool_of(2).run(kept_between, case, num_layers):
@@ -81,7 +81,7 @@ def test_a_rank_keeps_its_part_and_gathers_again() -> None:
 
 
 def test_ranks_may_run_kernels_that_keep_different_things() -> None:
-    """Gathering again only where something was forgotten, one rank would gather without another."""
+    """If only a rank that dropped something gathered again, it would gather without the others."""
     case = SharedAttention(GROUPS["cp2"], LENGTHS["unequal"], "all_gather", 4, 2)
     for errors in pool_of(2).run(shared_by_unequal_kernels, case):
         assert max(errors) < FP64_TOLERANCE, errors

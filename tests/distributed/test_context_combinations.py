@@ -1,4 +1,4 @@
-"""Context parallelism with what else a model or a run may have: each gives the same update."""
+"""Context parallelism combined with other options of a model or run: the same update."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def combined(model: SmallModel, **settings: object) -> CombinedModel:
 
 
 def job_of(text: str) -> Job:
-    """The law's job on one replica; its waves are cut in every way."""
+    """The law's job on one replica, with all splits of waves."""
     if "~" not in text:
         return law_job(4, text, MODEL)
     splits = list(SPLITS.values()) if "cp4" in text else [[(0, 1), (1, 1)], [(0, 2)]]

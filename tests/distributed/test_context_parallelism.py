@@ -1,7 +1,7 @@
-"""cp ranks share every micro-batch, and waves group them anew: the update is that of one process.
+"""cp ranks share every micro-batch, and waves regroup them: the update is that of one process.
 
-The job is that of the same-update law: sequences of 1 to 33 tokens, so shorter and longer than
-the 2·cp chunks that each is cut into.
+The job is that of the same-update law: sequences of 1 to 33 tokens, some shorter
+than the 2·cp chunks that each is cut into.
 """
 
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_cp_ranks_give_the_same_update_in_fp32(num_ranks: int, text: str) -> Non
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("text", ["tp2cp2", "cp2pp2"])
-def test_every_model_obeys_the_law(text: str, name: str) -> None:
+def test_every_model_gives_the_same_update(text: str, name: str) -> None:
     check_law(law_job(4, text, MODELS[name]), 4)
 
 
@@ -103,7 +103,7 @@ def test_strategies_with_and_without_cp_may_alternate() -> None:
 
 
 def run_uncut(job: Job) -> None:
-    """On every rank: whole rows where parts belong."""
+    """On every rank: whole rows instead of parts."""
     engine = build_engine(job)
     engine.train_step(job.strategies[0], [pack(job.batches[0])], make_forward_step())
 
@@ -115,7 +115,7 @@ def run_misplaced(job: Job) -> None:
     engine.train_step(job.strategies[0], [part], make_forward_step())
 
 
-def test_packs_of_groups_that_no_plan_has_are_refused() -> None:
+def test_packs_with_invalid_groups_are_refused() -> None:
     """Each rank would train whole rows, and every token count twice."""
     with pytest.raises(WorkerFailure, match=r"context group of 1: .* of all 2 cp ranks"):
         pool_of(2).run(run_uncut, law_job(2, "cp2", SHORT_MODEL))
@@ -124,6 +124,6 @@ def test_packs_of_groups_that_no_plan_has_are_refused() -> None:
 
 
 def test_every_job_has_short_sequences() -> None:
-    """What the tests above claim to cover."""
+    """The tests above must cover short sequences."""
     assert all(1 in batch for batch in LENGTHS[1:])
     assert Strategy.parse("cp4", 4).replicas[0].scheme.cp * 2 > min(LENGTHS[0])

@@ -1,4 +1,4 @@
-"""Each way to exchange keys and values, with activation recompute or without, gives one update."""
+"""Each way to exchange keys and values gives the same update, with and without recompute."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def emulated_device() -> EmulatedDevice:
 
 
 class FrozenClock:
-    """Time stands still, so that what is left to sleep is the modelled time to the last bit."""
+    """Time does not advance, so that sleeps are exactly the modelled times."""
 
     def __init__(self) -> None:
         self.sleeps_s: list[float] = []
@@ -79,13 +79,13 @@ class FrozenClock:
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one rank did in one iteration."""
+    """One rank's iteration."""
 
     sleeps_s: tuple[float, ...]
     lengths: tuple[tuple[int, ...], ...]
-    """Of the micro-batches that it was given."""
+    """Of its micro-batches."""
     num_rows: int
-    """Tokens that really went through the model."""
+    """Tokens that went through the model."""
     num_tokens: int
     """Trained by all ranks."""
 
@@ -101,7 +101,7 @@ def shortened(device: EmulatedDevice, mine: ReplicaPlan, micro_batch: MicroBatch
 
 
 def run_plans(plans: list[str]) -> list[Iteration]:
-    """On every rank: the plans, one after the other, on an emulated device."""
+    """On every rank: the plans in sequence, on an emulated device."""
     device = emulated_device()
     pool = strategies(dist.get_world_size())
     engine = Engine(

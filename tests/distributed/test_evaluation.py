@@ -1,4 +1,4 @@
-"""Evaluation in any strategy of the pool, whatever training runs next, leaves training alone."""
+"""Evaluation in any strategy of the pool does not change training."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_training_is_the_same_bit_by_bit(model: SmallModel, tells_next: bool) ->
                 np.testing.assert_array_equal(after, before)
         for i, losses in enumerate(found.evaluated):
             assert len(losses) == len(TEXTS)
-            # Of the weights that the iteration starts from, in every strategy.
+            # With the weights before the iteration, in every strategy.
             np.testing.assert_allclose(losses, found.losses[i], rtol=1e-12)
     assert len(set(plain[0].losses)) == len(job.schedule)

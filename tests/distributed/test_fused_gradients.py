@@ -1,4 +1,4 @@
-"""Weight gradients that linear layers add to the arena themselves are those of autograd."""
+"""Weight gradients that linear layers add to the arena equal those of autograd."""
 
 from dataclasses import replace
 

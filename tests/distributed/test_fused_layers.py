@@ -1,4 +1,4 @@
-"""Roles built of layers with fused norms train what the local layers are catalogued as."""
+"""Layers with fused norms train the catalogued parameters of local layers."""
 
 import pytest
 

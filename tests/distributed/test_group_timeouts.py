@@ -1,4 +1,4 @@
-"""Every group of a job waits as long as --distributed-timeout-minutes says, not just the world."""
+"""--distributed-timeout-minutes sets the timeout of every group of a job, not only the world's."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long collectives of a gloo group wait."""
+    """Timeout of a gloo group's collectives."""
     options: Any = group._get_backend(torch.device("cpu")).options
     found: timedelta = options._timeout
     return found

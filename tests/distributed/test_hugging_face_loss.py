@@ -140,9 +140,9 @@ def read_by_upstream(path: str) -> dict[str, object]:
     }
 
 
-def test_what_ranks_of_plain_megatron_wrote_is_read_layer_by_layer(tmp_path: Path) -> None:
+def test_checkpoints_of_plain_megatron_ranks_are_read_layer_by_layer(tmp_path: Path) -> None:
     source = tmp_path / "plain"
-    ranks = RankPool(2)  # of their own: plain Megatron changes processes for good
+    ranks = RankPool(2)  # separate processes, because plain Megatron changes them permanently
     try:
         ranks.run(train_and_save, 2, 1, str(source), 1, "fully_reshardable")
     finally:

@@ -54,7 +54,7 @@ def test_llama_gives_the_same_loss_and_gradients(
         weights = assemble(runs, [run.parameters[i] for run in runs])
 
 
-def test_rows_of_query_groups_in_another_order_are_noticed() -> None:
+def test_another_order_of_query_group_rows_is_detected() -> None:
     """Heads stacked as all queries, all keys, all values would be another model."""
     job = llama_job(1, "tp1", LLAMA)
     start: RankRun = pool_of(1).run(run_initial_weights, job)[0]

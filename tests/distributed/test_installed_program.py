@@ -1,4 +1,4 @@
-"""The wheel in an environment without the checkout: every step is what a user types."""
+"""The wheel in an environment without the checkout, with the commands of a user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that runs out in training, and that is tried out before it."""
+"""Running out of memory in training, and memory trials before it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("text", ["4*tp1", "tp2+2*tp1"])
-def test_a_rank_without_memory_ends_no_iteration_of_the_others(text: str) -> None:
+def test_out_of_memory_on_one_rank_ends_the_iteration_on_no_other(text: str) -> None:
     job = law_job(4, text)
     plain = pool_of(4).run(steps_without_memory, job, -1, 0)
     runs: list[list[Ended]] = pool_of(4).run(steps_without_memory, job, 3, 0)
@@ -31,7 +31,7 @@ def test_a_rank_without_memory_ends_no_iteration_of_the_others(text: str) -> Non
         assert (first.text is not None) == (rank == 3)
         assert second.updated
         assert second.num_ranks_without_memory == 0
-        # What was thrown away has left no trace.
+        # The discarded try has no effect.
         np.testing.assert_array_equal(second.parameters, expected.parameters)
     text_of_failing = runs[3][0].text
     assert text_of_failing is not None
@@ -40,14 +40,16 @@ def test_a_rank_without_memory_ends_no_iteration_of_the_others(text: str) -> Non
 
 
 @pytest.mark.parametrize(("text", "where"), [("tp2", "tp2"), ("cp2~", "2 cp ranks of cp2~")])
-def test_a_rank_of_several_names_what_it_ran_and_ends(text: str, where: str) -> None:
-    # Ranks of its own, which end: what was under way when each failed is left as it was.
+def test_out_of_memory_on_a_replica_of_several_ranks_ends_with_a_report(
+    text: str, where: str
+) -> None:
+    # Separate ranks, because they end with operations in flight.
     pool = RankPool(2)
     try:
-        told = pool.run(error_without_memory, law_job(2, text))
+        errors = pool.run(error_without_memory, law_job(2, text))
     finally:
         pool.close()
-    for rank, said in enumerate(told):
+    for rank, said in enumerate(errors):
         assert f"rank {rank} ran out of memory in micro-batch 0 of strategy '{text}'" in said
         assert f"tokens on {where}, with" in said
         assert "the rest of the replica" in said
@@ -66,14 +68,14 @@ def test_a_trial_changes_no_bit_of_training(text: str) -> None:
         assert all(promised == allowed for promised, allowed in tried.allowed.values())
 
 
-def test_measured_memory_lowers_limits_alike_on_all_ranks() -> None:
+def test_measured_memory_lowers_limits_equally_on_all_ranks() -> None:
     capacity = IDLE_BYTES + 50 * BYTES_PER_TOKEN
     runs = trial_of("tp2+2*tp1", capacity)
     assert runs[0].allowed == {"tp2+2*tp1: tp2": (96, 50), "tp2+2*tp1: tp1": (96, 50)}
     assert all(run.allowed == runs[0].allowed for run in runs)
 
 
-def test_every_size_of_group_is_tried_out_by_itself() -> None:
+def test_every_group_size_has_its_own_trial() -> None:
     """Of a limit that is the same for groups of 4, 2 and 1, a narrow group's rank holds most."""
     capacity = IDLE_BYTES + 50 * BYTES_PER_TOKEN
     runs: list[TrialRun] = pool_of(4).run(
@@ -87,9 +89,9 @@ def test_every_size_of_group_is_tried_out_by_itself() -> None:
     assert all(run.allowed == runs[0].allowed for run in runs)
 
 
-def test_memory_that_runs_out_in_spite_of_the_first_measurement_lowers_the_limit() -> None:
+def test_out_of_memory_in_a_trial_lowers_the_limit() -> None:
     runs = trial_of("4*tp1", 10**9, fails_above=60)
-    # 96 tokens find no memory, nor do three quarters of them, 72; 54 do.
+    # 96 tokens do not fit, nor do three quarters of them, 72; 54 do.
     assert {run.allowed["4*tp1: tp1"] for run in runs} == {(96, 54)}
 
 

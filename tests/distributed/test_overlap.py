@@ -1,4 +1,4 @@
-"""Regrouping beside compute: the same bits, no deadlock, and a trace that shows the overlap."""
+"""Overlapped regrouping: bitwise equal results, no deadlock, and a trace that shows overlap."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -80,14 +80,14 @@ def test_overlap_changes_no_bit(num_ranks: int, texts: tuple[str, ...]) -> None:
         (6, ("pp3@0,2,4+pp3@5,3,1", "pp4@1,2,3,4+tp1@0+tp1@5", "tp2pp3")),
     ],
 )
-def test_pipelines_beside_others_do_not_deadlock_with_one_slot(
+def test_different_pipelines_do_not_deadlock_with_one_slot(
     num_ranks: int, texts: tuple[str, ...]
 ) -> None:
     job = changing_job(num_ranks, *texts, num_slots=1)
     assert_law(job, pool_of(num_ranks).run(run_job, job, timeout_s=HANG_S))
 
 
-def test_where_streams_share_a_queue_later_stages_scatter_after_their_schedule() -> None:
+def test_with_one_hardware_queue_later_stages_scatter_after_their_schedule() -> None:
     job = law_job(4, "tp2pp2")
     assert_law(job, pool_of(4).run(run_as_with_one_queue, job, timeout_s=HANG_S))
     by_rank = pool_of(4).run(spans_as_with_one_queue, job)
@@ -97,7 +97,7 @@ def test_where_streams_share_a_queue_later_stages_scatter_after_their_schedule()
             first_scatter_ns = min(s.start_ns for s in spans if s.name == "scatter")
             is_first_stage = rank < 2
             assert (first_scatter_ns < last_backward.end_ns) == is_first_stage
-            assert first_scatter_ns > last_backward.start_ns, "its gradient was received before"
+            assert first_scatter_ns > last_backward.start_ns, "its gradient was received earlier"
 
 
 def run_as_with_one_queue(job: Job) -> RankRun:
@@ -113,14 +113,14 @@ def spans_as_with_one_queue(job: Job) -> list[list[RecordedSpan]]:
 
 
 class TestThereAndBack:
-    """A strategy that trained nothing leaves no trace."""
+    """A strategy that trained nothing changes nothing."""
 
     @pytest.mark.parametrize("knows_next", [False, True])
     @pytest.mark.parametrize(
         ("num_ranks", "texts"), [(2, ("tp2", "2*tp1")), (4, ("2*tp1+pp2", "tp2@3,0+2*idle"))]
     )
     def test_a_b_a_equals_a(self, num_ranks: int, texts: tuple[str, ...], knows_next: bool) -> None:
-        # Two strategies of the same batches: the third of them is for the visit.
+        # Two strategies with the same batches; the third batch is for the second strategy.
         jobs = [law_job(num_ranks, text) for text in texts]
         job = replace(
             jobs[0],
@@ -133,14 +133,14 @@ class TestThereAndBack:
                 np.testing.assert_array_equal(first, second)
 
 
-def test_an_evaluation_may_come_between() -> None:
+def test_an_evaluation_in_between_changes_nothing() -> None:
     job = changing_job(4, "tp2+2*tp1", "pp3:1,2,1+idle")
     for losses in pool_of(4).run(run_with_evaluation, job):
         np.testing.assert_allclose(losses, losses[0], rtol=1e-12)
 
 
 class TestSpans:
-    """What a trace shows of overlap."""
+    """Overlap in the spans of a trace."""
 
     def spans(self, text: str) -> list[list[RecordedSpan]]:
         job = law_job(2, text)
@@ -148,7 +148,7 @@ class TestSpans:
         return runs[0]
 
     def test_a_gather_ends_after_the_first_forward_began(self) -> None:
-        # Rank 1 comes late: nothing can have arrived at rank 0 before it began its forward.
+        # Rank 1 starts late, so nothing can have arrived at rank 0 before its forward began.
         every = self.spans("2*tp1")
         for iteration in (every[0], every[2]):  # rank 0 has no sequence in the second one
             first_forward = min(s.start_ns for s in iteration if s.name == "forward")
@@ -169,10 +169,10 @@ class TestSpans:
             buckets = [s.detail["bucket"] for s in scatters]
             assert buckets == sorted(buckets, reverse=True)
             num_early += sum(s.start_ns < last_backward for s in scatters)
-        # Where other programs have the cores, the track may come late to all but a few.
+        # On a busy machine the track may be late for all but a few.
         assert num_early > 0
 
-    def test_without_overlap_nothing_does(self) -> None:
+    def test_without_overlap_no_gather_or_scatter_overlaps(self) -> None:
         job = replace(law_job(2, "2*tp1"), overlap=False)
         every = pool_of(2).run(spans_of_job, job, 1)[0]
         for iteration in (every[0], every[2]):
@@ -189,7 +189,7 @@ def test_a_bucket_is_gathered_for_the_next_strategy_as_soon_as_it_is_updated() -
         assert log == [f"{what} {i}" for i in range(num_buckets) for what in ("update", "gather")]
 
 
-def test_bytes_are_those_that_collectives_exchange_whichever_strategy_came_before() -> None:
+def test_reported_bytes_are_those_of_the_collectives_after_any_strategy() -> None:
     texts = ("tp2@0,2+tp2@1,3", "4*tp1", "tp2@0,1+pp2@3,2", "tp2@2,1+2*idle")
     schedule = (0, 0, 1, 2, 3, 0, 2)
     job = replace(
@@ -202,9 +202,9 @@ def test_bytes_are_those_that_collectives_exchange_whichever_strategy_came_befor
         batches=law_job(4, texts[0]).batches[:1] * len(schedule),
     )
     for iterations in pool_of(4).run(bytes_of_iterations, job):
-        assert all(exchanged == told > 0 for _, exchanged, told in iterations), iterations
+        assert all(exchanged == reported > 0 for _, exchanged, reported in iterations), iterations
         for text in texts:
-            assert len({told for strategy, _, told in iterations if strategy == text}) == 1
+            assert len({reported for strategy, _, reported in iterations if strategy == text}) == 1
 
 
 class TestKinds:
@@ -221,7 +221,9 @@ class TestKinds:
         ],
     )
     @pytest.mark.parametrize("num_slots", [1, 2])
-    def test_every_kind_obeys_the_law(self, text: str, kind: Collective, num_slots: int) -> None:
+    def test_every_kind_gives_the_same_update(
+        self, text: str, kind: Collective, num_slots: int
+    ) -> None:
         job = replace(law_job(4, text), ranks_per_node=2, num_slots=num_slots)
         assert set(pool_of(4).run(kind_of, job)) == {kind}
         check_law(job, 4)
@@ -233,11 +235,11 @@ class TestKinds:
 
 
 class TestOwners:
-    """Who owns which share is free."""
+    """Any owner of a share gives the same update."""
 
     @pytest.mark.parametrize("ranks_per_node", [None, 2])
     @pytest.mark.parametrize("text", ["2*tp2", "tp2@2,1+2*tp1"])
-    def test_chosen_owners_obey_the_law_and_save_bytes(
+    def test_chosen_owners_give_the_same_update_and_save_bytes(
         self, text: str, ranks_per_node: int | None
     ) -> None:
         by_number = replace(law_job(4, text), ranks_per_node=ranks_per_node)
@@ -246,7 +248,7 @@ class TestOwners:
         before, after = (sum(pool_of(4).run(received_bytes, job)) for job in (by_number, chosen))
         assert after < before
 
-    def test_all_kinds_obey_the_law_with_owners_chosen_for_one(self) -> None:
+    def test_all_kinds_give_the_same_update_with_owners_chosen_for_one(self) -> None:
         texts = ("tp2@0,2+tp2@1,3", "4*tp1", "pp2+tp2")
         job = changing_job(4, *texts, ranks_per_node=2, owners_for=texts[2])
         assert_law(job, pool_of(4).run(run_job, job, timeout_s=HANG_S))
@@ -263,7 +265,7 @@ def kind_of(job: Job) -> Collective:
 
 
 class TestMemory:
-    """A rank holds what the strategy at hand needs, whatever else the pool has."""
+    """A rank holds what the current strategy needs, whatever else is in the pool."""
 
     SEVEN = ("tp4", "2*tp2", "4*tp1", "pp4", "tp2+2*idle", "tp2+pp2", "pp2@3,0+2*tp1@1,2")
 
@@ -291,20 +293,20 @@ class TestMemory:
                 probe = by_pool[num][rank]
                 assert all(seven.arenas[text] == size for text, size in probe.arenas.items())
             assert seven.arenas["4*tp1"] > 2 * seven.arenas["tp4"]
-            # Grows to the largest bucket of any strategy, in which some rank holds it whole.
+            # Grows to the largest bucket of a strategy in which some rank holds the whole bucket.
             assert seven.staging <= 1.05 * by_pool[3][rank].staging
         assert by_pool[7][3].arenas["tp2+2*idle"] == 0
 
     @pytest.mark.parametrize(
         "texts", [("tp4", "4*tp1"), ("4*tp1", "tp2@3,0+2*idle"), ("2*tp2", "tp2@0,1+2*tp1")]
     )
-    def test_a_strategy_makes_way_for_the_next(self, texts: tuple[str, str]) -> None:
+    def test_a_strategy_frees_its_memory_for_the_next(self, texts: tuple[str, str]) -> None:
         probes: list[ChangeProbe] = pool_of(4).run(probe_change, changing_job(4, *texts))
         for probe in probes:
             assert not any(probe.while_built), "nothing is kept while a model is built"
             to_second, to_first = probe.after_update
             assert to_second == probe.parameters[1]
-            # Gradients of the same size wait for the next forward, others are given back.
+            # Gradients of the same size are kept until the next forward, others are released.
             stays = probe.gradients[0] if probe.gradients[0] == probe.gradients[1] else 0
             assert to_first == probe.parameters[0] + stays
         assert any(len(probe.while_built) > 0 for probe in probes)
@@ -327,7 +329,7 @@ class TestFaults:
     @pytest.mark.parametrize(
         ("phase", "culprit", "where"),
         [
-            # A first stage comes upon its error by itself.
+            # A first stage meets its error without the others.
             ("gather", 0, ("gather of bucket 0, unit embedding", "phase 'forward-backward'")),
             # A second one waits for the first one, which waits for this gather.
             ("gather", 1, ("gather of bucket 0, unit embedding", "rank 1: regrouping failed")),
@@ -336,7 +338,7 @@ class TestFaults:
             ("optimizer", 1, ("rank 1, phase 'optimizer'",)),
         ],
     )
-    def test_an_error_is_told_by_who_met_it_and_ends_the_others(
+    def test_the_failing_rank_reports_its_error_and_the_others_end(
         self, phase: str, culprit: int, where: tuple[str, ...], tmp_path: Path
     ) -> None:
         job = law_job(3, "pp2+tp1")
@@ -346,12 +348,12 @@ class TestFaults:
             if rank == culprit:
                 assert f"injected in {phase}" in failure.text
                 assert all(part in failure.text for part in where), failure.text
-            elif phase != "optimizer":  # whose error is met by the others in their next gather
+            elif phase != "optimizer":  # the others notice in their next gather
                 assert failure.kind in ("RuntimeError", "ended"), failure
                 assert f"rank {rank}" in failure.text
 
 
-def test_a_strategy_that_was_not_in_the_pool_is_refused() -> None:
+def test_a_strategy_outside_the_pool_is_refused() -> None:
     job = law_job(2, "tp2")
     with pytest.raises(WorkerFailure, match=r"'pp2': not among the pool's 1 strategies; use one"):
         pool_of(2).run(run_unknown_strategy, job)

@@ -1,4 +1,4 @@
-"""How sequences are packed, padded, ordered and dealt out changes nothing but rounding."""
+"""Packing, padding, order and dispatch of sequences change nothing but rounding."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ MODELS = {
 
 
 def one_iteration(job: Job, *replicas: tuple[tuple[int, ...], ...]) -> Job:
-    """The job's first batch only, assigned like this."""
+    """The job's first batch only, with this assignment."""
     return replace(job, schedule=(0,), assignments=(Assignment(replicas),), batches=job.batches[:1])
 
 
@@ -47,13 +47,13 @@ def update(job: Job, num_ranks: int) -> tuple[dict, dict, float]:
 
 
 def assert_same_update(num_ranks: int, first: Job, *others: Job) -> None:
-    """All jobs give the first one's update, and that one is the one-process reference's."""
+    """All jobs give the update of the first, which is that of the one-process reference."""
     gradients, parameters, loss = update(first, num_ranks)
     reference = law_reference(first.model)
     for name, exact in reference.gradients[0].items():
         gradients_of_name = {name: gradients[name]}
         assert_same(gradients_of_name, {name: exact}, FP64_TOLERANCE)
-    # Rows of the padded vocabulary have no gradient anywhere: compare what has one.
+    # Rows of the padded vocabulary have no gradient: compare the others.
     trained = {name: value.shape[0] for name, value in reference.gradients[0].items()}
     expected_gradients = {name: gradients[name][:rows] for name, rows in trained.items()}
     for other in others:
@@ -111,7 +111,7 @@ def test_the_order_of_sequences_and_micro_batches_changes_nothing() -> None:
 
 
 def test_the_order_of_replicas_changes_nothing() -> None:
-    """Which of the replicas trains what, where each stands, and in which order they are named."""
+    """Neither the assignment to replicas nor their placement and order matter."""
     few, many = ((0, 4),), ((1, 2), (3,), (5, 6))
     shapes = [
         ("tp2@0,1+tp1@2", few, many),

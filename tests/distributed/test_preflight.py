@@ -1,4 +1,4 @@
-"""`hydraulis preflight` on forked ranks that believe to be on several nodes."""
+"""`hydraulis preflight` on forked ranks that pose as ranks of several nodes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def preflight(
     return run_job([], num_ranks, folder, program=program, ends_others=False)
 
 
-def test_ranks_that_are_alike_pass_and_every_pair_of_neighbours_is_measured(
+def test_equal_ranks_pass_and_every_pair_of_neighbours_is_measured(
     tmp_path: Path,
 ) -> None:
     outcome = preflight(tmp_path, 4, lambda rank: None)

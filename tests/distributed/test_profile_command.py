@@ -38,7 +38,7 @@ def program(argv: Sequence[str]) -> None:
 
 
 def model_flags(folder: Path) -> list[str]:
-    # What only training needs may stay: nothing looks for a corpus.
+    # Flags that only training needs are allowed; no corpus is read.
     return tiny_command("nowhere/to/be/found", folder / "run")
 
 
@@ -109,7 +109,7 @@ def test_a_rerun_measures_nothing_and_writes_the_same(profiled: Path, folder: Pa
     assert again.ranks[1].stdout == ""
 
 
-def test_what_does_not_fit_or_cannot_run_is_told_and_the_rest_measured(folder: Path) -> None:
+def test_what_does_not_fit_or_cannot_run_is_reported_and_the_rest_measured(folder: Path) -> None:
     out = folder / "little_memory.json"
     outcome = profile(
         folder, out, "--schemes", "tp1", "tp4", "--memory-limit-bytes", "1", "--num-sizes", "3"
@@ -117,7 +117,7 @@ def test_what_does_not_fit_or_cannot_run_is_told_and_the_rest_measured(folder: P
     outcome.assert_succeeded()
     assert "scheme tp4 needs 4 ranks but 2 were started" in outcome.ranks[0].stderr
     found = ProfileCostModel.read(out)
-    # Two sizes tell how memory grows; then nothing is tried, the rest of the second size neither.
+    # Two sizes show how memory grows; after that no larger one is tried.
     assert found.max_tokens(Scheme()) == MAX_TOKENS // 4
     assert found.measurement["schemes"]["tp1"]["num_points_that_do_not_fit"] > 0
     assert [row.scheme for row in found.schemes] == [Scheme()]

@@ -1,4 +1,4 @@
-"""The same-update law over pools, placements, batches and schedules that nobody chose."""
+"""The same update with random pools, placements, batches and schedules."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Activation recompute changes no update, under any strategy, and really takes place."""
+"""Activation recompute takes place and changes no update, under any strategy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_same_update_with_recompute(num_ranks: int, text: str, name: str) ->
     ],
     ids=["q/k norms, no sequence parallelism", "GPT-2 like"],
 )
-def test_every_model_may_recompute(model: SmallModel, name: str) -> None:
+def test_every_model_can_recompute(model: SmallModel, name: str) -> None:
     check_law_recomputing(law_job(4, "tp2@0,3+pp2:1,3@1,2", model), 4, SETTINGS[name])
 
 
@@ -80,7 +80,7 @@ def test_strategies_may_change_with_recompute(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_recomputed_runs_twice_in_training_and_once_in_evaluation(name: str) -> None:
+def test_recomputed_modules_run_twice_in_training_and_once_in_evaluation(name: str) -> None:
     settings = SETTINGS[name]
     job = law_job(2, "pp2:3,1", recomputed(MAIN_MODEL, **settings))
     probes: list[RecomputeProbe] = pool_of(2).run(probe_recompute, job)
@@ -104,7 +104,7 @@ def test_what_is_recomputed_runs_twice_in_training_and_once_in_evaluation(name: 
 
 
 @pytest.mark.parametrize("name", ["MLP", "full, every layer", "full, chunks of three"])
-def test_buckets_are_scattered_from_within_the_recomputing_backward(name: str) -> None:
+def test_buckets_are_scattered_during_the_recomputing_backward(name: str) -> None:
     """Gradients of recomputed layers arrive in a backward inside the backward."""
     job = law_job(2, "2*tp1", recomputed(MAIN_MODEL, **SETTINGS[name]))
     for probe in pool_of(2).run(probe_recompute, job):

@@ -1,4 +1,4 @@
-"""Buckets that need no rearranging are sent from and received into the arena itself."""
+"""Buckets that need no rearrangement are sent from and received into the arena."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from tests.support.models import Job, build_engine
 
 pytestmark = pytest.mark.distributed
 
-# Every parameter a multiple of the arena's alignment: nothing lies between neighbours.
+# Every parameter is a multiple of the arena's alignment, so that there are no gaps.
 ALIGNED_MODEL = replace(MAIN_MODEL, hidden_size=64, ffn_hidden_size=64)
 
 
@@ -42,7 +42,7 @@ def test_a_larger_t_rearranges_the_layers_only() -> None:
 
 
 def test_equal_shares_are_gathered_in_place_and_others_are_not() -> None:
-    # Over two ranks all but the output cut evenly: the middle of that one is in a row's middle.
+    # Two ranks divide all buckets evenly but the output's, whose middle is inside a row.
     job = law_job(2, "2*tp1", ALIGNED_MODEL, num_atoms=None)
     for num_held, num_received, num_sent in pool_of(2).run(buckets_in_place, job):
         assert num_received == num_sent == num_held - 1

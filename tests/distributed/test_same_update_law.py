@@ -61,7 +61,7 @@ STRATEGIES = [
 FP32_STRATEGIES = [
     (num_ranks, text)
     for num_ranks, text in STRATEGIES
-    # Placed otherwise or partly idle, they compute what another of the list computes.
+    # Other placements or idle ranks: they compute the same as another strategy of the list.
     if text not in ("tp1+idle", "tp2@2,0+tp1@1", "tp2@0,3+pp2:1,3@1,2", "tp2+2*idle")
 ]
 
@@ -106,16 +106,16 @@ def test_every_strategy_gives_the_same_update_in_fp32(num_ranks: int, text: str)
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("num_ranks", "text"), MODEL_STRATEGIES)
-def test_every_model_obeys_the_law(num_ranks: int, text: str, name: str) -> None:
+def test_every_model_gives_the_same_update(num_ranks: int, text: str, name: str) -> None:
     check_law(law_job(num_ranks, text, MODELS[name]), num_ranks)
 
 
 @pytest.mark.parametrize("name", ["tied embeddings", "q/k norms", "GPT-2 like"])
-def test_pipelines_of_tensor_parallel_stages_obey_the_law(name: str) -> None:
+def test_pipelines_of_tensor_parallel_stages_give_the_same_update(name: str) -> None:
     check_law(law_job(4, "tp2pp2", MODELS[name]), 4)
 
 
-def test_t_may_come_from_another_strategy_of_the_pool() -> None:
+def test_t_from_another_strategy_of_the_pool_gives_the_same_update() -> None:
     job = replace(law_job(4, "tp2+2*tp1", num_atoms=None), extra_tp=("tp4",))
     check_law(job, 4)
 
@@ -132,7 +132,7 @@ def test_strategies_may_change_between_iterations() -> None:
 
 
 def test_replicas_get_unequal_numbers_of_micro_batches() -> None:
-    """The jobs of this file are what they claim to be."""
+    """Check the jobs of this file."""
     for num_ranks, text in STRATEGIES:
         if len(Strategy.parse(text, num_ranks).replicas) > 1:
             job = law_job(num_ranks, text)
@@ -146,8 +146,8 @@ def test_replicas_get_unequal_numbers_of_micro_batches() -> None:
             )
 
 
-class TestAWrongRuleIsCaught:
-    """The comparison proves something: each rule broken on purpose fails it, where it should."""
+class TestMutationsAreDetected:
+    """The comparison detects every mutation, in the expected parameters."""
 
     def wrong(self, mutation: str, num_ranks: int, text: str, model: SmallModel) -> set[str]:
         job = law_job(num_ranks, text, model)
@@ -202,7 +202,7 @@ class TestAWrongRuleIsCaught:
 
 
 class TestInitialWeights:
-    """They depend on the seed and the parameters' names alone."""
+    """They depend only on the seed and the parameters' names."""
 
     def weights(self, num_ranks: int, text: str, **changes: object) -> dict[str, np.ndarray]:
         job = replace(law_job(num_ranks, text), **changes)  # type: ignore[arg-type]
@@ -235,7 +235,7 @@ class TestInitialWeights:
         }
         for kind, deviation in expected.items():
             weight = values[f"decoder.layers.1.{_MODULE_OF[kind]}.{kind}.weight"]
-            # The deviation of n samples scatters by 1 / sqrt(2 n).
+            # The standard deviation of n samples has a relative error of 1 / sqrt(2 n).
             slack = 5 / (2 * weight.numel()) ** 0.5
             assert weight.std().item() == pytest.approx(deviation, rel=slack)
             assert abs(weight.mean().item()) < 5 * deviation / weight.numel() ** 0.5
@@ -255,8 +255,8 @@ _MODULE_OF = {
 BF16_LOSS_RTOL = 1e-3
 BF16_GRADIENT_ERROR = 0.04
 BF16_MOVE_ERROR = 0.4
-"""2-norms relative to the gradient and to the way moved; twice the largest seen of each, as AdamW
-divides by the gradient's size and so lets rounding errors of small gradients through."""
+"""2-norms relative to the gradient and to the update; twice the largest error seen, since AdamW
+divides by the gradient's size and so amplifies rounding errors of small gradients."""
 
 
 class TestPrecision:
@@ -318,7 +318,7 @@ class TestNothingToTrain:
         assert all(moved)
 
 
-def test_relative_errors_see_a_value_that_is_not_a_number() -> None:
+def test_relative_errors_detect_nan() -> None:
     truth = {"weight": np.ones((2, 2))}
     found = {"weight": np.array([[1.0, np.nan], [1.0, 1.0]])}
     assert not relative_errors(found, truth)["weight"] <= 1.0

@@ -45,7 +45,7 @@ MODEL = SmallModel(num_layers=2, dtype=torch.float32)
 ITERATIONS = (3, 5)
 LENGTHS = (96, 80, 7, 12, 5, 33, 3, 64)
 MOST_CHARACTERS = 2000
-"""Of an error that somebody is to read."""
+"""Of an error message."""
 REFUSED, UNCHANGED, HARMLESS = "refused", "unchanged", "another valid one"
 
 Judge = Callable[[Path], str]
@@ -64,7 +64,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one corruption."""
+    """The outcome of one corruption."""
 
     kind: str
     what: str
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def corrupt(folder: Path, rng: random.Random) -> str:
-    """Damage one file of the folder; what was done."""
+    """Damage one file of the folder; returns what was done."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != ".bin")
     path = rng.choice(files)
     content = bytearray(path.read_bytes())
@@ -169,7 +169,7 @@ def _values(old: Any, rng: random.Random) -> list[Any]:
 
 
 def kinds(root: Path) -> list[Kind]:
-    """Sound examples of all, written below the folder."""
+    """Valid inputs of every kind, written to the folder."""
     return [_checkpoint(root), _index(root), _pool(root), _profile(root), _plan(root)]
 
 
@@ -179,26 +179,28 @@ def _checkpoint(root: Path) -> Kind:
     sound = {f"iter_{i:07d}": pool_of(2).run(_load, str(folder), i) for i in ITERATIONS}
 
     def load(damaged: Path, iteration: int | None, with_earlier: bool = False) -> str:
-        """Raises what all ranks tell alike."""
+        """Raises the error that all ranks report."""
         ranks = pool_of(2).run(_load, str(damaged), iteration, with_earlier)
         errors = [found for found in ranks if isinstance(found, str)]
         if len(errors) == len(ranks):
             raise HydraulisError(errors[0])
         if errors:
             return f"some ranks alone refuse: {errors[0]}"
-        # An earlier one that is whole is a start from an earlier iteration.
+        # Loading an earlier, complete checkpoint is no failure.
         name = ranks[0][0]
         return UNCHANGED if ranks == sound[name] else f"{name} was loaded otherwise"
 
     def judge(damaged: Path) -> str:
         try:
-            # The latest, and the one before, which the damage may be in.
+            # The latest and the previous checkpoint; the damage may be in either.
             verdicts = [load(damaged, iteration) for iteration in (None, ITERATIONS[0])]
         except HydraulisError:
             try:
                 verdict = load(damaged, None, with_earlier=True)
             except HydraulisError as error:
-                if "there is no checkpoint of iteration" in str(error):  # so says the damaged file
+                if "there is no checkpoint of iteration" in str(
+                    error
+                ):  # according to the damaged file
                     raise
                 return f"no fallback: {error}"
             if verdict == UNCHANGED:
@@ -340,11 +342,11 @@ def _plan(root: Path) -> Kind:
 
 
 def run(num: int, seed: int, root: Path) -> list[Outcome]:
-    """So many corruptions, shared out over the kinds in turn."""
+    """Run this many corruptions, the kinds in turn."""
     outcomes = []
     known = kinds(root)
     for kind in known:
-        assert kind.judge(kind.sound) == UNCHANGED, f"{kind.name} is refused as it is"
+        assert kind.judge(kind.sound) == UNCHANGED, f"{kind.name} is refused without any damage"
     for number in range(num):
         kind = known[number % len(known)]
         rng = random.Random(f"{seed}/{number}")
@@ -373,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=1000, help="corruptions (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, help="of all of them (default: 1)")
     options = parser.parse_args(argv)
-    # Upstream's of every model that is built, which the ranks would inherit.
+    # Upstream logs every model that is built, on every rank.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:

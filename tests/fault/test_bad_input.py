@@ -38,7 +38,7 @@ Command = Callable[..., list[str]]
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a corpus with nothing wrong."""
+    """Of a valid corpus."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tiny")
 
 
@@ -232,7 +232,7 @@ def test_a_model_that_does_not_fit_is_refused_by_its_scheme(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_reads_the_corpus_and_tells_limits(command: Command, tmp_path: Path) -> None:
+def test_a_dry_run_reads_the_corpus_and_prints_limits(command: Command, tmp_path: Path) -> None:
     argv = command("--strategy", "tp2+2*tp1", "--dry-run", "--num-ranks", "4")
     outcome = run_job(argv, 1, tmp_path / "output")
     outcome.assert_succeeded()
@@ -248,7 +248,7 @@ def test_a_dry_run_reads_the_corpus_and_tells_limits(command: Command, tmp_path:
     assert "'0,1,1'" in error
 
 
-def test_without_a_launcher_the_torchrun_line_is_told(command: Command, tmp_path: Path) -> None:
+def test_without_a_launcher_the_torchrun_command_is_shown(command: Command, tmp_path: Path) -> None:
     def program(argv: Sequence[str]) -> None:
         for variable in startup.LAUNCHER_VARIABLES:
             del os.environ[variable]
@@ -274,7 +274,7 @@ def test_plans_of_an_earlier_run_are_not_mixed_with_new_ones(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_node_that_misses_the_data_says_so(command: Command, tmp_path: Path) -> None:
+def test_a_node_without_the_data_is_named(command: Command, tmp_path: Path) -> None:
     def program(argv: Sequence[str]) -> None:
         is_second_node = int(os.environ["RANK"]) >= 2
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
@@ -290,7 +290,7 @@ def test_a_node_that_misses_the_data_says_so(command: Command, tmp_path: Path) -
     assert "there is no nowhere.idx" in error
 
 
-def test_a_second_run_in_a_folder_sets_the_first_aside(command: Command, tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_moves_the_first_away(command: Command, tmp_path: Path) -> None:
     argv = command("--strategy", "tp1", "--train-iters", "1", "--seed")
     for seed in ("5", "6"):
         run_job([*argv, seed], 1, tmp_path / "output").assert_succeeded()
@@ -303,7 +303,7 @@ def test_a_second_run_in_a_folder_sets_the_first_aside(command: Command, tmp_pat
         assert settings["seed"] == expected_seed
 
 
-def test_a_job_queued_again_says_that_it_starts_anew(command: Command, tmp_path: Path) -> None:
+def test_a_requeued_job_warns_that_it_starts_from_scratch(command: Command, tmp_path: Path) -> None:
     def program(argv: Sequence[str]) -> None:
         os.environ["SLURM_RESTART_COUNT"] = "2"
         entry.main(argv)
@@ -315,7 +315,7 @@ def test_a_job_queued_again_says_that_it_starts_anew(command: Command, tmp_path:
     assert "from iteration 1" in outcome.stderr
 
 
-def test_one_rank_speaks_for_all(command: Command, prefix: str, tmp_path: Path) -> None:
+def test_one_rank_reports_for_all(command: Command, prefix: str, tmp_path: Path) -> None:
     for data, flags in ((prefix, ["--strategy", "pp4"]), (str(tmp_path / "none"), [])):
         outcome = run_job(command(*flags, data=data), 4, tmp_path / "output", timeout_s=30)
         assert not outcome.timed_out
@@ -357,7 +357,7 @@ def _with_bad_second_iteration(
 _NAN_ON_RANK_1 = _with_bad_second_iteration(lambda output: output * torch.nan, lambda: _on_rank(1))
 
 
-def test_a_loss_that_is_not_finite_names_iteration_and_sequences(
+def test_the_error_of_a_non_finite_loss_names_iteration_and_sequences(
     command: Command, prefix: str, tmp_path: Path
 ) -> None:
     plans = tmp_path / "plans"
@@ -388,7 +388,7 @@ def test_a_loss_that_is_not_finite_names_iteration_and_sequences(
         assert is_named == (sequence_id in bad)
 
 
-def test_an_iteration_that_is_not_finite_can_be_skipped(command: Command, tmp_path: Path) -> None:
+def test_a_non_finite_iteration_can_be_skipped(command: Command, tmp_path: Path) -> None:
     flags = ("--strategy", "2*tp1", "--global-batch-size", "16", "--train-iters", "4")
     argv = command(*flags, "--skip-nan-iterations")
     outcome = run_job(argv, 2, tmp_path / "output", program=_NAN_ON_RANK_1)
@@ -403,9 +403,9 @@ def test_an_iteration_that_is_not_finite_can_be_skipped(command: Command, tmp_pa
     assert "iterations" in outcome.stdout[outcome.stdout.index("Training finished") :]
 
 
-def test_a_gradient_that_is_not_finite_is_told_apart(command: Command, tmp_path: Path) -> None:
+def test_a_non_finite_gradient_has_its_own_message(command: Command, tmp_path: Path) -> None:
     def poison(output: torch.Tensor) -> torch.Tensor:
-        # The root of zero: nothing in the loss, an infinite slope in the gradient.
+        # The square root of zero: 0 in the loss, infinite in the gradient.
         return output + torch.sqrt(output - output)
 
     program = _with_bad_second_iteration(poison, lambda: True)
@@ -415,7 +415,7 @@ def test_a_gradient_that_is_not_finite_is_told_apart(command: Command, tmp_path:
     assert "iteration 2: the gradient norm is nan, the loss is finite" in error
 
 
-def test_a_learning_rate_far_too_high_ends_in_the_same_error(
+def test_a_far_too_high_learning_rate_ends_in_the_same_error(
     command: Command, tmp_path: Path
 ) -> None:
     argv = command("--strategy", "tp1", "--lr", "1e19")
@@ -427,7 +427,7 @@ def test_a_learning_rate_far_too_high_ends_in_the_same_error(
     assert "lower --lr" in error
 
 
-def test_a_bad_token_found_by_one_rank_is_told_by_that_rank(
+def test_a_bad_token_found_by_one_rank_is_reported_by_that_rank(
     command: Command, tmp_path: Path
 ) -> None:
     # The check at the start samples a large dataset; the bad document is not in the sample.
@@ -451,7 +451,7 @@ def test_a_bad_token_found_by_one_rank_is_told_by_that_rank(
     assert "error: " not in outcome.ranks[0].stderr
 
 
-def test_metrics_that_cannot_be_written_are_told_by_the_rank_that_writes(
+def test_metrics_that_cannot_be_written_are_reported_by_the_writing_rank(
     command: Command, tmp_path: Path
 ) -> None:
     def program(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""A warning by signal: the run saves, ends with 0, and goes on from there as if nothing was."""
+"""A warning signal: the run saves, exits with 0, and a restart gives the losses of one run."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_a_signal_to_one_rank_saves_and_ends_all(number: signal.Signals, tmp_pat
     again = [*argv, "--exit-interval", "1"]
     outcome = run_job(again, NUM_RANKS, tmp_path / "again")
     outcome.assert_succeeded()
-    # The last iteration before the signal is the last in the checkpoint: nothing is trained twice.
+    # The checkpoint has the last iteration before the signal, so no iteration is trained twice.
     assert sorted(losses_of(tmp_path / "run")) == list(range(1, last + 2))
     assert f"iter_{last:07d}: {last} iterations" in outcome.stdout
-    # An interval that is reached saves as well.
+    # --save-interval saves as well.
     assert int((save / "latest_checkpointed_iteration.txt").read_text()) == last + 1
 
 
-def test_time_that_is_up_saves_and_ends(tmp_path: Path) -> None:
+def test_a_time_limit_saves_and_ends(tmp_path: Path) -> None:
     save = tmp_path / "save"
     argv = tiny_command(
         write_corpus(tmp_path / "tiny"),

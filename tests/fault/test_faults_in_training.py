@@ -1,4 +1,4 @@
-"""A rank that raises while it trains ends the job on all ranks, and says where it was."""
+"""A rank that raises during training ends the job on all ranks and reports its phase."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.fault
 
 NUM_RANKS, CULPRIT = 3, 1
 STRATEGY = "pp2+tp1"
-"""A neighbour of the culprit's pipeline waits for its messages, a replica of one rank does not."""
+"""Ranks in the failing rank's pipeline wait for its messages; a replica of one rank does not."""
 NUM_GOOD_ITERATIONS = 1
 TIMEOUT_S = 45.0
-"""Less than the minute after which collectives give up by themselves."""
+"""Less than the minute after which collectives time out."""
 WAY_OUT = "THE INTERPRETER'S WAY OUT"
 
 
@@ -67,7 +67,7 @@ def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
         tmp_path / "run",
         *("--strategy", STRATEGY, "--split", "100,0,0", "--train-iters", "100000"),
     )
-    # Without a launcher: what ends the others is that the culprit's connections are gone.
+    # Without a launcher: the others end because the failing rank's connections are closed.
     outcome = run_job(
         argv,
         NUM_RANKS,
@@ -84,5 +84,5 @@ def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
     said = outcome.ranks[CULPRIT].stderr
     assert where in said
     assert f"rank {CULPRIT}" in said
-    # There threads are joined and groups destroyed, which wait for the other ranks.
+    # A normal exit would join threads and destroy groups, which wait for the other ranks.
     assert WAY_OUT not in outcome.ranks[CULPRIT].stdout

@@ -1,4 +1,4 @@
-"""Ranks that go and come back: 4, then 2, then 3 of them train one run, with one command line."""
+"""Ranks leave and return: 4, then 2, then 3 ranks train one run with one command line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_four_two_three_ranks_train_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_node_that_is_lost_leaves_the_others_to_go_on(tmp_path: Path) -> None:
+def test_the_others_continue_without_a_lost_node(tmp_path: Path) -> None:
     def command(folder: Path) -> list[str]:
         return tiny_command(
             write_corpus(folder / "tiny"),

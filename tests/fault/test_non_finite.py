@@ -1,4 +1,4 @@
-"""A gradient that is not finite: the update is skipped on all ranks, but not forever."""
+"""Non-finite gradients: updates are skipped on all ranks, up to a limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _program(argv: Sequence[str]) -> None:
     what it owns before each iteration."""
     iterations: list[int] = []
 
-    class ToldEngine(Engine):
+    class PrintingEngine(Engine):
         def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
             iterations.append(0)
             state = hashlib.sha256()
@@ -50,13 +50,13 @@ def _program(argv: Sequence[str]) -> None:
 
     def loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
         if len(iterations) >= FIRST_BAD and os.environ["RANK"] == str(CULPRIT):
-            output = output + torch.sqrt(output - output)  # 0 with an infinite slope
+            output = output + torch.sqrt(output - output)  # 0 with an infinite gradient
         return loss_func(mask, output)
 
-    entry.main(argv, entry.UserHooks(loss_func=loss, engine=ToldEngine))
+    entry.main(argv, entry.UserHooks(loss_func=loss, engine=PrintingEngine))
 
 
-def test_updates_are_left_out_and_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
+def test_updates_are_skipped_and_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
     save = tmp_path / "save"
     argv = tiny_command(
         write_corpus(tmp_path / "tiny"),
@@ -69,8 +69,8 @@ def test_updates_are_left_out_and_too_many_in_a_row_end_the_run(tmp_path: Path) 
     assert not outcome.timed_out
     assert outcome.ranks[0].status == entry.EXIT_STATUS_OF_ERROR, outcome.stderr
     for rank in outcome.ranks.values():
-        told = [json.loads(line) for line in re.findall(r"^STATE (.*)$", rank.stdout, re.M)]
-        by_iteration = {iteration: rest for iteration, *rest in told}
+        states = [json.loads(line) for line in re.findall(r"^STATE (.*)$", rank.stdout, re.M)]
+        by_iteration = {iteration: rest for iteration, *rest in states}
         assert sorted(by_iteration) == [1, 2, 3, 4]
         assert by_iteration[1] != by_iteration[2]
         assert by_iteration[2] == by_iteration[3] == by_iteration[4]
@@ -86,6 +86,6 @@ def test_updates_are_left_out_and_too_many_in_a_row_end_the_run(tmp_path: Path) 
     assert "iteration 3 in a row and --max-skipped-in-a-row is 2" in error
     # Eight sequences of the batch, each with its place in the data.
     assert len(re.findall(r"\d+ \(", error)) == 8
-    # A restart goes on counting, or a job that its launcher starts again would never end.
+    # The count survives restarts; otherwise a job that its launcher restarts would never end.
     state = Manifest.read(save / "iter_0000003").state
     assert (state["num_skipped"], state["num_skipped_in_a_row"]) == (2, 2)

@@ -1,4 +1,4 @@
-"""A planner process that is killed, stopped or lost in its solver: training gets its plans."""
+"""Training gets its plans if the planner process is killed, stopped or stuck in the solver."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
 
 LENGTHS = (100, 200, 3000, 800)
-# For a process that will surely not answer.
+# For a process that will certainly not answer.
 SHORT_S = 0.2
 HOURS_S = 1e4
 
@@ -30,7 +30,7 @@ def greedy() -> GreedyPlanner:
 
 @dataclass
 class Moody:
-    """Outside of the process that made it, is lost or killed by batches of some lengths."""
+    """Hangs or dies on batches of some lengths, except in the process that made it."""
 
     slept_on: tuple[int, ...] = ()
     killed_by: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ GREEDY = greedy()
 
 
 class Forbidden:
-    """Plans nowhere but in its process: in line it would take training with it."""
+    """Plans only in a child process: in the training process it would kill training."""
 
     def __init__(self, planner: Moody) -> None:
         self.planner = planner
@@ -73,14 +73,14 @@ def process_of(look_ahead: LookAheadPlanner) -> PlannerProcess:
 
 
 def stop(look_ahead: LookAheadPlanner) -> subprocess.Popen[bytes]:
-    """Stop the process; its successors are patient, so a slow machine changes nothing."""
+    """Stop the process; its successors wait longer, so that a slow machine changes nothing."""
     process = process_of(look_ahead)
     os.kill(process.pid, signal.SIGSTOP)
     process._answer_limit_s = SHORT_S
     return process._process
 
 
-def test_a_stopped_process_is_replaced_and_owes_nothing(
+def test_a_stopped_process_is_replaced_and_no_plan_is_missing(
     ahead: LookAheadPlanner, caplog: pytest.LogCaptureFixture
 ) -> None:
     ahead.submit(0, LENGTHS)
@@ -110,7 +110,7 @@ def test_a_killed_process_after_a_stopped_one_ends_planning_ahead(ahead: LookAhe
     assert ahead.is_lost
 
 
-def test_a_planner_lost_in_its_solver_does_not_plan_in_line() -> None:
+def test_a_planner_stuck_in_its_solver_does_not_plan_in_the_training_process() -> None:
     planner = Forbidden(Moody(slept_on=LENGTHS))
     ahead = LookAheadPlanner(planner, stand_in=greedy(), grace_s=SHORT_S)
     for iteration in range(2):
@@ -121,7 +121,7 @@ def test_a_planner_lost_in_its_solver_does_not_plan_in_line() -> None:
     assert ahead.is_lost
 
 
-def test_a_planner_whose_solver_crashes_does_not_plan_in_line() -> None:
+def test_a_planner_whose_solver_crashes_does_not_plan_in_the_training_process() -> None:
     planner = Forbidden(Moody(killed_by=LENGTHS))
     ahead = LookAheadPlanner(planner, stand_in=greedy())
     ahead.submit(0, LENGTHS)
@@ -130,7 +130,7 @@ def test_a_planner_whose_solver_crashes_does_not_plan_in_line() -> None:
     assert ahead.num_restarts == 1
 
 
-def test_planning_in_line_from_the_start_is_the_planners_own() -> None:
+def test_planning_without_a_process_uses_the_planner_directly() -> None:
     with_limit = LookAheadPlanner(greedy(), in_process=False, stand_in=Forbidden(Moody()))
     with_limit.submit(0, LENGTHS)
     assert with_limit.take(0)[0].parse().num_sequences == len(LENGTHS)
@@ -143,7 +143,7 @@ def test_the_wait_follows_from_the_time_limit() -> None:
     ahead.close()
 
 
-def test_answers_to_earlier_requests_are_signs_of_life() -> None:
+def test_answers_to_earlier_requests_restart_the_timeout() -> None:
     process = PlannerProcess(Moody(slept_on=LENGTHS), answer_limit_s=60.0)
     process.request(0, (5, 6))
     process.request(1, LENGTHS)
@@ -154,7 +154,7 @@ def test_answers_to_earlier_requests_are_signs_of_life() -> None:
     process.kill()
 
 
-def test_requests_to_a_stopped_process_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_stopped_process_do_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe holds 64 KiB, a few large batches: training must not stop at the next one."""
     monkeypatch.setattr(process_module, "SECONDS_TO_STOP", SHORT_S)
     process = PlannerProcess(greedy())
@@ -176,7 +176,7 @@ def test_an_error_is_not_planned_again_after_a_restart(ahead: LookAheadPlanner) 
 
 
 def test_a_planner_process_does_not_outlive_training() -> None:
-    """Not even lost in a plan: what it holds open, as here standard error, is closed."""
+    """Even while it is planning: its open files, here standard error, are closed."""
     script = (
         "import os, signal\n"
         "from megatron.hydraulis.planner.ahead import PlannerProcess\n"
@@ -195,7 +195,7 @@ def test_a_planner_process_does_not_outlive_training() -> None:
     assert training.returncode == -signal.SIGKILL
 
 
-def test_planning_ahead_gives_way_to_the_ranks() -> None:
+def test_the_planner_process_has_a_lower_priority_than_the_ranks() -> None:
     process = PlannerProcess(greedy())
     try:
         process.request(0, LENGTHS)

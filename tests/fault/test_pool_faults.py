@@ -1,4 +1,4 @@
-"""A worker that hangs, dies or raises fails its own test, within its time, and no other."""
+"""A worker that hangs, dies or raises fails only its own test, within the timeout."""
 
 import multiprocessing
 import os
@@ -92,7 +92,7 @@ def test_a_hang_in_a_collective_is_a_failure(pool: Pool) -> None:
     assert_works(pool)
 
 
-def test_hung_workers_are_gone(pool: Pool) -> None:
+def test_hung_workers_are_killed(pool: Pool) -> None:
     before = pool.run(process_id)
     with pytest.raises(WorkerFailure):
         pool.run(sleep_on, 0, timeout_s=TIMEOUT_S)
@@ -100,7 +100,7 @@ def test_hung_workers_are_gone(pool: Pool) -> None:
     assert not set(before) & set(pool.run(process_id))
 
 
-def test_a_worker_that_dies_is_reported_though_others_wait_for_it(pool: Pool) -> None:
+def test_a_dead_worker_is_reported_even_if_others_wait_for_it(pool: Pool) -> None:
     with pytest.raises(WorkerFailure, match=r"^rank 2 of 3 failed:\nthe worker died"):
         pool.run(die_on, 2)
     assert_works(pool)
@@ -115,14 +115,16 @@ def test_a_worker_that_dies_alone_is_named(pool: Pool) -> None:
 def test_a_worker_that_died_between_two_runs_is_replaced(pool: Pool) -> None:
     victim = pool.run(process_id)[1]
     os.kill(victim, 9)
-    # Its main thread is a zombie before the other threads are gone; only then has it ended.
+    # The main thread is a zombie before the other threads have ended; wait for all of them.
     os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
     assert_works(pool)
 
 
 def test_a_worker_that_dies_before_it_reads_its_message_is_reported(pool: Pool) -> None:
     victim = pool.run(process_id)[1]
-    os.kill(victim, signal.SIGSTOP)  # it lives when the run begins, and leaves the message unread
+    os.kill(
+        victim, signal.SIGSTOP
+    )  # it is alive when the run begins, and leaves the message unread
     killer = threading.Timer(0.2, os.kill, (victim, signal.SIGKILL))
     killer.start()
     with pytest.raises(WorkerFailure, match=r"^rank 1 of 3 failed:\nthe worker died"):
@@ -143,7 +145,7 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_not_a_hang(pool: Pool) -> No
     assert_works(pool)
 
 
-def test_closed_pools_leave_no_process_and_start_again_when_asked_for() -> None:
+def test_closed_pools_leave_no_process_and_start_again_on_demand() -> None:
     before = pool_of(NUM_RANKS).run(process_id)
     close_pools()
     assert not any(is_alive(pid) for pid in before)
@@ -163,7 +165,7 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     workers = ours.recv()
     parent.kill()
     parent.join()
-    while any(is_alive(pid) for pid in workers):  # else the test's own timeout
+    while any(is_alive(pid) for pid in workers):  # otherwise the test times out
         time.sleep(0.05)
 
 

@@ -27,16 +27,16 @@ NUM_RANKS = 3
 STRATEGY = "pp2+tp1"
 NUM_ITERATIONS = 4
 TIMEOUT_S = 12.0
-"""Of collectives: what a frozen rank costs. A loaded machine may take a second for one."""
+"""Of collectives: the time lost by a frozen rank. A loaded machine may take a second for one."""
 NUM_SPARE_RESTARTS = 2
-"""Where a rank is so slow that the others take it for frozen, the law holds all the same."""
+"""If a rank is so slow that the others consider it frozen, losses are the same anyway."""
 FAULTS: dict[Action, tuple[Phase, ...]] = {
     "kill": PHASES,
     "freeze": PHASES if IS_NIGHTLY else ("scatter",),
     "raise": PHASES if IS_NIGHTLY else (),
 }
 FIRST_RANKS = range(NUM_RANKS) if IS_NIGHTLY else (1,)
-"""Of which the first fault is; the next one is of the next rank."""
+"""Iteration of the first fault; the next rank fails in the next one."""
 
 
 def command(prefix: str, folder: Path, *extra: str) -> list[str]:
@@ -56,7 +56,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(prefix: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of a run that nothing happens to."""
+    """Losses of a run without faults."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     run_job(command(prefix, folder), NUM_RANKS, folder / "output").assert_succeeded()
     losses = losses_of(folder / "run")
@@ -73,7 +73,7 @@ def test_the_job_goes_on_from_its_last_checkpoint(
     injector = FaultInjector(tmp_path)
     phases = FAULTS[action]
     for number, phase in enumerate(phases):
-        # Every fault meets another start of the job.
+        # Every fault happens in another start of the job.
         step = 2 + number * (NUM_ITERATIONS - 2) // len(phases)
         injector.fail_at((first_rank + number) % NUM_RANKS, step, phase, action)
 
@@ -81,7 +81,7 @@ def test_the_job_goes_on_from_its_last_checkpoint(
         injector.install()
         entry.main(argv)
 
-    # Where rank 0 is frozen in planning, others are to wait in its store, not in a collective.
+    # If rank 0 is frozen while planning, the others wait in its store, not in a collective.
     extra = ("--plan-ahead", "0") if first_rank == 0 else ()
     outcome = run_elastic_job(
         command(prefix, tmp_path, *extra),
@@ -99,10 +99,10 @@ def test_the_job_goes_on_from_its_last_checkpoint(
     assert "loaded " in said
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "4"
     if action == "freeze":
-        # Before collectives gave up, a rank that waited said for whom.
+        # Before collectives timed out, a waiting rank named the rank that it waited for.
         said = outcome.output("0*stderr")
         reports = [line for line in said.splitlines() if line.startswith("hang: ")]
-        if first_rank == 0:  # whose process holds the store in which ranks tell where they are
+        if first_rank == 0:  # its process holds the store to which ranks report their phases
             assert reports
             assert all("missing: rank 0, in whose process it is" in line for line in reports)
         else:

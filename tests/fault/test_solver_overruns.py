@@ -1,4 +1,4 @@
-"""An overrun, or works that nobody computed: remembered, and told by the plan."""
+"""Overruns and missing bounds of pipelines are recorded and marked in the plan."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ from tests.fault.test_solver_trouble import CASES, market_split, statuses
 
 
 def test_after_an_overrun_no_integer_program_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each could take as long as the guard allows; linear programs end by their iterations."""
+    """Each could take as long as the guard allows; linear programs have an iteration limit."""
     asked: list[LinearModel] = []
 
     def overrun(model: LinearModel, *_: object, **__: object) -> Solution:
@@ -36,13 +36,13 @@ def test_after_an_overrun_no_integer_program_is_run(monkeypatch: pytest.MonkeyPa
     assert asked == [integral, linear]
 
 
-def test_works_of_a_pipeline_that_nobody_computed_are_remembered() -> None:
+def test_missing_bounds_of_a_pipeline_are_recorded() -> None:
     solver = Solver(Deadline(0.0))
     assert best_works_ms(2, [1.0, 1.0], 4.0, 3.0, solver) is None
     assert solver.trouble is Outcome.OVERRUN
 
 
-def test_a_packing_without_the_best_works_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packing_without_the_best_bounds_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any) -> None:
         arguments[-1].trouble = Outcome.FAILED
 

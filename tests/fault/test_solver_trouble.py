@@ -29,10 +29,10 @@ Kinds = highspy.HighsModelStatus
 
 
 class FaultyHighs:
-    """HiGHS with a fault: methods that are not overridden are HiGHS's own."""
+    """HiGHS with a fault in the methods that a subclass overrides."""
 
     num_met = 0
-    """How often a fault of the kind was met; of the subclass."""
+    """Number of faults that happened, by subclass."""
     only_integer = False
     """Whether the fault spares linear programs."""
 
@@ -103,7 +103,7 @@ class Overruns(SaysInfeasible):
 
 
 class Answers(FaultyHighs):
-    """Gives an answer of its own for optimal, and costs, bound and duals that go with it."""
+    """Returns its own answer as optimal, with matching cost, bound and duals."""
 
     def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         return np.array(self.highs.getSolution().col_value)
@@ -128,7 +128,7 @@ class Answers(FaultyHighs):
 
 
 class AnswersNothing(Answers):
-    """Everything 0: breaks the rows that want every sequence somewhere."""
+    """Everything 0: violates the rows that assign every sequence."""
 
     def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         return np.zeros(self.program.num_col_)
@@ -168,7 +168,7 @@ class AnswersInFractions(Answers):
 
 
 class AnswersTheWorst(Answers):
-    """A feasible answer that costs most, with a bound that says nothing is better."""
+    """The most expensive feasible answer, with a bound that claims it is optimal."""
 
     def answer(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         worst = RealHighs()
@@ -255,19 +255,19 @@ class Case:
         assert plan.predicted_time_s <= greedy.predicted_time_s * (1 + 1e-9)
 
 
-# Whose pipeline an integer program packs.
+# An integer program packs its pipeline.
 LONG_TAIL = (144, 121, 58, 21, 291, 183, 46, 303, 778, 362, 381, 63, 206, 900)
 
 
 def batch(seed: int, num: int, shortest: int) -> tuple[int, ...]:
-    """So few sequences for each replica that bounds stay away from plans."""
+    """Few sequences per replica, so that bounds do not meet plans."""
     draws = random.Random(seed)
     return tuple(draws.randint(shortest, 600) for _ in range(num))
 
 
 CASES = {
     "one class": Case(Pool.of(Strategy.parse("12*tp1", 12)), batch(0, 26, 300)),
-    # An integer program looks for a micro-batch less.
+    # An integer program tries one micro-batch fewer.
     "classes": Case(Pool.of(Strategy.parse("tp2+4*tp1", 6)), batch(0, 24, 150)),
     "pipelines": Case(Pool.of(Strategy.parse("2*pp2", 4)), LONG_TAIL),
 }
@@ -280,7 +280,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture
 def break_highs(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FaultyHighs]], None]:
-    """Puts a faulty HiGHS in; shapes of pipelines that it does not spare are forgotten."""
+    """Install a faulty HiGHS; clears cached shapes of pipelines, unless the fault spares them."""
 
     def install(fault: type[FaultyHighs]) -> None:
         fault.num_met = 0
@@ -298,7 +298,7 @@ def statuses(plan: IterationPlan) -> set[str]:
 
 
 @functools.cache
-def honest_plan(name: str) -> IterationPlan:
+def correct_plan(name: str) -> IterationPlan:
     return CASES[name].plan()
 
 
@@ -314,21 +314,21 @@ def honest_plan(name: str) -> IterationPlan:
 def test_a_valid_marked_plan_comes_out(
     name: str, fault: type[FaultyHighs], break_highs: Callable[[type[FaultyHighs]], None]
 ) -> None:
-    case, honest = CASES[name], honest_plan(name)
+    case, honest = CASES[name], correct_plan(name)
     assert not any(status.startswith(("solver", "greedy")) for status in statuses(honest))
     break_highs(fault)
     plan = case.plan()
     case.check(plan)
     assert fault.num_met
     assert all(status.startswith(("solver ", "greedy: ")) for status in statuses(plan))
-    # A lie about bounds must not get into the plan: no plan, nor the honest one, is below one.
+    # A wrong bound must not get into the plan: neither plan is below the bound.
     assert plan.dispatch is not None
     assert honest.dispatch is not None
     assert plan.dispatch.bound_s <= honest.dispatch.objective_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("fault", [Overruns, AnswersInFractions])
-def test_the_same_trouble_gives_the_same_plan(
+def test_the_same_fault_gives_the_same_plan(
     fault: type[FaultyHighs], break_highs: Callable[[type[FaultyHighs]], None]
 ) -> None:
     break_highs(fault)
@@ -342,15 +342,15 @@ def test_a_slow_solver_is_ended_by_the_guard(
     class Slow(FaultyHighs):
         def run(self) -> Any:
             type(self).num_met += 1
-            time.sleep(0.03)  # whatever its own time limit says
+            time.sleep(0.03)  # it ignores its time limit
             return self.highs.run()
 
     break_highs(Slow)
     plan = case.plan(time_limit_s=0.02)
     case.check(plan)
     assert statuses(plan) in ({"time limit"}, {"greedy: SolverError"})
-    # Nothing is solved once the time is over. Shapes of pipelines, which are made once and kept,
-    # have a guard of their own.
+    # Nothing is solved after the time is over. Shapes of pipelines are computed once and cached;
+    # they have a separate guard.
     assert case is CASES["pipelines"] or Slow.num_met <= 1
 
 
@@ -363,7 +363,7 @@ def test_without_time_the_greedy_plan_is_marked(case: Case, limit_s: float) -> N
     assert 0.0 < plan.dispatch.bound_s <= plan.dispatch.objective_s
 
 
-def test_an_answer_that_comes_late_is_no_answer() -> None:
+def test_a_late_answer_is_not_used() -> None:
     """But an optimum is one on any machine."""
     clock = iter([0.0, 7.0, 0.0, 7.0]).__next__
     model = market_split()
@@ -374,11 +374,11 @@ def test_an_answer_that_comes_late_is_no_answer() -> None:
     assert solve(linear, whole, clock=clock).outcome is Outcome.OPTIMAL
 
 
-def test_no_time_at_all_is_an_overrun() -> None:
+def test_a_zero_time_limit_is_an_overrun() -> None:
     assert solve(market_split(), SolverLimits(guard_s=0.0)).outcome is Outcome.OVERRUN
 
 
-def test_a_start_is_an_answer_when_the_limit_leaves_none_better() -> None:
+def test_the_start_is_the_answer_if_the_time_limit_allows_no_better_one() -> None:
     model = market_split()
     start = np.zeros(len(model.cost))
     start[:30:2] = 1.0
@@ -390,7 +390,7 @@ def test_a_start_is_an_answer_when_the_limit_leaves_none_better() -> None:
 
 
 def market_split() -> LinearModel:
-    """Half of 30 weights in three ways at once, which takes more than the root node."""
+    """Split 30 weights in half by three measures at once: needs more than the root node."""
     draws = np.random.default_rng(0)
     weights = draws.integers(10, 99, size=(3, 30)).astype(np.float64)
     num = weights.shape[1]
@@ -423,7 +423,7 @@ def test_an_error_in_the_search_itself_leaves_the_greedy_plan(
 def test_a_search_that_loses_a_sequence_leaves_the_greedy_plan(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan is checked after solving, by rules that no search can talk its way around."""
+    """The plan is checked after the search, independently of it."""
     honest = search_module.StrategySearch.candidate
 
     def lossy(search: search_module.StrategySearch) -> Any:

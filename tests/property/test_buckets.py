@@ -1,4 +1,4 @@
-"""Buckets of any lengths: nothing lost, nothing across a border, least rounding."""
+"""Buckets of any lengths: every sequence in one, minimal rounding."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def test_every_sequence_is_in_one_bucket(
     rounding_tokens = 0
     for bucket in buckets:
         members = [length for length in lengths if bucket.low <= length <= bucket.high]
-        # Its ends are lengths of the batch: it rounds no more than it has to.
+        # Its ends are lengths of the batch, so it rounds no more than necessary.
         assert {bucket.low, bucket.high} <= set(members)
         assert (bucket.num_sequences, bucket.num_tokens) == (len(members), sum(members))
         assert not any(bucket.low <= border < bucket.high for border in borders)
@@ -37,7 +37,9 @@ def test_every_sequence_is_in_one_bucket(
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 4), BORDERS)
-def test_no_other_cut_rounds_less(lengths: list[int], num_buckets: int, borders: list[int]) -> None:
+def test_no_other_buckets_round_less(
+    lengths: list[int], num_buckets: int, borders: list[int]
+) -> None:
     values = sorted(set(lengths))
     fixed = {
         place
@@ -61,7 +63,7 @@ def test_no_other_cut_rounds_less(lengths: list[int], num_buckets: int, borders:
 def test_thousands_of_lengths_are_grouped_below_one_another(
     num_lengths: int, border: int, num_buckets: int
 ) -> None:
-    # More different lengths than the dynamic program takes one by one.
+    # More different lengths than the dynamic program handles individually.
     lengths = [1 + place * place // 400 + place for place in range(num_lengths)]
     buckets = make_buckets(lengths, num_buckets, borders=[border])
     assert len(buckets) <= num_buckets + 1

@@ -1,4 +1,4 @@
-"""Bounds and plans against the best of all plans: no bound above it, no plan below it."""
+"""Bounds and plans against the optimum: no bound is above it, no plan below it."""
 
 import itertools
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Instance:
-    """A batch and replicas, one of which at least holds the longest sequence."""
+    """A batch and replicas, at least one of which holds the longest sequence."""
 
     lengths: list[int]
     replicas: list[ReplicaFigures]
@@ -59,7 +59,7 @@ class Instance:
         """The search with its bound raised and its plans improved."""
         schemes = [
             Scheme(pp=figures.num_stages, tp=1, cp=1) for figures in self.replicas
-        ]  # Their costs are given apart: only the number of stages has to be true.
+        ]  # Their costs are given separately: only the number of stages must be correct.
         text = "+".join(map(str, schemes))
         strategy = Strategy.parse(text, sum(scheme.num_ranks for scheme in schemes))
         packers = {
@@ -88,7 +88,7 @@ def scheme_cost(figures: ReplicaFigures) -> SchemeCost:
 
 
 def lengths_of(max_size: int) -> st.SearchStrategy[list[int]]:
-    """Lengths of all kinds: even, long-tailed, hardly different."""
+    """Lengths of all kinds: uniform, long-tailed, nearly equal."""
     return st.one_of(
         st.lists(st.integers(1, 60), min_size=1, max_size=max_size),
         st.lists(st.sampled_from([60, 59, 30, 20, 3]), min_size=1, max_size=max_size),
@@ -97,7 +97,7 @@ def lengths_of(max_size: int) -> st.SearchStrategy[list[int]]:
 
 
 def figures(num_stages: st.SearchStrategy[int]) -> st.SearchStrategy[ReplicaFigures]:
-    """Costs with zeros in every place, limits around one and two of the longest sequences."""
+    """Costs in which any term may be 0; limits around one and two of the longest sequences."""
     return st.builds(
         ReplicaFigures,
         a_ms_per_token2=st.sampled_from([0.0, 1e-3, 0.05]),
@@ -125,7 +125,7 @@ def instances(draw: st.DrawFn, max_sequences: int = 6) -> Instance:
 def test_no_bound_is_above_the_best_plan(instance: Instance) -> None:
     optimum_ms = instance.optimum_ms
     assert dispatch_bound_ms(instance.lengths, instance.costs) <= optimum_ms * (1 + ROUNDING)
-    # Few buckets round lengths, as those of large batches are.
+    # With few buckets lengths are rounded, as in large batches.
     for num_buckets in (1, 2, 32):
         relaxation = instance.relaxation(num_buckets)
         assert not relaxation.is_impossible(optimum_ms * (1 + ROUNDING))
@@ -144,11 +144,11 @@ def test_search_ends_between_its_bound_and_twice_the_best_plan(instance: Instanc
     assert candidate.makespan_ms == search.found_ms
     for stage in (candidate.dispatch, candidate.packing):
         assert 1e3 * stage.bound_s <= candidate.makespan_ms * (1 + ROUNDING)
-    # A certificate says how much better the best plan can be at most.
+    # The gap limits how much better the best plan can be.
     if candidate.dispatch.status == "certified":
         assert optimum_ms >= search.found_ms * (1 - TARGET_GAP) * (1 - ROUNDING)
     assert search.best is not None
-    # The bound of packing holds for the dispatch that was found.
+    # The bound of packing is valid for the dispatch that was found.
     least_ms = max(
         best_replica_time_ms([instance.lengths[i] for i in share], figures)
         for share, figures in zip(search.best.shares, instance.replicas, strict=True)
@@ -176,7 +176,7 @@ def test_no_packing_is_below_the_bound_of_its_replica(
     lengths: list[int], replica: ReplicaFigures
 ) -> None:
     times_ms = best_replica_times_ms(lengths, replica)
-    # All sequences, then shares that leave some out.
+    # All sequences, then shares without some of them.
     for share in {len(times_ms) - 1, len(times_ms) // 2, len(times_ms) * 2 // 3}:
         members = [length for i, length in enumerate(lengths) if share >> i & 1]
         if max(members, default=0) <= replica.max_tokens:
@@ -222,7 +222,7 @@ def test_long_sequences_may_share_a_micro_batch(
     optimum_ms = instance.optimum_ms
     relaxation = instance.relaxation()
     assert not relaxation.is_impossible(optimum_ms * (1 + ROUNDING))
-    # Nor is the bound worth nothing.
+    # The bound is not trivial either.
     assert relaxation.is_impossible(optimum_ms * 0.8)
 
 
@@ -250,11 +250,11 @@ def test_each_pipeline_may_hold_several_long_sequences(
     instance = Instance([60] * num_long + [5] * (7 - num_long), [pipeline, pipeline])
     optimum_ms = instance.optimum_ms
     assert not instance.relaxation().is_impossible(optimum_ms * (1 + ROUNDING))
-    # At its best a replica is no faster than the work of its micro-batches.
+    # A replica is never faster than the work of its micro-batches.
     assert instance.relaxation().is_impossible(optimum_ms * 0.7)
 
 
-def test_replicas_that_are_each_good_at_something() -> None:
+def test_replicas_that_are_fast_for_different_lengths() -> None:
     # Long sequences cost more on the first, short ones on the second.
     instance = Instance(
         [40, 40, *([10] * 6)],
@@ -282,7 +282,7 @@ def test_a_larger_limit_does_not_raise_the_bound_above_the_optimum(
             for r in instance.replicas
         ],
     )
-    # The bound is below every plan that the smaller limit allows, also the best one.
+    # The bound is below every plan that the smaller limit allows, including the best one.
     assert larger.searched().bound_ms <= instance.optimum_ms * (1 + ROUNDING)
 
 
@@ -299,7 +299,7 @@ def test_the_bound_of_a_larger_limit_is_below_the_plan_of_a_smaller_one(
         for r in replicas
     ]
     found_ms = Instance(lengths, replicas).searched().found_ms
-    # That plan keeps the larger limit as well.
+    # That plan is within the larger limit as well.
     assert not Instance(lengths, larger).relaxation().is_impossible(found_ms * (1 + ROUNDING))
 
 
@@ -346,7 +346,7 @@ def test_the_same_input_and_seed_give_the_same_digest(
     pool = Pool.of(*(Strategy.parse(text, 4) for text in TEXTS))
     planner = CertifiedPlanner(pool, model, seed=seed)
     first = planner.plan(lengths, iteration=3)
-    # A planner keeps nothing of the batches before.
+    # A planner keeps nothing of earlier batches.
     planner.plan([7] * 11)
     assert planner.plan(lengths, iteration=3).digest == first.digest
     assert (

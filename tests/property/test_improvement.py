@@ -1,4 +1,4 @@
-"""Moves, swaps and repacking: never worse, nothing lost, the same every time."""
+"""Moves, swaps and repacking: never slower, no sequence lost, deterministic."""
 
 import gc
 import importlib
@@ -73,7 +73,7 @@ def assigned(
 
 
 def check(assignment: Assignment, lengths: list[int], replicas: list[SchemeCost]) -> None:
-    """Every sequence once, within the limits, with the time that 1F1B takes."""
+    """Every sequence once, within the limits, with the time of 1F1B."""
     seen: list[int] = []
     for share, packed, cost in zip(assignment.shares, assignment.packed, replicas, strict=True):
         assert share == sorted(share, key=lambda i: (-lengths[i], i))
@@ -87,14 +87,16 @@ def check(assignment: Assignment, lengths: list[int], replicas: list[SchemeCost]
 
 
 @given(LENGTHS, costs())
-def test_every_step_is_faster_or_none(lengths: list[int], replicas: list[SchemeCost]) -> None:
+def test_every_step_is_faster_or_there_is_none(
+    lengths: list[int], replicas: list[SchemeCost]
+) -> None:
     assignment = assigned(lengths, replicas)
     check(assignment, lengths, replicas)
     before = assignment.times_ms
     for step in (assignment.step, assignment.repack_slowest) * 6:
         is_better = step()
         after = assignment.times_ms
-        # The slowest replica gets faster; another one with its time may be the slowest now.
+        # The slowest replica gets faster; another one of equal time may now be the slowest.
         assert max(after) <= max(before)
         assert is_better or after == before
         if is_better:
@@ -103,7 +105,7 @@ def test_every_step_is_faster_or_none(lengths: list[int], replicas: list[SchemeC
         before = after
 
 
-def test_nothing_is_to_be_gained_where_nothing_takes_time() -> None:
+def test_there_is_no_improvement_if_nothing_takes_time() -> None:
     for num_stages in (1, 2):
         free = SchemeCost(Coefficients(0.0, 0.0, 0.0), 60, num_stages)
         assignment = assigned([5, 5, 3], [free, free])
@@ -127,7 +129,7 @@ def test_improving_again_gives_the_same_plan(
     assert found[0] == found[1]
 
 
-def test_improvement_ends_at_its_target_and_when_it_is_told() -> None:
+def test_improvement_ends_at_its_target_and_on_request() -> None:
     lengths = [40, 30, 30, 20, 20, 10, 10, 10]
     slow = SchemeCost(Coefficients(0.0, 1.0, 0.0), 100, 1)
     packer = ReplicaPacker(slow, lengths, Solver(Deadline(None)))
@@ -148,7 +150,7 @@ def test_improvement_ends_at_its_target_and_when_it_is_told() -> None:
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[list[list[int]], list[int], SchemeCost]:
-    """Micro-batches of a part of a batch, in any order, and a limit that they keep."""
+    """Micro-batches of a part of a batch, in any order, and a limit that they respect."""
     num = draw(st.integers(1, 5))
     lengths = draw(st.lists(st.integers(1, LONGEST), min_size=num, max_size=12))
     places = list(range(num)) + [draw(st.integers(-1, num - 1)) for _ in lengths[num:]]
@@ -192,7 +194,7 @@ def test_improving_never_makes_a_pipeline_slower(
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_many_pipelines_at_once_take_what_each_takes(
+def test_many_pipelines_at_once_take_the_same_time_as_each_alone(
     num: int, num_stages: int, num_replicas: int, draws: object
 ) -> None:
     works = np.array(
@@ -204,10 +206,10 @@ def test_many_pipelines_at_once_take_what_each_takes(
 
 
 @given(LENGTHS, costs(), st.integers(1, 8), st.floats(0.9, 1.5))
-def test_sequences_are_assigned_once_where_they_fit(
+def test_sequences_are_assigned_once_to_a_replica_that_holds_them(
     lengths: list[int], replicas: list[SchemeCost], num_buckets: int, share: float
 ) -> None:
-    """Whatever a program says, even nonsense."""
+    """Whatever the integer program answers, even nonsense."""
     packers = {cost: ReplicaPacker(cost, lengths, Solver(Deadline(None))) for cost in replicas}
     of_replica = [packers[cost] for cost in replicas]
     relaxation = Relaxation(
@@ -228,7 +230,7 @@ def test_sequences_are_assigned_once_where_they_fit(
     assign_owed(relaxation, nonsense, order, lengths, of_replica, by_nonsense)
     dispatches.append(by_nonsense)
     for shares in dispatches:
-        if shares is None:  # the time is too short for some sequence
+        if shares is None:  # some sequence does not fit into the time
             continue
         check(Assignment(of_replica, shares, Effort(PLENTY)), lengths, replicas)
 
@@ -255,10 +257,10 @@ def planner(pool: Pool, limit: int, **options: float) -> CertifiedPlanner:
 
 @settings(max_examples=15)
 @given(planned_pools(), st.integers(1, 60))
-def test_room_for_more_tokens_cannot_make_a_strategy_slower(
+def test_a_larger_limit_cannot_make_a_strategy_slower(
     case: tuple[list[int], Pool, int], more: int
 ) -> None:
-    """Searches may be unlucky, so it is the bound with more room that the smaller plan keeps."""
+    """Searches are heuristics, so the smaller plan is compared with the bound, not with a plan."""
     lengths, pool, limit = case
     narrow = planner(pool, limit).explain(lengths)
     roomy = planner(pool, limit + more).explain(lengths)
@@ -278,14 +280,14 @@ def test_same_batch_and_seed_same_plan(case: tuple[list[int], Pool, int], seed: 
     lengths, pool, limit = case
     first = planner(pool, limit, seed=seed)
     digest = first.plan(lengths).digest
-    # By the same planner, which has planned other things since, and by another one.
+    # By the same planner after other batches, and by another planner.
     first.plan([limit] * 5)
     assert first.plan(lengths).digest == digest
     assert planner(pool, limit, seed=seed).plan(lengths).digest == digest
 
 
-def test_planning_keeps_nothing_of_the_batches_before() -> None:
-    """Planning the same batches again and again takes no memory that stays."""
+def test_planning_keeps_no_memory_of_earlier_batches() -> None:
+    """Planning the same batches repeatedly does not grow in memory."""
     certified = planner(Pool.of(Strategy.parse("pp2+2*tp1", 4)), 90)
     draws = np.random.default_rng(0)
     batches = [draws.integers(1, LONGEST, 9).tolist() for _ in range(2)]
@@ -296,20 +298,20 @@ def test_planning_keeps_nothing_of_the_batches_before() -> None:
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
-    plan_all(1)  # what is kept of pipelines and long sequences fills up
+    plan_all(1)  # fill the caches of pipelines and long sequences
     tracemalloc.start()
     try:
         base_bytes = plan_all(1)
         kept_bytes = plan_all(16) - base_bytes
     finally:
         tracemalloc.stop()
-    # A plan takes several kilobytes, its search a hundred times that; numpy keeps small arrays,
-    # some 30 kB however often batches are planned.
+    # A plan takes several kB, its search a hundred times as much; numpy caches small arrays,
+    # about 30 kB, however often batches are planned.
     assert kept_bytes < 2000 * 16 * len(batches)
 
 
-def test_the_solver_keeps_nothing_either() -> None:
-    """What is not Python's: a HiGHS left behind by every program would take 50 MB."""
+def test_the_solver_keeps_no_memory() -> None:
+    """Memory outside Python: a HiGHS object left by every program would take 50 MB."""
     certified = planner(Pool.of(Strategy.parse("tp2+2*tp1", 4)), 90)
     draws = np.random.default_rng(0)
 
@@ -327,7 +329,7 @@ def test_the_solver_keeps_nothing_either() -> None:
     assert resident_bytes() - base_bytes < 25e6
 
 
-def test_what_is_kept_between_plans_is_bounded() -> None:
+def test_caches_between_plans_are_bounded() -> None:
     names = [name for _, name, _ in pkgutil.iter_modules(planner_package.__path__)]
     kept = {
         f"{name}.{attribute}": value.cache_info()

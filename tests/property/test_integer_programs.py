@@ -1,4 +1,4 @@
-"""Packing, dispatch, whole plans and brute force against programs set up here for scipy's solver.
+"""Packing, dispatch, whole plans and brute force against programs for scipy's solver.
 
 The programs here share no row with the planner's: they hold every sequence, micro-batch and
 operation one by one and nothing is rounded, bucketed or cut.
@@ -36,13 +36,13 @@ from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.brute_force import best_makespan_ms, best_replica_time_ms, figures_of
 from tests.support.planning import TableCostModel
 
-# What both solvers may be off by: their gaps and tolerances.
+# Gaps and tolerances of both solvers.
 GAP = 2e-4
 CLOSE = 1e-5
 
 
 class Program:
-    """An integer program for scipy, written down row by row with named columns."""
+    """An integer program for scipy, built row by row with named columns."""
 
     def __init__(self) -> None:
         self.columns: dict[object, int] = {}
@@ -63,7 +63,7 @@ class Program:
         self.rows.append((row, low, high))
 
     def least(self, name: object) -> float:
-        """The least value of a column; infinite when the rows cannot be kept."""
+        """The least value of a column; infinite if the rows are infeasible."""
         matrix = np.zeros((len(self.rows), len(self.columns)))
         for place, (row, _, _) in enumerate(self.rows):
             for column, factor in row.items():
@@ -100,7 +100,7 @@ def new_solver() -> Solver:
 
 @st.composite
 def coverings(draw: st.DrawFn) -> tuple[LinearModel, np.ndarray]:
-    """Integer programs with an answer in reach: a start comes along."""
+    """Feasible integer programs, with a start."""
     num_rows, num_columns = draw(st.integers(1, 5)), draw(st.integers(1, 8))
     numbers = st.integers(0, 20)
     matrix = np.array([[float(draw(numbers)) for _ in range(num_columns)] for _ in range(num_rows)])
@@ -168,7 +168,7 @@ def test_the_least_largest_micro_batch_is_scipys(lengths: list[int], num: int) -
 
 
 def operations(num_stages: int, num: int, stage: int) -> list[tuple[str, int]]:
-    """What a stage runs in 1F1B, in its order."""
+    """The operations of a stage in 1F1B, in order."""
     ahead = min(num_stages - 1 - stage, num)
     order = [("forward", k) for k in range(ahead)]
     for k in range(num):
@@ -239,12 +239,12 @@ def test_the_shortest_pipeline_is_scipys(
     time_ms = simulated_time_ms([cost.coefficients.time_ms(share) for share in held], num_stages)
     assert answer.bound <= best_ms * (1 + CLOSE)
     assert time_ms <= best_ms * (1 + GAP)
-    if len(held) == num:  # one that stays empty is left out of the answer
+    if len(held) == num:  # an empty one is not in the answer
         assert time_ms >= best_ms * (1 - CLOSE)
 
 
-def test_a_row_that_presolve_breaks_is_no_trouble() -> None:
-    """HiGHS 1.15.1 ends this one with a solve error, unless it goes without its presolve."""
+def test_a_program_on_which_presolve_fails_is_solved_without_it() -> None:
+    """HiGHS 1.15.1 ends with a solve error on this one, unless presolve is off."""
     solver = new_solver()
     answer = shortest_pipeline(
         [17, 9], cost_of(0.0, 0.3, 0.0, max_tokens=17, num_stages=2), [[0], [1]], solver
@@ -306,10 +306,10 @@ def single_stage_costs() -> st.SearchStrategy[list[SchemeCost]]:
     st.integers(1, 6),
     st.floats(0.0, 1.0),
 )
-def test_no_dispatch_that_exists_is_called_impossible(
+def test_no_feasible_dispatch_is_called_infeasible(
     lengths: list[int], costs: list[SchemeCost], num_buckets: int, share: float
 ) -> None:
-    """Also with so few buckets that most lengths are rounded."""
+    """Even with few buckets, so that most lengths are rounded."""
     packers = {cost: ReplicaPacker(cost, lengths, Solver(Deadline(None))) for cost in costs}
     of_replica = [packers[cost] for cost in costs]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -328,7 +328,7 @@ def test_no_dispatch_that_exists_is_called_impossible(
     for held, cost in zip(shares, costs, strict=True):
         assert all(lengths[i] <= cost.max_tokens for i in held)
         assert held == sorted(held, key=lambda i: (-lengths[i], i))
-    # Half of the work that has to be done cannot be all of it.
+    # Half of the necessary work is not enough.
     least_ms = max(
         min(cost.coefficients.time_ms((n,)) for cost in costs if n <= cost.max_tokens)
         for n in lengths
@@ -339,7 +339,7 @@ def test_no_dispatch_that_exists_is_called_impossible(
 @settings(max_examples=25)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), single_stage_costs())
 def test_brute_force_finds_scipys_optimum(lengths: list[int], costs: list[SchemeCost]) -> None:
-    """What other tests hold plans against."""
+    """Other tests compare plans with brute force."""
     found_ms = best_makespan_ms(lengths, [figures_of(cost) for cost in costs])
     assert found_ms == pytest.approx(least_makespan_ms(lengths, costs), rel=CLOSE)
 
@@ -386,7 +386,7 @@ def test_plans_are_within_their_gap_of_scipys_optimum(
     plan = explained.plan
     time_ms = 1e3 * plan.predicted_time_s
     assert plan.dispatch is not None
-    # What the plan claims: its time is no better than the optimum, its bound no larger.
+    # The plan's time is not below the optimum, and its bound is not above it.
     assert best_ms[plan.strategy] <= time_ms * (1 + CLOSE)
     assert 1e3 * plan.dispatch.bound_s <= best_ms[plan.strategy] * (1 + CLOSE)
     assert time_ms * (1.0 - plan.dispatch.gap) <= best_ms[plan.strategy] * (1 + CLOSE)
@@ -401,7 +401,7 @@ def test_plans_are_within_their_gap_of_scipys_optimum(
             assert best_ms[outcome.name] <= 1e3 * outcome.found_s * (1 + CLOSE)
 
 
-def test_the_programs_of_this_file_agree_with_what_is_known() -> None:
+def test_the_programs_of_this_file_have_known_optima() -> None:
     """4, 1, 4 on two stages takes 12.33 in the best order."""
     in_threes = cost_of(0.0, 1.0, 0.0, max_tokens=4, num_stages=2)
     assert least_pipeline_ms([4, 4, 1], in_threes, 3) == pytest.approx(12 + 1 / 3)

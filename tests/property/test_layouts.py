@@ -1,4 +1,4 @@
-"""Laws that the layout model keeps for any model, job and layout."""
+"""Properties of the layout model for any model, job and layout."""
 
 from dataclasses import fields, replace
 
@@ -71,10 +71,10 @@ def test_sequence_parallelism_needs_no_more_memory_or_time(
 
 @settings(max_examples=60)
 @given(cases())
-def test_larger_micro_batches_keep_no_less(case: tuple[FixedLengthJob, Layout]) -> None:
+def test_larger_micro_batches_need_no_less_memory(case: tuple[FixedLengthJob, Layout]) -> None:
     of, how = case
     larger = replace(how, micro_batch_size=2 * how.micro_batch_size)
-    # Fewer micro-batches than stages keep fewer in flight: the same tokens then, at least.
+    # With fewer micro-batches than stages fewer are in flight, but of at least the same tokens.
     memory, more = predict(of, how).memory, predict(of, larger).memory
     assert more.total_bytes >= memory.total_bytes * (1 - 1e-12)
 
@@ -91,7 +91,7 @@ def test_recomputation_is_slower(case: tuple[FixedLengthJob, Layout]) -> None:
 
 @settings(max_examples=60)
 @given(cases())
-def test_more_sequences_take_longer_and_change_no_layout_that_fills_its_pipeline(
+def test_more_sequences_take_longer_and_need_no_more_memory_once_the_pipeline_is_full(
     case: tuple[FixedLengthJob, Layout],
 ) -> None:
     of, how = case

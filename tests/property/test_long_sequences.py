@@ -1,4 +1,4 @@
-"""Long sequences on few replicas: their program bounds, and their search finds real plans."""
+"""Long sequences on few replicas: the program gives bounds, the search finds valid plans."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ ROUNDING = 1e-9
 
 @st.composite
 def replica_costs(draw: st.DrawFn) -> list[SchemeCost]:
-    """One to three replicas of up to two costs, the first a pipeline; some costs are nothing."""
+    """One to three replicas of up to two costs, the first a pipeline; some costs are 0."""
     kinds = []
     for num_stages in (draw(st.integers(2, 4)), draw(st.integers(1, 3))):
         a, b, c = (
@@ -43,18 +43,14 @@ FREE = SchemeCost(Coefficients(0.0, 0.0, 0.0), LIMIT, 2)
 @example([FREE], [LIMIT] * 6)
 @example([replace(FREE, num_stages=1)], [100, 100, 201])
 @example([FREE, replace(FREE, num_stages=1)], [LIMIT] * 6)
-def test_the_least_possible_time_is_not_impossible(
-    costs: list[SchemeCost], lengths: list[int]
-) -> None:
+def test_the_optimal_time_is_feasible(costs: list[SchemeCost], lengths: list[int]) -> None:
     best_ms = best_makespan_ms(lengths, [figures_of(cost) for cost in costs])
     program = LongSequences(ReplicaClass.of(costs), lengths, Solver(Deadline(None)))
     assert not program.is_impossible(best_ms * (1.0 + ROUNDING))
 
 
 @given(replica_costs(), LENGTHS)
-def test_the_program_proves_that_all_work_takes_time(
-    costs: list[SchemeCost], lengths: list[int]
-) -> None:
+def test_the_program_gives_a_positive_bound(costs: list[SchemeCost], lengths: list[int]) -> None:
     classes = ReplicaClass.of(costs)
     program = LongSequences(classes, lengths, Solver(Deadline(None)))
     least_ms = max(
@@ -65,7 +61,7 @@ def test_the_program_proves_that_all_work_takes_time(
         assert program.is_impossible(0.99 * least_ms)
 
 
-def test_a_pipeline_needs_as_long_as_its_long_micro_batches_in_the_best_order() -> None:
+def test_a_pipeline_needs_the_time_of_its_long_micro_batches_in_the_best_order() -> None:
     """Four equal long ones on four stages take (4 + 3)·t, however many short ones there are."""
     cost = SchemeCost(Coefficients(0.0, 1.0, 0.0), 100, 4)
     short = SchemeCost(Coefficients(0.0, 1.0, 0.0), 10, 1)

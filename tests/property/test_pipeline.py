@@ -20,7 +20,7 @@ def simulated(times: list[int], num_stages: int, forward_share: Fraction) -> End
     """Run every stage's list of operations as soon as stage and input are free.
 
     The list is Megatron's: min(p-1-stage, v) forwards, then pairs of one forward and one
-    backward, then the backwards left over.
+    backward, then the remaining backwards.
     """
     num_micro_batches = len(times)
     queues: list[list[tuple[str, int]]] = []

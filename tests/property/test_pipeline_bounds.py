@@ -35,7 +35,7 @@ def test_no_order_of_any_works_is_below_the_fill_bound(works: list[int], num_sta
     time_ms, total_ms, num = pipeline_time_ms(works, num_stages), sum(works), len(works)
     bound_ms = fill_bound_ms(num_stages, num, total_ms, max(works))
     assert total_ms * (1 - ROUNDING) <= bound_ms <= time_ms * (1 + ROUNDING)
-    # The same lines, asked for the work.
+    # The same lines, solved for the work.
     assert total_ms <= most_work_ms(num_stages, num, time_ms, max(works)) * (1 + ROUNDING)
     again_ms = most_work_ms(num_stages, num, bound_ms, max(works))
     assert again_ms == pytest.approx(total_ms, rel=1e-9)
@@ -43,17 +43,17 @@ def test_no_order_of_any_works_is_below_the_fill_bound(works: list[int], num_sta
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("num", [1, 2, 5, 13])
-def test_the_best_shapes_meet_their_bound(num_stages: int, num: int) -> None:
+def test_the_best_shapes_reach_their_bound(num_stages: int, num: int) -> None:
     for shape in shapes(num_stages, num)[: -1 if num > 1 else None]:
         assert math.fsum(shape.shares) == pytest.approx(1.0)
         time_ms = pipeline_time_ms(shape.shares, num_stages)
         largest = max(shape.shares)
         assert shape.bound_ms(1.0, largest) == pytest.approx(time_ms, abs=1e-5)
-        # Better than equal ones, which is why they are looked for.
+        # Better than equal ones, which is why they are computed.
         assert time_ms <= (1.0 + (num_stages - 1) / num) * (1 + 1e-6)
 
 
-def test_beyond_many_micro_batches_there_are_equal_ones_only() -> None:
+def test_shapes_of_many_micro_batches_are_equal() -> None:
     (shape,) = shapes(4, MAX_SHAPED_MICRO_BATCHES + 1)
     assert (shape.slope, shape.relief) == (1.0, 0.0)
     assert len(set(shape.shares)) == 1
@@ -61,7 +61,7 @@ def test_beyond_many_micro_batches_there_are_equal_ones_only() -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(2, 4), st.integers(1, 90))
-def test_best_works_keep_their_limits_and_beat_others(
+def test_best_works_respect_their_limits_and_beat_others(
     least: list[int], num_stages: int, more: int
 ) -> None:
     total_ms, largest_ms = float(sum(least) + more), float(max(least) + more)
@@ -71,7 +71,7 @@ def test_best_works_keep_their_limits_and_beat_others(
     for work_ms, least_ms in zip(works_ms, least, strict=True):
         assert least_ms - 1e-5 <= work_ms <= largest_ms + 1e-5
     best_ms = pipeline_time_ms([max(0.0, work_ms) for work_ms in works_ms], num_stages)
-    # All of what is left to one of them, or a part to each.
+    # All of the rest to one of them, or a part to each.
     others: list[list[float]] = [
         [s + more * (i == k) for i, s in enumerate(least)] for k in range(len(least))
     ]
@@ -94,7 +94,7 @@ def test_the_program_of_a_pipeline_is_its_recurrence(works: list[int], num_stage
     assert model.cost @ values == pytest.approx(time_ms)
     rows = model.matrix
     assert (rows @ values >= -1e-9).all()
-    # Nothing may end earlier: some row forbids it.
+    # Nothing may end earlier: some row excludes it.
     for column in range(len(works), columns.num):
         earlier = values.copy()
         earlier[column] -= 1.0
@@ -140,7 +140,7 @@ def test_no_packing_is_below_the_bound_of_its_long_ones(
     falling = sorted(itertools.chain(*micro_batches), reverse=True)
     long = choose_long_micro_batches(falling, cost.max_tokens)
     assert long == tuple(falling[: len(long)])
-    # Any of the longest sequences may count as long.
+    # Any number of the longest sequences may count as long.
     for num in range(1, len(long) + 1):
         orders = long_micro_batch_orders(long[:num], cost)
         bound_ms = orders.least_time_ms(len(times_ms), total_ms)
@@ -154,10 +154,10 @@ def test_no_packing_is_below_the_bound_of_its_long_ones(
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("num_before", [0, 1, 3, 7])
 @pytest.mark.parametrize("num_after", [0, 2, 12])
-def test_nor_are_the_best_works_around_a_long_one(
+def test_the_best_works_around_a_long_one_are_not_below_its_bound(
     num_stages: int, num_before: int, num_after: int
 ) -> None:
-    # They may be cut at will here: what is shortest by a linear program.
+    # Works may be divided arbitrarily here: the shortest time by a linear program.
     cost = SchemeCost(Coefficients(0.0, 1.0, 0.0), 60, num_stages)
     least_ms = [0.0] * num_before + [60.0] + [0.0] * num_after
     orders = long_micro_batch_orders((60,), cost)
@@ -180,13 +180,13 @@ def test_least_time_and_most_work_are_inverse(
     if math.isinf(time_ms):
         assert orders.most_work_ms(num_micro_batches, 1e9) == -math.inf
     else:
-        # Of the orders that take this time, some do this work, and in less time none does.
+        # Some order does this work in this time, and none in less time.
         assert orders.most_work_ms(num_micro_batches, time_ms) == pytest.approx(total_ms)
         assert orders.most_work_ms(num_micro_batches, 0.999 * time_ms) < total_ms
 
 
 @given(COSTS, st.integers(1, 3), st.data())
-def test_some_mode_holds_whatever_a_replica_does_in_time(
+def test_every_feasible_packing_is_covered_by_a_mode(
     cost: SchemeCost, num_stages: int, data: st.DataObject
 ) -> None:
     cost = SchemeCost(cost.coefficients, cost.max_tokens, num_stages)
@@ -194,7 +194,7 @@ def test_some_mode_holds_whatever_a_replica_does_in_time(
     elsewhere = data.draw(st.lists(st.integers(1, 60), max_size=4))
     here = list(itertools.chain(*micro_batches))
     times_ms = [cost.coefficients.time_ms(share) for share in micro_batches]
-    # With rounding on its side, as the caller's time has.
+    # Rounded up, as the caller's time is.
     time_ms = pipeline_time_ms(times_ms, num_stages) * (1 + ROUNDING)
     work_ms = math.fsum(cost.sequence_time_ms(length) for length in here)
     long = choose_long_micro_batches(sorted(here, reverse=True), cost.max_tokens)
@@ -223,7 +223,7 @@ def test_no_micro_batch_takes_more_than_the_largest() -> None:
     assert cost.largest_time_ms(300) == cost.coefficients.time_ms((100,))
 
 
-def test_replicas_of_equal_cost_are_a_class() -> None:
+def test_replicas_of_equal_cost_form_a_class() -> None:
     one = SchemeCost(Coefficients(0.0, 1.0, 2.0), 100, 1)
     other = SchemeCost(Coefficients(0.0, 1.0, 2.0), 101, 1)
     classes = ReplicaClass.of([one, other, one])
@@ -247,7 +247,7 @@ def test_packers_pack_every_sequence_within_the_limit(
         times_ms = [cost.coefficients.time_ms(share) for share in shares]
         assert packed.time_ms == pytest.approx(pipeline_time_ms(times_ms, num_stages))
     assert thorough.time_ms <= plain.time_ms
-    # The estimates that moves are chosen by are bounds below MAX_SHAPED_MICRO_BATCHES.
+    # The estimates that choose moves are bounds below MAX_SHAPED_MICRO_BATCHES.
     estimate_ms = packer.estimates_ms(
         np.array([math.fsum(packer.works_ms)]),
         np.array([sum(lengths)]),

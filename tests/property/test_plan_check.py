@@ -63,7 +63,7 @@ def test_strategies_are_placed_as_the_planner_places_them(
     planned = Strategy.parse("+".join(terms), num_ranks, ranks_per_node=ranks_per_node)
     read = read_strategy("+".join(terms), num_ranks, ranks_per_node)
     assert [ranks for _, ranks in read] == [list(r.ranks) for r in planned.replicas]
-    # Written out in full, with '@' where needed, it is the same strategy.
+    # Its full notation, with '@' if needed, is the same strategy.
     assert read_strategy(str(planned), num_ranks, ranks_per_node) == read
 
 
@@ -133,7 +133,7 @@ def test_no_plan_is_below_the_bound_of_its_strategy(
     st.lists(scheme_figures(), min_size=1, max_size=4),
 )
 def test_weights_are_nearly_the_best(lengths: list[int], replicas: list[SchemeFigures]) -> None:
-    """The fractional relaxation with every replica at work, which no better weights can pass."""
+    """Compared with the fractional relaxation with every replica in use, an upper limit."""
     replicas = [figures for figures in replicas if figures.max_tokens >= max(lengths)]
     if len(replicas) < 1:
         return
@@ -152,7 +152,7 @@ def test_weights_are_nearly_the_best(lengths: list[int], replicas: list[SchemeFi
         A_eq=equal,
         b_eq=np.ones(len(lengths)),
     )
-    # Only fills and single sequences lift the bound above that of the relaxation without them.
+    # Only fills and single sequences raise the bound above that of the relaxation without them.
     assert proved_strategy_bound_ms(lengths, replicas) >= answer.fun * 0.98
 
 
@@ -206,7 +206,7 @@ def test_plans_with_a_row_quantum_are_valid(
                 limit = scheme.rounded_down(limits.max_tokens(pool.strategies[0], scheme))
                 assert row is not None
                 multiple = math.lcm(quantum, scheme.token_quantum)
-                # As short as the quantum allows, or at the limit.
+                # Rounded up by less than a quantum, or at the limit.
                 assert row - needed < multiple
                 assert row % multiple == 0 or row == max(limit, needed)
     assert IterationPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

@@ -1,4 +1,4 @@
-"""The greedy planner over any batch: valid, deterministic, within its own bounds."""
+"""The greedy planner on any batch: valid, deterministic, not below its bounds."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ STRATEGIES = st.sampled_from(
 
 @st.composite
 def cost_models(draw: st.DrawFn) -> TableCostModel:
-    """Costs with zeros in every place, and limits that some replicas hold just barely."""
+    """Costs in which any term may be 0, and limits that some replicas just reach."""
     a, b, c = (
         draw(st.sampled_from(values))
         for values in ((0.0, 1e-4, 0.01), (0.0, 0.1, 2.0), (0.0, 1.0, 50.0))
@@ -61,7 +61,7 @@ def test_every_sequence_once_and_limits_hold(
     case: tuple[list[int], Pool, TableCostModel, IterationPlan],
 ) -> None:
     lengths, pool, model, plan = case
-    # Counted here and not by plan.validate(), which the planner itself has called.
+    # Checked here and not by plan.validate(), which the planner has called.
     micro_batches = [batch for replica in plan.replicas for batch in replica.micro_batches]
     seen = [sequence for batch in micro_batches for sequence in batch.sequences]
     assert sorted(seen) == list(range(len(lengths)))
@@ -83,7 +83,7 @@ def test_json_and_digest_round_trip(
 
 
 @given(planned())
-def test_planning_again_gives_the_same_digest_whatever_the_time(
+def test_planning_again_gives_the_same_digest_and_planning_time_is_no_part_of_it(
     case: tuple[list[int], Pool, TableCostModel, IterationPlan],
 ) -> None:
     lengths, pool, model, plan = case
@@ -108,7 +108,7 @@ def test_nothing_is_below_the_bounds(
 def test_the_order_of_the_batch_does_not_change_the_time(
     order: list[int], model: TableCostModel
 ) -> None:
-    # Distinct lengths: among equal ones the index decides, here there are none.
+    # Distinct lengths, because among equal ones the index decides.
     lengths = [3 * index + 1 for index in range(12)]
     planner = GreedyPlanner(make_pool(("pp2+tp2",)), model)
     shuffled = planner.plan([lengths[index] for index in order])

@@ -59,7 +59,7 @@ def test_unequal_stages_agree_with_the_longest_chain_of_operations(
 
 
 def longest_chain_ms(times_ms: list[list[float]]) -> float:
-    """1F1B as a graph: nodes are operations, an edge leads to what has to end before."""
+    """1F1B as a graph: nodes are operations, an edge leads to an operation that must end before."""
     num_stages, num_batches = len(times_ms), len(times_ms[0])
     previous: dict[tuple[str, int, int], tuple[str, int, int] | None] = {}
     for stage in range(num_stages):
@@ -108,10 +108,10 @@ def test_busy_and_idle_times_add_up(
     )
     ended_ms = 0.0
     for iteration in run.run([work] * 3):
-        result = account(iteration, started_ms=ended_ms)  # raises where they do not
+        result = account(iteration, started_ms=ended_ms)  # raises if they do not
         assert result.work_ms + result.idle_ms == pytest.approx(8 * result.time_ms)
         if not regroups:  # with the model's layers, one stage has less to do
-            # Every token takes each of a replica's ranks a ms.
+            # Every token takes 1 ms on each rank of a replica.
             work_ms = 2 * sum(replicas[0]) + 2 * sum(replicas[1]) + sum(replicas[2])
             assert result.work_ms == pytest.approx(work_ms)
         parts = (result.fill_ms, result.imbalance_ms, result.regroup_ms, result.planning_ms)

@@ -25,8 +25,10 @@ def all_splits(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 @st.composite
 def stages(draw: st.DrawFn) -> tuple[int, list[list[int]], list[list[int]], int]:
-    """Layers; of each stage its time and its tokens by the number of layers; tokens that are
-    asked for. Times never fall with more layers, tokens never rise."""
+    """Layers; each stage's time and tokens by the number of layers; required tokens.
+
+    Times never fall with more layers, tokens never rise.
+    """
     num_layers = draw(st.integers(1, 8))
     num_stages = draw(st.integers(1, min(4, num_layers)))
     sizes = st.lists(st.integers(0, 6), min_size=num_layers, max_size=num_layers)
@@ -142,13 +144,13 @@ def test_a_large_output_layer_takes_layers_from_the_last_stage() -> None:
     assert found.layers is not None
     assert found.layers[-1] == 6
     assert max(found.layers) == 9
-    # One of 0.65 layers is not worth an uneven split: 8.65 is less than 9.
+    # An output layer of 0.65 layers does not justify an uneven split: 8.65 is less than 9.
     usual = AnalyticCostModel(shape=LLAMA_7B, device=device, cluster=cluster)
     assert usual.balanced_scheme(Scheme(tp=2, pp=4), min_tokens=0) == Scheme(tp=2, pp=4)
 
 
 def test_layers_of_a_model_that_does_not_fit_are_balanced_without_a_number_of_tokens() -> None:
-    device = device_constants("cpu")  # holds none of it
+    device = device_constants("cpu")  # holds no token
     model = AnalyticCostModel(
         shape=LLAMA_7B,
         device=device,

@@ -1,8 +1,8 @@
-"""All three kinds of transfer, run on numpy arrays, bring every element where it belongs.
+"""All three kinds of transfer, run on numpy arrays, move every element to its place.
 
 Over random layouts, strategies (tp, pp, uneven layers, idle and permuted ranks, tied embeddings),
-nodes and owners. What a rank has to hold, and what sums its shard has to get, come from
-`tests.support.layouts`, which knows nothing of transfers.
+nodes and owners. The elements that a rank must hold and the sums that its
+shard must get are from `tests.support.layouts`, which is independent of transfers.
 """
 
 from collections import Counter
@@ -67,7 +67,7 @@ def test_a_gather_gives_every_rank_what_its_role_holds_in_canonical_order(
 def test_a_scatter_gives_every_owner_the_sum_of_all_contributions(
     drawn: tuple[Case, Simulation],
 ) -> None:
-    """Every rank's gradients are powers of its own base: a sum tells who added, and how often."""
+    """Gradients of rank r are powers of its own base: a sum shows who added, and how often."""
     case, simulation = drawn
     base = 4.0
     counts = np.zeros(case.layout.num_elements)
@@ -77,7 +77,7 @@ def test_a_scatter_gives_every_owner_the_sum_of_all_contributions(
         for rank, role in enumerate(case.roles):
             parts: list[Values] = [np.zeros(0)]
             for r in contributed_ranges(case.layout, bucket, role):
-                # Position in the bucket and rank both stand in the value.
+                # The value encodes both the position in the bucket and the rank.
                 values = np.array([base**rank * (1 + at % 3) for at in range(r.start, r.stop)])
                 expected[r.start : r.stop] += values
                 counts[bucket_ids(case, bucket)[r.start : r.stop]] += 1
@@ -152,7 +152,7 @@ def test_partners_are_fixed_across_nodes_and_neighbours_inside(
 
 
 @given(simulations())
-def test_inverse_leads_back_and_twice_is_the_identity(drawn: tuple[Case, Simulation]) -> None:
+def test_the_inverse_of_the_inverse_is_the_plan(drawn: tuple[Case, Simulation]) -> None:
     case, simulation = drawn
     for bucket in case.layout.buckets:
         for make in (bucket_gather, bucket_scatter):
@@ -200,7 +200,7 @@ def test_a_rank_s_own_plan_is_its_part_of_the_whole(drawn: tuple[Case, Simulatio
 
 
 @given(simulations())
-def test_buckets_that_travel_alike_get_the_plans_that_each_would_get(
+def test_buckets_with_equal_plans_get_the_plans_that_each_would_get(
     drawn: tuple[Case, Simulation],
 ) -> None:
     case, simulation = drawn

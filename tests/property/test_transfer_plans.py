@@ -1,4 +1,4 @@
-"""Transfer plans move every element where it belongs, for any shapes, T, ranks and strategy.
+"""Transfer plans move every element to its place, for any shapes, T, ranks and strategy.
 
 An oracle in `tests.support.layouts` numbers all elements and cuts parameters with numpy; nothing
 here, nor what it tests, imports torch.
@@ -70,7 +70,7 @@ def test_ranges_partition_what_each_rank_holds(case: Case) -> None:
             ids = bucket_ids(case, bucket)
             ranges = held_ranges(case.layout, bucket, role)
             for before, after in itertools.pairwise(ranges):
-                assert before.stop < after.start, "ranges that touch are merged"
+                assert before.stop < after.start, "adjacent ranges are merged"
             found += [ids[r.start : r.stop] for r in ranges]
         held = np.sort(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
         expected = (
@@ -125,7 +125,7 @@ def test_gradients_reach_their_owner_as_often_as_the_rules_say(case: Case) -> No
         ids = bucket_ids(case, bucket)
         plan = scatter_plan(case.layout, bucket, roles)
         for rank, role in enumerate(roles):
-            # What the rank lays out for sending, read from its local gradients block by block.
+            # The rank's send buffer, read from its local gradients block by block.
             blocks = [] if role is None else block_positions(case, bucket, role, contributed=True)
             parts = [
                 local_ids(case, parameter, role.tp, role.tp_rank).reshape(-1)[positions]
@@ -147,7 +147,7 @@ def test_gradients_reach_their_owner_as_often_as_the_rules_say(case: Case) -> No
 
 
 @given(cases())
-def test_what_is_contributed_is_a_prefix_of_what_is_held(case: Case) -> None:
+def test_contributed_ranges_are_a_prefix_of_held_ranges(case: Case) -> None:
     for bucket in case.layout.buckets:
         for role in case.roles:
             held = _elements(held_ranges(case.layout, bucket, role))
@@ -156,7 +156,7 @@ def test_what_is_contributed_is_a_prefix_of_what_is_held(case: Case) -> None:
 
 
 @given(cases())
-def test_inverse_turns_every_transfer_and_twice_is_the_identity(case: Case) -> None:
+def test_the_inverse_reverses_every_transfer_and_its_inverse_is_the_plan(case: Case) -> None:
     for bucket in case.layout.buckets:
         for plan in (
             gather_plan(case.layout, bucket, case.roles),
@@ -173,7 +173,7 @@ def test_inverse_turns_every_transfer_and_twice_is_the_identity(case: Case) -> N
 
 
 @given(cases())
-def test_a_rank_receives_what_it_holds_less_what_it_owns(case: Case) -> None:
+def test_a_rank_receives_the_elements_that_it_holds_and_does_not_own(case: Case) -> None:
     roles = case.roles
     plans = [gather_plan(case.layout, bucket, roles) for bucket in case.layout.buckets]
     for rank, role in enumerate(roles):
@@ -199,7 +199,7 @@ def test_a_rank_receives_what_it_holds_less_what_it_owns(case: Case) -> None:
 
 @given(cases())
 def test_a_rank_s_own_plan_is_its_part_of_the_whole(case: Case) -> None:
-    """What ranks work out each for itself fits together: no rank waits for what none sends."""
+    """Plans that ranks compute independently match: no rank waits for a message that none sends."""
     for bucket in case.layout.buckets:
         for make in (gather_plan, scatter_plan):
             whole: TransferPlan = make(case.layout, bucket, case.roles)

@@ -1,4 +1,4 @@
-"""What regrouping carries: plans, simulation and formula agree; owners can be chosen well."""
+"""Traffic of regrouping: plans, simulation and formula agree; chosen owners reduce it."""
 
 import itertools
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from tests.support.transfer_simulation import Simulation
 
 
 def totals(simulation: Simulation, *, gathers: bool, rank: int) -> LinkElements:
-    """Of all buckets, by plans of this rank alone."""
+    """Of all buckets, from the plans of this rank."""
     make = bucket_gather if gathers else bucket_scatter
     per_node = simulation.ranks_per_node
     plans = [
@@ -78,7 +78,7 @@ def test_the_formula_s_terms_are_sizes_of_sets(drawn: tuple[Case, Simulation]) -
 
 
 @given(simulations())
-def test_what_is_sent_is_received_by_link_and_is_what_travels(
+def test_sent_and_received_elements_agree_by_link_and_with_the_simulation(
     drawn: tuple[Case, Simulation],
 ) -> None:
     case, simulation = drawn
@@ -88,7 +88,7 @@ def test_what_is_sent_is_received_by_link_and_is_what_travels(
     assert whole.sent_inside == whole.received_inside
     assert whole.sent_across == whole.received_across
     if simulation.collective is Collective.ALL_GATHER:
-        return  # the library chooses the way: nothing of it is in the plan
+        return  # the library chooses the route, so the plan has no links
     one_step, two_steps = elements_across(
         case.layout, case.roles, ranks_per_node=simulation.ranks_per_node
     )
@@ -103,10 +103,10 @@ def test_what_is_sent_is_received_by_link_and_is_what_travels(
 
 
 @given(simulations(), st.integers(0, 8))
-def test_a_strategy_carries_the_same_after_any_other(
+def test_the_traffic_does_not_depend_on_the_previous_strategy(
     drawn: tuple[Case, Simulation], turn: int
 ) -> None:
-    """Shards are the only state that lives on: run another strategy before, or the same one."""
+    """Shards are the only state between iterations; another or the same strategy may run before."""
     case, simulation = drawn
     strategy = case.strategy
     turned = replace(
@@ -124,7 +124,7 @@ def test_a_strategy_carries_the_same_after_any_other(
         after = replace(simulation)
         for bucket in case.layout.buckets:
             values = np.arange(bucket.num_elements, dtype=np.float64)
-            # What an iteration leaves behind: shards, here those plus the scattered gradients.
+            # The state after an iteration: shards, here plus the scattered gradients.
             before.gather(bucket, values)
             contributions = [
                 np.zeros(

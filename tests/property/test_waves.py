@@ -1,4 +1,4 @@
-"""Waves over any batch: valid, deterministic, and never below their bound or the best of all."""
+"""Waves on any batch: valid, deterministic, and never below their bound or the optimum."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ ROUNDING = 1e-9
 
 @st.composite
 def wave_costs(draw: st.DrawFn, most_width: int = 8, *, num_stages: int = 1) -> WaveCosts:
-    """Costs with zeros in every place; wide groups cost something, or even gain."""
+    """Costs in which any term may be 0; wide groups have a cost, or even a gain."""
     width = draw(st.sampled_from([w for w in (2, 4, 8) if w <= most_width]))
     a = draw(st.sampled_from((0.0, 1e-3, 0.05)))
     b = draw(st.sampled_from((0.0, 0.1, 1.0)))
@@ -38,7 +38,7 @@ def wave_costs(draw: st.DrawFn, most_width: int = 8, *, num_stages: int = 1) -> 
         wide = math.log2(size)
         times = Coefficients(a / size, b / size + exchange * wide, c + latency * wide)
         limit = COLUMN_TOKENS * size
-        # The profile may know some sizes only.
+        # The profile may have only some sizes.
         if size < width and draw(st.integers(0, 5)) == 0:
             limit = 0
         groups.append(GroupCost(size, times, limit, tp=tp))
@@ -55,7 +55,7 @@ def packed(costs: WaveCosts, lengths: Sequence[int]) -> Packing:
 
 
 def check_waves(costs: WaveCosts, lengths: Sequence[int], packing: Packing) -> list[float]:
-    """Everything that a wave has to keep; times of the waves, computed here from the lengths."""
+    """Check the rules of waves; returns their times, computed here from the lengths."""
     by_size = {group.size: group for group in costs.groups}
     seen: list[int] = []
     times_ms = []
@@ -110,7 +110,7 @@ def test_waves_hold_every_sequence_once_and_are_not_below_their_bound(
 
 
 def partitions(things: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    """All ways to share out things over unordered sets."""
+    """All partitions of things into unordered sets."""
     if not things:
         yield []
         return
@@ -141,7 +141,7 @@ def best_wave_ms(costs: WaveCosts, lengths: Sequence[int], members: tuple[int, .
                     group.time_ms([lengths[i] for i in of_set])
                     for group, of_set in zip(choice, sets, strict=True)
                 ]
-                # Idle columns in the groups that cost least.
+                # Idle columns are in the cheapest groups.
                 idle_ms = smallest.coefficients.c_ms if num_idle else 0.0
                 best_ms = min(best_ms, max(*times_ms, idle_ms))
     return best_ms
@@ -149,9 +149,7 @@ def best_wave_ms(costs: WaveCosts, lengths: Sequence[int], members: tuple[int, .
 
 @settings(max_examples=40, deadline=None)
 @given(wave_costs(4), st.data())
-def test_tiny_batches_come_near_the_best_of_all_waves(
-    costs: WaveCosts, data: st.DataObject
-) -> None:
+def test_waves_of_tiny_batches_are_nearly_optimal(costs: WaveCosts, data: st.DataObject) -> None:
     costs = WaveCosts(costs.groups)
     lengths = data.draw(st.lists(st.integers(1, costs.longest), min_size=1, max_size=4))
     wave_ms = functools.cache(functools.partial(best_wave_ms, costs, lengths))
@@ -160,11 +158,11 @@ def test_tiny_batches_come_near_the_best_of_all_waves(
         for waves in partitions(tuple(range(len(lengths))))
     )
     found_ms = packed(costs, lengths).time_ms
-    # Of a plan that leaves room, so that only what is proved counts.
+    # A plan above the optimum, so that only what is proved counts.
     bound_ms = wave_bound_ms(costs, lengths, found_ms * 1.4, Solver(Deadline(None)))
     assert bound_ms <= best_ms * (1.0 + ROUNDING)
     assert best_ms <= found_ms * (1.0 + ROUNDING)
-    # Filling guarantees nothing, but so few sequences leave little to miss.
+    # Filling has no guarantee, but with few sequences it misses little.
     assert found_ms <= best_ms * 1.2 + ROUNDING
 
 
@@ -208,7 +206,7 @@ def test_planners_plan_replicas_that_split_their_width(text: str, lengths: list[
         planner(pool, model).plan(lengths) for planner in (GreedyPlanner, CertifiedPlanner)
     )
     for plan in (greedy, certified):
-        # Limits, padding, groups and sequences are checked by the plan itself.
+        # The plan checks limits, padding, groups and sequences.
         plan.validate(lengths, pool.strategies[0], model.max_tokens)
         assert IterationPlan.from_json(plan.to_json()).digest == plan.digest
         for report in (plan.dispatch, plan.packing):

@@ -1,7 +1,7 @@
 """The Slurm scripts on a real Slurm: two nodes, both this machine, started for the test.
 
-Not part of the suite, as it needs Debian's packages slurm-wlm and munge: `make slurm-test`. The
-file's name keeps pytest from collecting it unasked.
+Not part of the suite, as it needs Debian's packages slurm-wlm and munge: `make slurm-test`. Because
+of its name pytest does not collect it by default.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.support.tiny_corpus import tiny_command, write_corpus
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts" / "slurm"
 LIMIT_S = 240.0
-"""Of waiting for anything; a loaded machine takes a minute to start four ranks."""
+"""For every wait; a loaded machine takes a minute to start four ranks."""
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that runs, and a corpus to train on."""
+    """A running cluster, and a corpus to train on."""
 
     folder: Path
     prefix: str
@@ -53,7 +53,7 @@ class Cluster:
         return result.stdout
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Of a login shell that knows this cluster and nothing of another."""
+        """Of a login shell for this cluster."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         return own | {
             "SLURM_CONF": str(self.folder / "slurm.conf"),
@@ -79,7 +79,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was submitted."""
+    """A submitted job."""
 
     cluster: Cluster
     identifier: str
@@ -98,10 +98,10 @@ class Job:
         return found[1]
 
     def wait(self, what: str, condition: Callable[[], bool]) -> None:
-        """Until something is so."""
+        """Wait until a condition holds."""
         deadline_s = time.monotonic() + LIMIT_S
         while not condition():
-            assert time.monotonic() < deadline_s, f"{what} did not come\n{self.text}"
+            assert time.monotonic() < deadline_s, f"{what} did not happen\n{self.text}"
             time.sleep(0.5)
 
     def wait_for_state(self, *states: str) -> str:
@@ -109,7 +109,7 @@ class Job:
         return self.shown("JobState")
 
     def wait_for_iteration(self, iteration: int, *, after: str = "") -> None:
-        """Until an iteration is in the log, behind the last of some words."""
+        """Wait until an iteration is in the log after the last occurrence of a text."""
         self.wait(
             f"iteration {iteration} after {after!r}",
             lambda: bool(re.search(rf"{after}(?s:.*)iteration +{iteration}/", self.text)),
@@ -122,7 +122,7 @@ class Job:
         return int(latest.read_text()) if latest.exists() else 0
 
     def kill_rank(self, rank: int, start: int) -> None:
-        """As the kernel does it to a process that takes too much memory."""
+        """As the kernel does if a process uses too much memory."""
         log = (self.run_dir / "logs" / f"start-{start}" / f"rank-{rank:04}.log").read_text()
         os.kill(int(re.findall(r"^--- .*, process (\d+),", log, re.MULTILINE)[-1]), signal.SIGKILL)
 
@@ -155,15 +155,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         shutil.rmtree(folder / "spool", ignore_errors=True)
 
 
-def test_a_job_is_killed_warned_and_cancelled_and_trains_as_if_it_were_not(
+def test_a_killed_warned_and_cancelled_job_has_the_losses_of_an_undisturbed_one(
     cluster: Cluster,
 ) -> None:
-    # However fast the machine is, training lasts until it is ended. The pre-flight of the second
+    # Long enough that training is still running when it is ended. The pre-flight of the second
     # start must not load the checkpoint.
     endless = ("--train-iters", "1000000", "--log-interval", "1")
     job = cluster.submit("ended", *endless, SAVE_INTERVAL="5")
 
-    # A rank dies in the first start: torchrun goes on from the checkpoint of this very start.
+    # A rank dies in the first start: torchrun restarts from the checkpoint of this start.
     job.wait("a checkpoint", lambda: job.num_saved > 0)
     job.kill_rank(1, start=0)
     loaded = re.compile(r"loaded \S+: (\d+) iterations")
@@ -172,7 +172,7 @@ def test_a_job_is_killed_warned_and_cancelled_and_trains_as_if_it_were_not(
     assert num_loaded % 5 == 0 < num_loaded
     job.wait_for_iteration(num_loaded + 1, after="loaded ")
 
-    # Slurm warns: the ranks save where they are, and the job goes on under its number.
+    # Slurm sends the warning signal: the ranks save, and the job is requeued under its number.
     cluster.run("scancel", "--signal=USR1", "--batch", job.identifier)
     job.wait("the requeue", lambda: job.shown("Restarts") == "1")
     assert "ended with status 0 after SIGUSR1" in job.text
@@ -183,7 +183,7 @@ def test_a_job_is_killed_warned_and_cancelled_and_trains_as_if_it_were_not(
     job.wait_for_iteration(last, after=f"loaded .*: {saved[1]} iterations")
     assert (job.run_dir / "logs" / "start-1" / "rank-0003.log").is_file()
 
-    # Cancelled, it ends and does not come back.
+    # Cancelled, it ends and is not requeued.
     cluster.run("scancel", job.identifier)
     job.wait_for_state("CANCELLED")
     job.wait("the end", lambda: not cluster.run("squeue", "--noheader").strip())
@@ -196,7 +196,7 @@ def test_a_job_is_killed_warned_and_cancelled_and_trains_as_if_it_were_not(
     )
     assert left.stdout == ""
 
-    # Neither an iteration left out nor one trained otherwise.
+    # No iteration is missing, and none has another loss.
     whole = cluster.submit("whole", *endless, "--exit-interval", str(last), CHECKPOINT_DIR="")
     assert whole.wait_for_state("COMPLETED", "FAILED") == "COMPLETED", whole.text
     assert "pre-flight 3 of 3" in whole.text
@@ -237,7 +237,7 @@ def test_preflight_names_the_nodes_that_cannot_start_python(
     assert "but 1 did not: local2;" in job.text
 
 
-def test_an_array_runs_a_line_of_the_sweep_each(cluster: Cluster) -> None:
+def test_each_array_task_runs_a_line_of_the_sweep(cluster: Cluster) -> None:
     sweep = cluster.folder / "sweep.txt"
     sweep.write_text("# runs\n--lr 1e-2\n\n--lr '2e-2' --seed 7\n")
     flags = tiny_command(cluster.prefix, cluster.folder, without=("--lr", "--run-dir"))
@@ -258,15 +258,15 @@ def test_an_array_runs_a_line_of_the_sweep_each(cluster: Cluster) -> None:
     assert "has 2 runs but the array asks for run 2" in (cluster.folder / "sweep-2.log").read_text()
 
 
-def test_the_interactive_form_trains_in_an_allocation_and_leaves(cluster: Cluster) -> None:
-    told = cluster.run(
+def test_the_interactive_script_trains_in_an_allocation_and_ends(cluster: Cluster) -> None:
+    printed = cluster.run(
         *("bash", str(SCRIPTS / "interactive.sh")),
         *("--nodes", "1", "--gpus-per-node", "1", "--", "--strategy", "tp1"),
         *tiny_command(cluster.prefix, cluster.folder / "interactive"),
         CHECKPOINT_DIR="",
         PREFLIGHT="0",
     )
-    assert "--cpus-per-task 8 --cpu-bind none" in told, "all CPUs of the node"
-    assert "iteration        3/       3" in told
-    assert "training ended with status 0" in told
+    assert "--cpus-per-task 8 --cpu-bind none" in printed, "all CPUs of the node"
+    assert "iteration        3/       3" in printed
+    assert "training ended with status 0" in printed
     assert cluster.run("squeue", "--noheader").strip() == ""

@@ -1,4 +1,4 @@
-"""Rounding errors of bf16 parameters, against those that one process has as well."""
+"""Rounding errors with bf16 parameters, compared with those of a single process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.models import Job, RankRun, SmallModel, assemble, run_job
 MOST_OF_ONE_PROCESS = 2.0
 """Error of a gradient over that of the one-process run."""
 LEAST_ERROR = 2**-9
-"""Half a unit in the last place of bf16: an error below it would mean that nothing was rounded."""
+"""Half a unit in the last place of bf16: a smaller error would mean that nothing was rounded."""
 
 Gradients = Sequence[Mapping[str, np.ndarray]]
 
@@ -24,7 +24,7 @@ def errors(model: SmallModel, found: Mapping[str, np.ndarray], iteration: int) -
     """2-norms relative to the exact gradient's: of everything, and of each kind of parameter.
 
     A kind is a parameter of all layers together: that of one layer may have 32 elements, whose
-    error is as much chance as rounding.
+    error depends on chance.
     """
     squares: dict[str, list[float]] = {}
     for name, exact in law_reference(model).gradients[iteration].items():

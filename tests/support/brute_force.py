@@ -1,4 +1,4 @@
-"""The best plan of a few sequences by looking at all plans.
+"""The best plan of a few sequences by enumeration of all plans.
 
 Every dispatch, every packing under the limits of tokens and every order of micro-batches, each
 timed by an event simulation of 1F1B. Nothing of the planner or of the cost model is used, so that
@@ -27,13 +27,13 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _FORWARD, _BACKWARD = 1.0 / 3.0, 2.0 / 3.0
-# Packings in an order that are simulated at once.
+# Ordered packings that are simulated at once.
 _MAX_ROWS = 20_000
 
 
 @dataclass(frozen=True)
 class ReplicaFigures:
-    """What a replica's time and limit depend on."""
+    """The inputs of a replica's time and limit."""
 
     a_ms_per_token2: float
     b_ms_per_token: float
@@ -43,7 +43,7 @@ class ReplicaFigures:
 
 
 def figures_of(cost: Any) -> ReplicaFigures:
-    """Of what the planner calls a scheme's cost."""
+    """From the planner's cost of a scheme."""
     each = cost.coefficients
     return ReplicaFigures(
         each.a_ms_per_token2, each.b_ms_per_token, each.c_ms, cost.max_tokens, cost.num_stages
@@ -132,7 +132,7 @@ def _simulated_ms(times_ms: FloatArray, num_stages: int) -> FloatArray:
 
 @functools.cache
 def _schedule(num_stages: int, num_micro_batches: int) -> tuple[tuple[str, int, int], ...]:
-    """All operations (kind, stage, micro-batch), each after what it waits for."""
+    """All operations (kind, stage, micro-batch), each after those that it waits for."""
     queues = []
     for stage in range(num_stages):
         num_ahead = min(num_stages - 1 - stage, num_micro_batches)

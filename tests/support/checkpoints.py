@@ -1,5 +1,4 @@
-"""Checkpoints in tests: written by an engine of its own, looked into without the code that wrote
-them."""
+"""Checkpoints in tests: written by a separate engine, read without the code that wrote them."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def write_tensors(
 def differing_keys(
     expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
 ) -> dict[str, str]:
-    """Keys of the first whose tensors the second has not, or has otherwise, and how."""
+    """Keys of the first that are missing or different in the second, and the difference."""
     differences = {}
     for key, tensor in expected.items():
         if key not in found:
@@ -102,7 +101,7 @@ def saved_state(engine: Engine, iteration: int) -> SavedState:
 
 
 def fill_moments(engine: Engine) -> None:
-    """On every rank: something else for every element of the model."""
+    """On every rank: moments that differ for every element of the model."""
     generator = torch.Generator().manual_seed(engine.rank)
     for flat in (engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq):
         flat.copy_(torch.rand(flat.shape, generator=generator))

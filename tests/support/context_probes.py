@@ -1,4 +1,4 @@
-"""Attention of a context-parallel group beside that of one rank which holds the whole row."""
+"""Attention of a context-parallel group, compared with one rank that holds the whole row."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def group_of(groups: tuple[tuple[int, ...], ...]) -> Any:
     rank = torch.distributed.get_rank()
     mine = None
     for ranks in groups:
-        # A rank has its own group from the start, the others do not: nobody may create it here.
+        # Only this rank has the group of one rank from the start, so it must not be created here.
         found = _created(ranks) if len(ranks) > 1 else worker_groups().of_self
         if rank in ranks:
             mine = found
@@ -102,7 +102,7 @@ def run_attention(
     return [outcome.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 
-def shared_beside_whole(case: SharedAttention) -> list[float]:
+def shared_against_whole(case: SharedAttention) -> list[float]:
     """On every rank: largest difference of outcome and three gradients to those of one rank.
 
     Relative to the largest value of each. Two layers run the same description of the row.
@@ -126,10 +126,11 @@ def shared_beside_whole(case: SharedAttention) -> list[float]:
 
 
 def shared_by_unequal_kernels(case: SharedAttention) -> list[float]:
-    """`shared_beside_whole`, blocks with a mask by a kernel that keeps copies of its inputs.
+    """`shared_against_whole`, blocks with a mask by a kernel that keeps copies of its inputs.
 
     So ranks differ in what autograd keeps: context rank 0 alone has a block of the beginning of a
-    sequence, which needs no mask. Which kernels a device has is not for us to say.
+    sequence, which needs no mask. Which kernels exist depends
+    on the device.
     """
     attend = attention_module.F.scaled_dot_product_attention
 
@@ -139,17 +140,17 @@ def shared_by_unequal_kernels(case: SharedAttention) -> list[float]:
             return attend(*args, **named)
 
     with patch.object(attention_module.F, "scaled_dot_product_attention", by_two_kernels):
-        return shared_beside_whole(case)
+        return shared_against_whole(case)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What is there of a layer between its forward and its backward."""
+    """What a layer keeps between forward and backward."""
 
     has_gathered: bool
     """Whether keys and values of the whole row are in memory."""
     num_masks: int
-    """Masks that autograd keeps, those of all blocks and layers that lie in one counted once."""
+    """Masks that autograd keeps; masks that share memory count once."""
     num_gathers: tuple[int, int]
     """All-gathers of the forward and of the backward."""
 

@@ -1,8 +1,8 @@
-"""A job under torchrun's own agent, whose ranks are forked: restarts for real, in a second or two.
+"""A job under torchrun's own agent, whose ranks are forked: real restarts in a second or two.
 
 What torchrun does besides parsing its command line is `elastic_launch`: rendezvous, start of the
 ranks with their environment, watching them, ending all when one fails, starting all again. Here its
-agent runs in a process of its own, forked from one in which everything is imported.
+agent runs in a separate process, forked from one in which everything is imported.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron.hydraulis.observability.records import read_metrics
 from tests.support.forked_job import Program, _free_port, _prepare_once, enter_rank
 
 SHUTDOWN_S = 2
-"""From the signal by which the agent ends a rank to the one that a frozen rank heeds, too. Before a
-restart torch 2.13 waits 30 s, whatever it was told."""
+"""From the signal by which the agent ends a rank to SIGKILL, which also ends a frozen rank. Before
+a restart torch 2.13 always waits 30 s."""
 LAST_CALL_S = 2
-"""For which agents wait for more nodes than they need."""
+"""Time for which agents wait for more nodes than they need."""
 KEEP_ALIVE_S = 1
 """Between signs of life of an agent."""
 NUM_KEEP_ALIVES = 15
@@ -44,11 +44,11 @@ class ElasticOutcome:
     """How a job ended, restarts included."""
 
     status: int | None
-    """Of the agent; None where it hung."""
+    """Of the agent; None if it hung."""
     folder: Path
 
     def output(self, name: str = "*") -> str:
-        """What ranks said, restart by restart: of the files ``restart0.rank1.stdout`` and so on."""
+        """Output of ranks, restart by restart: of the files ``restart0.rank1.stdout`` and so on."""
         paths = sorted(self.folder.glob(f"restart{name}"))
         return "".join(path.read_text(errors="replace") for path in paths)
 
@@ -57,7 +57,7 @@ class ElasticOutcome:
         return len({path.name.split(".")[0] for path in self.folder.glob("restart*.rank*")})
 
     def assert_succeeded(self) -> None:
-        """Fails with what was said last."""
+        """Fails with the end of the output."""
         assert self.status == 0, (
             f"status {self.status}\n{self.output()[-6000:]}\n"
             + ((self.folder / "agent").read_text()[-3000:])
@@ -80,8 +80,8 @@ def run_elastic_job(
         num_ranks: on this machine.
         folder: where each rank's output is kept.
         program: called on every rank; may be a closure.
-        max_restarts: after which a failure is final.
-        timeout_s: for all of it; upon it agent and ranks are killed.
+        max_restarts: number of restarts after which a failure is final.
+        timeout_s: for the whole job; then agent and ranks are killed.
     """
     agent = _start_agent(argv, num_ranks, folder, program, max_restarts, _free_port(), 1)
     agent.join(timeout_s)
@@ -107,12 +107,12 @@ def run_elastic_nodes(
 
     Args:
         argv: the flags.
-        num_nodes: all of them here; the output of each is in a folder of its own.
+        num_nodes: all of them here; the output of each is in a separate folder.
         folder: of these folders.
         lost: number of the node that is killed with its rank; not 0, which has the rendezvous.
         after: text on any rank's output upon which that happens.
         max_restarts: of every agent.
-        timeout_s: for all of it.
+        timeout_s: for the whole job.
     """
     port = _free_port()
     folders = [folder / f"node{number}" for number in range(num_nodes)]
@@ -173,7 +173,7 @@ def _is_open(port: int) -> bool:
 
 
 def _kill(agent: Any) -> None:
-    """With its ranks: it made itself the leader of a group, which they are in."""
+    """With its ranks: it is the leader of the process group that they belong to."""
     os.killpg(agent.pid, signal.SIGKILL)
     agent.join()
 
@@ -186,7 +186,7 @@ def losses_of(run_dir: Path, *, rel: float = 0.0) -> dict[int, float]:
             assert record.lm_loss is not None
             before = losses.setdefault(record.iteration, record.lm_loss)
             is_same = math.isclose(before, record.lm_loss, rel_tol=rel, abs_tol=0.0)
-            assert is_same, f"iteration {record.iteration} trained otherwise"
+            assert is_same, f"iteration {record.iteration} has another loss"
     return losses
 
 
@@ -244,7 +244,7 @@ def _agent_main(
 
 def _rank_main(program: Program, argv: list[str], folder: Path) -> None:
     rank = os.environ["RANK"]
-    # The agent counts restarts; a rank that was frozen may still hold the file of the one before.
+    # The agent counts restarts; a frozen rank may still hold the file of the previous one.
     restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
     enter_rank(argv, folder, f"restart{restart}.rank{rank}")
     started_s = time.time()

@@ -12,7 +12,7 @@ from tests.support.models import Job, build_engine, packs_of_rank, spread, use_f
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """What one rank saw."""
+    """Results of one rank."""
 
     losses: tuple[float, ...]
     """Of training."""

@@ -1,4 +1,4 @@
-"""Faults as small readable objects: ``FaultInjector(folder).fail_at(1, step=3, phase="save")``.
+"""Faults as small objects: ``FaultInjector(folder).fail_at(1, step=3, phase="save")``.
 
 Installed in a rank's process before the program begins, it lets a phase of one iteration kill the
 process, freeze it or raise; once, also when the job is started again.
@@ -36,11 +36,11 @@ PHASES: tuple[Phase, ...] = (
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens where."""
+    """Kind of fault, and where it happens."""
 
     rank: int
     step: int
-    """Iteration, counted from 1; a later one where the rank has nothing to do in this one."""
+    """Iteration, counted from 1; a later one if the rank has nothing to do in it."""
     phase: Phase
     action: Action
 
@@ -52,7 +52,7 @@ class FaultInjector:
     """Faults of one job.
 
     Args:
-        folder: of this job alone, on disk: remembers what has happened.
+        folder: of this job only; its files record which faults have happened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ class FaultInjector:
         self._armed: Fault | None = None
 
     def fail_at(self, rank: int, step: int, phase: Phase, action: Action = "kill") -> FaultInjector:
-        """One more fault."""
+        """Add a fault."""
         self._faults.append(Fault(rank, step, phase, action))
         return self
 
@@ -72,7 +72,7 @@ class FaultInjector:
         return sorted(path.read_text() for path in self._folder.glob("fault*"))
 
     def install(self) -> None:
-        """In this process, for good. At most one fault happens at each start of the job."""
+        """Into this process, permanently. At most one fault happens in each start of the job."""
         self._armed = next((f for f in self._faults if not self._marker(f).exists()), None)
         self._install_planning()
         for route in (OneStepRoute, EqualSharesRoute):
@@ -83,7 +83,7 @@ class FaultInjector:
         self._install_save()
 
     def _at(self, phase: Phase) -> None:
-        """Here the phase is: fail if it is time."""
+        """Called in the phase: fail if a fault is due."""
         fault = self._armed
         if fault is None or (fault.rank, fault.phase) != (_rank(), phase):
             return

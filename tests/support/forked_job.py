@@ -1,4 +1,4 @@
-"""A whole job of `pretrain_gpt.py` in forked processes: a second or two, not a launcher's fifteen.
+"""A job of `pretrain_gpt.py` in forked processes: 1 or 2 seconds instead of a launcher's 15.
 
 The parent imports torch, Megatron and the program once; every rank is a fresh fork that sees the
 environment which torchrun would give it and runs the program's `main`. As a launcher would, the
@@ -31,7 +31,7 @@ from megatron.hydraulis.loop import entry
 DEFAULT_TIMEOUT_S = 60.0
 POLL_S = 0.02
 SECONDS_TO_END = 5.0
-"""From the signal that asks a rank to end to the one that makes it."""
+"""From SIGTERM to SIGKILL."""
 
 _IMPORTED_LATE = (
     "matplotlib.figure",
@@ -45,17 +45,17 @@ Program = Callable[[Sequence[str]], None]
 
 @dataclass(frozen=True)
 class Kill:
-    """A fault: one rank gets a signal, by default the one it cannot even notice."""
+    """A fault: one rank gets a signal, by default SIGKILL."""
 
     rank: int
     after: str
-    """Text on any rank's output upon which it happens."""
+    """Text in any rank's output that triggers it."""
     number: signal.Signals = signal.SIGKILL
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one process ended and what it said."""
+    """Exit status and output of one process."""
 
     status: int
     """Exit status; the negative number of the signal that ended it."""
@@ -78,20 +78,20 @@ class JobOutcome:
 
     @property
     def stdout(self) -> str:
-        """Of all ranks, one after the other."""
+        """Of all ranks, in the order of the ranks."""
         return "".join(outcome.stdout for outcome in self.ranks.values())
 
     @property
     def stderr(self) -> str:
-        """Of all ranks, one after the other."""
+        """Of all ranks, in the order of the ranks."""
         return "".join(outcome.stderr for outcome in self.ranks.values())
 
     def assert_succeeded(self) -> None:
-        """Fails with what the first bad rank said."""
-        assert not self.timed_out, f"the job hung: {self._last_words()}"
-        assert set(self.statuses) == {0}, self._last_words()
+        """Fails with the end of every rank's output."""
+        assert not self.timed_out, f"the job hung: {self._ends_of_output()}"
+        assert set(self.statuses) == {0}, self._ends_of_output()
 
-    def _last_words(self, num_characters: int = 3000) -> str:
+    def _ends_of_output(self, num_characters: int = 3000) -> str:
         return "\n".join(
             f"--- rank {rank}, status {outcome.status}\n{outcome.stdout[-num_characters:]}\n"
             f"{outcome.stderr[-num_characters:]}"
@@ -117,10 +117,10 @@ def run_job(
         num_ranks: of the job (WORLD_SIZE).
         folder: where each rank's output is kept.
         program: called on every rank; may be a closure, as processes are forked.
-        started: ranks that are started at all; the others never come.
-        kill: a rank that dies on the way.
+        started: ranks that are started; the others never join.
+        kill: a rank that is killed during the job.
         ends_others: whether the others are ended when one fails, as launchers do.
-        timeout_s: for the whole job; upon it every rank is killed.
+        timeout_s: for the whole job; then every rank is killed.
     """
     _prepare_once()
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def _wait(
     ends_others: bool,
     timeout_s: float,
 ) -> tuple[bool, set[int]]:
-    """Until all ranks have ended: whether time ran out, and the ranks that were told to end."""
+    """Wait for all ranks: whether time ran out, and the ranks that were signalled to end."""
     deadline = time.monotonic() + timeout_s
     ended: set[int] = set()
     kill_at = None
@@ -165,7 +165,7 @@ def _wait(
         now = time.monotonic()
         if now > deadline:
             return True, ended
-        if kill is not None and _was_said(kill.after, processes, folder):
+        if kill is not None and _was_printed(kill.after, processes, folder):
             os.kill(processes[kill.rank].pid, kill.number)
             kill = None
         has_failed = any(process.exitcode not in (None, 0) for process in processes.values())
@@ -180,7 +180,7 @@ def _wait(
     return False, ended
 
 
-def _was_said(text: str, ranks: Mapping[int, Any], folder: Path) -> bool:
+def _was_printed(text: str, ranks: Mapping[int, Any], folder: Path) -> bool:
     return any(text in _read(folder, rank, name) for rank in ranks for name in _STREAMS)
 
 
@@ -223,7 +223,7 @@ def _rank_main(
 
 
 def enter_rank(argv: Sequence[str], folder: Path, name: str) -> None:
-    """In a fork of the test run: be a fresh process, with files for what it says."""
+    """In a fork of the test run: act as a fresh process, with files for its output."""
     atexit._clear()  # of the test run
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -231,7 +231,7 @@ def enter_rank(argv: Sequence[str], folder: Path, name: str) -> None:
         file = os.open(folder / f"{name}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, descriptor)
         setattr(sys, stream, os.fdopen(descriptor, "w", buffering=1, closefd=False))
-    # As upstream does upon its import, which has happened in the test run.
+    # Upstream does so when it is imported, which has happened in the test run.
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, force=True)
     sys.argv = ["pretrain_gpt.py", *argv]
 

@@ -1,4 +1,4 @@
-"""A disk that fills up, as far as a process can make one."""
+"""A full disk, simulated by a limit on file sizes."""
 
 import resource
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Small models whose linear layers add weight gradients to the arena by one kernel of their own."""
+"""Small models whose linear layers add weight gradients to the arena by a fused kernel."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_job_with_kernel(job: Job) -> tuple[RankRun, int]:
     with (
         patch.object(layers, "_grad_accum_fusion_available", True),
         patch.object(layers, "fused_weight_gradient_mlp_cuda", kernel, create=True),
-        patch.object(layers.torch, "empty", _full_of_rubbish),
+        patch.object(layers.torch, "empty", _with_garbage),
     ):
         return run_job(job), kernel.num_calls
 
@@ -61,7 +61,7 @@ def run_job_with_kernel(job: Job) -> tuple[RankRun, int]:
 _EMPTY = torch.empty
 
 
-def _full_of_rubbish(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """What upstream gives autograd in a gradient's place must go nowhere."""
+def _with_garbage(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The tensor that upstream returns to autograd instead of a gradient must not be used."""
     made: torch.Tensor = _EMPTY(*args, **kwargs)
     return made.fill_(1e3) if made.is_floating_point() else made

@@ -1,5 +1,5 @@
 """Layers with the parameters of Transformer Engine's, on every device: norms fused with what
-follows, under the names that these have there."""
+follows, with Transformer Engine's parameter names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FusedNormLinear(ColumnParallelLinear):
 
 
 def fused_spec(model: SmallModel) -> ModuleSpec:
-    """A layer as upstream's of Transformer Engine is put together."""
+    """A layer with the structure of upstream's Transformer Engine layer."""
     spec: Any = get_gpt_layer_local_spec(
         qk_layernorm=model.qk_layernorm, normalization=model.normalization
     )
@@ -87,7 +87,7 @@ def fused_spec(model: SmallModel) -> ModuleSpec:
 
 @dataclass(frozen=True)
 class FusedSmallModel(SmallModel):
-    """Catalogued by local layers, built of fused ones."""
+    """Catalogued with local layers, built with fused ones."""
 
     def definition(self) -> ModelDefinition:
         return dataclasses.replace(super().definition(), built_layer_spec=fused_spec(self))

@@ -1,6 +1,6 @@
 """The same weights in Hugging Face's Llama: code that shares nothing with Megatron or this project.
 
-Differences of layout, all linear, so that weights and gradients map alike:
+Differences of layout, all linear, so that weights and gradients map in the same way:
 
 - Megatron's ``linear_qkv`` stacks, for each query group, the rows of the group's query heads, of
   its key head and of its value head; Llama has three matrices, heads in order.
@@ -36,7 +36,7 @@ class LlamaGradients:
 def to_llama(tensors: Tensors, model: SmallModel) -> dict[str, np.ndarray]:
     """Whole tensors (weights or gradients) by Megatron's names -> by Llama's.
 
-    Every tensor is used: one that Llama has no place for is a KeyError.
+    Every tensor is used: one that Llama does not have is a KeyError.
     """
     found: dict[str, np.ndarray] = {}
     for name, value in tensors.items():
@@ -130,6 +130,6 @@ def _build(model: SmallModel) -> LlamaForCausalLM:
             tie_word_embeddings=model.tied,
         )
     ).float()
-    # Not the fused attention that the engine's own calls.
+    # Not the fused attention that the engine calls.
     llama.set_attn_implementation("eager")
     return llama

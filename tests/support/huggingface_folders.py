@@ -62,7 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16, "vocab_size": 128},
     "qwen3, tied": {"head_dim": 6, "tie_word_embeddings": True},
 }
-"""What differs from the small model of the family that is named first."""
+"""Differences from the family's small model, which the first part of the name gives."""
 
 
 def make_folder(

@@ -1,4 +1,4 @@
-"""The same-update law: jobs over many strategies, and the answer they all must give."""
+"""Jobs with many strategies, and the one-process result that all of them must have."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ SPLITS = {
     "1+1+2": [(0, 1), (1, 1), (2, 2)],
     "1+1+1+1": [(0, 1), (1, 1), (2, 1), (3, 1)],
 }
-"""Every way to cut a width of 4 into aligned groups: offsets and sizes."""
+"""All splits of a width of 4 into aligned groups: offsets and sizes."""
 
 
 def waves(splits: list[list[tuple[int, int]]], model: SmallModel = MAIN_MODEL) -> Job:

@@ -30,7 +30,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and a strategy to regroup it for."""
+    """A layout and a strategy to regroup for."""
 
     layout: CanonicalLayout
     strategy: Strategy
@@ -193,7 +193,7 @@ def parameters_of(case: Case, role: Role) -> list[int]:
 
 
 def expected_counts(case: Case) -> Ids:
-    """The oracle: how often each element's gradient is to reach its owner, by number."""
+    """The oracle: how often each element's gradient must reach its owner, by number."""
     counts = np.zeros(sum(spec.num_elements for spec in case.layout.parameters), dtype=np.int64)
     for role in case.roles:
         if role is None:
@@ -207,7 +207,7 @@ def expected_counts(case: Case) -> Ids:
 
 
 def received_ids(plan: TransferPlan, ids: Ids, rank: int) -> Ids:
-    """Numbers of what arrives at a rank, in the order of arrival: by source, then by range."""
+    """Numbers of the elements that a rank receives, in order: by source, then by range."""
     runs: Sequence[Ids] = [
         ids[r.start : r.stop] for transfer in plan.received_by(rank) for r in transfer.ranges
     ]

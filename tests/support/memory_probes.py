@@ -1,4 +1,4 @@
-"""Runs of the engine in which memory runs out, or is tried out, on one of the ranks."""
+"""Runs of the engine in which one rank runs out of memory or tries its limits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StraightMeter:
 
 
 class WatchedForwardStep:
-    """Tells a meter of tokens; runs out of memory beyond some, on one rank."""
+    """Reports tokens to a meter; on one rank runs out of memory beyond a number of tokens."""
 
     def __init__(
         self, meter: StraightMeter | None = None, *, fails_above: int | None = None, rank: int = 0
@@ -94,9 +94,9 @@ def steps_without_memory(job: Job, failing_rank: int, fails_above: int) -> list[
 
 
 def error_without_memory(job: Job) -> str:
-    """On every rank of a replica of several: what the rank without memory says.
+    """On every rank of a replica with several ranks: the error of the rank without memory.
 
-    All ranks fail alike, so that none waits.
+    All ranks fail in the same way, so that none waits.
     """
     engine = build_engine(job)
     strategy = engine.pool.strategies[0]
@@ -111,7 +111,7 @@ def error_without_memory(job: Job) -> str:
 
 @dataclass(frozen=True)
 class TrialRun:
-    """What a memory trial did on one rank."""
+    """Result of a memory trial on one rank."""
 
     allowed: dict[str, tuple[int, int]]
     """By scheme: the limit before and after."""

@@ -28,7 +28,7 @@ from tests.support.planning import TableCostModel
 
 @dataclass(frozen=True)
 class SmallModel:
-    """Options of a model that is small but has everything: GQA, SwiGLU, padded vocabulary."""
+    """A small model with GQA, SwiGLU and a padded vocabulary."""
 
     num_layers: int = 4
     hidden_size: int = 32
@@ -104,17 +104,18 @@ class SmallModel:
 
 
 ROW_LIMIT = 40
-"""Most tokens of a row that a quantum makes longer."""
+"""Limit of a row's tokens after rounding up to the quantum."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A plan in its plainest form: for each replica, micro-batches of sequence indices."""
+    """A plan in its simplest form: for each replica, micro-batches of sequence indices."""
 
     replicas: tuple[tuple[tuple[int, ...], ...], ...]
     groups: tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...] = ()
     """For each replica and micro-batch the context groups of a wave, as [offset, size, sequences];
-    one group of all cp ranks where nothing is listed."""
+    one group of all cp ranks if the
+list is empty."""
 
     def micro_batches(self, replica: int, batch: tuple[np.ndarray, ...]) -> list[MicroBatch]:
         """Those of a replica, as a plan has them."""
@@ -145,7 +146,7 @@ class Job:
     extra_tp: tuple[str, ...] = ()
     """Strategies that only raise T."""
     num_atoms: int | None = None
-    """T, where the job has too few ranks for a strategy that would raise it."""
+    """T, if the job has too few ranks for a strategy that would raise it."""
     pad_multiple: int = 1
     """Every pack is padded to this and to the replica's tp."""
     row_quantum: int = 1
@@ -155,18 +156,18 @@ class Job:
     )
     seed: int = 7
     ranks_per_node: int | None = None
-    """One node where None."""
+    """One node if None."""
     overlap: bool = True
     num_slots: int = 2
     owners_for: str | None = None
-    """A strategy; ranks own their own shares where None."""
+    """A strategy; if None, rank r owns share r."""
     knows_next: bool = True
-    """Whether an iteration is told the strategy of the next one."""
+    """Whether an iteration knows the strategy of the next one."""
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank hands back of a run."""
+    """One rank's results of a run."""
 
     names: tuple[str, ...]
     rectangles: tuple[Any, ...]
@@ -185,7 +186,7 @@ def sequences(rng: np.random.Generator, lengths: list[int], vocab_size: int) -> 
 
 
 def spread(num_sequences: int, num_replicas: int, per_micro_batch: int = 2) -> Assignment:
-    """Deal sequences out so that replicas get unequal numbers of micro-batches."""
+    """Distribute sequences so that replicas get unequal numbers of micro-batches."""
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
     for index in range(num_sequences):
         # Replica r gets about r + 1 shares: unequal on purpose.
@@ -282,7 +283,7 @@ def rank_run(
     losses: list[float],
     norms: list[float],
 ) -> RankRun:
-    """What the rank hands back: its flat shards and where they lie in the whole tensors."""
+    """The rank's results: its flat shards and their places in the whole tensors."""
     return RankRun(
         names=tuple(spec.name for spec in engine.layout.parameters),
         rectangles=tuple(engine.shards.rectangles()),
@@ -308,7 +309,7 @@ def packs_of_rank(
     pad_multiple: int = 1,
     row_quantum: int = 1,
 ) -> list[PackedBatch]:
-    """The micro-batches of the rank's replica, its own part of each."""
+    """The rank's part of each micro-batch of its replica."""
     limits = Limits(TableCostModel(default_limit=ROW_LIMIT), row_quantum=row_quantum)
     for index, replica in enumerate(strategy.replicas):
         position = replica.position_of(rank)
@@ -333,7 +334,7 @@ def packs_of_rank(
 
 
 def assemble(runs: list[RankRun], flats: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Whole tensors by name, out of every rank's flat shards."""
+    """Whole tensors by name, from every rank's flat shards."""
     whole = {
         name: np.full(shape, np.nan, dtype=np.float64) for name, shape in runs[0].shapes.items()
     }

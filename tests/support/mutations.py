@@ -1,4 +1,4 @@
-"""Wrong rules, put into a worker's runtime on purpose: each must be caught by the law's tests."""
+"""Mutations of a worker's runtime: the same-update test must detect each of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.models import Job, RankRun, run_job
 
 
 def run_mutated(job: Job, mutation: str) -> RankRun:
-    """On every rank: the job under the wrong rule of that name in `MUTATIONS`."""
+    """On every rank: the job with a mutation of `MUTATIONS`."""
     with MUTATIONS[mutation]():
         return run_job(job)
 
@@ -69,7 +69,7 @@ def _tied_output_end_forgotten() -> Iterator[None]:
                     bound.gradient.zero_()
         return reports
 
-    # Without overlap, or the gradients would be gone before they are forgotten.
+    # Without overlap; otherwise the gradients would be sent before they can be dropped.
     with (
         patch.object(Engine, "_run", run),
         patch.object(models, "Engine", _engine_without_overlap),
@@ -87,7 +87,7 @@ def _second_cp_rank_forgotten() -> Iterator[None]:
             runtime.arena.zero_gradients()
         return reports
 
-    # Without overlap, or the gradients would be gone before they are forgotten.
+    # Without overlap; otherwise the gradients would be sent before they can be dropped.
     with (
         patch.object(Engine, "_run", run),
         patch.object(models, "Engine", _engine_without_overlap),

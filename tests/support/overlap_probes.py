@@ -1,4 +1,4 @@
-"""Runs on every rank that look at overlap: spans, memory, faults, and results bit by bit."""
+"""Runs on every rank for tests of overlap: spans, memory, faults, and bitwise results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.gloo_pool import prepare_parent
 from tests.support.models import Job, build_engine, packs_of_rank, spread, use_fp64_loss
 
 LATE_S = 0.2
-"""By how much one rank comes later than the others where an order of events is to be certain."""
+"""Delay of one rank, so that the order of events is certain."""
 
 
 def spans_of_job(job: Job, late_rank: int) -> list[list[RecordedSpan]]:
@@ -54,9 +54,9 @@ class MemoryProbe:
     arenas: dict[str, int]
     """After an iteration of each strategy."""
     needed: dict[str, int]
-    """By the role in each strategy: of its parameters and gradients, with their alignment."""
+    """By strategy: parameters and gradients of the rank's role, with alignment."""
     staging: int
-    """In the end."""
+    """At the end."""
     num_models: int
 
 
@@ -79,19 +79,19 @@ def probe_memory(job: Job) -> MemoryProbe:
 
 @dataclass(frozen=True)
 class ChangeProbe:
-    """Bytes of one rank's arenas where strategies make way for one another."""
+    """Bytes of one rank's arenas when the strategy changes."""
 
     while_built: list[int]
-    """Whenever a part of the second strategy's model was about to be bound."""
+    """Each time before a part of the second strategy's model is bound."""
     after_update: list[int]
-    """When the gather is on its way for the second strategy, and for the first one again."""
+    """When the gather of the second strategy is running, and then that of the first one again."""
     parameters: list[int]
-    """That each of the two needs."""
+    """Needed by each of the two."""
     gradients: list[int]
 
 
 def probe_change(job: Job) -> ChangeProbe:
-    """On every rank: an iteration of each strategy, told that the other one comes next."""
+    """On every rank: an iteration of each strategy, with the other one announced as the next."""
     engine = build_engine(job)
     engine.gather(engine.pool.strategies[0].name)
     while_built: list[int] = []
@@ -120,8 +120,8 @@ def probe_change(job: Job) -> ChangeProbe:
 
 
 def order_of_update(job: Job) -> tuple[int, list[str]]:
-    """On every rank: the number of buckets, and what the optimizer and the track were given in the
-    update of an iteration that is told the next strategy."""
+    """On every rank: the number of buckets, and the calls of optimizer and track in the
+    update of an iteration that knows the next strategy."""
     engine = build_engine(job)
     first, second = engine.pool.strategies
     batches = packs_of_rank(first, job.assignments[0], job.batches[0], engine.rank)
@@ -149,7 +149,7 @@ def order_of_update(job: Job) -> tuple[int, list[str]]:
 
 def bytes_of_iterations(job: Job) -> list[tuple[str, int, int]]:
     """On every rank, of each iteration: strategy, bytes that the collectives of regrouping
-    exchanged with other ranks, and what the engine told."""
+    exchanged with other ranks, and the engine's figure."""
     engine = build_engine(job)
     group, rank, num_ranks = engine.groups.regroup, engine.rank, dist.get_world_size()
     exchanged: list[int] = []
@@ -213,7 +213,7 @@ def run_there_and_back(job: Job) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def run_with_evaluation(job: Job) -> list[float]:
-    """On every rank: losses of an evaluation in each strategy, whatever is being gathered."""
+    """On every rank: losses of an evaluation in each strategy while gathers are running."""
     use_fp64_loss()
     engine = build_engine(job)
     strategies = engine.pool.strategies
@@ -231,7 +231,7 @@ def run_with_evaluation(job: Job) -> list[float]:
 
 
 class InjectedFault(RuntimeError):
-    """A fault put there on purpose."""
+    """An injected fault."""
 
 
 @contextmanager
@@ -256,7 +256,7 @@ def fault_in(phase: str, *, on_this_rank: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank's step raised, or what it wrote where it was ended at once."""
+    """What a rank's step raised, or its output if the process was ended at once."""
 
     kind: str
     text: str
@@ -266,10 +266,10 @@ class Failure:
 def failures_of(
     job: Job, num_ranks: int, phase: str, culprit: int, folder: Path, *, timeout_s: float
 ) -> list[Failure | None]:
-    """In the parent: one step of the job on ranks of its own, one of which fails in a phase.
+    """In the parent: one step of the job on separate ranks, one of which fails in a phase.
 
-    As a program would, a rank that met an error ends, and with it its connections. None stands for
-    a rank that was not heard of within the timeout.
+    As a program would, a rank that met an error ends, and with it its connections. None
+    means that a rank did not answer within the timeout.
     """
     prepare_parent()
 
@@ -278,7 +278,7 @@ def failures_of(
         output = os.open(folder / str(dist.get_rank()), os.O_CREAT | os.O_WRONLY)
         sys.stderr.flush()
         os.dup2(output, 2)
-        sys.stderr = os.fdopen(2, "w", closefd=False)  # pytest put another one there
+        sys.stderr = os.fdopen(2, "w", closefd=False)  # pytest has replaced it
         connection.send(_failure(job, phase, culprit))
         os._exit(1)
 

@@ -40,7 +40,7 @@ PLAIN_WORKLOAD = Workload(
 
 
 class PlainMegatron:
-    """One rank; see `PlainMegatronSide`. Only for processes of its own."""
+    """One rank; see `PlainMegatronSide`. It needs a separate process."""
 
     def __init__(self, *, tp: int, pp: int, workload: Workload = PLAIN_WORKLOAD) -> None:
         torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign,assignment]
@@ -62,8 +62,8 @@ class PlainMegatron:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)
         dist.barrier()
-        told = self._metadata(sharding_type) | metadata
-        state = self._state(told, is_loading=False)
+        chosen = self._metadata(sharding_type) | metadata
+        state = self._state(chosen, is_loading=False)
         state["model"] |= extra_states_of_norms(torch.empty(0, dtype=torch.uint8))
         state |= {
             "args": Namespace(num_layers=2, hidden_size=32, consumed_train_samples=4 * iteration),
@@ -71,7 +71,7 @@ class PlainMegatron:
             "iteration": iteration,
             "opt_param_scheduler": {"num_steps": 4 * iteration},
         }
-        content = {key: value for key, value in told.items() if key != "dp_cp_group"}
+        content = {key: value for key, value in chosen.items() if key != "dp_cp_group"}
         dist_checkpointing.save(state, str(folder), content_metadata=content)
 
     def load(self, folder: Path) -> None:
@@ -81,14 +81,14 @@ class PlainMegatron:
         metadata["dp_cp_group"] = self.side._groups.dp_cp
         asked = self._state(metadata, is_loading=True) | {"norms": extra_states_of_norms(None)}
         loaded = dist_checkpointing.load(asked, str(folder))
-        assert len(loaded["norms"]) == 1  # else the load had failed
+        assert len(loaded["norms"]) == 1  # otherwise the load would have failed
         self.side._model.module.load_state_dict(loaded["model"])
         (optimizer,) = self.side._optimizer.chained_optimizers
         with _torch_adamw_can_load(optimizer):
             self.side._optimizer.load_state_dict(loaded["optimizer"])
 
     def forget(self) -> None:
-        """Make sure that what is there later was loaded."""
+        """Zero the parameters, so that later values must have been loaded."""
         with torch.no_grad():
             for parameter in self.side._model.parameters():
                 parameter.zero_()
@@ -113,14 +113,14 @@ class PlainMegatron:
 
 
 def extra_states_of_norms(data: torch.Tensor | None) -> dict[str, ShardedObject]:
-    """What norms of Transformer Engine store, and ask for, besides: here only the last one."""
+    """The extra state of Transformer Engine's norms, here only of the last one."""
     key = "decoder.final_layernorm._extra_state"
     return {key: ShardedObject(key, data, (1,), (0,), replica_id=dist.get_rank())}
 
 
 @contextmanager
 def _torch_adamw_can_load(optimizer: Any) -> Iterator[None]:
-    """What upstream does only with Transformer Engine's or apex's AdamW.
+    """Correct what upstream does for Transformer Engine's and apex's AdamW only.
 
     Of torch's it looks for every parameter's number of steps in the wrong place, and gives all of
     them one tensor, to which each update would add.
@@ -150,7 +150,7 @@ def train_and_save(
 def load_and_train(tp: int, pp: int, folder: str, again: str, iterations: range) -> list[float]:
     """On every rank of plain Megatron: load, save at once, train on."""
     plain = PlainMegatron(tp=tp, pp=pp)
-    plain.train(range(1))  # so that there is state to be replaced
+    plain.train(range(1))  # so that there is state to replace
     plain.forget()
     plain.load(Path(folder))
     plain.save(Path(again), iterations.start, "fully_reshardable")

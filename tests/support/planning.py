@@ -8,13 +8,13 @@ from megatron.hydraulis.strategy import Scheme, Strategy
 
 
 def evenly_divided(scheme: Scheme) -> Coefficients:
-    """Work that all ranks of a scheme share evenly; a name of its own, so that it is pickled."""
+    """Work that all ranks of a scheme share evenly; a named function, so that it can be pickled."""
     return Coefficients(2e-6 / scheme.num_ranks, 0.2 / scheme.num_ranks, 3.0)
 
 
 @dataclass(frozen=True)
 class TableCostModel:
-    """A cost model that takes its answers from tables by (tp, cp, pp)."""
+    """A cost model with tables by (tp, cp, pp)."""
 
     limits: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
     default_limit: int = 4096

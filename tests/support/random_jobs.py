@@ -30,14 +30,14 @@ MODELS = tuple(
     )
     for tied in (False, True)
 )
-"""Four layers, small: what is drawn is what is done with them."""
+"""Four small layers; the model is fixed, the rest is drawn."""
 NUM_BATCH_SEEDS = 3
 MAX_TOKENS = 12
 
 
 @cache
 def batches_of_seed(seed: int) -> tuple[tuple[np.ndarray, ...], ...]:
-    """Sequences of each iteration; their number and lengths differ, one may be alone."""
+    """Sequences of each iteration; their number and lengths differ; there may be only one."""
     rng = np.random.default_rng(seed)
     return tuple(
         tuple(

@@ -1,4 +1,4 @@
-"""A run on every rank that looks whether activations really are computed again, and when."""
+"""A run on every rank that counts recomputations of activations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RecomputeProbe:
     calls_in_evaluation: dict[str, int]
     num_buckets: int
     num_left_after_backward: int
-    """Buckets that were not on their way to the shards when the last backward ended."""
+    """Buckets whose scatter had not begun when the last backward ended."""
 
 
 def probe_recompute(job: Job) -> RecomputeProbe:

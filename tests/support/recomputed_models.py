@@ -1,4 +1,4 @@
-"""Small models that recompute activations in the backward."""
+"""Small models with activation recompute."""
 
 from __future__ import annotations
 

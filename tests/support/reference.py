@@ -1,4 +1,4 @@
-"""The one-process run that every strategy must equal.
+"""The one-process run whose results every strategy must have.
 
 None of the project's runtime is used: upstream's GPTModel with its own attention, whole, sequence
 after sequence, unpadded and unpacked, torch's plain AdamW and clipping.
@@ -80,7 +80,7 @@ def sequence_loss(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
 
 
 def run_reference(job: Job, dtype: torch.dtype | None = None) -> ReferenceRun:
-    """On one rank: all iterations of the job, whatever strategies it names.
+    """On one rank: all iterations of the job, with any strategies.
 
     Args:
         job: what to run.

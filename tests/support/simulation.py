@@ -1,4 +1,4 @@
-"""Small simulations whose times are known."""
+"""Small simulations with known times."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ SMALL_SHAPE = ModelShape(
 def work_of(
     text: str, replicas: Sequence[Sequence[int]], *, num_ranks: int, plan_time_s: float = 0.0
 ) -> IterationWork:
-    """Micro-batches of so many tokens on each replica of a strategy, nodes of 2 ranks."""
+    """Micro-batches of these tokens on each replica of a strategy, nodes of 2 ranks."""
     strategy = Strategy.parse(text, num_ranks, ranks_per_node=2 if num_ranks % 2 == 0 else None)
     shares = tuple(
         tuple(MicroBatchWork.packed([tokens]) for tokens in replica) for replica in replicas
@@ -44,7 +44,7 @@ def simulator(
     plan_ahead: int = 2,
     overlaps_regrouping: bool = True,
 ) -> Simulator:
-    """One in which a token takes a ms, unless told otherwise."""
+    """A simulator in which a token takes 1 ms by default."""
     cost_model = TableCostModel(times=lambda _: times, overheads=overheads or {})
     return Simulator(
         StageCosts(cost_model, shape),
@@ -72,5 +72,5 @@ def regroup_costs(
 
 
 def compute_ms(iteration: IterationTasks) -> float:
-    """From the beginning of an iteration to the end of its slowest replica."""
+    """From the start of an iteration to the end of its slowest replica."""
     return max(iteration.replica_ends_ms) - iteration.begin_ms

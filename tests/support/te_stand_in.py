@@ -11,7 +11,7 @@ from tests.support.varlen_stand_in import causal_attention
 
 
 class DotProductAttention(torch.nn.Module):
-    """Keeps what it was told; attends as it was told where the row is not shared."""
+    """Records its arguments; computes attention if the row is not shared."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class DotProductAttention(torch.nn.Module):
         super().__init__()
         self.built = dict(locals())
         self.scale = softmax_scale
-        self.told: dict[str, Any] = {}
+        self.arguments: dict[str, Any] = {}
         self.context: tuple[Any, ...] = ()
 
     def set_context_parallel_group(
@@ -77,7 +77,7 @@ class DotProductAttention(torch.nn.Module):
         fp8_output: bool | None = False,
         num_splits: int | None = 1,
     ) -> Tensor:
-        self.told = dict(locals())
+        self.arguments = dict(locals())
         assert cu_seqlens_q is not None
         if self.context[0] is not None:
             return query_layer.flatten(1, 2)

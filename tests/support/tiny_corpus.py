@@ -79,7 +79,7 @@ _FLAGS: dict[str, str | None] = {
     "--lr-decay-style": "cosine",
     # Rounding differs between strategies; a larger epsilon keeps AdamW from amplifying it.
     "--adam-eps": "1e-5",
-    # A test that hangs shall end by its own timeout, and stray ranks soon after.
+    # A hanging test ends by its timeout, and stray ranks soon after.
     "--distributed-timeout-minutes": "1",
 }
 

@@ -1,4 +1,4 @@
-"""What a trace of a pipeline must show."""
+"""Operations of a pipeline in a trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.hydraulis.observability.trace_analysis import Spans
 
 
 def one_f_one_b(num_micro_batches: int, num_stages: int, stage: int) -> list[tuple[str, int]]:
-    """What a stage runs, in its order."""
+    """The operations of a stage, in order."""
     num_ahead = min(num_stages - 1 - stage, num_micro_batches)
     order = [("forward", k) for k in range(num_ahead)]
     for k in range(num_micro_batches - num_ahead):
@@ -20,14 +20,14 @@ def one_f_one_b(num_micro_batches: int, num_stages: int, stage: int) -> list[tup
 
 
 def operations(spans: Spans) -> list[tuple[str, int]]:
-    """What ran, in its order."""
+    """The recorded operations, in order."""
     return [
         (span.name, int(span.detail["micro_batch"])) for span in spans.named("forward", "backward")
     ]
 
 
 def overlaps(spans: Spans) -> list[tuple[Span, Span]]:
-    """Pairs of neighbours of which the second starts before the first has ended."""
+    """Adjacent pairs of which the second starts before the first has ended."""
     return [
         (earlier, later) for earlier, later in pairwise(spans) if later.start_us < earlier.end_us
     ]

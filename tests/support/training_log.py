@@ -1,4 +1,4 @@
-"""Reading back what a run printed and wrote."""
+"""Parsers for the output and files of a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-# Upstream's fields in upstream's order, then ours. The loss is missing where no iteration since
-# the start could be used, the norm where the loss was not finite.
+# Upstream's fields in upstream's order, then ours. The loss is missing if no iteration since
+# the start was usable, the norm if the loss was not finite.
 _LINE = re.compile(
     r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\]"
     r" iteration +(?P<iteration>\d+)/ +(?P<train_iters>\d+) \|"
@@ -38,7 +38,7 @@ _VALIDATION = re.compile(
 
 @dataclass(frozen=True)
 class LogLine:
-    """One iteration as it was printed."""
+    """One printed iteration."""
 
     iteration: int
     train_iters: int
@@ -54,7 +54,7 @@ class LogLine:
 
 
 def log_lines(output: str) -> list[LogLine]:
-    """The iterations in a run's output; a line that lacks a field is none."""
+    """The iterations in a run's output; lines that lack a field do not count."""
     return [
         LogLine(
             iteration=int(found["iteration"]),

@@ -1,4 +1,4 @@
-"""Runs on every rank that look inside the engine: dtypes, and iterations that train nothing."""
+"""Runs on every rank that inspect the engine: dtypes, and iterations that train nothing."""
 
 from __future__ import annotations
 

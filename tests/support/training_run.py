@@ -1,4 +1,4 @@
-"""A run of the training program on a tiny GPT: what it left, and what its ranks told."""
+"""A run of the training program on a tiny GPT: its files and its output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAIN_FLAGS = (
 
 @dataclass(frozen=True)
 class Run:
-    """A job that ended, and what it left."""
+    """A job that ended, and its files."""
 
     outcome: JobOutcome
     run_dir: Path
@@ -74,7 +74,7 @@ Launch = Callable[..., Run]
 
 
 def probing(argv: Sequence[str], hooks: entry.UserHooks | None = None) -> None:
-    """The program, telling what a rank's engine holds and with which learning rate it updates."""
+    """The program, which prints what a rank's engine holds and its learning rates."""
     engines: list[Engine] = []
     used: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Regrouping on numpy arrays: transfer plans run as their docstrings tell a runtime to.
+"""Regrouping on numpy arrays: runs transfer plans as their docstrings prescribe.
 
 Every rank works from plans restricted to itself. What it sends goes into a `Network`, which checks
 that sender and receiver agree, as a collective would hang or crash where they do not, and counts
@@ -34,12 +34,12 @@ from megatron.hydraulis.transfer.two_step import TwoStepPlan
 Values = npt.NDArray[np.float64]
 
 PADDING = 1e6
-"""What fills the padding of equal shares in a gather: any value will do, so a wild one."""
+"""Fills the padding of equal shares in a gather; the value must not matter."""
 
 
 @dataclass
 class Network:
-    """What ranks send each other."""
+    """Messages between ranks."""
 
     ranks_per_node: int
     sent: Counter[int] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Network:
                 assert len(box) == transfer.num_elements, "both ends agree on the size"
                 parts.append(box)
             received.append(np.concatenate(parts))
-        assert not boxes, "nothing is sent that nobody expects"
+        assert not boxes, "a message was sent that no rank expects"
         return received
 
     def _count(self, bucket: int, transfer: Transfer, gathers: bool) -> None:
@@ -80,7 +80,7 @@ class Network:
         destination = transfer.destination // self.ranks_per_node
         if source == destination:
             return
-        # Of a scatter the border that counts is the contributing node's.
+        # In a scatter the border of the contributing node counts.
         node = destination if gathers else source
         for r in transfer.ranges:
             for element in range(r.start, r.stop):
@@ -100,7 +100,7 @@ class Simulation:
         self.network = Network(self.ranks_per_node)
 
     def plans(self, bucket: Bucket, make: Callable[..., BucketPlan]) -> list[BucketPlan]:
-        """Every rank's own plan."""
+        """The plan of every rank."""
         return [
             make(
                 self.collective,

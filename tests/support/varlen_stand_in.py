@@ -1,4 +1,4 @@
-"""A stand-in for ``torch.nn.attention.varlen.varlen_attn``, which runs on CUDA alone."""
+"""A stand-in for ``torch.nn.attention.varlen.varlen_attn``, which runs only on CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.attention import varlen
 
 from megatron.hydraulis.runtime.attention import ContextAttention
 from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
-from tests.support.context_probes import SharedAttention, shared_beside_whole
+from tests.support.context_probes import SharedAttention, shared_against_whole
 
 
 def varlen_attn(
@@ -37,7 +37,7 @@ def varlen_attn(
     """torch 2.13's signature and rules; (queries, heads, head size)."""
     assert cu_seq_k is not None
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert window_size == (-1, 0), "only what is causal is computed here"
+    assert window_size == (-1, 0), "only causal attention is supported here"
     assert enable_gqa == (query.size(1) != key.size(1))
     borders, key_borders = cu_seq_q.tolist(), cu_seq_k.tolist()
     assert max_q == max(b - a for a, b in itertools.pairwise(borders))
@@ -72,18 +72,18 @@ def causal_attention(
 
 @dataclass(frozen=True)
 class SharedVarlen(SharedAttention):
-    """`SharedAttention` by torch's kernel, or what stands in for it."""
+    """`SharedAttention` by torch's kernel or its stand-in."""
 
     def attention(self) -> ContextAttention:
         config = super().attention().config
         return VarlenAttention(config, 1, AttnMaskType.causal, "self")
 
 
-def varlen_beside_whole(case: SharedVarlen) -> list[float]:
-    """`shared_beside_whole` with the stand-in in the kernel's place."""
+def varlen_against_whole(case: SharedVarlen) -> list[float]:
+    """`shared_against_whole` with the stand-in in the kernel's place."""
     before = varlen.varlen_attn
     varlen.varlen_attn = varlen_attn  # type: ignore[assignment]
     try:
-        return shared_beside_whole(case)
+        return shared_against_whole(case)
     finally:
         varlen.varlen_attn = before

@@ -14,14 +14,14 @@ def flag_parser() -> FlagParser:
 
 
 def write_corpus(folder: Path, name: str = "corpus") -> str:
-    """Make the files that a prefix stands for, and give the prefix."""
+    """Create the files of a prefix; returns the prefix."""
     prefix = folder / name
     for suffix in (".idx", ".bin"):
         Path(f"{prefix}{suffix}").touch()
     return str(prefix)
 
 
-# The last of a repeated flag wins, so that a test overrides what it needs.
+# If a flag is repeated, the last value wins, so that a test can override it.
 _FLAGS: dict[str, str] = {
     "--num-layers": "4",
     "--hidden-size": "64",
@@ -36,7 +36,7 @@ _FLAGS: dict[str, str] = {
 
 
 def base_command(folder: Path, *, without: tuple[str, ...] = ()) -> list[str]:
-    """A command line that is valid on any number of ranks, but for the flags left out."""
+    """A command line that is valid on any number of ranks, without the excluded flags."""
     flags = _FLAGS | {"--data-path": write_corpus(folder)}
     return [word for flag, value in flags.items() if flag not in without for word in (flag, value)]
 

@@ -165,7 +165,7 @@ def test_a_strategy_that_does_not_fit_is_a_strategy_error(tmp_path: Path) -> Non
         (ValueError("no such thing"), "no such thing"),
     ],
 )
-def test_what_upstream_raises_becomes_one_line(
+def test_an_error_of_upstream_becomes_one_line(
     error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(args: object) -> None:
@@ -189,7 +189,7 @@ def test_an_assertion_of_upstreams_without_a_message_shows_its_condition(
         parse(tmp_path)
 
 
-def test_what_upstreams_model_configuration_refuses_is_reported(
+def test_errors_of_upstreams_model_configuration_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(args: object) -> None:

@@ -27,7 +27,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # The parser
 
 
-def test_our_flags_collide_with_none_of_upstreams() -> None:
+def test_our_flags_do_not_collide_with_upstreams() -> None:
     ours = {field.name for field in dataclasses.fields(HydraulisConfig)}
     upstream = flag_parser().upstream_options
     assert len(upstream) > 800
@@ -66,7 +66,7 @@ def test_help_shows_what_is_honoured_and_hides_the_rest(
     assert "--num-experts" not in shown
 
 
-def test_help_says_what_is_so_here_and_which_values_are_taken(
+def test_help_describes_our_behaviour_and_the_accepted_values(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # no line is broken within words
@@ -99,7 +99,7 @@ def test_help_of_every_number_of_ours_states_its_unit() -> None:
         assert any(unit in texts[name] for unit in units), name
 
 
-def test_the_last_of_a_repeated_flag_wins(tmp_path: Path) -> None:
+def test_the_last_value_of_a_repeated_flag_wins(tmp_path: Path) -> None:
     resolved = parse(tmp_path, "--strategy", "8*tp1", "--seed", "1", "--seed=2", "--strategy=4*tp2")
     assert resolved.args.seed == 2
     assert _strategies(resolved) == ["4*tp2"]
@@ -114,7 +114,7 @@ def test_the_last_of_a_repeated_flag_wins(tmp_path: Path) -> None:
         (("--sequence-parallel", "--no-sequence-parallel"), False),
     ],
 )
-def test_of_the_two_sequence_parallel_flags_the_last_wins(
+def test_the_last_of_the_two_sequence_parallel_flags_wins(
     typed: tuple[str, ...], wish: bool, tmp_path: Path
 ) -> None:
     resolved = parse(tmp_path, *typed, "--tensor-model-parallel-size", "2")
@@ -139,7 +139,7 @@ def test_defaults_of_ours(tmp_path: Path) -> None:
     assert hydraulis.run_dir == Path("runs/latest")
 
 
-def test_ours_as_given_and_not_left_among_upstreams(tmp_path: Path) -> None:
+def test_our_values_are_not_among_upstreams_arguments(tmp_path: Path) -> None:
     resolved = parse(
         tmp_path,
         *["--strategy", "4*tp2", "--long-sequences", "drop", "--global-batch-tokens", "4096"],
@@ -191,7 +191,7 @@ def test_numbers_of_ours_are_positive(name: str, tmp_path: Path) -> None:
 
 
 def test_upstream_sees_one_data_parallel_group(tmp_path: Path) -> None:
-    # 7 sequences could not be shared out over two or more data-parallel ranks.
+    # 7 sequences could not be distributed over two or more data-parallel ranks.
     resolved = parse(
         tmp_path, "--strategy", "tp2pp2+2*tp2", "--global-batch-size", "7", num_ranks=8, rank=3
     )
@@ -206,7 +206,7 @@ def test_upstream_sees_one_data_parallel_group(tmp_path: Path) -> None:
     assert (args.world_size, args.rank) == (8, 3)
 
 
-def test_upstreams_environment_of_a_launcher_does_not_count(
+def test_the_environment_of_a_launcher_does_not_affect_upstream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "5")
@@ -215,7 +215,7 @@ def test_upstreams_environment_of_a_launcher_does_not_count(
     assert (args.world_size, args.rank) == (2, 1)
 
 
-def test_parsing_leaves_the_process_as_it_was(
+def test_parsing_does_not_change_the_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parse(tmp_path, "--run-dir", str(tmp_path / "run"))
@@ -259,7 +259,7 @@ def test_defaults_that_we_set(tmp_path: Path) -> None:
     assert args.eval_iters == 0
 
 
-def test_evaluation_keeps_upstreams_length_once_an_interval_is_given(tmp_path: Path) -> None:
+def test_evaluation_keeps_upstreams_length_if_an_interval_is_given(tmp_path: Path) -> None:
     args = parse(tmp_path, "--eval-interval", "5").args
     assert (args.eval_interval, args.eval_iters) == (5, 100)
 

@@ -1,4 +1,4 @@
-"""Every honoured option has one row here: what is typed, and what must change by it."""
+"""Every honoured option has one row here: its value, and what must change by it."""
 
 import signal
 from dataclasses import dataclass
@@ -268,7 +268,9 @@ def test_a_row_for_every_honoured_option_and_for_no_other() -> None:
     assert set(ROWS) == set(HONOURED)
 
 
-def test_an_option_with_few_values_says_in_the_help_which_and_in_the_error_why() -> None:
+def test_an_option_with_few_values_lists_them_in_the_help_and_gives_the_reason_in_the_error() -> (
+    None
+):
     restricted = [honoured for honoured in HONOURED.values() if honoured.only is not None]
     assert restricted
     assert all("; use " in honoured.otherwise for honoured in restricted)
@@ -276,7 +278,7 @@ def test_an_option_with_few_values_says_in_the_help_which_and_in_the_error_why()
 
 
 class _Tokenizer:
-    """Stands for any tokenizer: the rows ask what reaches upstream, not what it makes of it."""
+    """Replaces any tokenizer: the rows check the values that reach upstream, not their effect."""
 
     vocab_size = 150
 
@@ -300,7 +302,7 @@ def _fill(value: Any, folder: Path) -> Any:
 def test_honoured(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[option]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: row.cuda)
-    # Which packages are installed is not the question here.
+    # The installed packages do not matter here.
     monkeypatch.setattr(
         "megatron.hydraulis.flags.checks.importlib.util.find_spec", lambda name: object()
     )

@@ -52,7 +52,7 @@ def write_profile(folder: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_a_strategy_called_by_its_text_is_called_by_its_new_text(tmp_path: Path) -> None:
+def test_a_strategy_named_by_its_text_is_named_by_its_new_text(tmp_path: Path) -> None:
     typed = (*WIDE_OUTPUT, "--strategy", "4*pp2")
     plain = planning_of(parse(tmp_path, *typed)).pool.strategies[0]
     assert str(plain) == "4*pp2"
@@ -126,7 +126,7 @@ def test_a_dry_run_shows_the_layers(tmp_path: Path) -> None:
     assert [line[2] for line in stages] == [str(num) for num in scheme.layers[1:]]
 
 
-def test_a_profile_decides_among_what_was_measured(tmp_path: Path) -> None:
+def test_a_profile_chooses_among_measured_splits(tmp_path: Path) -> None:
     pool = write_pool(tmp_path, s="4*pp2")
     rows: list[dict[str, Any]] = [
         {"b_ms_per_token": 2.0, "max_tokens": 500},
@@ -144,7 +144,7 @@ def test_a_profile_decides_among_what_was_measured(tmp_path: Path) -> None:
     # The fastest does not hold a sequence of 128 tokens.
     assert chosen(BALANCE) == "4*pp2:5,3"
     assert chosen(BALANCE, "--seq-length", "100") == "4*pp2:6,2"
-    # Of the rows that hold less than is asked for, the one that holds most.
+    # Among rows that hold less than required, the one that holds most.
     assert chosen(BALANCE, "--seq-length", "600") == "4*pp2"
     # With a limit by the flag, that of the rows does not matter.
     assert chosen(BALANCE, "--max-tokens-per-micro-batch", "600") == "4*pp2:6,2"
@@ -162,7 +162,7 @@ def test_a_profile_needs_no_row_of_the_even_split(tmp_path: Path) -> None:
     assert planning.limits.max_tokens(strategy, strategy.schemes[0]) == 400
 
 
-def test_of_equally_fast_rows_the_even_split_stays(tmp_path: Path) -> None:
+def test_among_equally_fast_rows_the_even_split_is_kept(tmp_path: Path) -> None:
     pool = write_pool(tmp_path, s="4*pp2")
     profile = write_profile(tmp_path, {"layers": [5, 3], "max_tokens": 400}, {"max_tokens": 400})
     typed = (*WIDE_OUTPUT, "--strategy-pool", pool, "--cost-profile", profile, BALANCE)

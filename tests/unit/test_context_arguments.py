@@ -31,7 +31,7 @@ def check(strategy: str, *types: str, num_heads: int = 8, num_groups: int = 8) -
 
 
 @pytest.mark.parametrize("cp_comm_type", ["auto", "p2p", "all_gather", "a2a"])
-def test_types_that_are_known(cp_comm_type: str) -> None:
+def test_known_types(cp_comm_type: str) -> None:
     check("tp2cp4", cp_comm_type)
 
 
@@ -41,7 +41,7 @@ def test_others_are_refused(types: tuple[str, ...]) -> None:
         check("cp8", *types)
 
 
-def test_heads_after_tensor_parallelism_count_for_an_all_to_all() -> None:
+def test_an_all_to_all_uses_the_heads_after_tensor_parallelism() -> None:
     check("tp2cp4", "a2a", num_groups=2)
     with pytest.raises(ConfigurationError, match=r"tp4cp2: a2a over 2 .* but there are 1; use"):
         check("tp4cp2", "a2a", num_heads=4, num_groups=4)

@@ -1,4 +1,4 @@
-"""The resolved configuration as it is written and printed."""
+"""The written and printed configuration."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def two_fake_ranks() -> Iterator[ProcessGroupCollection]:
-    """Groups of rank 0 of a tensor-parallel pair; nothing is ever sent."""
+    """Groups of rank 0 of a tensor-parallel pair, without communication."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         pair, alone = dist.new_group([0, 1]), dist.new_group([0])

@@ -1,4 +1,4 @@
-"""What a build of the image would stumble over, found without building it.
+"""Errors that would break a build of the image, found without building it.
 
 hadolint checks its style (`make dockerfile-check`); a build needs a base image.
 """
@@ -22,20 +22,20 @@ def arguments() -> dict[str, str]:
     return dict(text.split("=", 1) for name, text in INSTRUCTIONS if name == "ARG")
 
 
-def test_versions_are_what_setup_asks_for() -> None:
+def test_versions_match_setup() -> None:
     own = arguments()
     assert own["MEGATRON_CORE_VERSION"] in declared()["megatron-core"].specifier
     assert own["TRANSFORMER_ENGINE_VERSION"] in declared("te")["transformer-engine"].specifier
 
 
-def test_every_argument_is_told_at_the_top_and_used() -> None:
+def test_every_argument_is_documented_at_the_top_and_used() -> None:
     head = TEXT.partition("\nARG ")[0]
     for name in arguments():
         assert f"#   {name} " in head
         assert f"${{{name}}}" in TEXT
 
 
-def test_what_is_copied_is_there_and_let_through() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     let_through = (ROOT / ".dockerignore").read_text().splitlines()
     copied = [name for kind, text in INSTRUCTIONS if kind == "COPY" for name in text.split()[:-1]]
     assert {"setup.py", "pyproject.toml", "megatron", "hydraulis_patches", "scripts"} <= set(copied)

@@ -1,4 +1,4 @@
-"""What the documentation says exists: commands, options, files and sections."""
+"""Everything that the documentation mentions exists: commands, options, files, sections."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 @functools.cache
 def benchmark_options(name: str) -> frozenset[str]:
-    """What stands in the source: the parsers themselves are inside of functions."""
+    """The options in the source: the parsers are created inside functions."""
     path = ROOT / "benchmarks" / name.replace(".", "/")
     sources = [path.with_suffix(".py")] if path.with_suffix(".py").is_file() else path.glob("*.py")
     texts = [source.read_text() for source in (*sources, ROOT / "benchmarks" / "command.py")]
@@ -87,7 +87,7 @@ def options_in(words: tuple[str, ...]) -> set[str]:
 
 
 def wrong_in(command: DocumentedCommand) -> set[str]:
-    """Options, modules, scripts and targets of a command that are not there."""
+    """Options, modules, scripts and targets of a command that do not exist."""
     words = command.words
     missing = {
         word
@@ -131,8 +131,8 @@ def test_every_command_of_a_page_can_be_typed(path: Path) -> None:
     assert not wrong
 
 
-def test_commands_that_are_shown_whole_are_complete() -> None:
-    """Nothing that a command requires is left out, and every value is one that it takes."""
+def test_complete_commands_parse() -> None:
+    """No required argument is missing, and every value is accepted."""
     num_seen = 0
     for path in PAGES:
         for command in commands_of(path):
@@ -189,16 +189,16 @@ def as_text(default: object) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-def test_defaults_in_the_help_are_those_that_hold() -> None:
+def test_defaults_in_the_help_are_correct() -> None:
     source = (ROOT / "megatron" / "hydraulis" / "flags" / "config.py").read_text()
     for field in dataclasses.fields(HydraulisConfig):
         if isinstance(field.default, bool) or not isinstance(field.default, int | float | str):
             continue
         _, _, behind = source.partition(f"\n    {field.name}: ")
         described = " ".join(behind.split('"""')[1].split())
-        told = re.search(r"Default: (\w+(\.\w+)?)", described)
-        assert told is not None, field.name
-        assert told[1] == as_text(field.default), field.name
+        stated = re.search(r"Default: (\w+(\.\w+)?)", described)
+        assert stated is not None, field.name
+        assert stated[1] == as_text(field.default), field.name
 
 
 def anchors(path: Path) -> set[str]:
@@ -211,7 +211,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
+def test_link_targets_exist(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
     for link in links:
@@ -253,7 +253,7 @@ def test_every_page_is_in_the_index() -> None:
     assert not [page for page in pages if f"]({page})" not in index and str(page) != "README.md"]
 
 
-def test_what_contributing_says_decides_is_there() -> None:
+def test_the_table_of_contributing_names_existing_code() -> None:
     """Every name of the table "Where is what decided" is defined in a module of its row."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     table = text[text.index("| question | module | name |") :].partition("\n\n")[0]
@@ -272,7 +272,7 @@ def test_the_flags_that_operations_give_as_an_example_train_on_eight_nodes(tmp_p
     block = re.search(r"^FLAGS=\(\n(.*?)^\)$", text, re.DOTALL | re.MULTILINE)
     assert block is not None
     flags = block[1].split()
-    # There is neither their corpus nor their tokenizer here.
+    # Their corpus and tokenizer do not exist here.
     for option in ("--data-path", "--tokenizer-type", "--tokenizer-model"):
         del flags[(at := flags.index(option)) : at + 2]
     flags += ["--data-path", write_corpus(tmp_path), "--tokenizer-type", "NullTokenizer"]
@@ -285,8 +285,8 @@ def test_the_flags_that_operations_give_as_an_example_train_on_eight_nodes(tmp_p
         assert resolved.pool.num_ranks == num_ranks
 
 
-def test_what_operations_quote_of_our_messages_is_what_we_say() -> None:
-    """Each part of a quotation that does not vary stands in a script or in the package."""
+def test_messages_quoted_in_operations_exist() -> None:
+    """Each constant part of a quotation is in a script or in the package."""
     text = (ROOT / "docs" / "operations.md").read_text()
     table = text[text.index("| what you see |") :].partition("\n\n")[0]
     said = "".join(

@@ -1,4 +1,4 @@
-"""Pools for another number of ranks than there are."""
+"""Pools written for another number of ranks."""
 
 from pathlib import Path
 
@@ -31,14 +31,16 @@ def fitted(given: Pool, num_ranks: int, ranks_per_node: int = 0) -> dict[str, st
         (7, {"short": "7*tp1"}),
     ],
 )
-def test_schemes_are_kept_as_far_as_the_ranks_go(num_ranks: int, expected: dict[str, str]) -> None:
+def test_as_many_schemes_are_kept_as_the_ranks_allow(
+    num_ranks: int, expected: dict[str, str]
+) -> None:
     given = pool(4, short="4*tp1", mixed="tp2+2*tp1", long="2*pp2")
     found = fitted(given, num_ranks)
     for name, text in expected.items():
         assert found[name] == text
 
 
-def test_what_does_not_fit_is_dropped_and_told() -> None:
+def test_what_does_not_fit_is_dropped_with_a_message() -> None:
     given = pool(8, wide="tp8", half="2*tp4", both="tp4+4*tp1")
     found, changes = fit_pool(given, 5, 5, num_layers=4)
     assert {s.name: str(s) for s in found.strategies} == {
@@ -50,13 +52,13 @@ def test_what_does_not_fit_is_dropped_and_told() -> None:
     assert "strategy 'both': tp4+4*tp1 becomes tp4+tp1" in changes
 
 
-def test_strategies_that_become_alike_are_one() -> None:
+def test_strategies_that_become_equal_are_merged() -> None:
     found, changes = fit_pool(pool(4, a="tp2+2*tp1", b="2*tp2"), 2, 2, num_layers=4)
     assert [s.name for s in found.strategies] == ["a"]
     assert any("'b' is skipped: it becomes the same as 'a'" in line for line in changes)
 
 
-def test_without_any_left_every_scheme_of_the_models_sizes_is_one() -> None:
+def test_if_none_is_left_every_scheme_of_the_right_size_becomes_a_strategy() -> None:
     given = pool(8, wide="tp8", deep="pp8:1,1,1,1,1,1,1,1")
     found, changes = fit_pool(given, 4, 4, num_layers=4)
     texts = {str(s) for s in found.strategies}
@@ -67,7 +69,7 @@ def test_without_any_left_every_scheme_of_the_models_sizes_is_one() -> None:
 @pytest.mark.parametrize(
     ("text", "num_ranks"), [("tp2@0,3+pp2@1,2", 4), ("3*tp1+2*idle", 5), ("cp8~+tp4pp2", 16)]
 )
-def test_a_text_tells_its_ranks(text: str, num_ranks: int) -> None:
+def test_the_number_of_ranks_of_a_text(text: str, num_ranks: int) -> None:
     assert num_ranks_of(text) == num_ranks
 
 

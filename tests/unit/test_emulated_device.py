@@ -1,4 +1,4 @@
-"""An emulated device: modelled times, tiny tensors, and sleeps on a clock of our own."""
+"""An emulated device: modelled times, tiny tensors, and sleeps on a manual clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LENGTHS = (1000, 30, 5)
 
 
 class ManualClock:
-    """Time passes where it is told to, and in sleeps."""
+    """Time advances only explicitly and in sleeps."""
 
     def __init__(self) -> None:
         self.time_s = 100.0
@@ -61,7 +61,7 @@ class SlowIdentity(torch.autograd.Function):
 
 
 class Losses(nn.Module):
-    """Stands for a model; forward and backward take some time of the clock."""
+    """Replaces a model; forward and backward take some time of the clock."""
 
     def __init__(self, clock: ManualClock, forward_s: float, backward_s: float) -> None:
         super().__init__()
@@ -98,14 +98,14 @@ def run(clock: ManualClock, model: Losses, batch: PackedBatch) -> EmulatedForwar
 def test_a_micro_batch_takes_the_profiles_time_of_its_real_lengths(scale: float) -> None:
     batch = emulated_batch(scale)
     coefficients = ProfileCostModel.read(A800).coefficients(TP4)
-    # 1035 tokens and one of padding, which is not paid for.
+    # 1035 tokens and one of padding, which takes no time.
     assert batch.lengths == LENGTHS
     time_s = scale * coefficients.time_ms(LENGTHS) / 1e3
     assert batch.forward_s + batch.backward_s == pytest.approx(time_s, rel=1e-12)
     assert batch.forward_s == pytest.approx(FORWARD_SHARE * time_s, rel=1e-12)
 
 
-def test_plans_are_made_with_the_times_that_are_emulated() -> None:
+def test_plans_are_made_with_the_emulated_times() -> None:
     device = EmulatedDevice.read(A800, 0.25)
     cost_model = device.cost_model
     batch = device.shorten(packed(), TP4)
@@ -115,7 +115,7 @@ def test_plans_are_made_with_the_times_that_are_emulated() -> None:
     assert cost_model.max_tokens(TP4) == ProfileCostModel.read(A800).max_tokens(TP4)
 
 
-def test_the_time_beside_the_makespan_is_scaled_too() -> None:
+def test_the_overhead_is_scaled_too() -> None:
     content = ProfileCostModel.read(A800).to_json() | {
         "strategies": [{"name": "S", "regroup_ms": 30.0, "optimizer_ms": 10.0}]
     }
@@ -199,12 +199,12 @@ def test_a_scheme_that_was_not_measured_is_refused() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_without_sense_is_refused(scale: float) -> None:
+def test_an_invalid_scale_is_refused(scale: float) -> None:
     with pytest.raises(ConfigurationError, match=r"scaled by a positive number but the factor is"):
         EmulatedDevice.read(A800, scale)
 
 
-def test_the_notice_says_what_means_nothing() -> None:
+def test_the_notice_names_the_meaningless_results() -> None:
     notice = EmulatedDevice.read(A800, 0.25).notice
     assert notice.startswith("emulated device: ")
     assert "times 0.25" in notice
@@ -213,7 +213,7 @@ def test_the_notice_says_what_means_nothing() -> None:
     assert "mean nothing" in notice
 
 
-def test_the_rank_sleeps_for_what_the_real_computation_leaves() -> None:
+def test_the_rank_sleeps_for_the_rest_of_the_modelled_time() -> None:
     clock, batch = ManualClock(), emulated_batch()
     step = run(clock, Losses(clock, 0.01, 0.02), batch)
     assert clock.sleeps_s == pytest.approx([batch.forward_s - 0.01, batch.backward_s - 0.02])
@@ -222,7 +222,7 @@ def test_the_rank_sleeps_for_what_the_real_computation_leaves() -> None:
     assert step.count.modelled_s == pytest.approx(batch.forward_s + batch.backward_s)
 
 
-def test_a_computation_that_takes_longer_is_counted_and_not_slept_for() -> None:
+def test_a_longer_computation_is_counted_as_an_overrun() -> None:
     clock, batch = ManualClock(), emulated_batch()
     step = run(clock, Losses(clock, batch.forward_s + 0.5, batch.backward_s + 0.25), batch)
     assert clock.sleeps_s == []

@@ -1,4 +1,4 @@
-"""JSON that is read has bounds: of size, of depth, of numbers; and no key stands in it twice."""
+"""Limits on JSON input: size, depth, numbers; and duplicate keys are errors."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""The fit of the layout model's constants: it finds known ones, and holds on measured layouts.
+"""The fit of the layout model's constants finds known ones and agrees with measured layouts.
 
-The measured layouts (arXiv 2311.05610) are licensed for other uses than this project's: they are
-read from beside the repository and are no part of it.
+The measured layouts (arXiv 2311.05610) have a licence that keeps them out of this project: they
+are read from a folder next to the repository.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ needs_measured = pytest.mark.skipif(
 )
 
 
-def made_up(constants_factor: float = 1.0) -> list[Measured]:
-    """A sweep whose times the model itself gave, with other rates than those in the file."""
+def synthetic(constants_factor: float = 1.0) -> list[Measured]:
+    """A sweep with times of the model for other rates than those in the file."""
     other = dataclasses.replace(
         LAYOUT_CONSTANTS,
         tp_link_fraction=LAYOUT_CONSTANTS.tp_link_fraction / constants_factor,
@@ -55,8 +55,8 @@ def made_up(constants_factor: float = 1.0) -> list[Measured]:
     return rows
 
 
-def test_a_fit_explains_what_the_model_made() -> None:
-    rows = made_up(1.4)
+def test_a_fit_explains_synthetic_times() -> None:
+    rows = synthetic(1.4)
     before = errors_of(rows, A100, LAYOUT_CONSTANTS)
     after = errors_of(rows, A100, fit_times(rows, A100, LAYOUT_CONSTANTS))
     assert before.mape > 1.5
@@ -77,7 +77,7 @@ def test_parameters_are_constants_of_all_or_of_their_kernels() -> None:
                     assert value == pytest.approx(parameter.expected)
 
 
-def test_groups_hold_what_agrees() -> None:
+def test_groups_contain_matching_layouts() -> None:
     how = layout(2, 2, 1)
     assert Group("tp 2", tp=2).holds(how)
     assert not Group("tp 2, pp 2", tp=2, pp=2).holds(how)
@@ -120,7 +120,7 @@ def test_measured_memory() -> None:
 
 @needs_measured
 @pytest.mark.parametrize("left_out", [Group("tp 2", tp=2), Group("pp 2", pp=2)], ids=str)
-def test_measured_layouts_that_the_fit_has_not_seen(left_out: Group) -> None:
+def test_measured_layouts_excluded_from_the_fit(left_out: Group) -> None:
     rows = read_measured(str(MEASURED))
     seen = [row for row in rows if not left_out.holds(row.layout)]
     unseen = [row for row in rows if left_out.holds(row.layout)]

@@ -36,7 +36,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert any(line.split() == [command.name, *command.help.split()] for line in lines)
 
 
-def test_version_names_what_matters_in_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_lists_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["--version"])
     assert exit_.value.code in (0, None)
@@ -68,7 +68,7 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
     ("name", "hint"),
     [("propse", "did you mean propose? commands are"), ("dance", "'dance'; commands are")],
 )
-def test_an_unknown_command_is_told_which_exist(
+def test_an_unknown_command_lists_the_existing_ones(
     name: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -88,7 +88,7 @@ def test_train_is_the_training_script(
     assert called == [["--lr", "1", "--help"]]
 
 
-def test_help_of_train_says_how_it_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_train_shows_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["train", "--help"])
     assert exit_.value.code == 0

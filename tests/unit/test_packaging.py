@@ -1,4 +1,4 @@
-"""What an installation must hold to: the namespace, the pins, the boundaries between layers."""
+"""Rules for an installation: the namespace, the pins, the boundaries between layers."""
 
 import ast
 import email
@@ -73,7 +73,7 @@ def test_pins(name: str, allowed: list[str], refused: list[str]) -> None:
     assert not any(specifier.contains(version) for version in refused)
 
 
-def test_what_megatron_core_forgets_to_declare_is_declared_here() -> None:
+def test_undeclared_requirements_of_megatron_core_are_declared_here() -> None:
     upstream = {
         Requirement(text).name
         for text in metadata.requires("megatron-core") or []
@@ -84,12 +84,12 @@ def test_what_megatron_core_forgets_to_declare_is_declared_here() -> None:
     assert undeclared <= declared().keys()
 
 
-def test_apex_is_never_taken_from_pypi() -> None:
+def test_apex_is_never_installed_from_pypi() -> None:
     everything = declared() | declared("te") | declared("wandb") | declared("dev")
     assert "apex" not in everything
 
 
-def test_what_is_installed_satisfies_what_is_declared() -> None:
+def test_installed_packages_satisfy_the_requirements() -> None:
     unsatisfied = [
         f"{requirement} but {metadata.version(name)} is installed"
         for name, requirement in (declared() | declared("dev")).items()
@@ -99,7 +99,7 @@ def test_what_is_installed_satisfies_what_is_declared() -> None:
 
 
 def test_every_third_party_import_is_declared() -> None:
-    """No import of ours rests on a package that only another package happens to bring."""
+    """No import of ours relies on a transitive dependency."""
     distributions = metadata.packages_distributions()
     names = {canonicalize_name(name) for name in declared()}
     optional = {"transformer-engine", "transformer-engine-torch", "wandb"}

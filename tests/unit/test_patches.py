@@ -1,4 +1,4 @@
-"""Patches are applied to the upstream that they were written for, and to no other."""
+"""Patches are applied only to the upstream version that they were written for."""
 
 import importlib
 import inspect
@@ -62,7 +62,7 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def undo_all(applied: list[AppliedPatch]) -> None:
-    """In reverse order, so that a name that was replaced twice is restored."""
+    """In reverse order, so that names that were replaced twice are restored."""
     for patch in reversed(applied):
         patch.undo()
 
@@ -78,7 +78,7 @@ def patch_of(*attributes: str) -> Patch:
     )
 
 
-def test_the_installed_upstream_is_the_one_that_the_cpu_backend_was_written_for() -> None:
+def test_the_cpu_backend_was_written_for_the_installed_upstream() -> None:
     CPU_BACKEND.check()
 
 
@@ -90,17 +90,15 @@ def test_hashes_of_the_training_loop_s_names_are_those_installed(target: str) ->
     assert source_hash(target) == TRAINING_LOOP_HASHES[target]
 
 
-def test_without_cuda_there_is_no_generator_to_save_and_none_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_cuda_no_generator_state_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     # Upstream creates its tracker of CUDA generators when a state is saved. Jobs that are forked
-    # from this process must not inherit it: theirs is another.
+    # from this process must not inherit it, because they have a different one.
     monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", None)
     monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
     for target in RNG_STATE_HASHES:
         check_signature(target, RNG_STATE_REPLACEMENTS[target.split(":")[1]])
     applied = RNG_STATE.apply(stand_in_for_rng_state)
-    applied += RNG_STATE.apply(stand_in_for_rng_state)  # another one's patch may be in place
+    applied += RNG_STATE.apply(stand_in_for_rng_state)  # another test's patch may be applied
     try:
         before = torch.get_rng_state()
         saved = random._get_all_rng_states()
@@ -108,7 +106,7 @@ def test_without_cuda_there_is_no_generator_to_save_and_none_is_kept(
         random._set_all_rng_states(*saved)
         assert torch.equal(torch.get_rng_state(), before)
         assert saved[1].numel() == 0
-        RNG_STATE.check()  # as a process does that has applied it
+        RNG_STATE.check()  # as in a process that has applied it
     finally:
         undo_all(applied)
 
@@ -125,7 +123,7 @@ def test_an_unknown_version_is_refused_naming_version_and_patch(
     assert "install 'megatron-core==0.19.2' or port the patch" in message
 
 
-def test_an_unknown_version_is_left_alone(
+def test_an_unknown_version_is_not_changed(
     upstream: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = upstream.answer
@@ -150,7 +148,7 @@ def test_changed_source_is_refused_and_nothing_is_replaced(
     assert changed.LIMIT == 3
 
 
-def test_every_module_of_the_cpu_backend_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_module_of_the_cpu_backend_has_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(CPU_BACKEND.targets) == {f"{module}:torch" for module in CPU_BACKEND_HASHES}
     for target in CPU_BACKEND.targets:
         wrong = dict(CPU_BACKEND.targets) | {target: "0" * 16}
@@ -159,7 +157,7 @@ def test_every_module_of_the_cpu_backend_is_watched(monkeypatch: pytest.MonkeyPa
             patch.check()
 
 
-def test_a_replacement_sees_the_original_and_undo_puts_it_back(upstream: ModuleType) -> None:
+def test_a_replacement_gets_the_original_and_undo_restores_it(upstream: ModuleType) -> None:
     original = upstream.answer
     applied = patch_of("answer").apply(
         lambda upstream_answer: lambda question: upstream_answer(question) + " and ours"
@@ -204,7 +202,7 @@ def test_a_replacement_of_another_signature_is_refused(
 
 
 @pytest.mark.parametrize("has_cuda", [True, False])
-def test_no_fusion_is_warmed_up_in_the_shape_of_the_longest_sequence(
+def test_fusions_are_not_warmed_up_with_the_longest_sequence(
     monkeypatch: pytest.MonkeyPatch, has_cuda: bool
 ) -> None:
     warmed_up: list[int] = []

@@ -1,4 +1,4 @@
-"""--strategy-pool and the flags beside it: what fits the job, what is skipped, what is refused."""
+"""--strategy-pool and related flags: what fits the job, what is skipped, what is refused."""
 
 import json
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def test_a_pool_is_placed_on_the_ranks_of_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("typed", [(), ("--ranks-per-node", "4")])
-def test_without_a_launcher_the_pool_tells_the_nodes(
+def test_without_a_launcher_the_pool_determines_the_nodes(
     typed: tuple[str, ...], tmp_path: Path
 ) -> None:
     pool = write_pool(tmp_path, ranks_per_node=4)
@@ -135,12 +135,12 @@ def test_what_contradicts_the_pool_is_refused(
         ("--strategy-pool nowhere.json", "pool file nowhere.json"),
     ],
 )
-def test_flags_of_the_pool_alone(typed: str, says: str, tmp_path: Path) -> None:
+def test_flags_that_need_a_pool(typed: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=says):
         parse(tmp_path, *typed.split())
 
 
-def test_a_dry_run_asks_for_the_ranks_of_the_pool(tmp_path: Path) -> None:
+def test_a_dry_run_needs_the_ranks_of_the_pool(tmp_path: Path) -> None:
     pool = write_pool(tmp_path)
     with pytest.raises(ConfigurationError, match="give --num-ranks 8, write a pool for 1, or"):
         parse(tmp_path, "--strategy-pool", pool, "--dry-run", num_ranks=1)
@@ -158,7 +158,7 @@ def planning(
     return Planning.of(resolved, device or device_constants("cpu"), read_cost_profile(resolved))
 
 
-def test_a_profile_has_to_have_every_scheme(tmp_path: Path) -> None:
+def test_a_profile_must_have_every_scheme(tmp_path: Path) -> None:
     profile = write_profile(tmp_path, tp1=512)
     with pytest.raises(ConfigurationError) as caught:
         planning(tmp_path, "--cost-profile", profile)
@@ -204,7 +204,7 @@ def test_a_profile_of_another_model_is_refused(
         new.check_model(profiled_model(resolved, "te"), path, speaks=False)
 
 
-def test_a_given_limit_goes_before_that_of_the_profile(tmp_path: Path) -> None:
+def test_a_given_limit_takes_precedence_over_the_profile(tmp_path: Path) -> None:
     pool = write_pool(tmp_path, {"short": "8*tp1", "long": "2*tp4"})
     profile = write_profile(tmp_path, tp1=512, tp4=0)
     typed = ("--cost-profile", profile, "--max-tokens-per-micro-batch", "255")
@@ -232,7 +232,7 @@ def small_device(memory_bytes: float) -> DeviceConstants:
     )
 
 
-def test_a_strategy_that_does_not_hold_the_model_is_left_out_with_numbers(tmp_path: Path) -> None:
+def test_a_strategy_that_does_not_hold_the_model_is_skipped_with_numbers(tmp_path: Path) -> None:
     model = planning(tmp_path).cost_model
     assert isinstance(model, AnalyticCostModel)
     device = small_device(model.memory.state_bytes(Scheme(), 0))

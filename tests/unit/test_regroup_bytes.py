@@ -1,4 +1,4 @@
-"""The benchmark of regrouping's bytes as a program, on a pool of four ranks."""
+"""The program benchmarks.regroup_bytes on a pool of four ranks."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_both_tables_name_every_strategy(
     assert main(["--pool", str(path), "--commonest", "mixed"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("4*tp1") == printed.count("tp2+2*tp1") == 2
-    # All four want all, in bf16; three quarters of it are other ranks'.
+    # All four need everything, in bf16; other ranks own three quarters of it.
     held_gb = LLAMA_32B.num_parameters * 2 / 1e9
     assert f"{held_gb:.3f} / {held_gb:.3f}" in printed
     assert f"{held_gb * 3 / 4:.3f}" in printed

@@ -59,7 +59,7 @@ def test_position_and_rank_are_inverse() -> None:
 
 
 def test_no_position_outside_the_scheme() -> None:
-    # A negative index would silently name another stage's rank.
+    # A negative index would silently select another stage's rank.
     with pytest.raises(IndexError, match="stage -1"):
         Replica(Scheme(pp=2), (0, 1)).rank_at(-1, 0, 0)
 
@@ -77,7 +77,7 @@ def test_impossible_replicas(ranks: tuple[int, ...], message: str) -> None:
         Replica(Scheme(tp=2), ranks)
 
 
-def test_what_micro_batches_may_run_as() -> None:
+def test_schemes_that_micro_batches_may_run_as() -> None:
     plain = Scheme(tp=2, cp=3, pp=2, layers=(1, 2))
     assert plain.group_schemes == (plain,)
     splits = Scheme(tp=2, cp=4, pp=2, layers=(1, 2), splits_cp=True)

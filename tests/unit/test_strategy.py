@@ -49,7 +49,7 @@ def test_a_splitting_width() -> None:
         ("idle+pp2tp2cp1", 5, "tp2pp2+idle"),
         ("1*tp1", 1, "tp1"),
         ("cp2~tp2pp2:3,5", 8, "tp2cp2~pp2:3,5"),
-        # This is where the ranks would go anyway.
+        # The ranks would be placed like this anyway.
         ("tp2@0,1+tp1@2", 3, "tp2+tp1"),
         ("2*tp2@0,1,3,2", 4, "2*tp2@0,1,3,2"),
         ("tp1@1+idle", 2, "tp1@1+idle"),
@@ -65,9 +65,9 @@ def test_canonical_text(text: str, num_ranks: int, canonical: str) -> None:
 @pytest.mark.parametrize(
     ("text", "num_ranks", "ranks_per_node", "expected"),
     [
-        # Largest tp first, wherever it stands in the text.
+        # Largest tp first, wherever it is in the text.
         ("tp1+tp2", 3, None, [[2], [0, 1]]),
-        # A TP group stays inside a node; the gaps go to smaller ones.
+        # A TP group stays inside a node; smaller ones fill the gaps.
         ("2*tp3+2*tp1", 8, 4, [[0, 1, 2], [4, 5, 6], [3], [7]]),
         # CP stays inside a node if it can, else each of its TP groups does.
         ("tp2+cp4+tp2", 8, 4, [[0, 1], [4, 5, 6, 7], [2, 3]]),
@@ -76,10 +76,10 @@ def test_canonical_text(text: str, num_ranks: int, canonical: str) -> None:
         ("tp2pp3+tp2", 8, 4, [[0, 1, 2, 3, 4, 5], [6, 7]]),
         # Larger than a node.
         ("tp8+2*tp4", 16, 4, [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]),
-        # What no node can hold any more crosses nodes.
+        # Groups that no node has room for cross nodes.
         ("2*tp3+idle+idle+idle+tp3", 12, 4, [[0, 1, 2], [4, 5, 6], [8, 9, 10]]),
         ("5*tp3+idle", 16, 8, [[0, 1, 2], [3, 4, 5], [8, 9, 10], [11, 12, 13], [6, 7, 14]]),
-        # Named ranks are taken out first.
+        # Named ranks are assigned first.
         ("tp2+tp2@0,3", 4, None, [[1, 2], [0, 3]]),
         ("tp4+tp1@0+3*tp1", 8, 4, [[4, 5, 6, 7], [0], [1], [2], [3]]),
     ],
@@ -137,7 +137,7 @@ def test_errors_call_a_strategy_by_its_name() -> None:
         Strategy.parse("tp8!", 8, name="long")
 
 
-def test_nodes_have_to_be_whole() -> None:
+def test_nodes_must_be_complete() -> None:
     with pytest.raises(StrategyError, match="10 ranks do not fill whole nodes; start 12 ranks"):
         Strategy.parse("10*tp1", 10, ranks_per_node=4)
     # A node larger than the job is the job's only node.
@@ -195,7 +195,7 @@ def pool_content() -> dict[str, Any]:
     }
 
 
-def test_pool_file_both_ways() -> None:
+def test_pool_file_round_trip() -> None:
     pool = Pool.from_json(pool_content())
     assert pool.to_json() == pool_content()
     assert pool.tp_lcm == 48
@@ -238,7 +238,7 @@ def limited_pool(**max_tokens: Any) -> dict[str, Any]:
     return {"num_ranks": 16, "ranks_per_node": 8, "strategies": [entry]}
 
 
-def test_limits_of_a_strategy_both_ways() -> None:
+def test_limits_of_a_strategy_round_trip() -> None:
     content = limited_pool(tp8=4096)
     strategy = Pool.from_json(content | {"version": 1}).strategies[0]
     assert dict(strategy.token_limits) == {Scheme(tp=8): 4096}

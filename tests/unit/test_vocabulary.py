@@ -51,7 +51,7 @@ def test_padding_is_the_same_under_every_strategy(strategy: str, tmp_path: Path)
     assert vocabulary == Vocabulary(size=200, padded_size=256)
 
 
-def test_a_given_padded_size_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_given_padded_size_is_used_unchanged(tmp_path: Path) -> None:
     resolved = parse(tmp_path, "--padded-vocab-size", "208")
     assert resolved.vocabulary == Vocabulary(size=200, padded_size=208)
     assert resolved.args.padded_vocab_size == 208

@@ -1,4 +1,4 @@
-"""Files that are whole at every moment."""
+"""Files that are complete at every moment."""
 
 import errno
 import json
@@ -10,7 +10,7 @@ import pytest
 from megatron.hydraulis.json_object import write_json
 
 
-def test_a_file_is_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_complete_or_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "profile.json"
     write_json(path, {"times": [1, 2]})
     assert json.loads(path.read_text()) == {"times": [1, 2]}
@@ -26,7 +26,7 @@ def test_a_file_is_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target.json", tmp_path / "link.json"
     target.write_text("{}")
     link.symlink_to(target)
@@ -35,7 +35,7 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     assert json.loads(target.read_text()) == [1]
 
 
-def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
+def test_a_device_is_written_to_directly(tmp_path: Path) -> None:
     write_json(os.devnull, {})
     assert Path(os.devnull).is_char_device()
     reading, writing = os.pipe()

@@ -38,7 +38,7 @@ def corpus_prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="package")
 def launch(corpus_prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Runs a job that must succeed; without a strategy the flags have to name a pool."""
+    """Runs a job that must succeed; without a strategy the flags must name a pool."""
 
     def launch(
         strategy: str | None,
@@ -69,19 +69,19 @@ def launch(corpus_prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Laun
 
 @pytest.fixture(scope="package")
 def main_run(launch: Launch) -> Run:
-    """Heterogeneous in tensor parallelism."""
+    """With different tensor-parallel degrees."""
     return launch("tp2+2*tp1", 4, *MAIN_FLAGS, program=probing)
 
 
 @pytest.fixture(scope="package")
 def pipeline_run(launch: Launch) -> Run:
-    """The same with a pipeline beside tensor parallelism."""
+    """The same with a pipeline and tensor parallelism."""
     return launch("pp2+tp2", 4, *MAIN_FLAGS, program=probing)
 
 
 @pytest.fixture(scope="package")
 def data_parallel_run(launch: Launch) -> Run:
-    """The same on replicas of one rank."""
+    """The same with replicas of one rank."""
     return launch("4*tp1", 4, *MAIN_FLAGS)
 
 

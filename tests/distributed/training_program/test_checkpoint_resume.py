@@ -84,7 +84,7 @@ def resumed(launch: Launch, pool_file: str, uninterrupted: Run, saved: Path) -> 
     return run, again
 
 
-def test_resumed_on_the_same_ranks_the_run_is_the_same_bit_by_bit(
+def test_on_the_same_ranks_a_resumed_run_is_bitwise_equal(
     uninterrupted: Run, resumed: tuple[Run, Path], saved: Path
 ) -> None:
     run, again = resumed
@@ -104,7 +104,7 @@ def test_resumed_on_the_same_ranks_the_run_is_the_same_bit_by_bit(
     assert states[0] == states[1]
 
 
-def test_only_the_last_is_kept_and_named(resumed: tuple[Run, Path], saved: Path) -> None:
+def test_only_the_last_checkpoint_is_kept_and_named(resumed: tuple[Run, Path], saved: Path) -> None:
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert sorted(p.name for p in saved.iterdir() if p.is_dir()) == [
         "iter_0000002",
@@ -115,11 +115,11 @@ def test_only_the_last_is_kept_and_named(resumed: tuple[Run, Path], saved: Path)
 
 
 @pytest.mark.parametrize(("num_ranks", "strategy"), [(2, "tp2"), (3, "pp2+tp1")])
-def test_other_ranks_go_on_with_the_same_sequences(
+def test_other_ranks_continue_with_the_same_sequences(
     launch: Launch, uninterrupted: Run, saved: Path, tmp_path: Path, num_ranks: int, strategy: str
 ) -> None:
     load: tuple[str, ...] = ("--load", str(saved), "--ckpt-step", str(SAVED_AT))
-    if num_ranks == 3:  # the same by another way
+    if num_ranks == 3:  # the same from another source
         shutil.copytree(saved, tmp_path / "damaged")
         (tmp_path / "damaged" / "iter_0000004" / "__2_0.distcp").unlink()
         load = ("--load", str(tmp_path / "damaged"), "--load-fallback")
@@ -135,11 +135,11 @@ def test_other_ranks_go_on_with_the_same_sequences(
     assert f"written by {NUM_RANKS} ranks, now {num_ranks} go on" in run.outcome.stdout
 
 
-def test_inspection_tells_of_a_run(
+def test_inspect_checkpoint_describes_a_run(
     uninterrupted: Run, saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect-checkpoint", str(saved)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     for fact in (
         "2 checkpoints, latest: iter_0000004",
         f"{NUM_RANKS} ranks",
@@ -147,7 +147,7 @@ def test_inspection_tells_of_a_run(
         "pool 4*tp1; tp2+pp2",
         "num_attention_heads 4",
     ):
-        assert fact in told
+        assert fact in printed
 
 
 def test_the_first_start_says_that_it_begins_from_scratch(uninterrupted: Run, saved: Path) -> None:
@@ -171,10 +171,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_go_on_ends_with_one_line(
+def test_a_checkpoint_that_cannot_be_resumed_ends_with_one_line(
     name: str, uninterrupted: Run, saved: Path, corpus_prefix: str, tmp_path: Path
 ) -> None:
-    typed, told = REFUSED[name]
+    typed, message = REFUSED[name]
     places = {"saved": saved, "empty": tmp_path / "empty", "other": tmp_path / "other"}
     base = tiny_command(
         *(corpus_prefix, tmp_path / "run", "--strategy", "tp1", *MAIN_FLAGS),
@@ -184,7 +184,7 @@ def test_what_cannot_go_on_ends_with_one_line(
     outcome = run_job([*base, *typed.format(**places).split()], 1, tmp_path / "output")
     assert outcome.statuses == (EXIT_STATUS_OF_ERROR,)
     (line,) = [each for each in outcome.ranks[0].stderr.splitlines() if "error" in each.lower()]
-    assert told.format(**places) in line
+    assert message.format(**places) in line
     assert not any((tmp_path / "other").glob("iter_*"))
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism in the training program: the same losses, and what plans and log say."""
+"""Context parallelism in the training program: losses, plans and log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def context_run(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Strategies with cp, one beside a pipeline, one that splits its cp ranks, one without cp."""
+    """Strategies with cp, with cp and a pipeline, with waves, and without cp."""
     strategies = {"ring": "tp2cp2", "mixed": "cp2+pp2", "short": "4*tp1", "waves": "cp2~pp2"}
     pool = tmp_path_factory.mktemp("pool") / "pool.json"
     entries = [{"name": name, "replicas": text} for name, text in strategies.items()]
@@ -46,7 +46,7 @@ def test_waves_are_planned_and_logged(context_run: Run) -> None:
     for plan in (ring, mixed, short):
         assert not any(m.groups for replica in plan.replicas for m in replica.micro_batches)
     log = context_run.outcome.ranks[0].stdout + context_run.outcome.ranks[0].stderr
-    # Two more: each rank's own, and that of all ranks for regrouping.
+    # Two more: the rank alone, and all ranks for regrouping.
     (num_groups,) = re.findall(r"process groups after strategy 'cp2~pp2': (\d+)", log)
     assert (
         int(num_groups)
@@ -55,7 +55,7 @@ def test_waves_are_planned_and_logged(context_run: Run) -> None:
 
 
 def _groups_of(plan: IterationPlan) -> set[tuple[int, ...]]:
-    """Of more than one rank, as the replicas need them."""
+    """Groups of more than one rank that the replicas need."""
     groups = set()
     for planned in plan.replicas:
         replica, scheme = planned.replica, planned.scheme

@@ -1,4 +1,4 @@
-"""benchmarks.emulated_training: the whole program on modelled times."""
+"""benchmarks.emulated_training: the whole program with modelled times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_iterations_take_at_least_their_modelled_time_and_keep_their_tokens(
     )
     assert len(run.records) == TRAIN_ITERS
     for record, plan in zip(run.records, run.plans, strict=True):
-        # Neither tokens nor times of a plan know that only the beginnings of rows are run.
+        # A plan's tokens and times are those of whole rows, although only their beginnings are run.
         assert record.num_tokens == plan.num_tokens > 40
         assert record.predicted_time_s == plan.predicted_time_s
         assert plan.predicted_time_s > SCALE * C_MS / 1e3

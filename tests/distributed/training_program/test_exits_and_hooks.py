@@ -1,4 +1,4 @@
-"""Ways to end a run, a user's own parts, and the run that is only described."""
+"""Ways to end a run, users' models and losses, and dry runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.training_run import (
 pytestmark = pytest.mark.distributed
 
 
-def test_an_exit_interval_ends_the_run_properly_also_from_an_idle_rank(launch: Launch) -> None:
+def test_an_exit_interval_ends_the_run_properly_even_with_idle_ranks(launch: Launch) -> None:
     run = launch("tp1+idle", 2, "--train-iters", "100", "--exit-interval", "2")
     assert [line.iteration for line in run.lines] == [1, 2]
     assert len(run.records) == 2
@@ -168,7 +168,7 @@ def test_a_users_layer_spec_makes_the_layers(launch: Launch, main_run: Run, tmp_
     assert run.losses[0] != pytest.approx(main_run.losses[0], rel=1e-4)
 
 
-def test_a_users_loss_and_model_take_the_place_of_ours(launch: Launch, main_run: Run) -> None:
+def test_a_users_loss_and_model_replace_ours(launch: Launch, main_run: Run) -> None:
     def double_loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
         return loss_func(mask, 2.0 * output)
 
@@ -215,7 +215,7 @@ def test_bf16_and_tied_embeddings_train(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("described", ["main_run", "pipeline_run"])
-def test_a_dry_run_tells_what_ranks_will_hold(
+def test_a_dry_run_prints_what_ranks_will_hold(
     described: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     run: Run = request.getfixturevalue(described)
@@ -224,12 +224,12 @@ def test_a_dry_run_tells_what_ranks_will_hold(
     outcome.assert_succeeded()
     assert f"strategy     {run.records[0].strategy}" in outcome.stdout
     assert "idle: none" in outcome.stdout
-    told: dict[int, int] = {}
+    printed: dict[int, int] = {}
     # Replica and scheme are named once, then each stage, its ranks, layers and parameters a rank.
     stage = re.compile(r"^  .{1,40}?  \d +(\d)(?:-(\d))? +\d +([\d,]{5,})", re.MULTILINE)
     for first, last, count in stage.findall(outcome.stdout):
         ranks = range(int(first), int(last or first) + 1)
-        told |= dict.fromkeys(ranks, int(count.replace(",", "")))
+        printed |= dict.fromkeys(ranks, int(count.replace(",", "")))
     held = {rank: run.probed(rank)["num_parameters_held"] for rank in range(4)}
-    assert told == held
-    assert not (tmp_path / "run").exists(), "a dry run leaves nothing behind"
+    assert printed == held
+    assert not (tmp_path / "run").exists(), "a dry run writes no files"

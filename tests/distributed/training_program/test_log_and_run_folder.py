@@ -1,4 +1,4 @@
-"""What the training program prints and writes."""
+"""Output and files of the training program."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_metrics_hold_one_object_an_iteration(main_run: Run) -> None:
     }
     assert all(wanted <= set(found) for found in objects)
     assert all(found["predicted_time_s"] > 0 < found["iteration_time_s"] for found in objects)
-    # One strategy: the same bytes in every iteration, for which compute stands still at times.
+    # One strategy: the same bytes in every iteration, for which compute sometimes waits.
     assert len({found["regroup_bytes"] for found in objects}) == 1
     assert objects[0]["regroup_bytes"] > 0
     for wait in ("gather_wait_s", "scatter_wait_s"):
@@ -145,7 +145,7 @@ def test_plans_are_valid_and_hold_the_sampled_batches(
         assert record.predicted_time_s == pytest.approx(plan.predicted_time_s)
         assert record.imbalance == pytest.approx(plan.imbalance)
     num_at_work = [sum(bool(r.micro_batches) for r in plan.replicas) for plan in plans]
-    assert max(num_at_work) > 1, "no plan spreads its batch: the runs compare nothing"
+    assert max(num_at_work) > 1, "no plan distributes its batch, so that the runs compare nothing"
 
 
 def test_records_and_predictions_are_finite(main_run: Run, pipeline_run: Run) -> None:

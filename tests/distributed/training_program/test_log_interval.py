@@ -33,7 +33,7 @@ def interval_run(launch: Launch) -> Run:
 
 def test_a_line_shows_means_over_its_iterations(interval_run: Run) -> None:
     lines, records, plans = interval_run.lines, interval_run.records, interval_run.plans
-    # Upstream prints the first iteration as well, and does not begin anew with it.
+    # Upstream also prints the first iteration, which does not start a new interval.
     covered = {1: slice(0, 1), 2: slice(0, 2), 4: slice(2, 4)}
     assert [line.iteration for line in lines] == list(covered)
     for line in lines:
@@ -50,7 +50,7 @@ def test_a_line_shows_means_over_its_iterations(interval_run: Run) -> None:
         assert measured == pytest.approx(np.mean(operations), rel=1e-5)
 
 
-def test_times_of_the_parts_are_printed_and_written_where_asked_for(
+def test_times_of_the_parts_are_printed_and_written_on_request(
     interval_run: Run, budget_run: Run
 ) -> None:
     line = re.compile(r"^ +([a-z-]+) \.+: \(([\d.]+), ([\d.]+)\)$", re.MULTILINE)
@@ -60,7 +60,7 @@ def test_times_of_the_parts_are_printed_and_written_where_asked_for(
         times = [(float(least), float(most)) for known, least, most in printed if known == name]
         assert all(0 < least <= most for least, most in times), name
         if name == "params-all-gather":
-            # Only where no optimizer step before knew what to gather for, as at the beginning.
+            # Only if no earlier optimizer step knew the next strategy, as at the beginning.
             assert 1 <= len(times) <= len(interval_run.lines), name
             assert 1 in found[f"{name}-time"]
         else:

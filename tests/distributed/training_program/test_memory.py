@@ -1,4 +1,4 @@
-"""Memory tried out before training, and memory that runs out in the midst of it."""
+"""Memory trials before training, and running out of memory during it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_CALLS_BEFORE = 2
 
 
 def without_memory(argv: Sequence[str], *, num_failures: int) -> None:
-    """The program, whose loss function finds no memory some times on one rank."""
+    """The program with a loss function that runs out of memory a few times on one rank."""
     calls = [0]
 
     def loss(loss_mask: Tensor, output: Tensor) -> Any:
@@ -45,17 +45,19 @@ once: Callable[[Sequence[str]], None] = partial(without_memory, num_failures=1)
 always: Callable[[Sequence[str]], None] = partial(without_memory, num_failures=1000)
 
 
-def test_an_iteration_without_memory_is_planned_anew(launch: Launch, main_run: Run) -> None:
+def test_an_iteration_that_runs_out_of_memory_is_planned_again(
+    launch: Launch, main_run: Run
+) -> None:
     run = launch("tp2+2*tp1", 4, *MAIN_FLAGS, program=once)
     assert run.losses == pytest.approx(main_run.losses, rel=ROUNDING)
-    told = [line for line in run.outcome.stdout.splitlines() if "planned again" in line]
-    assert len(told) == 1
-    assert f"rank {FAILING_RANK} ran out of memory in micro-batch" in told[0]
-    assert "the memory model predicted" in told[0]
-    assert "limits are now tp1:" in told[0]
+    lines = [line for line in run.outcome.stdout.splitlines() if "planned again" in line]
+    assert len(lines) == 1
+    assert f"rank {FAILING_RANK} ran out of memory in micro-batch" in lines[0]
+    assert "the memory model predicted" in lines[0]
+    assert "limits are now tp1:" in lines[0]
 
 
-def test_memory_that_runs_out_again_ends_the_run(main_run: Run, tmp_path: Path) -> None:
+def test_running_out_of_memory_again_ends_the_run(main_run: Run, tmp_path: Path) -> None:
     argv = [*main_run.argv, "--run-dir", str(tmp_path / "run"), "--plan-dir", str(tmp_path / "p")]
     outcome = run_job(argv, 4, tmp_path / "output", program=always)
     assert outcome.statuses.count(0) == 0
@@ -75,6 +77,6 @@ def test_limits_below_the_longest_sequence_end_the_run(main_run: Run, tmp_path: 
 def test_a_trial_changes_no_loss(launch: Launch, main_run: Run) -> None:
     run = launch("tp2+2*tp1", 4, *MAIN_FLAGS, "--memory-trial", "on")
     assert run.losses == main_run.losses
-    told = [line for line in run.outcome.stdout.splitlines() if line.startswith("memory trial:")]
-    assert len(told) == 2, "one line a scheme"
-    assert all("GiB" in line for line in told)
+    lines = [line for line in run.outcome.stdout.splitlines() if line.startswith("memory trial:")]
+    assert len(lines) == 2, "one line a scheme"
+    assert all("GiB" in line for line in lines)

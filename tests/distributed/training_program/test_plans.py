@@ -1,4 +1,4 @@
-"""Plans made ahead, made in line and replayed: the same run, and no rank waits for ever."""
+"""Plans made ahead, in line and replayed give the same run, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ahead_run(launch: Launch) -> Run:
 
 
 def digests(folder: Path) -> list[str]:
-    """Recorded plans without what differs from one planning to the next: times."""
+    """Recorded plans without their planning times."""
     plans = []
     for path in sorted(folder.glob("iteration_*.json")):
         plan = json.loads(path.read_text())
@@ -79,7 +79,7 @@ def test_a_planner_that_crashes_ends_the_job_on_every_rank(
 
 def test_the_wait_for_a_plan_is_recorded(ahead_run: Run) -> None:
     assert len(ahead_run.records) == len(ahead_run.lines) > 1
-    # The first plan waits for the process to start; those after it are there already.
+    # The first plan waits for the process to start; later ones are ready.
     first, *others = (record.plan_wait_s for record in ahead_run.records)
     assert min(others) < first
     assert all(record.plan_fetch_s > 0.0 for record in ahead_run.records)

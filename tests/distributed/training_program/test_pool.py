@@ -1,4 +1,4 @@
-"""Several strategies in one run: the same losses as with one, and what is said of them."""
+"""Several strategies in one run: the losses of one strategy, log and records."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_batch_that_the_forced_strategy_cannot_hold_ends_the_job(
         assert words in error
 
 
-def test_what_cannot_be_run_is_left_out_and_plans_cut_short_are_counted(
+def test_strategies_that_cannot_run_are_skipped_and_plans_cut_short_are_counted(
     launch: Launch, tmp_path: Path
 ) -> None:
     pool = _pool(tmp_path / "pool.json", 2, wide="tp2", pair="2*tp1")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 STRATEGY, NUM_RANKS = "2*tp1", 2
 NUM_ITERATIONS = 8
 PROFILED_MS = 1e5
-"""Of every micro-batch, by a profile that no machine keeps to."""
+"""Of every micro-batch, by a profile that no machine can match."""
 SMALL_BATCHES = ("--max-tokens-per-micro-batch", "96")
 
 
@@ -45,7 +45,7 @@ def test_plans_follow_measured_times_and_updates_do_not(
     )
     run = launch(STRATEGY, NUM_RANKS, *flags, "--refit-cost-profile")
     predicted_ms = [plan.predicted_time_s * 1e3 for plan in run.plans]
-    # Until it is refitted every micro-batch is believed to take the profile's minutes.
+    # Until the refit every micro-batch is predicted to take minutes, as in the profile.
     assert min(predicted_ms[: 1 + plan_ahead]) >= PROFILED_MS
     assert predicted_ms[-1] < PROFILED_MS / 10
     said = run.outcome.ranks[0].stdout
@@ -61,7 +61,7 @@ def test_plans_follow_measured_times_and_updates_do_not(
     assert not (plain.run_dir / REFITTED_PROFILE_FILE_NAME).exists()
 
 
-def test_beside_a_trace(launch: Launch, tmp_path: Path) -> None:
+def test_with_a_trace(launch: Launch, tmp_path: Path) -> None:
     run = launch(
         "pp2", NUM_RANKS, "--refit-cost-profile", "--trace", str(tmp_path / "trace"), *SMALL_BATCHES
     )

@@ -65,7 +65,7 @@ def test_each_stage_runs_each_micro_batch_once_in_the_order_of_1f1b(
 
 
 def test_a_pipeline_passes_micro_batches_on(traced: Traced) -> None:
-    """What every rank's own order cannot show: the clocks of two ranks fit."""
+    """The clocks of two ranks agree, which the order on a single rank cannot show."""
     for number, plan in traced.plans.items():
         ((first, last),) = [r.ranks for r in plan.replicas if r.scheme.pp == 2]
         own = traced.spans.where(iteration=number, is_planned=False)
@@ -95,7 +95,7 @@ def test_spans_of_one_thread_follow_one_another(traced: Traced) -> None:
             assert start_us >= end_us - 2e-3, "rounded to 1 ns each"
 
 
-def test_spans_lie_in_their_iteration_and_only_there(traced: Traced) -> None:
+def test_spans_are_within_their_iteration(traced: Traced) -> None:
     measured = traced.spans.where(is_planned=False)
     assert sorted(set(measured.values("iteration"))) == list(TRACED)
     assert set(measured.values("rank")) == set(range(NUM_RANKS))
@@ -113,7 +113,7 @@ def test_spans_lie_in_their_iteration_and_only_there(traced: Traced) -> None:
 def test_every_rank_regroups_every_bucket_and_updates(traced: Traced) -> None:
     buckets: set[tuple[int | str, ...]] = set()
     for rank in range(NUM_RANKS):
-        # Also for the evaluation in between, whose parameters the next iteration finds there.
+        # Also for the evaluation in between, whose parameters the next iteration uses.
         assert traced.spans.where(rank=rank, name="gather")
         for number in TRACED:
             own = traced.spans.where(rank=rank, iteration=number, is_planned=False)
@@ -125,7 +125,7 @@ def test_every_rank_regroups_every_bucket_and_updates(traced: Traced) -> None:
     assert len(buckets) == 1, "all ranks take part in the scatter of all buckets"
 
 
-def regroups_beside_compute(spans: Spans) -> tuple[bool, bool]:
+def overlaps_compute(spans: Spans) -> tuple[bool, bool]:
     """Whether, on any rank in any iteration, a scatter starts before the last backward ends; and
     whether a gather of parameters of the same iteration ends after the first forward began."""
     scatters_early = gathers_late = False
@@ -146,7 +146,7 @@ def regroups_beside_compute(spans: Spans) -> tuple[bool, bool]:
 @pytest.mark.parametrize(
     "flags", [(), ("--no-regroup-overlap",)], ids=["overlapped", "not overlapped"]
 )
-def test_regrouping_runs_beside_compute_unless_told_otherwise(
+def test_regrouping_overlaps_compute_unless_disabled(
     flags: tuple[str, ...], launch: Launch, tmp_path: Path
 ) -> None:
     # A plan made when its iteration begins: parameters are not gathered ahead.
@@ -154,10 +154,10 @@ def test_regrouping_runs_beside_compute_unless_told_otherwise(
     launch(STRATEGY, NUM_RANKS, "--trace", str(tmp_path), *FLAGS, *extra)
     spans = Spans.of(read_trace(tmp_path / "trace.json"))
     is_overlapped = not flags
-    assert regroups_beside_compute(spans) == (is_overlapped, is_overlapped)
+    assert overlaps_compute(spans) == (is_overlapped, is_overlapped)
 
 
-def test_planned_spans_end_when_the_plan_says(traced: Traced) -> None:
+def test_planned_spans_end_at_the_planned_times(traced: Traced) -> None:
     for number, plan in traced.plans.items():
         starts = []
         for replica in plan.replicas:
@@ -171,13 +171,13 @@ def test_planned_spans_end_when_the_plan_says(traced: Traced) -> None:
         assert starts == [wholes.first_start_us] * len(starts)
 
 
-def test_ranks_files_are_whole_and_the_run_tells_where(traced: Traced) -> None:
+def test_trace_files_are_complete_and_the_run_prints_their_place(traced: Traced) -> None:
     for rank in range(NUM_RANKS):
         assert json.loads(rank_file(traced.folder, rank).read_text())
     assert f"trace: {traced.folder / 'trace.json'};" in traced.run.outcome.stdout
 
 
-def test_a_killed_run_leaves_what_it_did(corpus_prefix: str, tmp_path: Path) -> None:
+def test_a_killed_run_leaves_a_readable_trace(corpus_prefix: str, tmp_path: Path) -> None:
     argv = tiny_command(
         corpus_prefix,
         tmp_path / "run",

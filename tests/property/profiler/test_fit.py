@@ -1,4 +1,4 @@
-"""The fit finds what made the times, without and with noise, and never below zero."""
+"""The fit recovers the true coefficients, with and without noise, and none is negative."""
 
 import random
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_exact_times_give_the_coefficients_back(truth: Coefficients) -> None:
     assert fit.r_squared == pytest.approx(1.0, abs=1e-6)
     assert fit.worst_residual < 1e-6
     found = fit.coefficients
-    # A term that is a billionth of every time cannot be told.
+    # A term that is a billionth of every time cannot be found.
     share = truth.a_ms_per_token2 * 8192**2 / truth.time_ms([8192])
     if share > 1e-3:
         assert found.a_ms_per_token2 == pytest.approx(truth.a_ms_per_token2, rel=1e-3)
@@ -47,7 +47,9 @@ def test_exact_times_give_the_coefficients_back(truth: Coefficients) -> None:
 
 @settings(max_examples=40)
 @given(truth=coefficients, seed=st.integers(0, 1000))
-def test_noise_of_a_tenth_moves_predictions_by_no_more(truth: Coefficients, seed: int) -> None:
+def test_ten_percent_noise_changes_predictions_by_at_most_ten_percent(
+    truth: Coefficients, seed: int
+) -> None:
     noise = 0.1
     fit = fit_coefficients(measured(truth, noise, seed))
     assert fit.median_residual <= noise
@@ -83,14 +85,16 @@ def test_neither_the_order_of_samples_nor_the_unit_of_time_matters(
         max_size=8,
     )
 )
-def test_any_times_give_coefficients_that_are_not_negative(samples: list[Sample]) -> None:
+def test_coefficients_are_never_negative(samples: list[Sample]) -> None:
     fit = fit_coefficients(samples)  # Coefficients refuse negative and infinite ones
     assert len(fit.residuals) == len(samples)
 
 
 @given(truth=coefficients, factor=st.floats(0.5, 2.0))
-def test_alike_micro_batches_scale_what_is_known(truth: Coefficients, factor: float) -> None:
-    """Packs that are all the same say nothing of a, b and c apart from their sum."""
+def test_equal_micro_batches_scale_the_earlier_coefficients(
+    truth: Coefficients, factor: float
+) -> None:
+    """Packs that are all the same determine only the sum of the terms of a, b and c."""
     lengths = [1024, 512, 512]
     samples = [Sample.of(lengths, truth.time_ms(lengths) * factor)] * 50
     scaled = Coefficients(
@@ -105,7 +109,7 @@ def test_alike_micro_batches_scale_what_is_known(truth: Coefficients, factor: fl
 
 
 @given(prior=coefficients, truth=coefficients)
-def test_many_different_micro_batches_outweigh_what_was_known(
+def test_many_different_micro_batches_outweigh_the_earlier_coefficients(
     prior: Coefficients, truth: Coefficients
 ) -> None:
     samples = measured(truth)
@@ -115,7 +119,7 @@ def test_many_different_micro_batches_outweigh_what_was_known(
         assert far.coefficients.time_ms(point.lengths) == pytest.approx(wanted, rel=0.02)
 
 
-def test_nothing_measured_and_impossible_times_are_refused() -> None:
+def test_no_measurements_and_impossible_times_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="measure at least one"):
         fit_coefficients([])
     for time_ms in (0.0, -1.0, float("nan"), float("inf")):

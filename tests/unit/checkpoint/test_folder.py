@@ -1,4 +1,4 @@
-"""Names, order and the moment at which a folder becomes a checkpoint."""
+"""Names, order and publication of checkpoint folders."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def test_a_checkpoint_has_its_name_only_when_it_is_published(folder: CheckpointF
     assert (folder.root / LATEST_FILE_NAME).read_text() == "100"  # as upstream writes it
 
 
-def test_the_same_iteration_again_replaces_it(folder: CheckpointFolder) -> None:
+def test_saving_the_same_iteration_again_replaces_it(folder: CheckpointFolder) -> None:
     save(folder, 3, "old")
     save(folder, 3, "new")
     assert (folder.path_of(3) / "file").read_text() == "new"
     assert sorted(p.name for p in folder.root.iterdir()) == ["iter_0000003", LATEST_FILE_NAME]
 
 
-def test_what_an_earlier_attempt_left_is_removed(folder: CheckpointFolder) -> None:
+def test_files_of_an_earlier_attempt_are_removed(folder: CheckpointFolder) -> None:
     begin(folder, 3)
     folder.remove_leftovers()
     assert list(folder.root.iterdir()) == []
 
 
-def test_a_crash_while_one_is_replaced_leaves_it(folder: CheckpointFolder) -> None:
+def test_a_crash_during_a_replacement_keeps_the_old_checkpoint(folder: CheckpointFolder) -> None:
     save(folder, 3, "old")
     begin(folder, 3, "new")
-    folder.path_of(3).rename(folder.root / ".replaced-iter_0000003")  # and then it died
+    folder.path_of(3).rename(folder.root / ".replaced-iter_0000003")  # and then the process died
     folder.remove_leftovers()
     assert (folder.path_of(folder.latest() or 0) / "file").read_text() == "old"
     assert sorted(p.name for p in folder.root.iterdir()) == ["iter_0000003", LATEST_FILE_NAME]
@@ -65,7 +65,7 @@ def test_a_release_has_no_iteration(folder: CheckpointFolder) -> None:
     assert folder.surplus(1) == ()
 
 
-def test_the_newest_are_kept_and_none_that_is_newer_than_the_latest(
+def test_the_newest_are_kept_and_none_newer_than_the_latest(
     folder: CheckpointFolder,
 ) -> None:
     for iteration in (2, 4, 6, 8, 10_000_000):
@@ -80,7 +80,7 @@ def test_the_newest_are_kept_and_none_that_is_newer_than_the_latest(
 
 
 @pytest.mark.parametrize("text", ["", "five", "-3", "1e3", "9" * 40, "\x00", "３"])
-def test_a_latest_that_is_no_number_is_an_error(folder: CheckpointFolder, text: str) -> None:
+def test_an_invalid_latest_file_is_an_error(folder: CheckpointFolder, text: str) -> None:
     save(folder, 3)
     (folder.root / LATEST_FILE_NAME).write_text(text)
     with pytest.raises(CheckpointError, match="must hold the number of an iteration"):

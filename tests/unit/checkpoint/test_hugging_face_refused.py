@@ -1,4 +1,4 @@
-"""What cannot be exported or imported: the rule, the numbers, the fix, and nothing left behind."""
+"""What cannot be exported or imported: an error with rule, numbers and fix, and no files."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_damaged_folders(case: str, folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "mega").exists()
 
 
-def test_an_output_layer_that_is_the_embedding_is_taken_for_it(
+def test_an_output_layer_equal_to_the_embedding_is_imported_as_tied(
     folder: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "hf"
@@ -193,7 +193,7 @@ def test_an_output_layer_that_is_the_embedding_is_taken_for_it(
     assert "output_layer.weight" not in whole_tensors(imported.checkpoint)
 
 
-def test_other_checkpoints_stay(folder: Path, checkpoint: Path) -> None:
+def test_other_checkpoints_are_kept(folder: Path, checkpoint: Path) -> None:
     before = sorted(checkpoint.parent.rglob("*"))
     with pytest.raises(CheckpointError, match="without checkpoints"):
         import_folder(folder, checkpoint.parent)
@@ -202,7 +202,7 @@ def test_other_checkpoints_stay(folder: Path, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("num_bytes", [10_000, 20_000, 20_500, 30_000])
 def test_a_full_disk_while_importing(num_bytes: int, folder: Path, tmp_path: Path) -> None:
-    """Wherever in a tensor's record it fills up."""
+    """At any place of a tensor's record."""
     with (
         largest_file(num_bytes),
         pytest.raises(CheckpointError, match="cannot be written") as caught,
@@ -223,7 +223,7 @@ def test_a_full_disk_while_exporting(checkpoint: Path, tmp_path: Path) -> None:
         export_checkpoint(checkpoint, output, max_file_bytes=GB)
 
 
-def test_too_little_room_is_said_before_writing(
+def test_too_little_disk_space_is_reported_before_writing(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=5_000_000)
@@ -268,7 +268,7 @@ def test_damaged_checkpoints(case: str, checkpoint: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_folders_that_are_no_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
+def test_folders_without_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
     half = tmp_path / ".saving-iter_0000003"
     shutil.copytree(checkpoint, half)
     with pytest.raises(CheckpointError, match="interrupted"):
@@ -308,8 +308,8 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
     fine = written(tmp_path / "fine", tensors, common)
     assert export_checkpoint(fine, tmp_path / "out", max_file_bytes=GB).model == SMALL
 
-    def message(name: str, kept: dict[str, torch.Tensor], beside: dict[str, Any]) -> str:
-        path = written(tmp_path / name, kept, beside)
+    def message(name: str, kept: dict[str, torch.Tensor], further_state: dict[str, Any]) -> str:
+        path = written(tmp_path / name, kept, further_state)
         with pytest.raises((ConfigurationError, CheckpointError)) as caught:
             export_checkpoint(path, tmp_path / f"out of {name}", max_file_bytes=GB)
         return str(caught.value)

@@ -1,4 +1,4 @@
-"""Hugging Face folder, checkpoint and back: every bit; also from a checkpoint and back to one."""
+"""Hugging Face folder to checkpoint and back, and the reverse: equal in every bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONFIG_KEYS = (
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_there_and_back_and_there_again(variant: str, tmp_path: Path) -> None:
+def test_import_export_and_import_again(variant: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if "tied" in variant else torch.float32
     source = make_folder(tmp_path / "hf", variant, dtype)
     imported = import_folder(source, tmp_path / "mega", vocab_divisor=16)
@@ -58,7 +58,7 @@ def test_there_and_back_and_there_again(variant: str, tmp_path: Path) -> None:
     )
 
 
-def test_where_rows_go(tmp_path: Path) -> None:
+def test_rows_are_placed_as_in_megatron(tmp_path: Path) -> None:
     """By the layout that Megatron's own modules have, spelled out."""
     source = make_folder(tmp_path / "hf", "qwen2")
     import_folder(source, tmp_path / "mega", vocab_divisor=16)
@@ -101,7 +101,7 @@ def test_a_folder_of_several_files(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_tensors_for_every_layer(tmp_path: Path) -> None:
-    """As upstream writes layers that are not alike."""
+    """As upstream writes layers that differ."""
     source = make_folder(tmp_path / "hf", "qwen3")
     path = import_folder(source, tmp_path / "mega").checkpoint
     tensors = {}
@@ -117,17 +117,17 @@ def test_a_checkpoint_with_tensors_for_every_layer(tmp_path: Path) -> None:
     assert_same_tensors(tensors_of(source), tensors_of(tmp_path / "back"))
 
 
-def test_commands_tell_what_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = make_folder(tmp_path / "hf", "qwen2, tied, one group", torch.bfloat16)
     mega, back = tmp_path / "mega", tmp_path / "back"
     capsys.readouterr()
     assert main(["import-hf", str(source), str(mega)]) == 0
-    told = capsys.readouterr().out
-    assert "PARAMETERS ONLY" in told
-    assert "a new optimizer" in told
-    assert "--add-qkv-bias" in told
-    assert "--bf16" in told
-    assert "--untie" not in told
+    printed = capsys.readouterr().out
+    assert "PARAMETERS ONLY" in printed
+    assert "a new optimizer" in printed
+    assert "--add-qkv-bias" in printed
+    assert "--bf16" in printed
+    assert "--untie" not in printed
     assert (mega / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert Manifest.read(mega / "release").model["vocab_size"] == 61
     assert main(["export-hf", str(mega), str(back), "--max-file-gb", "0.00002"]) == 0

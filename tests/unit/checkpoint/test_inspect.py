@@ -1,4 +1,4 @@
-"""`inspect-checkpoint`: what it tells of whole, damaged, foreign and absent checkpoints."""
+"""`inspect-checkpoint` on complete, damaged, foreign and missing checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATE = {
 
 
 def write_checkpoint(path: Path, iteration: int, *, is_ours: bool = True) -> None:
-    """Of two tensors, as this program or as plain Megatron has it."""
+    """A checkpoint of two tensors, as this program or as plain Megatron writes it."""
     keys = ("decoder.weight", "optimizer.state.param.decoder.weight")
     args = Namespace(num_layers=2, consumed_train_samples=99)
     common = {"iteration": iteration, "args": args}
@@ -50,7 +50,7 @@ Tell = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
+def inspect(capsys: pytest.CaptureFixture[str]) -> Tell:
     """Runs the command: (exit status, what it printed, on one line)."""
 
     def run(*words: str | Path) -> tuple[int, str]:
@@ -61,11 +61,11 @@ def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
     return run
 
 
-def test_a_folder_of_whole_checkpoints(root: Path, tell: Tell) -> None:
-    status, told = tell(root)
+def test_a_folder_of_complete_checkpoints(root: Path, inspect: Tell) -> None:
+    status, printed = inspect(root)
     assert status == 0
-    assert f"{root}: 2 checkpoints, latest: iter_0000006" in told
-    assert told.count("complete, checksums right") == 2
+    assert f"{root}: 2 checkpoints, latest: iter_0000006" in printed
+    assert printed.count("complete, checksums right") == 2
     for fact in (
         "iter_0000006: written by this program on 4 ranks",
         "consumed 1,234 sequences",
@@ -74,22 +74,22 @@ def test_a_folder_of_whole_checkpoints(root: Path, tell: Tell) -> None:
         "pool 4*tp1; tp2+pp2",
         "model num_layers 2",
     ):
-        assert fact in told
+        assert fact in printed
 
 
-def test_one_of_them_and_its_tensors(root: Path, tell: Tell) -> None:
+def test_one_of_them_and_its_tensors(root: Path, inspect: Tell) -> None:
     path = root / "iter_0000003"
-    status, told = tell(path, "--quick", "--tensors")
+    status, printed = inspect(path, "--quick", "--tensors")
     assert status == 0
-    assert f"{path}: complete, sizes right" in told
-    assert "decoder.weight │ 5 × 8 │ float32 │ 1" in told
+    assert f"{path}: complete, sizes right" in printed
+    assert "decoder.weight │ 5 × 8 │ float32 │ 1" in printed
 
 
-def test_json_is_all_of_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_everything(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect-checkpoint", str(root), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["complete"], told["latest"]) == (True, "iter_0000006")
-    first, last = told["checkpoints"]
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["complete"], printed["latest"]) == (True, "iter_0000006")
+    first, last = printed["checkpoints"]
     assert first["iteration"] == 3
     assert last["state"] == STATE
     assert last["num_parameters"] == NUM_PARAMETERS
@@ -132,70 +132,70 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_told_by_file_and_status(case: str, root: Path, tell: Tell) -> None:
+def test_damage_is_reported_with_file_and_status(case: str, root: Path, inspect: Tell) -> None:
     damage, words = DAMAGE[case]
     damage(root / "iter_0000006")
-    status, told = tell(root)
+    status, printed = inspect(root)
     assert status == 1
-    assert f"iter_0000006: {words}" in told
-    assert told.count("DAMAGED OR INCOMPLETE") == 1
-    assert "complete, checksums right" in told  # the other one
+    assert f"iter_0000006: {words}" in printed
+    assert printed.count("DAMAGED OR INCOMPLETE") == 1
+    assert "complete, checksums right" in printed  # the other one
     path = root / "iter_0000006"
-    assert f"{path}: DAMAGED OR INCOMPLETE {words}" in tell(path)[1]
+    assert f"{path}: DAMAGED OR INCOMPLETE {words}" in inspect(path)[1]
 
 
-def test_quick_compares_sizes_alone(root: Path, tell: Tell) -> None:
+def test_quick_compares_only_sizes(root: Path, inspect: Tell) -> None:
     changed_file(root / "iter_0000006" / "__0_0.distcp", flip)
-    assert tell(root, "--quick")[0] == 0
+    assert inspect(root, "--quick")[0] == 0
 
 
-def test_a_save_under_way_is_shown_and_no_failure(root: Path, tell: Tell) -> None:
+def test_a_running_save_is_shown_and_is_no_failure(root: Path, inspect: Tell) -> None:
     half = root / ".saving-iter_0000009"
     shutil.copytree(root / "iter_0000006", half)
-    status, told = tell(root)
+    status, printed = inspect(root)
     assert status == 0
-    assert ".saving-iter_0000009 │ not finished" in told
-    assert tell(half)[0] == 1
+    assert ".saving-iter_0000009 │ not finished" in printed
+    assert inspect(half)[0] == 1
 
 
-def test_what_is_named_the_latest_must_be_there(root: Path, tell: Tell) -> None:
+def test_the_latest_checkpoint_must_exist(root: Path, inspect: Tell) -> None:
     (root / LATEST_FILE_NAME).write_text("9")
-    status, told = tell(root)
-    assert (status, "iter_0000009 is named the latest but is not there" in told) == (1, True)
+    status, printed = inspect(root)
+    assert (status, "iter_0000009 is named the latest but is not there" in printed) == (1, True)
     (root / LATEST_FILE_NAME).write_text("nine")
-    status, told = tell(root)
-    assert (status, "must hold the number of an iteration" in told) == (1, True)
+    status, printed = inspect(root)
+    assert (status, "must hold the number of an iteration" in printed) == (1, True)
     (root / LATEST_FILE_NAME).unlink()
-    status, told = tell(root)
-    assert (status, "no file names the latest" in told) == (1, True)
+    status, printed = inspect(root)
+    assert (status, "no file names the latest" in printed) == (1, True)
 
 
-def test_of_plain_megatron(tmp_path: Path, tell: Tell) -> None:
+def test_of_plain_megatron(tmp_path: Path, inspect: Tell) -> None:
     path = tmp_path / "iter_0000007"
     write_checkpoint(path, 7, is_ours=False)
-    status, told = tell(path)
+    status, printed = inspect(path)
     assert status == 0
     for fact in ("complete by Megatron's own metadata", "iteration 7", "consumed 99 sequences"):
-        assert fact in told
+        assert fact in printed
     changed_file(path / "__0_0.distcp", lambda data: data[:-9])
-    assert "but its tensors need" in tell(path)[1]
+    assert "but its tensors need" in inspect(path)[1]
     (path / "__0_0.distcp").unlink()
-    status, told = tell(path)
-    assert (status, "__0_0.distcp is missing" in told) == (1, True)
+    status, printed = inspect(path)
+    assert (status, "__0_0.distcp is missing" in printed) == (1, True)
     (path / "metadata.json").unlink()
-    assert "metadata.json is missing, which Megatron writes last" in tell(path)[1]
+    assert "metadata.json is missing, which Megatron writes last" in inspect(path)[1]
 
 
-def test_an_imported_model(tmp_path: Path, tell: Tell) -> None:
+def test_an_imported_model(tmp_path: Path, inspect: Tell) -> None:
     import_folder(make_folder(tmp_path / "hf", "llama"), tmp_path / "mega")
-    status, told = tell(tmp_path / "mega")
+    status, printed = inspect(tmp_path / "mega")
     assert status == 0
-    assert "1 checkpoint, latest: release" in told
-    assert "optimizer none" in told
+    assert "1 checkpoint, latest: release" in printed
+    assert "optimizer none" in printed
 
 
-def test_what_is_no_folder_of_checkpoints(
-    tmp_path: Path, tell: Tell, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_without_checkpoints(
+    tmp_path: Path, inspect: Tell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
@@ -204,12 +204,12 @@ def test_what_is_no_folder_of_checkpoints(
         ("file", "must be a folder but is a file"),
         ("empty", "holds no checkpoint"),
     ):
-        status, told = tell(tmp_path / name)
-        assert (status, told.startswith("error: "), words in told) == (2, True, True)
+        status, printed = inspect(tmp_path / name)
+        assert (status, printed.startswith("error: "), words in printed) == (2, True, True)
 
     def refuse(path: Path) -> Any:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    status, told = tell(tmp_path / "empty")
-    assert (status, "empty: cannot be read: Permission denied" in told) == (2, True)
+    status, printed = inspect(tmp_path / "empty")
+    assert (status, "empty: cannot be read: Permission denied" in printed) == (2, True)

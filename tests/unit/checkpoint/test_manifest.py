@@ -1,4 +1,4 @@
-"""The manifest: content, damage, and which models are the same, by Megatron's own arguments."""
+"""The manifest: content, damage, and which of Megatron's arguments define the same model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.hydraulis.errors import CheckpointError
 from tests.unit.argument_command import parse
 
 
-def test_upstream_has_all_of_them_under_these_names(tmp_path: Path) -> None:
+def test_upstream_has_all_of_these_arguments(tmp_path: Path) -> None:
     args = parse(tmp_path).args
     missing = {name for name in (*MODEL_ARGUMENTS, *NEVER_ON_HERE) if not hasattr(args, name)}
     assert missing == {"apply_layernorm_1p", "softmax_scale"}  # of other versions of upstream
@@ -27,7 +27,7 @@ def test_upstream_has_all_of_them_under_these_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "message"),
     [
         ("--norm-epsilon 1e-3", ["layernorm_epsilon is 1e-05 there and 0.001 here"]),
         ("--use-rope-scaling", ["use_rope_scaling is False there and True here"]),
@@ -38,14 +38,14 @@ def test_upstream_has_all_of_them_under_these_names(tmp_path: Path) -> None:
         ("--lr 1e-4", []),
     ],
 )
-def test_flags_that_make_another_model(typed: str, told: list[str], tmp_path: Path) -> None:
+def test_flags_that_change_the_model(typed: str, message: list[str], tmp_path: Path) -> None:
     rope = ("--position-embedding-type", "rope")
     there, here = (model_of(parse(tmp_path, *rope, *more).args) for more in ((), typed.split()))
-    assert model_differences(there, here) == told
+    assert model_differences(there, here) == message
     assert model_differences(there, there) == []
 
 
-def test_a_factor_without_effect_makes_no_other_model() -> None:
+def test_a_factor_without_effect_does_not_change_the_model() -> None:
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 8.0}
     other = scaled | {"rope_scaling_factor": 4.0}
     there, here = (model_of(Namespace(**each)) for each in (scaled, other))
@@ -55,7 +55,7 @@ def test_a_factor_without_effect_makes_no_other_model() -> None:
     assert model_differences(there, here) == []
 
 
-def test_what_no_flag_here_sets_is_told_of_plain_megatron() -> None:
+def test_arguments_without_a_flag_here_are_attributed_to_plain_megatron() -> None:
     here = model_of(Namespace(num_layers=2, squared_relu=False, window_size=None))
     there = model_of(Namespace(num_layers=2, squared_relu=True, window_size=(64, 0)))
     assert model_differences(there, here) == [
@@ -64,14 +64,14 @@ def test_what_no_flag_here_sets_is_told_of_plain_megatron() -> None:
     ]
 
 
-def test_an_earlier_name_counts_as_todays() -> None:
+def test_earlier_argument_names_are_read() -> None:
     there = model_of(Namespace(norm_epsilon=1e-6))
     assert model_differences(there, {"layernorm_epsilon": 1e-5}) == [
         "layernorm_epsilon is 1e-06 there and 1e-05 here"
     ]
 
 
-def test_one_group_a_head_is_no_grouping() -> None:
+def test_one_query_group_per_head_equals_no_groups() -> None:
     plain = Namespace(group_query_attention=False, num_query_groups=1, num_attention_heads=4)
     assert model_of(plain)["num_query_groups"] == 4
 
@@ -96,7 +96,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert manifest.num_bytes == 3
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     manifest_of(tmp_path).write(tmp_path)
     path = tmp_path / "hydraulis.json"
@@ -110,7 +110,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
         assert found.to_json() == manifest_of(tmp_path).to_json()  # a blank between two values
 
 
-def test_every_reader_takes_a_share_and_no_file_is_left_out(tmp_path: Path) -> None:
+def test_every_reader_gets_a_share_and_every_file_is_read(tmp_path: Path) -> None:
     for size in range(7):
         (tmp_path / f"{size}").write_bytes(bytes(size))
     manifest = manifest_of(tmp_path)

@@ -1,4 +1,4 @@
-"""The lock of a folder of checkpoints: one job writes, and what is left of a dead one gives way."""
+"""The lock of a checkpoint folder: one job writes, and locks of dead jobs are taken over."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ STALE_IN_TEST_S = 0.5
 
 
 class Locks:
-    """Locks of one folder, released at the end, and what they said."""
+    """Locks of one folder, released at the end, and their messages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ def locks(tmp_path: Path) -> Iterator[Locks]:
     locks.close()
 
 
-def test_the_lock_names_its_job_beats_and_is_given_back(locks: Locks) -> None:
+def test_the_lock_names_its_job_has_a_heartbeat_and_is_released(locks: Locks) -> None:
     lock = locks.lock(OURS)
     lock.acquire()
     assert locks.holder == OURS.job
@@ -108,21 +108,21 @@ def test_a_lock_that_does_not_change_is_stale(locks: Locks) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"job": "x"}', "[]", '"text"', "\x00\xff"])
-def test_a_lock_that_cannot_be_read_becomes_stale_as_well(locks: Locks, text: str) -> None:
+def test_an_unreadable_lock_becomes_stale(locks: Locks, text: str) -> None:
     locks.path.write_text(text)
     locks.lock(OURS).acquire()
     assert locks.holder == OURS.job
     assert "an unnamed job" in locks.said[0]
 
 
-def test_a_lock_that_is_given_back_meanwhile_is_taken(locks: Locks) -> None:
+def test_a_lock_that_is_released_meanwhile_is_taken(locks: Locks) -> None:
     locks.leave(OTHER)
     threading.Timer(BEAT_S, locks.path.unlink).start()
     locks.lock(OURS).acquire()
     assert locks.holder == OURS.job
 
 
-def test_a_forced_take_over_is_logged_and_noticed(locks: Locks) -> None:
+def test_a_forced_takeover_is_logged_and_ends_the_former_holder(locks: Locks) -> None:
     theirs = locks.lock(OTHER)
     theirs.acquire()
     ours = locks.lock(OURS)
@@ -142,7 +142,7 @@ def test_another_start_of_the_same_job_does_not_wait(locks: Locks) -> None:
     assert locks.said == []
 
 
-def test_a_process_of_this_host_that_has_ended_does_not_keep_anyone_waiting(locks: Locks) -> None:
+def test_the_lock_of_an_ended_process_of_this_host_is_taken_at_once(locks: Locks) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     here = Writer.of_this_process({})
@@ -150,12 +150,12 @@ def test_a_process_of_this_host_that_has_ended_does_not_keep_anyone_waiting(lock
     locks.lock(here).acquire()
     assert locks.said == []
     assert not here.is_gone
-    assert not OTHER.is_gone  # nobody here can know
+    assert not OTHER.is_gone  # unknown on this host
     elsewhere = dataclasses.replace(here, process=ended.pid, process_namespace="a container's")
     assert not elsewhere.is_gone
 
 
-def test_a_job_is_what_slurm_or_torchrun_call_it() -> None:
+def test_the_name_of_a_job_is_from_slurm_or_torchrun() -> None:
     assert Writer.of_this_process({}).job == f"process {os.getppid()} on {socket.gethostname()}"
     alone = {"TORCHELASTIC_RUN_ID": "none"}
     assert Writer.of_this_process(alone).job == Writer.of_this_process({}).job

@@ -1,4 +1,4 @@
-"""The analytic cost model against published measurements, arithmetic by hand, and scaling laws."""
+"""The analytic cost model against published measurements, hand calculation, and scaling."""
 
 import math
 from dataclasses import replace
@@ -35,7 +35,7 @@ MEASURED_32B = {
     (8, 4): (0.0370804063, 25.442409),
     (16, 1): (0.102435387, 145.747611),
 }
-# ms a token²; the fits for small tp are too noisy to compare with.
+# ms per token²; the fits for small tp are too noisy for a comparison.
 MEASURED_32B_ATTENTION = {
     (2, 4): 1.97033746e-06,
     (4, 1): 3.86950049e-06,
@@ -135,7 +135,7 @@ def test_recomputing_by_hand_on_one_stage() -> None:
         assert ratio == pytest.approx(1 + num_attentions / 24), recompute
 
 
-def test_messages_of_what_is_recomputed_are_sent_again() -> None:
+def test_messages_of_recomputed_operations_are_sent_again() -> None:
     scheme = Scheme(tp=4, cp=2)
     link_s = model(LLAMA_7B).cluster.collective(4).latency_s
     ring_s = model(LLAMA_7B).cluster.point_to_point(8).latency_s

@@ -1,4 +1,4 @@
-"""What is assumed of widths of cp that were not measured."""
+"""Assumed costs of context-parallel degrees that were not measured."""
 
 import pytest
 
@@ -78,7 +78,7 @@ def test_a_narrower_group_than_measured_exchanges_less() -> None:
     narrow, one = (costs.coefficients(Scheme(cp=cp)) for cp in (2, 1))
     assert narrow.b_ms_per_token == pytest.approx(1.0 + exchange_ms(2))
     assert one.b_ms_per_token == pytest.approx(2.0)
-    # A row that is faster than its exchange alone has nothing left to share.
+    # A row that is faster than its exchange leaves no work to share.
     fast = ContextCosts(
         profile=profile({Scheme(cp=4): (Coefficients(0.0, 0.0, 1.0), 400)}),
         shape=SMALL_SHAPE,
@@ -94,7 +94,7 @@ def test_a_splitting_width_is_its_full_width() -> None:
     assert not costs.is_measured(Scheme(cp=4, splits_cp=True))
 
 
-def test_layers_of_the_stages_are_kept_apart() -> None:
+def test_schemes_with_different_layers_per_stage_are_distinct() -> None:
     uneven = Coefficients(0.002, 0.6, 5.0)
     costs = ContextCosts(
         profile=profile({Scheme(pp=2): (TIMES, 100), Scheme(pp=2, layers=(3, 1)): (uneven, 60)})
@@ -105,7 +105,7 @@ def test_layers_of_the_stages_are_kept_apart() -> None:
         costs.coefficients(Scheme(cp=2, pp=2, layers=(1, 3)))
 
 
-def test_time_beside_the_makespan_is_the_profile_s() -> None:
+def test_overhead_is_that_of_the_profile() -> None:
     costs = ContextCosts(profile=profile({Scheme(): (TIMES, 100)}))
     assert costs.overhead_ms(Strategy.parse("tp1", 1, name="long")) == 7.0
 

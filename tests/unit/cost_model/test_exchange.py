@@ -1,4 +1,4 @@
-"""What a group exchanges, by hand, and what it costs and holds in the analytic model."""
+"""Elements that a group exchanges, by hand; its cost and memory in the analytic model."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ SHAPE = ModelShape(
 )
 
 
-def test_a_rank_alone_exchanges_nothing() -> None:
+def test_a_single_rank_exchanges_nothing() -> None:
     alone = exchange_of(SHAPE, Scheme(tp=2), 2, "a2a")
     assert (alone.total_bytes, alone.total_messages) == (0.0, 0)
 
@@ -47,7 +47,7 @@ def test_tokens_for_heads() -> None:
     assert (found.forward_messages, found.total_messages) == (2, 4)
 
 
-def test_the_way_is_that_of_training() -> None:
+def test_the_exchange_is_that_of_training() -> None:
     ways = ("p2p", "a2a", "auto")
     ring, exchange, chosen = (exchange_of(SHAPE, Scheme(cp=8), 2, way) for way in ways)
     assert exchange.total_bytes < ring.total_bytes
@@ -59,7 +59,7 @@ def test_the_way_is_that_of_training() -> None:
         exchange_of(SHAPE, Scheme(cp=3), 2, "a2a")
 
 
-def test_times_and_limits_follow_the_way() -> None:
+def test_times_and_limits_follow_the_exchange() -> None:
     device = device_constants("a800-80g")
     ring = AnalyticCostModel(shape=LLAMA_7B, device=device, cluster=device.cluster(64, 8))
     cheapest = replace(ring, cp_comm_type="auto")
@@ -68,8 +68,8 @@ def test_times_and_limits_follow_the_way() -> None:
         assert (
             cheapest.coefficients(scheme).b_ms_per_token < ring.coefficients(scheme).b_ms_per_token
         )
-    # Every layer keeps attention's output before and after the way back; in one layer at a time
-    # the keys of the row are gathered.
+    # Every layer keeps attention's output before and after the second exchange; in one layer at a
+    # time the keys of the row are gathered.
     assert cheapest.max_tokens(Scheme(cp=8)) < ring.max_tokens(Scheme(cp=8))
     assert cheapest.max_tokens(Scheme(cp=16)) > ring.max_tokens(Scheme(cp=16))
     assert cheapest.coefficients(Scheme(tp=8)) == ring.coefficients(Scheme(tp=8))

@@ -86,7 +86,7 @@ def test_a_summary_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (",first", "", "line 2: a row has a value for every column"),
     ],
 )
-def test_rows_that_make_no_sense(
+def test_invalid_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
 ) -> None:
     assert predict(tmp_path, ROW.replace(old, new)) == 2
@@ -94,9 +94,7 @@ def test_rows_that_make_no_sense(
     assert not (tmp_path / "out.csv").exists()
 
 
-def test_files_and_devices_that_are_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_files_and_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert predict(tmp_path, ROW, device="a100-81g") == 2
     assert "a100-81g" in capsys.readouterr().err
     flags = ["--out", str(tmp_path / "out.csv"), "--device", "a100-80g"]
@@ -124,7 +122,7 @@ def test_ranked_layouts_fit_and_come_fastest_first(capsys: pytest.CaptureFixture
     assert all(row["predicted_fits"] for row in content["ranked"])
     assert not any(row["predicted_fits"] for row in content["rejected"])
     first = content["ranked"][0]
-    # What was measured to be the fastest (arXiv 2311.05610).
+    # The fastest measured layout (arXiv 2311.05610).
     assert (first["micro_batch_size"], first["tp"], first["pp"]) == (1, 1, 1)
     assert first["recompute"] is None
     for row in content["ranked"] + content["rejected"]:
@@ -137,7 +135,7 @@ def test_nodes_that_are_not_filled(capsys: pytest.CaptureFixture[str]) -> None:
     assert "64 is no multiple of --ranks-per-node 7" in capsys.readouterr().err
 
 
-def test_each_layout_has_the_rule_that_bites(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_rejected_layout_names_its_rule(capsys: pytest.CaptureFixture[str]) -> None:
     content = recommended(capsys)
     rules = {
         (row["micro_batch_size"], row["tp"], row["pp"], row["recompute"]): row["rule"]
@@ -154,7 +152,7 @@ def test_each_layout_has_the_rule_that_bites(capsys: pytest.CaptureFixture[str])
     assert any(row["rule"] == "division" and "64 stages share 40" in row["why"] for row in refused)
 
 
-def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readable_tables(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--global-batch-size", "2048", "--top", "3"]
     assert main(["recommend-layout", *LLAMA_13B, *JOB, *flags]) == 0
     text = capsys.readouterr().out
@@ -163,7 +161,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_layouts_that_no_job_can_have(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--device", "a100-40g", "--num-ranks", "1", "--seq-length", "2048"]
     assert main(["recommend-layout", *LLAMA_13B, *few, "--global-batch-size", "8"]) == 2
     assert "must fit in 42.6 GB of a100-40g" in capsys.readouterr().err
@@ -242,7 +240,7 @@ def test_the_table_names_every_source(capsys: pytest.CaptureFixture[str]) -> Non
     assert text.count("data sheet") >= 3
 
 
-def test_all_groups_of_a_width_that_divides_anew_are_estimated(
+def test_all_groups_of_a_splitting_width_are_estimated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ["--device", "h100", "--num-ranks", "64", "--schemes", "tp8cp4~", "tp8cp2", "--json"]
@@ -269,7 +267,7 @@ def test_a_tp_that_does_not_cut_the_model_is_not_estimated(
         (["--schemes", "tp8", "--num-ranks", "8", "--recompute-granularity", "full"], "method"),
     ],
 )
-def test_estimates_that_make_no_sense(
+def test_invalid_estimates(
     capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     given = [flag.replace("POOL", str(EXAMPLES / "pool_64_ranks.json")) for flag in flags]
@@ -318,9 +316,7 @@ def test_models_that_are_described_twice_or_in_part(
         (["--make-vocab-size-divisible-by", "0"], "at least 1 but is 0"),
     ],
 )
-def test_shapes_that_make_no_sense(
-    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
-) -> None:
+def test_invalid_shapes(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
     job = ["--device", "h100", "--num-ranks", "8", "--schemes", "tp8"]
     assert main(["estimate", *LLAMA_13B, *flags, *job]) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The layout model against arithmetic by hand, and against facts known of measured layouts."""
+"""The layout model against hand calculation, and against facts about measured layouts."""
 
 import itertools
 from dataclasses import fields, replace
@@ -54,7 +54,7 @@ def sweep(
     return {key: prediction for key, prediction in predictions.items() if prediction.fits}
 
 
-def test_mfu_counts_the_models_flops_alone() -> None:
+def test_mfu_counts_only_the_models_flops() -> None:
     of = job()
     prediction = predict(of, layout(recomputes_layers=True))
     num_entries = 40 * (4 * 5120**2 + 3 * 5120 * 13824) + 2 * 128_000 * 5120
@@ -86,7 +86,7 @@ def test_matrix_products_and_messages_by_hand() -> None:
 
 
 def test_equal_stages_take_m_plus_pp_minus_1() -> None:
-    """With no output layer to speak of and no waits, 1F1B's closed form."""
+    """Without waits and with a negligible output layer this is 1F1B's closed form."""
     of = job("30B", 64)
     of = replace(of, shape=replace(of.shape, vocab_size=1))
     kernels = tuple(
@@ -101,7 +101,7 @@ def test_equal_stages_take_m_plus_pp_minus_1() -> None:
 
 
 def test_waits_end_where_stages_work_one_at_a_time() -> None:
-    """A single micro-batch: nothing is lost beyond filling and draining."""
+    """A single micro-batch: no waits beyond filling and draining."""
     of = replace(job(), num_sequences=32)
     assert predict(of, layout(1, 1, 2, kernel="flash_attention2")).time.wait_s == 0.0
     two = replace(of, num_sequences=64)
@@ -180,7 +180,7 @@ def test_pipelines_beat_tensor_parallelism_at_equal_product() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_pipelines_beat_tensor_parallelism_with_long_sequences_too(sequence_parallel: bool) -> None:
-    """What pipelines wait for does not grow with the length."""
+    """Waits of pipelines do not grow with the length."""
     found = sweep(*SWEEPS[1], sequence_parallel=sequence_parallel)
     for size in (1, 2):
         for first, second in itertools.permutations((1, 2, 4), 2):
@@ -248,7 +248,7 @@ def test_slower_network_costs_more() -> None:
     assert slower.total_s > time.total_s
 
 
-def test_uneven_stages_go_at_the_pace_of_the_longest() -> None:
+def test_uneven_stages_take_the_time_of_the_longest() -> None:
     of = job("30B", 128)
     assert predict(of, layout(1, 1, 8)).time.imbalance_s > 0.0
     assert predict(of, layout(1, 1, 8)).time.total_s > 0.0

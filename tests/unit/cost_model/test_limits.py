@@ -1,4 +1,4 @@
-"""Which limit of tokens holds, and what planning does with limits and overheads."""
+"""Precedence of token limits, and planning with limits and overheads."""
 
 import pytest
 
@@ -190,7 +190,7 @@ def trial(peak_bytes: int, *, num_tokens: int = 100, capacity_bytes: int = 1000)
     ("peaks", "allowed"),
     [
         ([300], 800),  # 1 byte a token: 200 + 800 is all there is
-        ([290], 800),  # and no more than the limit where there is room
+        ([290], 800),  # and not above the limit if there is room
         ([360], 500),  # 1.6 bytes a token
         ([360, 300, 401], 398),  # the rank with the least room: 2.01 bytes, 398.01 tokens
         ([200], 800),  # nothing measured above idle

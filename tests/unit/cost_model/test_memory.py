@@ -1,4 +1,4 @@
-"""The memory model: limits near published ones, and the directions in which they move."""
+"""The memory model: limits near published ones, and their dependence on parameters."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def memory(shape: ModelShape = LLAMA_7B, num_ranks: int = 64) -> MemoryModel:
 
 
 # Limits that the authors of arXiv 2412.07894 computed for LLAMA_32B on 64 A800-80G (their file
-# generate_strategy_32b.py, 2024), by a formula of their own with another reserve.
+# generate_strategy_32b.py, 2024), by another formula with another reserve.
 @pytest.mark.parametrize(
     ("scheme", "published"),
     [
@@ -39,7 +39,7 @@ def test_a_model_that_does_not_fit_has_room_for_no_token() -> None:
     assert memory(LLAMA_32B).max_tokens(Scheme()) == 0
 
 
-def test_what_gives_more_room() -> None:
+def test_what_raises_the_limit() -> None:
     base = memory().max_tokens(Scheme(tp=2))
     assert base > 0
     assert memory().max_tokens(Scheme(tp=4)) > base
@@ -116,7 +116,7 @@ def test_what_recompute_keeps_by_hand() -> None:
         Recompute(granularity="selective", modules=("mlp",)): (
             4 * 8 * (LAYER - mlp) + mlp + hidden
         ),
-        # Queries, keys and values as they are given; no number a head.
+        # Queries, keys and values as given; no number per head.
         Recompute(granularity="selective", modules=("core_attn",)): 4 * 8 * (LAYER - 4 * HEADS),
     }
     for recompute, expected in cases.items():
@@ -253,7 +253,7 @@ def test_communicators_of_a_rank() -> None:
     ],
     ids=["schemes", "pool"],
 )
-def test_estimate_tells_of_communicators(
+def test_estimate_reports_communicators(
     which: list[str], number: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model", "examples/model_llama32b.json", "--device", "a800-80"]

@@ -1,4 +1,4 @@
-"""Cost profiles: both ways, look-up, refusals, and the profile that is shipped."""
+"""Cost profiles: reading and writing, look-up, errors, and the shipped profile."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def model(*rows: dict[str, Any], **changes: Any) -> ProfileCostModel:
     return ProfileCostModel.from_json(content(*rows, **changes), what="profile")
 
 
-def test_both_ways() -> None:
+def test_round_trip() -> None:
     rows = [row(), row(cp=2, max_tokens=0), row(pp=2, layers=[3, 5])]
     strategies = [{"name": "S", "regroup_ms": 3.0, "optimizer_ms": 4.5}]
     whole = content(*rows, strategies=strategies)
@@ -37,12 +37,12 @@ def test_both_ways() -> None:
     assert "strategies" not in model().to_json()
 
 
-def test_how_it_was_measured_goes_both_ways_and_changes_no_prediction() -> None:
+def test_the_measurement_description_is_kept_and_changes_no_prediction() -> None:
     how = {"schemes": {"tp2": {"r_squared": 0.99}}, "setup": {"versions": {"torch": "2.13"}}}
-    told = model(measurement=how)
-    assert told.to_json() == content(measurement=how)
-    assert told.coefficients(Scheme(tp=2)) == model().coefficients(Scheme(tp=2))
-    assert isinstance(hash(told), int)
+    described = model(measurement=how)
+    assert described.to_json() == content(measurement=how)
+    assert described.coefficients(Scheme(tp=2)) == model().coefficients(Scheme(tp=2))
+    assert isinstance(hash(described), int)
     with pytest.raises(ConfigurationError, match="measurement of profile: must be an object"):
         model(measurement=[1])
 

@@ -26,7 +26,7 @@ def test_written_out() -> None:
     assert local_stretches(8, 2, 0) == [(0, 2), (6, 8)]
 
 
-def test_a_group_of_one_cuts_nothing() -> None:
+def test_a_group_of_one_does_not_split() -> None:
     assert row_segments([5, 1], pad_multiple=4) == ([5, 1, 2], [5, 1, 2])
     assert row_segments([3, 1], pad_multiple=4) == ([3, 1], [3, 1])
     assert local_places([5, 1, 2], 1, 0).tolist() == list(range(8))

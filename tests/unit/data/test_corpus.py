@@ -135,7 +135,7 @@ def test_without_weights_groups_weigh_their_sequences(tmp_path: Path) -> None:
     assert make(tmp_path, "split").groups == (SequenceGroup(0, 7, 7),)
 
 
-def test_lengths_take_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_read_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     original = IndexedDataset.__init__
 
@@ -153,7 +153,7 @@ def test_lengths_take_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert opened == [str(tmp_path / "corpus")]
 
 
-def test_corpus_travels_to_another_process(tmp_path: Path) -> None:
+def test_a_corpus_can_be_pickled(tmp_path: Path) -> None:
     corpus = make(tmp_path, "split")
     corpus.tokens(0)
     assert tokens_of(pickle.loads(pickle.dumps(corpus))) == tokens_of(corpus)
@@ -182,7 +182,7 @@ def test_token_outside_the_vocabulary_is_found_when_read(
         corpus.tokens(6)
 
 
-def test_ranks_share_the_check_of_the_vocabulary(
+def test_ranks_divide_the_check_of_the_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus_module, "VOCABULARY_STRETCH_TOKENS", 4)
@@ -221,7 +221,7 @@ def test_the_check_names_the_sequence_in_every_dataset_and_range(
     check(0, 4, 91)
 
 
-def test_the_check_lets_pass_what_no_sequence_trains(tmp_path: Path) -> None:
+def test_the_check_ignores_tokens_that_no_sequence_trains(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "corpus", [[[1, 2, 3, 99]], [[98]], [[4, 5]]])
     whole = DocumentRange.whole(read_index(prefix))
     Corpus([whole], seq_length=2, long_sequences="truncate").check_vocabulary(10)
@@ -229,7 +229,7 @@ def test_the_check_lets_pass_what_no_sequence_trains(tmp_path: Path) -> None:
         Corpus([whole], seq_length=2, long_sequences="split").check_vocabulary(10)
 
 
-def test_a_bin_cut_while_a_job_runs_is_noticed(tmp_path: Path) -> None:
+def test_a_bin_cut_during_a_job_is_an_error(tmp_path: Path) -> None:
     corpus = make(tmp_path, "split")
     os.truncate(tmp_path / "corpus.bin", 8)
     with pytest.raises(DataError, match=r"held 21 tokens .* ends after 2 now"):

@@ -30,7 +30,7 @@ def overwrite(path: str, position: int, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("token_type", [np.uint16, np.int32, np.int64, np.uint8])
-def test_lengths_of_what_megatron_wrote(tmp_path: Path, token_type: type[np.integer]) -> None:
+def test_lengths_of_a_dataset_of_megatron(tmp_path: Path, token_type: type[np.integer]) -> None:
     prefix = write_dataset(tmp_path / "corpus", numbered_documents([5, 1, 9]), token_type)
     index = read_index(prefix)
     assert index.document_lengths.tolist() == [5, 1, 9]
@@ -55,7 +55,7 @@ def test_lengths_of_single_sequences_are_the_mapped_file(tmp_path: Path) -> None
 
 
 def test_as_many_sequences_as_documents_are_one_each(tmp_path: Path) -> None:
-    # What a flipped bit among the document boundaries makes of nearly every dataset.
+    # The effect of a flipped bit in the document boundaries of nearly every dataset.
     prefix = write_dataset(tmp_path / "c", [[[1], [2, 3]], [], [[4]]])
     with pytest.raises(DataError, match="document 1 has none and another several"):
         read_index(prefix)
@@ -94,7 +94,7 @@ def test_token_types_that_hold_no_token_ids(prefix: str, code: int) -> None:
         read_index(prefix)
 
 
-def test_every_cut_of_the_index_is_noticed(prefix: str) -> None:
+def test_every_cut_of_the_index_is_detected(prefix: str) -> None:
     whole = Path(prefix + ".idx").read_bytes()
     for size in range(len(whole)):
         Path(prefix + ".idx").write_bytes(whole[:size])

@@ -27,7 +27,7 @@ def test_without_padding() -> None:
     assert (batch.max_seqlen, batch.num_tokens, batch.num_padding) == (3, 6, 0)
 
 
-def test_padding_is_a_segment_of_its_own_and_not_trained() -> None:
+def test_padding_is_a_separate_segment_and_not_trained() -> None:
     batch = pack(SEQUENCES, pad_multiple=8)
     assert batch.tokens.shape == (1, 8)
     assert row(batch.tokens)[:6] == row(pack(SEQUENCES).tokens)
@@ -40,7 +40,7 @@ def test_padding_is_a_segment_of_its_own_and_not_trained() -> None:
 def test_long_padding_counts_for_the_longest_segment() -> None:
     batch = pack(SEQUENCES, pad_multiple=32)
     assert (batch.max_seqlen, batch.num_padding) == (26, 26)
-    # A model that learns positions need have none beyond those of sequences.
+    # A model with learned positions needs none beyond those of sequences.
     assert max(row(batch.position_ids)) == 2
 
 
@@ -61,7 +61,7 @@ def test_segments_cover_the_row(pad_multiple: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "row_tokens"), [(1, 32), (1, 3), (2, 32), (2, 30)])
-def test_a_row_has_at_least_the_tokens_asked_for(size: int, row_tokens: int) -> None:
+def test_a_row_has_at_least_the_requested_tokens(size: int, row_tokens: int) -> None:
     parts, _ = parts_of(SEQUENCES, 2, size, row_tokens=row_tokens)
     needed = sum(pack(SEQUENCES, 2, context_size=size).segment_lengths)
     multiple = 2 * (1 if size == 1 else 2 * size)
@@ -111,7 +111,7 @@ def parts_of(
 
 
 def whole_row(parts: list[PackedBatch], places: np.ndarray, name: str) -> list[float]:
-    """The row that the parts were cut from."""
+    """The row before it is divided."""
     gathered = torch.cat([getattr(part, name)[0] for part in parts])
     restored: list[float] = gathered[places.argsort()].tolist()
     return restored
@@ -151,7 +151,7 @@ def test_parts_of_a_group_make_up_the_row(size: int, tp: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "tp", "length"), [(1, 1, 1), (1, 2, 2), (2, 1, 4), (4, 2, 16)])
-def test_a_row_of_padding_alone(size: int, tp: int, length: int) -> None:
+def test_a_row_of_only_padding(size: int, tp: int, length: int) -> None:
     parts, _ = parts_of([], tp, size, allow_empty=True)
     for part in parts:
         assert part.tokens.shape == (1, length // size)

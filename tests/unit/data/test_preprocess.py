@@ -156,7 +156,7 @@ def write_one_document(prefix: Path, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [20_000, 4_000_000])
-def test_disk_that_fills_up(tmp_path: Path, num_tokens: int) -> None:
+def test_full_disk(tmp_path: Path, num_tokens: int) -> None:
     with (
         largest_file(8192),
         pytest.raises(DataError, match="File too large; free space, or choose"),

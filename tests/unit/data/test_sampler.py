@@ -59,7 +59,7 @@ def num_drawn(source: LengthSampler) -> int:
     return sum(group["epoch"] * group["num_sequences"] + group["position"] for group in groups)
 
 
-def test_an_epoch_is_a_permutation_and_the_next_another() -> None:
+def test_every_epoch_is_another_permutation() -> None:
     source = sampler(global_batch_size=5)
     first, second = ids(source, 2), ids(source, 2)
     assert sorted(first) == sorted(second) == list(range(10))
@@ -67,7 +67,7 @@ def test_an_epoch_is_a_permutation_and_the_next_another() -> None:
     assert epochs(source) == [2]
 
 
-def test_order_is_fixed_for_good() -> None:
+def test_the_order_never_changes() -> None:
     # Checkpoints rely on it: a change of these numbers breaks every run that resumes.
     assert epoch_permutation(7, 0, 0, 10).tolist() == PERMUTATIONS[0]
     assert epoch_permutation(7, 0, 1, 10).tolist() == PERMUTATIONS[1]
@@ -95,7 +95,7 @@ def test_seed_changes_the_order() -> None:
     assert ids(sampler(global_batch_size=5), 2) != ids(sampler(global_batch_size=5, seed=8), 2)
 
 
-def test_drawing_leaves_numpys_global_state_alone() -> None:
+def test_drawing_does_not_change_numpys_global_state() -> None:
     np.random.seed(3)
     expected = np.random.random()
     np.random.seed(3)
@@ -284,7 +284,7 @@ def test_same_order_as_megatrons_blended_dataset(weights: tuple[float, ...]) -> 
     assert draws(weights, count) == dataset_index.tolist()
 
 
-def test_shares_hold_over_every_stretch() -> None:
+def test_shares_hold_in_every_range() -> None:
     weights = (0.61, 0.3, 0.09)
     order = np.array(draws(weights, 1000))
     for end in (1, 10, 100, 333, 1000):

@@ -39,7 +39,7 @@ def load(blend: Blend | None, split: str | None = None, **others: object) -> Cor
 
 
 class DocumentsOfPart(GPTDataset):
-    """What Megatron's builder gives a part, before any sample is made of it."""
+    """The documents that Megatron's builder assigns to a part, before samples are made."""
 
     def __init__(
         self, low_level: object, path: str, documents: np.ndarray, *others: object
@@ -76,7 +76,7 @@ def test_parts_are_those_of_megatrons_gpt_dataset(
         assert first_tokens(ours) == [3 * document for document in documents]
 
 
-def test_each_dataset_of_a_blend_is_divided_by_itself(tmp_path: Path) -> None:
+def test_each_dataset_of_a_blend_is_divided_separately(tmp_path: Path) -> None:
     blend = Blend((dataset(tmp_path, "a", 4), dataset(tmp_path, "b", 2, first_token=500)), (3, 1))
     corpora = load(blend, "1,1")
     assert first_tokens(corpora.train) == [0, 3, 500]

@@ -56,14 +56,14 @@ def test_hugging_face_folder(tokenizer_folder: Path) -> None:
     assert ids.dtype == np.uint16
 
 
-def test_end_of_document_is_appended_unless_told_not_to() -> None:
+def test_end_of_document_is_appended_by_default() -> None:
     for append_eod, expected in ((True, [5, 7, 99]), (False, [5, 7])):
         ids = null_encoder(append_eod=append_eod).encode(document("5 7"))
         assert ids is not None
         assert ids.tolist() == expected
 
 
-def test_documents_without_text_are_left_out() -> None:
+def test_documents_without_text_are_skipped() -> None:
     assert null_encoder().encode(document("")) is None
 
 

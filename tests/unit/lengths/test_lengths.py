@@ -1,4 +1,4 @@
-"""Lengths of a corpus: what is read, figures with a closed form, what a cut does, the command."""
+"""Lengths of a corpus: files, statistics with a closed form, cuts, the command."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from tests.support.index_file import write_idx
 
 
-def test_four_kinds_of_files_say_the_same(tmp_path: Path) -> None:
+def test_four_kinds_of_files_give_the_same_lengths(tmp_path: Path) -> None:
     contents = {
         "list.json": "[5, 3, 5]",
         "lines.txt": "3\n5\n\n5\n",

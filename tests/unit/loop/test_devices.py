@@ -1,4 +1,4 @@
-"""What the analytic cost model takes a GPU for, by the name that CUDA gives it."""
+"""The device constants that the analytic cost model chooses by CUDA's name of a GPU."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ def test_a_documented_device_has_its_constants_and_its_real_memory(
         ("Tesla V100-SXM2-32GB", 7, "a100-80g"),
     ],
 )
-def test_another_device_gets_the_nearest_constants_and_the_user_is_told(
+def test_an_unknown_device_gets_the_nearest_constants_with_a_warning(
     name: str,
     major: int,
     taken_for: str,
@@ -70,9 +70,9 @@ def test_another_device_gets_the_nearest_constants_and_the_user_is_told(
     constants = constants_of_this_rank(has_cuda=True, speaks=True)
     assert constants.name == taken_for
     assert constants.memory_bytes == 48 * GIB
-    told = capsys.readouterr().out
-    assert f"'{name}'" in told
-    assert "uncalibrated" in told
+    printed = capsys.readouterr().out
+    assert f"'{name}'" in printed
+    assert "uncalibrated" in printed
     constants_of_this_rank(has_cuda=True, speaks=False)
     assert capsys.readouterr().out == ""
 

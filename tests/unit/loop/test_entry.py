@@ -1,4 +1,4 @@
-"""How the program ends when something was raised, before and after ranks have met."""
+"""How the program ends after an error, before and after ranks have met."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ EndWith = Callable[..., None]
 
 
 class EndedAtOnceError(BaseException):
-    """In the place of `os._exit`."""
+    """Replaces `os._exit`."""
 
 
 @pytest.fixture
 def end_with(monkeypatch: pytest.MonkeyPatch) -> EndWith:
-    """Runs the program, in which an error is raised."""
+    """Runs the program, which raises an error."""
 
     def end_with(error: BaseException, *, ranks_have_met: bool, rank: int = 0) -> None:
         def fail(*_: object) -> None:
@@ -41,7 +41,7 @@ def end_with(monkeypatch: pytest.MonkeyPatch) -> EndWith:
     return end_with
 
 
-def test_an_error_of_ours_is_told_in_a_line(
+def test_an_error_of_ours_is_one_line(
     end_with: EndWith, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for ranks_have_met, how in ((False, SystemExit), (True, EndedAtOnceError)):
@@ -51,7 +51,7 @@ def test_an_error_of_ours_is_told_in_a_line(
         assert capsys.readouterr().err == "error: too short\n"
 
 
-def test_another_error_ends_the_process_at_once_where_ranks_may_wait(
+def test_another_error_ends_the_process_at_once_if_ranks_may_wait(
     end_with: EndWith, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ZeroDivisionError, match="no such thing"):
@@ -60,9 +60,9 @@ def test_another_error_ends_the_process_at_once_where_ranks_may_wait(
     with pytest.raises(EndedAtOnceError) as ended:
         end_with(ZeroDivisionError("no such thing"), ranks_have_met=True, rank=3)
     assert ended.value.args == (1,)
-    told = capsys.readouterr().err
-    assert told.startswith("Traceback")
-    assert told.endswith(
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback")
+    assert printed.endswith(
         f"ZeroDivisionError: no such thing\nmet on {socket.gethostname()}, rank 3\n"
     )
 
@@ -112,18 +112,18 @@ def test_a_lost_connection_is_one_line_with_its_place(
     ("who", "variable"),
     [("Slurm", "SLURM_RESTART_COUNT"), ("torchrun", "TORCHELASTIC_RESTART_COUNT")],
 )
-def test_a_run_that_is_started_again_and_does_not_go_on_says_so(
+def test_a_restarted_run_without_a_checkpoint_warns(
     who: str, variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(count: str, *, save: str | None = None, loads: bool = False) -> str:
+    def warning(count: str, *, save: str | None = None, loads: bool = False) -> str:
         monkeypatch.setenv(variable, count)
         entry._warn_of_restart(save=save, loads=loads)
         return capsys.readouterr().err
 
     for other in entry.RESTART_COUNTS.values():
         monkeypatch.delenv(other, raising=False)
-    assert told("0") == told("2", loads=True) == ""
-    assert told("2").startswith(f"warning: {who} has ")
-    assert "(restart 2)" in told("2")
-    assert "give --save DIR --load DIR to go on" in told("2")
-    assert "give --load here to go on" in told("2", save="here")
+    assert warning("0") == warning("2", loads=True) == ""
+    assert warning("2").startswith(f"warning: {who} has ")
+    assert "(restart 2)" in warning("2")
+    assert "give --save DIR --load DIR to go on" in warning("2")
+    assert "give --load here to go on" in warning("2", save="here")

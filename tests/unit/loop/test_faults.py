@@ -1,4 +1,4 @@
-"""Every error is told, by as few ranks as possible."""
+"""Every error is reported, by as few ranks as possible."""
 
 import signal
 import socket
@@ -35,19 +35,19 @@ def seconds(kind: type[HydraulisError], rank: int, local_rank: int, have_met: bo
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_before_ranks_meet_the_first_rank_of_every_node_speaks(kind: type[HydraulisError]) -> None:
+def test_before_ranks_meet_the_first_rank_of_every_node_reports(kind: type[HydraulisError]) -> None:
     assert seconds(kind, rank=0, local_rank=0, have_met=False) == 0.0
     assert seconds(kind, rank=8, local_rank=0, have_met=False) == 0.0
     assert seconds(kind, rank=9, local_rank=1, have_met=False) > 0.0
 
 
 @pytest.mark.parametrize("kind", [HydraulisError, DataError, UpstreamVersionError])
-def test_once_they_met_an_error_of_one_rank_is_told_by_it(kind: type[HydraulisError]) -> None:
+def test_after_they_met_a_rank_reports_its_own_error(kind: type[HydraulisError]) -> None:
     assert seconds(kind, rank=3, local_rank=3, have_met=True) == 0.0
 
 
 @pytest.mark.parametrize("kind", [ConfigurationError, StrategyError, NonFiniteLossError, PlanError])
-def test_once_they_met_rank_0_tells_what_all_were_told(kind: type[HydraulisError]) -> None:
+def test_after_they_met_rank_0_reports_a_common_error(kind: type[HydraulisError]) -> None:
     assert seconds(kind, rank=0, local_rank=0, have_met=True) == 0.0
     later = seconds(kind, rank=8, local_rank=0, have_met=True)
     assert 0.0 < later < seconds(kind, rank=9, local_rank=1, have_met=True)
@@ -80,7 +80,7 @@ def test_signals_end_the_run_after_the_iteration_and_a_second_interrupt_at_once(
             signal.signal(number, handler)
 
 
-def test_a_rank_that_nobody_ended_speaks_with_host_and_rank(
+def test_a_rank_that_was_not_ended_reports_with_host_and_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slept: list[float] = []
@@ -95,8 +95,8 @@ def test_a_rank_that_nobody_ended_speaks_with_host_and_rank(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert len(slept) == 1
-    told = capsys.readouterr().err
-    assert told == "error: node7, rank 58: the plan has another digest; start anew\n"
+    printed = capsys.readouterr().err
+    assert printed == "error: node7, rank 58: the plan has another digest; start anew\n"
 
 
 def test_rank_0_needs_no_name(
@@ -107,12 +107,12 @@ def test_rank_0_needs_no_name(
     assert capsys.readouterr().err == "error: no documents\n"
 
 
-def test_notes_are_told(
+def test_notes_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     error = DataError("no documents")
     error.add_note("rank 0, phase 'scatter', strategy 'short'")
     report_error(error, ranks_have_met=True)
-    told = capsys.readouterr().err
-    assert told == "error: no documents (rank 0, phase 'scatter', strategy 'short')\n"
+    printed = capsys.readouterr().err
+    assert printed == "error: no documents (rank 0, phase 'scatter', strategy 'short')\n"

@@ -1,4 +1,4 @@
-"""Who is missing, and who says so."""
+"""Which ranks are missing, and which rank reports it."""
 
 import json
 import multiprocessing
@@ -27,7 +27,7 @@ def place(iteration: int, phase: str, *, for_s: float = 50.0, silent_for_s: floa
     return Place(iteration, phase, "strategy 'x', plan 12ab", NOW_S - for_s, NOW_S - silent_for_s)
 
 
-def test_who_is_behind_or_silent_is_missing() -> None:
+def test_ranks_that_are_behind_or_silent_are_missing() -> None:
     places = [
         place(3, "scatter"),
         place(3, "gather"),
@@ -37,12 +37,12 @@ def test_who_is_behind_or_silent_is_missing() -> None:
         place(3, "scatter"),
     ]
     assert missing_ranks(places, NOW_S, SILENT_S) == [1, 2, 3, 4]
-    # A rank that went on before it fell silent makes nobody else late.
+    # A rank that advanced before it fell silent does not make others late.
     ahead = [place(3, "scatter"), place(4, "planning", silent_for_s=30.0)]
     assert missing_ranks(ahead, NOW_S, SILENT_S) == [1]
 
 
-def test_the_first_that_waits_speaks_for_all() -> None:
+def test_the_first_waiting_rank_reports_for_all() -> None:
     places = [place(2, "gather"), place(3, "scatter"), place(3, "scatter"), None]
     said = [report_of(rank, places, NOW_S, SILENT_S, TIMEOUT_S) for rank in (1, 2)]
     assert said[1] is None
@@ -54,7 +54,7 @@ def test_the_first_that_waits_speaks_for_all() -> None:
     )
 
 
-def test_many_that_are_missing_are_counted_and_none_is_told_apart() -> None:
+def test_many_missing_ranks_are_counted() -> None:
     everyone = [place(1, "gather")] * 3
     text = report_of(0, everyone, NOW_S, SILENT_S, TIMEOUT_S)
     assert text is not None
@@ -64,12 +64,12 @@ def test_many_that_are_missing_are_counted_and_none_is_told_apart() -> None:
     assert text.endswith("; and 12 more")
 
 
-def test_a_phase_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_phase_is_refused() -> None:
     with pytest.raises(ValueError, match="is one of start, load, planning"):
         place(3, "siesta")
 
 
-def test_an_error_is_told_with_its_place() -> None:
+def test_an_error_is_reported_with_its_place() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
     guard = HangGuard(store, 0, 1, 60.0)
     guard.enter("planning", 7, "strategy 'x', plan 12ab")
@@ -80,7 +80,7 @@ def test_an_error_is_told_with_its_place() -> None:
 
 
 def wait_long(guard: HangGuard, timeout_s: float, is_over: Callable[[], object]) -> None:
-    """As if the rank had been in a phase for nearly as long as collectives wait."""
+    """As if the rank had been in a phase for nearly the timeout of collectives."""
     guard.enter("gather", 7, "strategy 'x', plan 12ab")
     guard._place = replace(guard._place, since_s=time.time() - 0.9 * timeout_s)
     deadline_s = time.monotonic() + 60.0
@@ -89,7 +89,7 @@ def wait_long(guard: HangGuard, timeout_s: float, is_over: Callable[[], object])
     guard.close()
 
 
-def test_a_guard_tells_of_a_wait_once_and_names_the_silent() -> None:
+def test_a_guard_reports_a_wait_once_and_names_silent_ranks() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
     said: list[str] = []
     timeout_s = 8.0
@@ -115,7 +115,7 @@ def test_ranks_that_wait_with_rank_0_read_no_other_place() -> None:
 
 
 def hold_store(port: Connection) -> None:
-    """In the place of rank 0."""
+    """Acts as rank 0."""
     store = dist.TCPStore(
         "127.0.0.1", 0, 2, True, timeout=timedelta(seconds=20), wait_for_workers=False
     )
@@ -123,8 +123,8 @@ def hold_store(port: Connection) -> None:
     time.sleep(3600)
 
 
-def test_a_frozen_rank_0_is_told_and_waited_for_no_longer() -> None:
-    """Although the store, whose answers torch waits for without an end, is frozen with it."""
+def test_a_frozen_rank_0_is_reported_and_no_longer_waited_for() -> None:
+    """Although the store is frozen with it, and torch waits for its answers without a timeout."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     holder = context.Process(target=hold_store, args=(theirs,))
@@ -149,20 +149,20 @@ def test_a_frozen_rank_0_is_told_and_waited_for_no_longer() -> None:
         holder.kill()
         holder.join()
     assert ended.is_set()
-    told, why_it_ends = said
-    assert told.startswith(
+    report, why_it_ends = said
+    assert report.startswith(
         "hang: rank 1 has been in phase 'gather' of iteration 7 (strategy 'x', plan 12ab) for "
     )
-    assert told.endswith("missing: rank 0, in whose process it is, is frozen")
+    assert report.endswith("missing: rank 0, in whose process it is, is frozen")
     assert why_it_ends.startswith("error: rank 1 ends")
 
 
-def test_a_store_of_an_earlier_start_is_not_taken() -> None:
+def test_a_store_of_an_earlier_start_is_not_used() -> None:
     second = timedelta(seconds=20)
     shared = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=second)
     earlier = fresh_store(shared, "127.0.0.1", 0, 2, second)
     earlier.set("plan", "of the earlier start")
-    # Its process has gone, and another store is where it was.
+    # Its process has ended, and another store has its address.
     port = shared.get("hydraulis_store").decode().split()[0]
     shared.set("hydraulis_store", f"{port} another")
     own = fresh_store(shared, "127.0.0.1", 0, 2, second)

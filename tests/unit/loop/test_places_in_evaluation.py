@@ -1,4 +1,4 @@
-"""An evaluation of many batches is many waits, each with the plan that it waits in."""
+"""An evaluation of many batches has many waits, each with its plan."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from megatron.hydraulis.loop.step import TrainingLoop
 from megatron.hydraulis.runtime.outcome import LossTotal
 
 
-def test_every_batch_is_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_batch_is_a_separate_place(monkeypatch: pytest.MonkeyPatch) -> None:
     args = SimpleNamespace(eval_iters=2, consumed_valid_samples=0)
     monkeypatch.setattr(step, "get_args", lambda: args)
     monkeypatch.setattr(step, "get_timers", MagicMock())

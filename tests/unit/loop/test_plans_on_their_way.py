@@ -1,4 +1,4 @@
-"""From the planner to the ranks: what is ready goes out early, once, and is deleted when read."""
+"""From the planner to the ranks: plans are sent early, once, and deleted when read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POOL = Pool.of(Strategy.parse("tp1@1+idle", 2, name="only"))
 
 
 class SlowFirst:
-    """Has the first plan when it is taken, all others as soon as they are asked for."""
+    """Finishes the first plan when it is taken, all others immediately."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []

@@ -1,4 +1,4 @@
-"""What the pre-flight concludes of drivers, speeds and nodes."""
+"""Findings of the pre-flight about drivers, speeds and nodes."""
 
 import dataclasses
 import resource

@@ -1,4 +1,4 @@
-"""Records and run folders as training leaves them: metrics, configuration, trace."""
+"""Records and run folders as training writes them: metrics, configuration, trace."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def write_run(run_dir: Path, records: Sequence[IterationRecord]) -> Path:
 def write_config(
     run_dir: Path, strategies: Sequence[str] = (STRATEGY,), train_iters: int = 8, **ours: Any
 ) -> None:
-    """What a report reads of ``config.json``; `ours` are our flags."""
+    """The parts of ``config.json`` that a report reads; `ours` are our flags."""
     config = {
         "num_ranks": 4,
         "ranks_per_node": 4,
@@ -56,8 +56,10 @@ def write_config(
 def write_trace(
     folder: Path, records: Sequence[IterationRecord], *, slower: dict[int, float] | None = None
 ) -> None:
-    """Every replica takes twice its predicted time, and what `slower` has of a rank; a second
-    passes between the iterations."""
+    """Every replica takes twice its predicted time, times `slower` of a rank.
+
+    A second passes between the iterations.
+    """
     num_ranks = 1 + max(rank for _, ranks in REPLICAS[records[0].strategy] for rank in ranks)
     for rank in range(num_ranks):
         with TraceWriter(rank_file(folder, rank)) as writer:

@@ -1,4 +1,4 @@
-"""The advice of a report, against figures worked out by hand."""
+"""The advice of a report, against figures calculated by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def test_a_replica_slower_than_others_of_its_scheme_is_named(tmp_path: Path) -> 
     assert "1.29× as long" in advice  # 3.6 of the median of 2 and 3.6
 
 
-def test_a_scheme_that_is_predicted_otherwise_than_others_is_named(tmp_path: Path) -> None:
+def test_a_scheme_with_another_prediction_error_is_named(tmp_path: Path) -> None:
     records = make_records()
     write_trace(tmp_path / "trace", records, slower={0: 2.0, 1: 2.0})
     advice = findings(advice_on(run_of(tmp_path, records)))
@@ -65,7 +65,7 @@ def test_what_costs_time_is_reported_with_its_number(
     assert wanted in findings(advice_on(run))
 
 
-def test_a_run_as_it_should_be_has_nothing_to_act_on(tmp_path: Path) -> None:
+def test_a_good_run_has_no_advice(tmp_path: Path) -> None:
     records = make_records(iteration_time_s=1.02)
     run = run_of(tmp_path, records)
     advice = advice_on(run)

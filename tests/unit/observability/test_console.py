@@ -21,11 +21,11 @@ def test_suffix_continues_upstreams_line() -> None:
     )
 
 
-def test_suffix_without_an_estimate_says_so() -> None:
+def test_suffix_without_an_estimate() -> None:
     assert iteration_suffix(make_record(), None).endswith(" ETA unknown |")
 
 
-def test_peaks_of_memory_are_shown_where_they_are_known() -> None:
+def test_peaks_of_memory_are_shown_if_known() -> None:
     record = make_record(peak_allocated_bytes=3 * 2**30, peak_reserved_bytes=7 * 2**29)
     assert " | peak memory (GiB): 3.00 of 3.50 reserved | ETA " in iteration_suffix(record, 1.0)
     assert "memory" not in iteration_suffix(make_record(), 1.0)
@@ -48,7 +48,7 @@ def test_eta_follows_the_recent_iterations() -> None:
     assert eta.remaining_s(98) == pytest.approx(8.0)
 
 
-def test_nothing_is_left_at_and_beyond_the_end() -> None:
+def test_the_remaining_time_is_zero_at_and_after_the_end() -> None:
     eta = EtaEstimator(10)
     eta.observe(1.0)
     assert eta.remaining_s(10) == 0.0
@@ -62,7 +62,7 @@ def rows_of(table: str) -> dict[str, str]:
 
 def test_closing_table_sums_up_the_run(tmp_path: Path) -> None:
     records = [
-        # Slow, as it builds the model: not part of the throughput.
+        # Slow because it builds the model: not part of the throughput.
         make_record(1, lm_loss=9.0, num_tokens=900, padding_fraction=0.1, iteration_time_s=50.0),
         make_record(2, num_tokens=1000, padding_fraction=0.0, iteration_time_s=2.0, imbalance=1.5),
         make_record(3, lm_loss=5.0, num_tokens=3000, padding_fraction=0.0, iteration_time_s=2.0),

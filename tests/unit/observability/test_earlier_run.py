@@ -18,7 +18,7 @@ def leave_a_run(run_dir: Path, text: str) -> None:
         (run_dir / name).write_text(text)
 
 
-def test_a_new_folder_has_nothing_to_set_aside(tmp_path: Path) -> None:
+def test_nothing_is_moved_in_a_new_folder(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").mkdir()
     assert set_aside_earlier_run(tmp_path) is None
     assert set_aside_earlier_run(tmp_path / "none") is None
@@ -38,14 +38,14 @@ def test_every_run_is_kept_in_a_separate_folder(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"earlier.1", "earlier.2", "notes.txt"}
 
 
-def test_a_run_that_died_early_is_set_aside_too(tmp_path: Path) -> None:
+def test_a_run_that_died_early_is_moved_as_well(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     aside = set_aside_earlier_run(tmp_path)
     assert aside is not None
     assert [path.name for path in aside.iterdir()] == ["config.json"]
 
 
-def test_what_cannot_be_moved_is_one_clear_error(
+def test_a_file_that_cannot_be_moved_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_a_run(tmp_path, "first")
@@ -58,7 +58,7 @@ def test_what_cannot_be_moved_is_one_clear_error(
         set_aside_earlier_run(tmp_path)
 
 
-def test_an_earlier_trace_is_set_aside(tmp_path: Path) -> None:
+def test_an_earlier_trace_is_moved(tmp_path: Path) -> None:
     assert set_aside_earlier_trace(tmp_path) is None
     names = ["trace.json", "trace_rank_0000.json", "trace_rank_0007.json"]
     for name in [*names, "notes.txt"]:

@@ -18,7 +18,7 @@ from megatron.hydraulis.observability.records import (
 from tests.support.full_disk import largest_file
 from tests.unit.observability.run_folders import make_record
 
-# What readers of metrics.jsonl may count on.
+# Readers of metrics.jsonl may rely on these keys.
 PROMISED_KEYS = {
     "iteration",
     "lm_loss",
@@ -47,19 +47,19 @@ def test_json_has_the_promised_keys_and_comes_back_equal() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
-def test_what_is_not_finite_is_written_as_null(value: float | None) -> None:
+def test_non_finite_numbers_are_written_as_null(value: float | None) -> None:
     values = make_record(lm_loss=value, grad_norm=value).to_json()
     assert values["lm_loss"] is None
     assert values["grad_norm"] is None
     assert IterationRecord.from_json(values).lm_loss is None
 
 
-def test_keys_of_a_later_version_are_passed_over() -> None:
+def test_keys_of_a_later_version_are_ignored() -> None:
     record = make_record()
     assert IterationRecord.from_json(record.to_json() | {"wait_time_s": 0.0}) == record
 
 
-def test_files_of_before_regrouping_was_counted_are_read() -> None:
+def test_files_without_regrouping_figures_are_read() -> None:
     values = make_record(regroup_bytes=4096, gather_wait_s=0.25, scatter_wait_s=0.5).to_json()
     assert IterationRecord.from_json(values).to_json() == values
     for name in ("regroup_bytes", "gather_wait_s", "scatter_wait_s"):
@@ -103,7 +103,7 @@ def test_missing_keys_are_named() -> None:
         ("num_marked_plans", -1),
     ],
 )
-def test_a_value_against_its_rule_is_refused_by_name(name: str, value: Any) -> None:
+def test_an_invalid_value_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(HydraulisError, match=name):
         make_record(**{name: value})
 
@@ -166,7 +166,7 @@ def test_a_resumed_run_appends_and_its_record_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whole_lines", [0, 2])
-def test_a_line_cut_off_by_a_kill_harms_no_other(tmp_path: Path, whole_lines: int) -> None:
+def test_a_line_cut_off_by_a_kill_does_not_affect_others(tmp_path: Path, whole_lines: int) -> None:
     with MetricsWriter(tmp_path) as writer:
         for iteration in range(1, whole_lines + 1):
             writer.write(make_record(iteration))
@@ -192,7 +192,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
-def test_a_disk_that_fills_up_within_a_line_leaves_whole_lines(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_within_a_line_leaves_complete_lines(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write(make_record(1))
         line_bytes = (tmp_path / METRICS_FILE_NAME).stat().st_size
@@ -206,7 +206,7 @@ def test_a_disk_that_fills_up_within_a_line_leaves_whole_lines(tmp_path: Path) -
     assert [record.iteration for record in read_metrics(tmp_path)] == [1, 3]
 
 
-def test_a_run_folder_that_cannot_be_is_refused_before_training(tmp_path: Path) -> None:
+def test_an_impossible_run_folder_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HydraulisError, match="choose another --run-dir"):
         MetricsWriter(tmp_path / "file" / "run")

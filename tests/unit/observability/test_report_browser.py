@@ -1,4 +1,4 @@
-"""The page of a report in a real browser, where one is installed."""
+"""The page of a report in a real browser, if one is installed."""
 
 import json
 import re
@@ -97,7 +97,7 @@ def open_page(page: Path, *flags: str) -> tuple[str, str]:
         [
             BROWSER,
             "--headless=new",
-            # A container's root has no other way; the page is our own.
+            # Required for root in a container; the page is ours.
             "--no-sandbox",
             "--disable-gpu",
             "--disable-dev-shm-usage",
@@ -116,7 +116,7 @@ def open_page(page: Path, *flags: str) -> tuple[str, str]:
 
 
 def probe(page: Path, width: int, *flags: str) -> dict[str, Any]:
-    """What a script sees that runs in a copy of the page, whose own policy allows none."""
+    """The results of a script in a copy of the page; the page's policy allows no scripts."""
     text = page.read_text()
     allowed = text.replace("default-src 'none';", "default-src 'none'; script-src 'unsafe-inline';")
     assert allowed != text
@@ -172,7 +172,7 @@ def test_figures_are_seen_and_text_is_legible(
         assert not figure["sticking_out"], figure
 
 
-def test_the_page_itself_loads_without_a_complaint(tmp_path: Path) -> None:
+def test_the_page_loads_without_an_error(tmp_path: Path) -> None:
     write_run(tmp_path, make_records())
     write_config(tmp_path)
     assert main(["report", str(tmp_path)]) == 0

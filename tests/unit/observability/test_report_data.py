@@ -1,4 +1,4 @@
-"""What is read from a run folder in any state, and numbers against figures worked out by hand."""
+"""Reading run folders in any state, and numbers against figures calculated by hand."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def test_a_finished_run_needs_no_note(tmp_path: Path) -> None:
     ]
 
 
-def test_an_interrupted_run_says_how_far_it_came(tmp_path: Path) -> None:
+def test_an_interrupted_run_shows_its_progress(tmp_path: Path) -> None:
     write_run(tmp_path, make_records(5))
     write_config(tmp_path)
     with (tmp_path / METRICS_FILE_NAME).open("a") as file:
@@ -70,7 +70,7 @@ def test_notes_of_the_configuration_are_in_the_report(tmp_path: Path) -> None:
     assert read_run(tmp_path).notes == ("Losses mean nothing.",)
 
 
-def test_a_resumed_run_goes_on_from_the_folder_set_aside(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_run_that_was_moved_away(tmp_path: Path) -> None:
     write_run(tmp_path / "earlier.1", make_records(3))
     write_run(tmp_path / "earlier.2", [make_record(number) for number in (3, 4, 5, 6)])
     write_run(tmp_path, [make_record(number) for number in (5, 6, 7, 8)])
@@ -82,7 +82,7 @@ def test_a_resumed_run_goes_on_from_the_folder_set_aside(tmp_path: Path) -> None
     assert "iterations 1 to 2 are from earlier.1" in run.notes[1]
 
 
-def test_earlier_runs_of_their_own_are_only_named(tmp_path: Path) -> None:
+def test_independent_earlier_runs_are_only_named(tmp_path: Path) -> None:
     write_run(tmp_path / "earlier.1", make_records(3))
     write_run(tmp_path / "earlier.10", make_records(4))
     write_run(tmp_path, make_records())
@@ -94,7 +94,7 @@ def test_earlier_runs_of_their_own_are_only_named(tmp_path: Path) -> None:
     assert len(read_run(tmp_path / "earlier.1").records) == 3
 
 
-def test_a_damaged_earlier_folder_is_left_out(tmp_path: Path) -> None:
+def test_a_damaged_earlier_folder_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "earlier.1").mkdir()
     (tmp_path / "earlier.1" / METRICS_FILE_NAME).write_text("no json\n")
     write_run(tmp_path, [make_record(number) for number in (5, 6)])
@@ -152,7 +152,7 @@ def test_the_trace_is_found_where_the_run_wrote_it_or_was_moved_to(tmp_path: Pat
         read_run(tmp_path / "b", trace=tmp_path / "elsewhere")
 
 
-def test_the_trace_of_another_run_in_the_folder_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_the_trace_of_another_run_in_the_folder_is_not_used(tmp_path: Path) -> None:
     records = make_records()
     write_trace(tmp_path / "trace", records)
     write_run(tmp_path, records)
@@ -184,7 +184,7 @@ def test_a_trace_of_another_strategy_is_not_used(tmp_path: Path) -> None:
     assert read_run(tmp_path).numbers.measured_replicas == ()
 
 
-def test_totals_leave_the_first_iteration_out_of_times_alone(tmp_path: Path) -> None:
+def test_totals_exclude_the_first_iteration_only_from_times(tmp_path: Path) -> None:
     numbers = run_of(tmp_path, make_records(plan_wait_s=0.0055)).numbers
     totals = numbers.totals
     assert totals.tokens_per_s == pytest.approx(22_000 / 2.2)

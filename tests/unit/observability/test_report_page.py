@@ -1,4 +1,4 @@
-"""The page and the pictures of a report, from the command line on."""
+"""The page and the pictures of a report, by the command line."""
 
 import json
 import re
@@ -30,7 +30,8 @@ REFERENCES = ("src", "href", "xlink:href", "srcset", "data", "action", "poster")
 class PageReader(HTMLParser):
     """Elements, references and text of a page.
 
-    Raises AssertionError for an end tag that ends nothing, or another element than the last begun.
+    Raises AssertionError for an end tag that ends nothing or
+    not the last open element.
     """
 
     def __init__(self, page: str) -> None:
@@ -79,7 +80,7 @@ class PageReader(HTMLParser):
 
     @property
     def words(self) -> str:
-        """All text, blanks drawn together."""
+        """All text, with single blanks."""
         return " ".join(" ".join(self.text).split())
 
 

@@ -83,7 +83,7 @@ def test_an_empty_trace_is_an_array(tmp_path: Path) -> None:
     assert read_trace(tmp_path) == []
 
 
-def test_a_file_cut_anywhere_reads_back_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_cut_file_reads_back_up_to_the_cut(tmp_path: Path) -> None:
     content = written(tmp_path, SPANS).read_bytes()
     cut = tmp_path / "cut.json"
     sizes = random.Random(5).sample(range(1, len(content)), 60)
@@ -281,7 +281,7 @@ def test_offsets_lie_within_their_bounds(seed: int) -> None:
     assert found[4] == found[5]
 
 
-def test_more_barriers_never_know_less() -> None:
+def test_more_barriers_never_widen_the_bounds() -> None:
     true, clocks = [0, 5_000], ["a", "b"]
     stamps = barrier_stamps(true, clocks, num_barriers=8, seed=3)
     few = [BarrierStamps(s.clock, s.before_ns[:2], s.after_ns[:2]) for s in stamps]

@@ -1,4 +1,4 @@
-"""Questions to a trace, the table of shares, the picture."""
+"""Queries of a trace, the table of shares, the picture."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def test_shares_of_a_rank() -> None:
     assert shares.busy_us == 55, "forward and backward less the wait within"
     assert shares.idle_us == 20
     assert shares.transfer_us == 50
-    assert shares.hidden_us == 10 + 10, "20 to 30 under forward, 80 to 90 under backward"
+    assert shares.hidden_us == 10 + 10, "20 to 30 during forward, 80 to 90 during backward"
 
 
 def test_queries() -> None:

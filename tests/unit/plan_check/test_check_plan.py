@@ -1,4 +1,4 @@
-"""``check-plan``: valid plans pass, every kind of damage is called by its name."""
+"""``check-plan``: valid plans pass, every kind of damage is named."""
 
 import copy
 import json
@@ -123,7 +123,7 @@ def optimistic_replica(plan: Content) -> None:
 
 
 def other_order(plan: Content) -> None:
-    # Its work was in falling order, so the largest in the middle takes longer.
+    # Work was in falling order; with the largest in the middle it takes longer.
     order = sorted(batches(plan, 1), key=lambda batch: sum(batch["lengths"]))
     plan["replicas"][1]["micro_batches"] = [order[0], *order[2:], order[1]]
 
@@ -185,7 +185,7 @@ def one_strategy(replicas: str, *, name: Any = "only") -> Content:
     return {**POOL, "strategies": [{"name": name, "replicas": replicas}]}
 
 
-def test_every_rule_has_its_damage() -> None:
+def test_every_rule_is_tested_by_a_damage() -> None:
     assert {rule for _, rule, _ in DAMAGES} == set(Rule)
 
 
@@ -200,7 +200,9 @@ def test_damaged_plans_are_rejected_by_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = make_plan()
-    assert min(len(batches(plan, replica)) for replica in (1, 2)) >= 3  # so the damages bite
+    assert (
+        min(len(batches(plan, replica)) for replica in (1, 2)) >= 3
+    )  # so that the damages have an effect
     damage(plan)
     flags = write_files(tmp_path, plan=plan)
     assert main(["check-plan", *flags]) == 1
@@ -229,7 +231,7 @@ def test_findings_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert findings["predicted_time_s"] == pytest.approx(findings["makespan_s"] + 0.015)
     assert set(findings["claimed_bound_s"]) == {"dispatch"}
     assert 0 < findings["proved_bound_s"]["dispatch"] <= findings["makespan_s"]
-    # What the plan claims can be no more than what holds for the plan itself.
+    # The plan's bound cannot be above the plan's time.
     assert 0 < findings["proved_bound_s"]["packing"] <= findings["makespan_s"]
     # 500 ms of regrouping are part of what the strategy takes.
     assert findings["strategy_bounds_s"]["long"] > 0.5
@@ -310,7 +312,7 @@ def test_files_that_cannot_be_used_are_status_2(
 
 
 @pytest.mark.parametrize("name", ["plan", "cost_profile", "pool"])
-def test_files_beyond_the_bounds_are_status_2(
+def test_files_beyond_the_limits_are_status_2(
     name: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -320,14 +322,14 @@ def test_files_beyond_the_bounds_are_status_2(
     monkeypatch.setattr(files, "_MOST_BYTES", most_bytes)
     flags = write_files(tmp_path, plan=make_plan())
     path = tmp_path / f"{name}.json"
-    for text, told in (
+    for text, message in (
         ("[" * 33 + "]" * 33, "at most 32 deep"),
         ("[" * 99_999 + "]" * 99_999, "JSON is expected but"),
         (path.read_text() + " " * most_bytes, f"has more than {most_bytes} bytes"),
     ):
         path.write_text(text)
         assert main(["check-plan", *flags]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["plan", "lengths", "cost_profile", "pool"])

@@ -1,4 +1,4 @@
-"""The checker's reading of strategies agrees with the planner's, which it does not share."""
+"""The checker's own parser of strategies agrees with the planner's."""
 
 import pytest
 
@@ -41,12 +41,12 @@ def test_same_replicas_on_the_same_ranks(text: str, num_ranks: int, ranks_per_no
         ("tp4@0,1,2,4", "or one that the job does not have"),
     ],
 )
-def test_texts_that_are_no_strategy(text: str, message: str) -> None:
+def test_invalid_strategies(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_strategy(text, 4, 4)
 
 
 @pytest.mark.parametrize("text", ["2*tp4", "idle", "tp2@0,1", "tp2+tp2", ""])
-def test_texts_that_are_no_scheme(text: str) -> None:
+def test_invalid_schemes(text: str) -> None:
     with pytest.raises(ValueError, match="is no scheme"):
         read_shape(text)

@@ -115,7 +115,7 @@ def test_a_plan_with_waves_is_valid(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([[0, 2, 2], [2, 2, 1]], "replica-time"),
     ],
 )
-def test_damaged_waves_are_called_by_their_rule(
+def test_damaged_waves_are_named_by_their_rule(
     groups: list[list[int]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = plan()
@@ -132,7 +132,7 @@ def test_limits_count_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "104 tokens with padding but the limit is 103" in capsys.readouterr().out
 
 
-def test_a_strategys_own_limit_is_shared_out_over_the_ranks(
+def test_a_strategys_own_limit_is_divided_over_the_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool = copy.deepcopy(POOL)
@@ -146,7 +146,7 @@ def test_groups_of_a_size_without_a_row_are_neither_planned_nor_valid(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile = copy.deepcopy(PROFILE)
-    profile["schemes"][2]["c_ms"] = 40.0  # so that narrow groups pay
+    profile["schemes"][2]["c_ms"] = 40.0  # so that narrow groups are worthwhile
     del profile["schemes"][1]
     cost_model = ProfileCostModel.from_json(profile, what="profile")
     strategy = Strategy.parse("cp4~pp2", 8, name="waves")

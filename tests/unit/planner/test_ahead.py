@@ -1,4 +1,4 @@
-"""Planning ahead in a process of its own, and what becomes of it when the process dies."""
+"""Planning ahead in a separate process, also if the process dies."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ LENGTHS = (100, 200, 3000, 800)
 
 
 class ClumsyPlanner:
-    """Dies, as a solver's crash would, on batches of the lengths it cannot bear."""
+    """Dies, like a crashing solver, on batches with certain lengths."""
 
     def __init__(self, planner: GreedyPlanner, deadly: Sequence[int], parent: int) -> None:
         self.planner = planner
@@ -63,7 +63,7 @@ def kill(look_ahead: LookAheadPlanner) -> None:
     process._process.wait()
 
 
-def test_plans_of_the_process_are_those_of_the_planner(
+def test_plans_of_the_process_equal_those_of_the_planner(
     ahead: LookAheadPlanner, planner: GreedyPlanner
 ) -> None:
     batches = [(*LENGTHS, 10 + i) for i in range(4)]
@@ -84,7 +84,7 @@ def test_a_plan_error_is_raised_where_the_plan_is_taken(ahead: LookAheadPlanner)
     assert not ahead.is_lost
 
 
-def test_a_killed_process_is_started_once_more_and_owes_nothing(ahead: LookAheadPlanner) -> None:
+def test_a_killed_process_is_started_again_and_no_plan_is_missing(ahead: LookAheadPlanner) -> None:
     ahead.submit(0, LENGTHS)
     ahead.take(0)
     kill(ahead)
@@ -110,7 +110,7 @@ def test_a_batch_that_kills_every_process_is_planned_in_line(planner: GreedyPlan
     assert ahead.num_restarts == 1
 
 
-def test_a_dead_process_is_told_from_one_that_thinks(
+def test_a_dead_process_is_distinguished_from_a_busy_one(
     planner: GreedyPlanner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a loaded machine its interpreter may still be starting.

@@ -76,7 +76,7 @@ def test_the_bound_is_tight_when_work_divides_evenly() -> None:
     assert dispatch_bound_ms([10] * 8, [cost] * 4) == pytest.approx(20.0)
 
 
-def test_work_that_costs_nothing_has_the_bound_zero() -> None:
+def test_the_bound_of_work_without_cost_is_zero() -> None:
     free = SchemeCost(Coefficients(0.0, 0.0, 0.0), 100, 1)
     assert dispatch_bound_ms([10], [free]) == 0.0
     assert packing_bound_ms([], FAST) == 0.0

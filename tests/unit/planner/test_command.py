@@ -1,4 +1,4 @@
-"""``plan`` end to end: what is printed and written, why a strategy was chosen, errors."""
+"""``plan`` end to end: output, files, the reasons for a choice, errors."""
 
 import ctypes
 import json
@@ -41,9 +41,7 @@ def profile_with(**changes: Any) -> dict[str, Any]:
     return {**PROFILE, "schemes": [first | changes, *others]}
 
 
-def test_one_line_and_a_plan_that_keeps_all_rules(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_and_a_valid_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     flags = write_files(tmp_path)
     assert main(["plan", *flags, "--out", str(out)]) == 0
@@ -84,7 +82,7 @@ def test_the_plan_of_the_example_is_proved_to_be_the_best_of_its_strategy(
     assert main(["check-plan", *EXAMPLE_FLAGS, "--plan", str(out), "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
     assert findings["proved_bound_s"]["dispatch"] == pytest.approx(findings["makespan_s"])
-    # What the planner's solver claims holds in the eyes of the checker too.
+    # The checker confirms the claims of the planner's solver.
     claimed_s, proved_s = (
         findings[f"{word}_bound_s"]["dispatch"] for word in ("claimed", "proved")
     )
@@ -271,7 +269,7 @@ def test_every_strategy_has_a_row_and_every_replica(
     assert "4 sequences, 650 tokens" in text
 
 
-def test_where_nothing_takes_time_nothing_is_idle() -> None:
+def test_if_nothing_takes_time_nothing_is_idle() -> None:
     model = TableCostModel(times=lambda scheme: Coefficients(0.0, 0.0, 0.0))
     for planner in (GreedyPlanner(EXPLAINED_POOL, model), CertifiedPlanner(EXPLAINED_POOL, model)):
         plan = planner.plan([100, 200, 300])
@@ -281,7 +279,7 @@ def test_where_nothing_takes_time_nothing_is_idle() -> None:
         assert "Error" not in plan.dispatch.status
 
 
-def test_what_a_solver_prints_does_not_get_into_json(
+def test_the_solvers_output_is_not_in_the_json(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """HiGHS prints by C's own output, which is written when its buffer is full or flushed."""

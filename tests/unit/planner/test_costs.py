@@ -1,4 +1,4 @@
-"""What a pool can hold, and the message when it cannot."""
+"""What a pool can hold, and the error if it cannot."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_a_strategy_with_a_replica_without_room_for_its_weights_is_not_able() ->
     assert able({(1, 1, 1): 0, (2, 1, 1): 300, (1, 1, 4): 200}, [5]) == ["pp4"]
 
 
-def test_a_sequence_that_nothing_holds_is_named_with_the_largest_limit() -> None:
+def test_a_sequence_that_fits_nowhere_is_named_with_the_largest_limit() -> None:
     with pytest.raises(PlanError, match=r"sequence 1 has 301 tokens.*'tp2[+]2[*]tp1', is 300"):
         able({(1, 1, 1): 100, (2, 1, 1): 300, (1, 1, 4): 200}, [5, 301])
 

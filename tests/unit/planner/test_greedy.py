@@ -30,7 +30,7 @@ def test_a_sequence_goes_where_it_ends_first_not_where_least_has_been_done() -> 
     assert dispatch(range(3), [20, 20, 20], [slow, fast]) == [[2], [0, 1]]
 
 
-def test_only_replicas_that_hold_a_sequence_are_asked() -> None:
+def test_only_replicas_that_hold_a_sequence_are_considered() -> None:
     narrow, wide = cost(1.0, max_tokens=30), cost(5.0, max_tokens=60)
     shares = dispatch(range(4), [60, 31, 30, 29], [narrow, wide, narrow])
     assert shares == [[2], [0, 1], [3]]
@@ -156,7 +156,7 @@ def test_long_sequences_go_where_they_fit() -> None:
     assert all(replica.num_sequences > 0 for replica in plan.replicas[1:])
 
 
-def test_only_strategies_that_hold_the_longest_sequence_are_taken() -> None:
+def test_only_strategies_that_hold_the_longest_sequence_are_used() -> None:
     slow_tp = TableCostModel(limits=MODEL.limits, times=lambda scheme: Coefficients(0.0, 0.2, 1.0))
     pool_planner = planner("4*tp1", "2*tp2", model=slow_tp)
     assert pool_planner.plan([100] * 8).strategy == "4*tp1"
@@ -194,7 +194,7 @@ def test_one_stage_pays_for_as_few_micro_batches_as_possible() -> None:
     assert len(plan.replicas[0].micro_batches) == 3
 
 
-def test_a_pipeline_gets_more_micro_batches_than_memory_asks_for() -> None:
+def test_a_pipeline_gets_more_micro_batches_than_memory_requires() -> None:
     model = TableCostModel(default_limit=100_000, times=lambda scheme: Coefficients(0.0, 1.0, 1.0))
     plan = planner("pp4", model=model).plan([100] * 32)
     (replica,) = plan.replicas
@@ -215,7 +215,7 @@ def test_predicted_times_are_those_of_the_exact_pipeline_in_the_given_order() ->
 
 
 def test_heterogeneous_beats_homogeneous_on_a_long_tail() -> None:
-    # The reason for it all: one long sequence must not force tp on every short one.
+    # The purpose of the project: one long sequence must not force tp on every short one.
     def times(scheme: Scheme) -> Coefficients:
         # Tensor parallelism loses a fifth of the rate.
         slowdown = 1.0 if scheme.tp == 1 else 1.25
@@ -274,7 +274,7 @@ def test_a_sequence_too_long_for_every_strategy_is_refused_with_the_best_limit()
         planner("4*tp1", "2*tp2").plan([5, 4001])
 
 
-def test_a_strategy_with_a_replica_without_room_for_the_weights_is_not_taken() -> None:
+def test_a_strategy_with_a_replica_without_room_for_the_weights_is_not_used() -> None:
     model = TableCostModel(limits={(1, 1, 1): 0}, default_limit=100)
     assert planner("tp2+2*tp1", "2*tp2", model=model).plan([5]).strategy == "2*tp2"
     with pytest.raises(PlanError, match=r"room for its weights .* in '4\*tp1' tp1; use larger"):

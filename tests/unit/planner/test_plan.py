@@ -1,4 +1,4 @@
-"""Plan types: what they refuse, JSON both ways, digest, validation against a batch."""
+"""Plan types: invalid values, JSON, digest, validation against a batch."""
 
 import hashlib
 import json
@@ -93,7 +93,7 @@ def test_a_valid_plan_passes() -> None:
         ),
     ],
 )
-def test_plans_for_something_else(
+def test_plans_for_another_batch_or_strategy(
     lengths: list[int], strategy: Strategy, max_tokens: int, message: str
 ) -> None:
     with pytest.raises(PlanError, match="plan of iteration 8: ") as raised:
@@ -148,7 +148,7 @@ def test_impossible_plans() -> None:
         replace(plan, replicas=())
 
 
-def test_json_both_ways_through_text() -> None:
+def test_json_round_trip_through_text() -> None:
     plan = make_plan()
     assert IterationPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 

@@ -1,4 +1,4 @@
-"""The planners on ordinary odd batches: plans, marks, statuses, the same plan everywhere."""
+"""The planners on special batches: plans, marks, statuses, determinism."""
 
 import inspect
 import json
@@ -49,7 +49,7 @@ def pool_of(*texts: str, num_ranks: int = 4) -> Pool:
 @pytest.mark.parametrize(
     "planner", [CertifiedPlanner, GreedyPlanner, RecordedPlans, ScheduledPlanner]
 )
-def test_every_planner_is_called_alike(planner: type[Planner]) -> None:
+def test_every_planner_has_the_same_signature(planner: type[Planner]) -> None:
     expected, found = (inspect.signature(kind.plan).parameters for kind in (Planner, planner))
     assert [(p.name, p.kind, p.default) for p in found.values()] == [
         (p.name, p.kind, p.default) for p in expected.values()
@@ -68,7 +68,7 @@ def planned(lengths: list[int], *texts: str, model: TableCostModel = MODEL) -> I
 
 
 def test_coefficients_may_be_whole_numbers() -> None:
-    # A cost model of a user's own need not give floats.
+    # A user's cost model may return ints.
     model = TableCostModel(default_limit=60, times=lambda _: Coefficients(0, 0, 5))
     plan = planned([20], "pp4", "4*tp1", model=model)
     assert plan.dispatch is not None
@@ -130,7 +130,7 @@ def test_one_long_sequence_among_thousands() -> None:
     assert plan.dispatch.gap <= 0.02
 
 
-def test_a_class_that_is_of_no_use_gets_nothing() -> None:
+def test_a_useless_class_gets_nothing() -> None:
     slow = TableCostModel(
         times=lambda scheme: Coefficients(0.0, 100.0 if scheme.pp > 1 else 0.1, 1.0)
     )
@@ -178,7 +178,7 @@ def test_every_strategy_is_accounted_for() -> None:
         assert "can hold the longest sequence" in outcomes[name].why_not_chosen
 
 
-def test_a_strategy_that_cannot_win_is_proved_so() -> None:
+def test_a_strategy_that_cannot_win_is_proved_worse() -> None:
     explanation = CertifiedPlanner(pool_of("4*tp1", "pp4"), MODEL).explain([100] * 40)
     beaten = next(outcome for outcome in explanation.strategies if not outcome.is_chosen)
     assert beaten.why_not_chosen == "proved to be no faster than the plan for '4*tp1'"
@@ -199,7 +199,7 @@ def test_what_no_plan_can_hold_is_refused(lengths: list[int], message: str) -> N
         CertifiedPlanner(pool_of("tp2+2*tp1", "4*tp1"), MODEL).plan(lengths)
 
 
-def test_without_time_the_plan_in_hand_is_taken_and_marked() -> None:
+def test_without_time_the_current_plan_is_used_and_marked() -> None:
     generator = random.Random(1)
     lengths = [generator.randint(5, 900) for _ in range(60)]
     plan = CertifiedPlanner(pool_of("pp2+2*tp1", "4*tp1"), MODEL, time_limit_s=0.0).plan(lengths)
@@ -283,7 +283,7 @@ TINY_MODEL = TableCostModel(
         ([60, 59, 58, 7, 1], "pp4", 4),
         ([60, 30, 30, 20, 20, 10, 5], "pp4+tp2+tp1", 7),
         ([20] * 8, "3*tp2", 6),
-        # The pipeline alone holds the first.
+        # Only the pipeline holds the first.
         ([100, 30, 30, 30, 12, 3], "pp4+2*tp1", 6),
         # Far more replicas than sequences.
         ([20, 20, 20], "tp2+500*tp1", 502),
@@ -294,7 +294,7 @@ def test_the_best_plan_of_a_tiny_batch_is_found(
 ) -> None:
     plan = CertifiedPlanner(Pool.of(Strategy.parse(text, num_ranks)), TINY_MODEL).plan(lengths)
     replicas = [FIGURES[str(replica.scheme)] for replica in plan.replicas]
-    # No more of a kind than sequences can make a difference.
+    # More replicas of a class than sequences make no difference.
     best_ms = best_makespan_ms(lengths, replicas[:4])
     times_ms = [
         pipeline_time_ms(replica.times_ms(coefficients), replica.scheme.pp)
@@ -328,7 +328,7 @@ def test_rows_with_padding_keep_the_limit(planner: type[GreedyPlanner], text: st
         if scheme.cp > 1
     ]
     assert max(padded for padded, _ in rows) <= LIMIT
-    # Rows are not left half empty for it.
+    # Rows are not half empty because of it.
     assert sum(padded for padded, _ in rows) > 0.6 * LIMIT * len(rows)
     for report in (plan.dispatch, plan.packing):
         assert report is not None
@@ -407,7 +407,7 @@ def test_strategies_come_in_turn_and_each_is_planned_alone(
     pool: Pool, model: ProfileCostModel
 ) -> None:
     planner = _planner(pool, model, "long", "short", "long")
-    planner = pickle.loads(pickle.dumps(planner))  # as it goes to the planner process
+    planner = pickle.loads(pickle.dumps(planner))  # as when it is sent to the planner process
     lengths = LENGTHS[1:]
     plans = [planner.plan(lengths, iteration=iteration) for iteration in range(5)]
     assert [plan.strategy for plan in plans] == ["long", "short", "long", "long", "short"]
@@ -431,7 +431,7 @@ def test_a_strategy_has_to_be_in_the_pool(pool: Pool, model: ProfileCostModel) -
         _planner(pool, model, "long", "wide")
 
 
-def test_a_plan_that_fell_back_is_told_by_its_status(
+def test_the_status_of_a_fallback_plan(
     pool: Pool, model: ProfileCostModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = CertifiedPlanner(pool, model)

@@ -1,4 +1,4 @@
-"""Context groups of a micro-batch: what is refused, who runs what, limits and JSON."""
+"""Context groups of a micro-batch: errors, shares of ranks, limits and JSON."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_groups_need_a_scheme_that_splits_and_its_width() -> None:
         replica_plan(scheme=Scheme(cp=8, splits_cp=True))
 
 
-def test_json_keeps_groups_and_says_nothing_of_none() -> None:
+def test_json_has_groups_only_if_there_are_any() -> None:
     replica = replica_plan()
     content = json.loads(json.dumps(replica.to_json()))
     assert content["micro_batches"][0]["groups"] == [[0, 2, 1], [2, 1, 0], [3, 1, 3]]
@@ -93,7 +93,7 @@ def test_groups_of_another_form_are_refused(entry: object) -> None:
         MicroBatch.from_json(JsonObject(content, "micro-batch", PlanError))
 
 
-def test_the_digest_knows_the_groups() -> None:
+def test_the_digest_depends_on_the_groups() -> None:
     other = MicroBatch(WAVE.sequences, WAVE.lengths, (ContextGroup(0, 4, 4),))
     digests = {
         IterationPlan(

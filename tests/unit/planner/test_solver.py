@@ -1,4 +1,4 @@
-"""What prices prove of a linear program whose columns have limits by its rows only."""
+"""Dual bounds of a linear program whose columns are limited only by its rows."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from megatron.hydraulis.planner.solver import LinearModel, _proved_bound
     [
         ([1.0, 2.0], 0.0, -10.0),
         ([1.0, 2.0], -1.0, -5.0),
-        # A negative number in the row: it limits nothing.
+        # A negative number in the row: no limit.
         ([1.0, -2.0], 0.0, -np.inf),
     ],
 )

@@ -6,7 +6,7 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.profiler.survey import MANY_SHORT, MIXTURE, SAMPLED, SINGLE_LONG, grid
 
 
-def test_sizes_are_halves_and_packings_differ_in_squares_alone() -> None:
+def test_sizes_are_halves_and_packings_differ_only_in_squares() -> None:
     points = grid(1024, longest=1024, short=64, num_sizes=3)
     assert [point.num_tokens for point in points] == [256] * 3 + [512] * 3 + [1024] * 3
     largest = {point.packing: point for point in points if point.num_tokens == 1024}

@@ -1,4 +1,4 @@
-"""Drift and slow ranks out of made-up times: seen, named, and told once."""
+"""Drift and slow ranks in synthetic times are detected, named, and reported once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Machine:
         stage_factors: tuple[float, ...] = (1.0, 1.0),
         noise: float = 0.02,
     ) -> list[str]:
-        """What the refit says meanwhile. Ranks of a replica wait for its slowest."""
+        """The refit's messages. Ranks of a replica wait for its slowest."""
         news: list[str] = []
         for _ in range(num_iterations):
             lengths = [self._draw.randint(20, 900) for _ in range(24)]
@@ -111,7 +111,7 @@ class Machine:
         )
 
 
-def test_without_drift_nothing_is_said_and_times_stay() -> None:
+def test_without_drift_there_is_no_message_and_times_stay() -> None:
     refit = OnlineRefit(PROFILE)
     machine = Machine("2*tp1+tp2")
     assert machine.run(refit, 12) == []
@@ -125,15 +125,15 @@ def test_without_drift_nothing_is_said_and_times_stay() -> None:
     assert newest.overhead_ms(machine.strategy) == pytest.approx(OVERHEAD_MS)
 
 
-def test_drift_is_named_once_followed_and_its_end_is_told() -> None:
+def test_drift_is_reported_once_and_followed_and_its_end_is_reported() -> None:
     refit = OnlineRefit(PROFILE, RefitSettings(num_iterations=5))
     machine = Machine("4*tp1")
     assert machine.run(refit, 6) == []
     news = machine.run(refit, 10, factor=1.4)
     assert len(news) == 1, news
-    told = re.search(r"cost profile: tp1 takes ([\d.]+) times the profiled time", news[0])
-    assert told is not None
-    assert float(told.group(1)) == pytest.approx(1.4, rel=0.03)
+    match = re.search(r"cost profile: tp1 takes ([\d.]+) times the profiled time", news[0])
+    assert match is not None
+    assert float(match.group(1)) == pytest.approx(1.4, rel=0.03)
     assert "more than 10%" in news[0]
     slower = refit.refitted().coefficients(Scheme())
     assert slower.time_ms([700]) == pytest.approx(1.4 * TIMES.time_ms([700]), rel=0.05)
@@ -148,7 +148,7 @@ def test_faster_times_are_a_drift_too() -> None:
     assert "-5" in news[0]
 
 
-def test_a_drift_within_the_limit_is_followed_in_silence() -> None:
+def test_a_drift_within_the_limit_is_followed_without_a_message() -> None:
     refit = OnlineRefit(PROFILE, RefitSettings(drift=0.5))
     assert Machine("4*tp1").run(refit, 8, factor=1.3) == []
     assert refit.refitted().coefficients(Scheme()).time_ms([300]) == pytest.approx(
@@ -156,7 +156,7 @@ def test_a_drift_within_the_limit_is_followed_in_silence() -> None:
     )
 
 
-def test_a_rank_slower_than_the_others_is_named_and_not_taken_for_a_drift() -> None:
+def test_a_slow_rank_is_named_and_is_not_a_drift() -> None:
     refit = OnlineRefit(PROFILE, RefitSettings(num_iterations=5))
     machine = Machine("4*tp1")
     news = machine.run(refit, 10, rank_factors={2: 1.5})
@@ -174,7 +174,7 @@ def test_ranks_that_wait_for_a_slow_one_are_named_with_it() -> None:
     ]
 
 
-def test_a_stage_that_has_less_to_do_makes_no_rank_slow() -> None:
+def test_ranks_of_a_stage_with_more_work_are_not_slow() -> None:
     refit = OnlineRefit(PROFILE)
     machine = Machine("2*pp2")
     assert machine.run(refit, 6, stage_factors=(0.4, 1.0)) == []
@@ -184,7 +184,7 @@ def test_a_stage_that_has_less_to_do_makes_no_rank_slow() -> None:
     assert refit.refitted().overhead_ms(machine.strategy) == pytest.approx(OVERHEAD_MS)
 
 
-def test_a_lone_replica_is_compared_with_nobody() -> None:
+def test_a_single_replica_has_no_slow_ranks() -> None:
     settings = RefitSettings(drift=0.6)
     machine = Machine("tp2+2*tp1")
     assert machine.run(OnlineRefit(PROFILE, settings), 6, rank_factors={0: 1.5, 1: 1.5}) == []
@@ -214,7 +214,7 @@ def test_the_next_run_can_begin_with_the_newest_times() -> None:
     assert plan.predicted_time_s == pytest.approx(plan.makespan_s + OVERHEAD_MS / 1e3)
 
 
-def test_a_drift_to_name_is_positive() -> None:
+def test_the_drift_limit_is_positive() -> None:
     with pytest.raises(ConfigurationError, match="positive but is 0"):
         RefitSettings(drift=0.0)
 
@@ -227,7 +227,7 @@ def test_waits_for_parameters_are_no_part_of_a_micro_batch() -> None:
     spans = [
         span("forward", 0, 10),
         span("gather wait", 2, 5),
-        span("gather wait", 9, 12),  # reaches beyond
+        span("gather wait", 9, 12),  # ends later
         span("pipeline wait", 12, 20),
         span("forward", 20, 24, 1),
         span("backward", 30, 36),

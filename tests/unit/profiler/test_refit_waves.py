@@ -1,4 +1,4 @@
-"""Waves give times of groups: each size of group is fitted by itself, and written as a row."""
+"""Waves give times of groups: each group size is fitted separately and written as a row."""
 
 import random
 
@@ -51,7 +51,7 @@ def iteration(draw: random.Random, number: int) -> IterationTimes:
     return IterationTimes(plan=plan, rank_times_ms=times_ms, iteration_ms=100.0)
 
 
-def test_every_size_of_group_is_fitted_by_itself() -> None:
+def test_every_group_size_is_fitted_separately() -> None:
     draw = random.Random(5)
     refit = OnlineRefit(BASE)
     for number in range(20):
@@ -64,13 +64,13 @@ def test_every_size_of_group_is_fitted_by_itself() -> None:
                 factor * PROFILED.time_ms(lengths), rel=0.02
             )
     assert fitted.coefficients(SCHEME) == fitted.coefficients(Scheme(cp=2, pp=2))
-    told = " ".join(refit.news())
-    assert "cp2pp2 takes 0.70 times" in told
-    assert "pp2 takes 1.50 times" in told
-    assert "slow rank" not in told
+    messages = " ".join(refit.news())
+    assert "cp2pp2 takes 0.70 times" in messages
+    assert "pp2 takes 1.50 times" in messages
+    assert "slow rank" not in messages
 
 
-def test_the_profile_has_a_row_for_every_size_that_was_known() -> None:
+def test_the_profile_has_a_row_for_every_known_size() -> None:
     refit = OnlineRefit(BASE)
     draw = random.Random(6)
     for number in range(6):

@@ -1,4 +1,4 @@
-"""The survey with a rig that only pretends: what is tried, what is not, and going on."""
+"""The survey with a simulated rig: which points are measured, and resuming."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ STATE_BYTES, BYTES_PER_TOKEN = 1000, 10
 
 
 class Interrupted(Exception):
-    """The process is gone."""
+    """The process was killed."""
 
 
 @dataclass
-class PretendingRig:
+class SimulatedRig:
     """Times by TRUTH, on two stages of which the first is faster."""
 
     num_fitting_tokens: int = 10**9
     dies_at: int = -1
-    """Number of the call that never comes back."""
+    """Number of the call during which the process dies."""
     calls: list[GridPoint] = field(default_factory=list)
 
     def run_point(self, scheme: str, point: GridPoint) -> MeasuredPoint:
@@ -60,7 +60,7 @@ class PretendingRig:
         )
 
 
-def surveyed(path: Path, rig: PretendingRig, limit_bytes: int | None = None) -> list[MeasuredPoint]:
+def surveyed(path: Path, rig: SimulatedRig, limit_bytes: int | None = None) -> list[MeasuredPoint]:
     measurements = Measurements(path, SETUP)
     return survey("tp1", POINTS, rig.run_point, measurements, limit_bytes=limit_bytes)
 
@@ -71,7 +71,7 @@ def profile(points: list[MeasuredPoint]) -> ProfileCostModel:
 
 
 def test_all_points_are_measured_and_the_slowest_stage_counts(tmp_path: Path) -> None:
-    rig = PretendingRig()
+    rig = SimulatedRig()
     points = surveyed(tmp_path / "m.jsonl", rig)
     assert rig.calls == list(POINTS)
     found = profile(points)
@@ -84,32 +84,32 @@ def test_all_points_are_measured_and_the_slowest_stage_counts(tmp_path: Path) ->
     assert ProfileCostModel.from_json(json.loads(json.dumps(found.to_json())), what="p") == found
 
 
-def test_a_rerun_goes_on_where_the_first_run_was_killed(tmp_path: Path) -> None:
+def test_a_rerun_continues_where_the_first_run_was_killed(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    first = PretendingRig(dies_at=5)
+    first = SimulatedRig(dies_at=5)
     with pytest.raises(Interrupted):
         surveyed(path, first)
     with path.open("a") as file:
         file.write('{"kind": "point", "sch')  # a line that was being written
-    second = PretendingRig()
+    second = SimulatedRig()
     points = surveyed(path, second)
     assert second.calls == list(POINTS[5:])
     assert [point.point for point in points] == list(POINTS)
-    assert points == surveyed(tmp_path / "other.jsonl", PretendingRig())
-    third = PretendingRig()
+    assert points == surveyed(tmp_path / "other.jsonl", SimulatedRig())
+    third = SimulatedRig()
     assert surveyed(path, third) == points
     assert third.calls == []
 
 
-def test_a_point_that_ends_the_process_again_and_again_does_not_fit(tmp_path: Path) -> None:
+def test_a_point_that_repeatedly_ends_the_process_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     num_before = 7
     for _ in range(MAX_ATTEMPTS):
         # Killed at the same point: the first call after those that are on record.
-        rig = PretendingRig(dies_at=0 if path.exists() else num_before)
+        rig = SimulatedRig(dies_at=0 if path.exists() else num_before)
         with pytest.raises(Interrupted):
             surveyed(path, rig)
-    points = surveyed(path, PretendingRig())
+    points = surveyed(path, SimulatedRig())
     assert [point.fits for point in points] == [index < num_before for index in range(len(POINTS))]
     assert "attempts" in points[num_before].why_not
     # Another packing of the same size did fit: a limit has to hold for all of them.
@@ -117,8 +117,10 @@ def test_a_point_that_ends_the_process_again_and_again_does_not_fit(tmp_path: Pa
     assert profile(points).max_tokens(Scheme()) == POINTS[num_before].num_tokens // 2
 
 
-def test_what_does_not_fit_is_on_record_and_larger_ones_are_not_tried(tmp_path: Path) -> None:
-    rig = PretendingRig(num_fitting_tokens=300)
+def test_a_point_that_does_not_fit_is_recorded_and_larger_ones_are_not_tried(
+    tmp_path: Path,
+) -> None:
+    rig = SimulatedRig(num_fitting_tokens=300)
     points = surveyed(tmp_path / "m.jsonl", rig)
     tried = [point for point in POINTS if point.num_tokens <= 256]
     assert rig.calls[: len(tried)] == tried
@@ -133,7 +135,7 @@ def test_what_does_not_fit_is_on_record_and_larger_ones_are_not_tried(tmp_path: 
 
 
 def test_what_is_expected_not_to_fit_is_not_tried(tmp_path: Path) -> None:
-    rig = PretendingRig()
+    rig = SimulatedRig()
     points = surveyed(tmp_path / "m.jsonl", rig, limit_bytes=STATE_BYTES + BYTES_PER_TOKEN * 600)
     assert max(point.num_tokens for point in rig.calls) == 512
     refused = [point for point in points if not point.fits]
@@ -141,7 +143,7 @@ def test_what_is_expected_not_to_fit_is_not_tried(tmp_path: Path) -> None:
     assert "expected to take" in refused[0].why_not
 
 
-def test_memory_is_expected_along_the_two_largest_sizes() -> None:
+def test_memory_is_extrapolated_from_the_two_largest_sizes() -> None:
     def at(num_tokens: int, peak_bytes: int) -> MeasuredPoint:
         point = GridPoint("any", (num_tokens,))
         return MeasuredPoint(scheme="tp1", point=point, stage_ms=(1.0,), peak_bytes=peak_bytes)
@@ -151,11 +153,11 @@ def test_memory_is_expected_along_the_two_largest_sizes() -> None:
     assert expected_peak_bytes([at(20, 700), at(40, 300)], 60) == 300
 
 
-def test_a_scheme_of_which_nothing_fits_is_left_out(tmp_path: Path) -> None:
-    nothing = surveyed(tmp_path / "m.jsonl", PretendingRig(num_fitting_tokens=0))
+def test_a_scheme_of_which_nothing_fits_is_skipped(tmp_path: Path) -> None:
+    nothing = surveyed(tmp_path / "m.jsonl", SimulatedRig(num_fitting_tokens=0))
     with pytest.raises(ConfigurationError, match="at least 1 scheme"):
         profile(nothing)
-    some = surveyed(tmp_path / "n.jsonl", PretendingRig())
+    some = surveyed(tmp_path / "n.jsonl", SimulatedRig())
     both = profile_of(
         {Scheme(): some, Scheme(tp=2): nothing},
         [],
@@ -169,9 +171,9 @@ def test_a_scheme_of_which_nothing_fits_is_left_out(tmp_path: Path) -> None:
     assert both.measurement["schemes"]["tp2"] == {"fits": False, "why_not": "out of memory"}
 
 
-def test_another_setup_is_refused_unless_told_to_measure_anew(tmp_path: Path) -> None:
+def test_another_setup_is_refused_unless_measurements_are_discarded(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    surveyed(path, PretendingRig())
+    surveyed(path, SimulatedRig())
     with pytest.raises(ConfigurationError, match=r"num_ranks differs; give --restart"):
         Measurements(path, SETUP | {"num_ranks": 2})
     assert Measurements(path, SETUP | {"num_ranks": 2}, restart=True).num_found == 0
@@ -180,7 +182,7 @@ def test_another_setup_is_refused_unless_told_to_measure_anew(tmp_path: Path) ->
         Measurements(path, SETUP | {"num_ranks": 2})
 
 
-def test_strategies_are_kept_and_what_regrouping_takes_is_never_negative(tmp_path: Path) -> None:
+def test_strategies_are_kept_and_regrouping_times_are_never_negative(tmp_path: Path) -> None:
     speed = RegroupSpeed(gather_bytes=8_000, gather_ms=2.0, scatter_bytes=0, scatter_ms=0.0)
     strategy = MeasuredStrategy(
         name="S", iteration_ms=10.0, makespan_ms=6.0, optimizer_ms=1.0, regroup=speed

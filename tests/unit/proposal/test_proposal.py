@@ -1,4 +1,4 @@
-"""Proposed pools: against all pools of a small job, what they must hold, the command."""
+"""Proposed pools against all pools of a small job, required strategies, the command."""
 
 import itertools
 import json
@@ -91,7 +91,7 @@ def test_no_pool_of_a_small_job_is_much_better(seed: int) -> None:
         )
         found = proposal(candidates, batches, size=size, model=COARSE)
         assert found.mean_s * 1e3 <= best_ms * 1.02
-        # What is promised is what the planner finds with the pool.
+        # The predicted time is the planner's with the pool.
         planner = CertifiedPlanner(found.pool, COARSE)
         planned_s = np.mean([planner.plan(batch).predicted_time_s for batch in batches])
         assert planned_s <= found.mean_s * (1 + 1e-9)
@@ -119,7 +119,7 @@ def test_same_seed_same_pool() -> None:
     assert draw_batches(COUNTS, SIZE, 4, 5) != draw_batches(COUNTS, SIZE, 4, 6)
 
 
-def test_a_pool_holds_what_was_not_drawn() -> None:
+def test_a_pool_holds_sequences_that_were_not_drawn() -> None:
     candidates = Candidates.of(MODEL, 8, 8)
     batches = [[100, 200, 300] * 6, [400, 500, 900] * 4]
     found = propose(candidates, MODEL, batches, max_strategies=2, longest=11000)
@@ -164,7 +164,7 @@ def test_every_mix_of_the_search_is_a_strategy() -> None:
     assert idle.text(single_scheme_mixes(idle)[0]) == "tp4+2*idle"
 
 
-def test_exchanges_reach_every_mix() -> None:
+def test_every_mix_can_be_reached_by_exchanges() -> None:
     candidates = Candidates.of(MODEL, 4, 4)
     reached = {single_scheme_mixes(candidates)[0]}
     following = list(reached)
@@ -213,7 +213,7 @@ def test_selection_against_all_pools(seed: int) -> None:
             pool_times(times, pool).mean() for pool in itertools.combinations(range(8), size)
         )
         assert pool_times(times, select(times, size)).mean() <= best * 1.05
-    # What changes nothing is left out.
+    # Strategies without effect are not proposed.
     assert len(select(np.ones((4, 3)), 3)) == 1
 
 
@@ -236,7 +236,7 @@ def test_regimes() -> None:
 def test_batches_keep_their_budget() -> None:
     batches = draw_batches(COUNTS, BatchSize(num_tokens=6000), 20, 0)
     assert all(0 < sum(batch) <= 6000 for batch in batches)
-    # Only what did not fit closes a batch.
+    # A batch is closed only by a sequence that does not fit.
     for batch, following in itertools.pairwise(batches):
         assert sum(batch) + following[0] > 6000
     with pytest.raises(ConfigurationError, match="5500 tokens are more than --global-batch-tokens"):
@@ -312,7 +312,7 @@ def test_schemes_that_divide_cp_per_micro_batch_are_candidates() -> None:
 
 
 def test_schemes_that_divide_cp_are_proposed_if_they_are_faster() -> None:
-    """One long sequence and many short ones: with cp8 alone all of them pay for the exchange."""
+    """One long sequence and many short ones: with only cp8 all of them pay for the exchange."""
     model, batches = context_profile((1, 2, 4, 8)), [[5500, *[300] * 40]] * 2
     plain = [scheme for scheme in Candidates.of(model, 8, 8).schemes if not scheme.splits_cp]
     without = proposal(Candidates.of(model, 8, 8, plain), batches, model=model)

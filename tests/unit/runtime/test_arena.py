@@ -1,4 +1,4 @@
-"""Arenas of several roles share one memory, of the size of the role at hand."""
+"""Arenas of several roles share memory of the size that the current role needs."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_two_roles_use_the_memory_in_turn() -> None:
         arena = Arena(layout, role, memory)
         model = build_role_model(definition, role, local_collection())
         arena.bind(model)
-        assert memory.num_bytes == 0, "binding takes no memory for good"
+        assert memory.num_bytes == 0, "binding keeps no memory"
         arenas.append(arena)
         models.append(model)
     whole, half = arenas
@@ -54,12 +54,12 @@ def test_two_roles_use_the_memory_in_turn() -> None:
             assert parameter.untyped_storage().data_ptr() == arena.parameters.data_ptr(), name
             assert bool((parameter == 3.0).all()), name
             assert bool((vars(parameter)["main_grad"] == 5.0).all()), name
-        # What the model writes is what a scatter reads.
+        # A scatter reads the memory that the model writes.
         first: Any = next(model.parameters())
         (first * 2.0).sum().backward()
         assert first.grad is None
         assert bool((next(iter(arena.bound.values())).gradient == 7.0).all())
-        # A layer that has added to it itself gives autograd a tensor of no meaning.
+        # A layer that has added to it returns a meaningless tensor to autograd.
         first.grad_added_to_main_grad = True
         (first * 100.0).sum().backward()
         assert bool((next(iter(arena.bound.values())).gradient == 7.0).all())

@@ -1,4 +1,4 @@
-"""How TP ranks share a parameter's gradient is marked or known, never guessed."""
+"""The contribution of TP ranks to a gradient is marked or known, never guessed."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ def contribution(
     sequence_parallel: bool = False,
     tensor_parallel: bool = True,
 ) -> Contribution:
-    """Of a model's only parameter, of that name and with these attributes."""
+    """The contribution to a model's only parameter with this name and these attributes."""
 
     def provider(**_: Any) -> nn.Module:
         parameter = nn.Parameter(torch.empty(8).fill_(1.0))
@@ -56,7 +56,7 @@ def test_an_unmarked_parameter_among_cut_ones_is_refused(
     assert f"set parameter.{MARK} to 'partial' or 'replicated'" in str(refusal.value)
 
 
-def test_a_norm_that_does_not_know_of_sequence_parallelism_is_refused() -> None:
+def test_a_norm_without_a_sequence_parallel_mark_is_refused() -> None:
     name = f"{LAYER}input_layernorm.weight"
     with pytest.raises(ConfigurationError, match="is not marked sequence_parallel"):
         contribution(name, sequence_parallel=True)
@@ -78,7 +78,7 @@ def test_a_mark_decides(sequence_parallel: bool) -> None:
         contribution(name, (MARK, "summed"))
 
 
-def test_without_tensor_parallelism_there_is_nothing_to_know() -> None:
+def test_without_tensor_parallelism_no_mark_is_needed() -> None:
     name = f"{LAYER}mlp.router.weight"
     assert contribution(name, tensor_parallel=False) is Contribution.REPLICATED
 

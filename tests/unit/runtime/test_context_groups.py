@@ -1,4 +1,4 @@
-"""Which groups of cp ranks a strategy needs, and that waves in them cannot wait for one another."""
+"""Groups of cp ranks that a strategy needs; waves in them cannot deadlock."""
 
 import graphlib
 import itertools
@@ -12,7 +12,7 @@ from megatron.hydraulis.strategy import Strategy
 Wave = Sequence[Sequence[int]]
 """The columns of each group."""
 Operation = tuple[int, int, bool, tuple[int, ...] | None]
-"""Stage, wave, whether it is a forward, and the columns of the group that runs it at once."""
+"""Stage, wave, whether it is a forward, and the columns of the group that runs it together."""
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ Operation = tuple[int, int, bool, tuple[int, ...] | None]
         ("cp2~pp2", {(0, 1), (2, 3), (0, 2), (1, 3)}),
     ],
 )
-def test_groups_are_those_that_waves_may_ask_for(text: str, groups: set[tuple[int, ...]]) -> None:
+def test_groups_are_those_that_waves_may_use(text: str, groups: set[tuple[int, ...]]) -> None:
     found = Strategy.parse(text, 4).rank_groups
     assert set(found) == groups
     assert len(found) == len(groups)
@@ -42,7 +42,7 @@ def test_groups_are_those_that_waves_may_ask_for(text: str, groups: set[tuple[in
         ("2*tp8cp8~pp4", 512, 2 * (32 + 4 * 8 * 7 + 64), 1 + 3 + 1),
     ],
 )
-def test_groups_grow_with_the_ranks_alone(
+def test_the_number_of_groups_depends_only_on_the_ranks(
     text: str, num_ranks: int, num_groups: int, num_of_a_rank: int
 ) -> None:
     """cp - 1 groups for every stage and tp rank, of which a rank is in one of each size."""
@@ -86,13 +86,13 @@ SPLITS: list[Wave] = [
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_waves_of_any_groups_end(num_stages: int) -> None:
+def test_waves_of_any_groups_do_not_deadlock(num_stages: int) -> None:
     for waves in itertools.product(SPLITS, repeat=4):
         assert waits_end(waves, num_stages)
 
 
-def test_without_rows_of_padding_columns_would_wait_for_one_another() -> None:
-    """Column 1 has nothing in the second wave: it would be ahead of column 0, and in its way."""
+def test_without_rows_of_padding_columns_would_deadlock() -> None:
+    """Column 1 has nothing in the second wave: it would run ahead of column 0 and block it."""
     waves: list[Wave] = [[[0, 1]], [[0]], [[0, 1]]]
     assert not waits_end(waves, 2, skips=True)
     assert waits_end([[[0, 1]], [[0], [1]], [[0, 1]]], 2)

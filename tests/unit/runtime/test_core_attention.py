@@ -65,18 +65,20 @@ HOPPER = Environment(
         ),
     ],
 )
-def test_auto_takes_the_best_and_says_why(changes: dict[str, object], name: str, why: str) -> None:
+def test_auto_chooses_the_best_and_gives_the_reason(
+    changes: dict[str, object], name: str, why: str
+) -> None:
     chosen = choose("auto", dataclasses.replace(HOPPER, **changes))  # type: ignore[arg-type]
     assert (chosen.name, chosen.why) == (name, why)
 
 
 @pytest.mark.parametrize("name", CORE_ATTENTIONS)
-def test_what_is_requested_is_taken(name: str) -> None:
+def test_the_requested_one_is_used(name: str) -> None:
     assert choose(name, HOPPER).name == name
     assert choose(name, HOPPER).why == "requested"
 
 
-def test_what_is_unavailable_is_refused_with_alternatives() -> None:
+def test_an_unavailable_one_is_refused_with_alternatives() -> None:
     here = dataclasses.replace(HOPPER, why_no_te="Transformer Engine is not installed")
     with pytest.raises(
         ConfigurationError,

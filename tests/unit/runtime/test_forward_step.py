@@ -13,7 +13,7 @@ from megatron.hydraulis.runtime.executor import LossFunction, loss_func, make_fo
 
 
 class Losses(nn.Module):
-    """Stands for a model: gives the token losses it was made with."""
+    """Replaces a model: returns given token losses."""
 
     def __init__(self, losses: Tensor) -> None:
         super().__init__()
@@ -86,11 +86,11 @@ def two_values(mask: Tensor, output: Tensor) -> Any:
         (two_values, r"must return three values"),
     ],
 )
-def test_what_does_not_add_up_is_refused(loss: LossFunction, message: str) -> None:
+def test_losses_that_do_not_add_up_are_refused(loss: LossFunction, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         run(loss, some_losses())
     if loss not in (no_count, no_report, two_values):
-        # Where there is no loss nothing can be seen; the next micro-batch is looked at.
+        # Without a loss nothing can be checked; the next micro-batch is.
         for nothing in (0.0, torch.nan):
             with pytest.raises(ConfigurationError):
                 run(loss, Losses(torch.full((1, 7), nothing)), some_losses())
@@ -110,7 +110,7 @@ def test_sums_pass_and_are_checked_once() -> None:
     assert [float(returned[0].detach()) for returned in others] == [7.0] * 3
 
 
-def test_the_check_leaves_the_gradient_alone() -> None:
+def test_the_check_does_not_change_the_gradient() -> None:
     model = some_losses()
     ((loss, _, _),) = run(loss_func, model)
     loss.backward()
@@ -124,7 +124,7 @@ def test_the_check_leaves_the_gradient_alone() -> None:
 def test_losses_of_a_group_add_up_to_those_of_one_rank(size: int, tp: int) -> None:
     generator = np.random.default_rng(size)
     sequences = [generator.integers(61, size=length + 1) for length in (37, 1, 16, 5)]
-    # The loss of a token as any function of what the model is given for it.
+    # The loss of a token as an arbitrary function of the model's input for it.
     table = torch.from_numpy(generator.random((61, 61, 64)))
 
     def total(batch: PackedBatch) -> list[float]:

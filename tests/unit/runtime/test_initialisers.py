@@ -1,4 +1,4 @@
-"""Initial weights are made on rows: what cannot be repeated there is refused, not left out."""
+"""Initial weights are computed by rows; initialisers that cannot be replayed are refused."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from megatron.hydraulis.runtime.catalogue import EverythingOnMeta, InitialiserRe
 
 
 def recorded(make: Callable[[], Tensor], name: str = "some.weight") -> list[str]:
-    """Names of the steps that make the parameter, as they are noted on meta."""
+    """Names of the steps that initialise the parameter, as recorded on meta."""
     recorder = InitialiserRecorder()
     with EverythingOnMeta(recorder), recorder:
         parameter = make()
@@ -32,7 +32,7 @@ def weight(*changes: Callable[[Tensor], object]) -> Callable[[], Tensor]:
     return make
 
 
-def test_what_comes_before_the_last_overwrite_of_all_has_no_effect() -> None:
+def test_steps_before_the_last_complete_overwrite_have_no_effect() -> None:
     assert recorded(weight(lambda w: w.mul_(2.0), lambda w: w.add_(1.0))) == [
         *("normal_", "mul_", "add_")
     ]
@@ -41,14 +41,14 @@ def test_what_comes_before_the_last_overwrite_of_all_has_no_effect() -> None:
     assert recorded(earlier) == ["fill_"]
 
 
-def test_views_of_all_of_it_are_as_good_as_the_parameter() -> None:
+def test_views_of_the_whole_parameter_count_as_the_parameter() -> None:
     assert recorded(weight(lambda w: w.t().uniform_(), lambda w: w.view(-1).mul_(3.0))) == [
         *("uniform_", "mul_")
     ]
     assert recorded(weight(lambda w: w.data.zero_())) == ["zero_"]
 
 
-def test_parameters_of_one_storage_are_told_apart() -> None:
+def test_parameters_of_one_storage_are_distinguished() -> None:
     def second_half() -> Tensor:
         both = torch.empty(8).normal_()
         both[:4].zero_()
@@ -89,7 +89,7 @@ def test_replayed_steps_give_what_the_initialiser_gives() -> None:
         (lambda w: nn.init.sparse_(w, 0.5), "'sparse_', which does nothing on meta"),
     ],
 )
-def test_what_cannot_be_done_row_by_row_is_refused(
+def test_steps_that_do_not_work_by_rows_are_refused(
     change: Callable[[Tensor], object], message: str
 ) -> None:
     with pytest.raises(ConfigurationError) as refusal:
@@ -97,7 +97,7 @@ def test_what_cannot_be_done_row_by_row_is_refused(
     assert f"parameter 'decoder.layers.0.some.weight' is initialised by {message}" in str(
         refusal.value
     )
-    # Overwritten once more, it does not matter.
+    # If it is overwritten later, it does not matter.
     assert recorded(weight(change, lambda w: w.normal_())) == ["normal_"]
 
 

@@ -1,4 +1,4 @@
-"""What no model that a strategy cuts may have."""
+"""Options that are refused in every model."""
 
 from dataclasses import replace
 

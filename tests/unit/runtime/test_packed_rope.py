@@ -1,4 +1,4 @@
-"""Queries and keys turn by their place in their sequence, whatever group the model was built in."""
+"""Queries and keys rotate by their place in the sequence, whatever group the model has."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ ROLE = Role(1, 0, 0, 1, 1, False)
 
 
 class Recorder(nn.Module):
-    """Stands in for core attention and keeps what it was given."""
+    """Replaces core attention and records its arguments."""
 
     takes_context_group = True
 
@@ -64,7 +64,7 @@ def tensors(num_tokens: int) -> list[Tensor]:
 
 
 def rotated(attention: Any, rotary: Any, given: list[Tensor], description: Any) -> list[Tensor]:
-    """Queries and keys as core attention gets them."""
+    """Queries and keys at core attention."""
     attention.get_query_key_value_tensors = lambda *_, **__: tuple(x.unsqueeze(1) for x in given)
     table = rotary(description.max_seqlen_q, packed_seq=True, cp_group=description.cp_group)
     hidden = torch.zeros(len(given[0]), 1, MODEL.hidden_size)
@@ -107,7 +107,7 @@ def description_of(group: LocalGroup) -> Any:
 
 @pytest.mark.parametrize("static", [(1, 0), (2, 1), (4, 2), (8, 0)])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_rank_turns_its_tokens_by_their_places(size: int, static: tuple[int, int]) -> None:
+def test_every_rank_rotates_its_tokens_by_their_places(size: int, static: tuple[int, int]) -> None:
     given, padded, positions = row_of(size)
     expected = [naive(x, positions) for x in given[:2]]
     attention, rotary = attention_in(LocalGroup(*static))
@@ -119,8 +119,8 @@ def test_every_rank_turns_its_tokens_by_their_places(size: int, static: tuple[in
             torch.testing.assert_close(got, whole[places], rtol=0.0, atol=1e-6)
 
 
-def test_upstream_alone_turns_by_the_group_of_the_model() -> None:
-    """The trap: another rank of a group as large gives wrong positions without a word."""
+def test_upstream_rotates_by_the_group_of_the_model() -> None:
+    """Why we do not use it: in another group of the same size positions are silently wrong."""
     given, padded, positions = row_of(2)
     places = local_places(padded, 2, 0)
     expected = naive(given[0], positions)[places]
@@ -135,7 +135,7 @@ def test_upstream_alone_turns_by_the_group_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("static", [1, 4])
-def test_upstream_alone_cannot_run_in_a_group_of_another_size(static: int) -> None:
+def test_upstream_cannot_run_in_a_group_of_another_size(static: int) -> None:
     given, padded, _ = row_of(2)
     mine = [x[local_places(padded, 2, 0)] for x in given]
     attention, rotary = attention_in(LocalGroup(static, 0), follows=False)
@@ -143,13 +143,13 @@ def test_upstream_alone_cannot_run_in_a_group_of_another_size(static: int) -> No
         rotated(attention, rotary, mine, description_of(LocalGroup(2, 0)))
 
 
-def test_the_fused_kernel_is_told_of_the_micro_batch_s_group(
+def test_the_fused_kernel_gets_the_micro_batch_s_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = []
+    calls = []
 
     def fused(x: Tensor, borders: Tensor, table: Tensor, *, cp_size: int, cp_rank: int, **_: Any):
-        told.append((cp_size, cp_rank, borders.tolist()))
+        calls.append((cp_size, cp_rank, borders.tolist()))
         return x
 
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", fused)
@@ -160,8 +160,8 @@ def test_the_fused_kernel_is_told_of_the_micro_batch_s_group(
         mine = [x[local_places(padded, group.size(), group.rank())] for x in given]
         rotated(attention, rotary, mine, description_of(group))
         borders = [0, *torch.tensor(padded).cumsum(0).tolist()]
-        assert told == [(group.size(), group.rank(), borders)] * 2
-        told.clear()
+        assert calls == [(group.size(), group.rank(), borders)] * 2
+        calls.clear()
 
 
 def test_a_part_without_its_group_is_refused() -> None:
@@ -176,8 +176,8 @@ def test_a_part_without_its_group_is_refused() -> None:
         rotated(attention, rotary, [x[local_places(padded, 2, 0)] for x in given], description)
 
 
-def test_a_core_attention_that_knows_no_groups_is_refused() -> None:
-    """It would attend inside the part, and gradients would be wrong without a word."""
+def test_a_core_attention_without_groups_is_refused() -> None:
+    """It would attend only inside the part, and gradients would be silently wrong."""
     attention, rotary = attention_in(LocalGroup())
     attention.core_attention.takes_context_group = False
     given, padded, _ = row_of(2)
@@ -205,7 +205,7 @@ def test_rows_without_positions_are_left_to_upstream() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("num_turned", [HEAD_SIZE, HEAD_SIZE // 2])
-def test_turning_is_upstream_s_with_its_gradient(num_turned: int, interleaved: bool) -> None:
+def test_rotation_and_its_gradient_equal_upstream_s(num_turned: int, interleaved: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     positions = torch.tensor([0, 1, 2, 0, 7, 8])
     halves = torch.outer(positions.double(), torch.tensor([1.0, 0.3, 0.1, 0.02])[: num_turned // 2])
@@ -254,8 +254,8 @@ def test_layers_share_cosines_and_sines_and_do_not_keep_the_fused_output() -> No
     assert sizes.count(len(fused) * HEAD_SIZE * fused.element_size()) == 2  # cosines and sines
 
 
-def test_a_table_in_the_memory_of_another_is_not_taken_for_it() -> None:
-    """A layer may make a table of its own and throw it away before the next layer makes one."""
+def test_a_table_at_the_address_of_an_earlier_one_is_not_confused_with_it() -> None:
+    """A layer may create a table and free it before the next layer creates one."""
     given, _, positions = row_of(1)
     attention, rotary = attention_in(LocalGroup())
     description = description_of(LocalGroup(1, 0))

@@ -1,4 +1,4 @@
-"""When buckets are posted, and who waits for them."""
+"""When buckets are posted, and what waits for them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ NUM_BUCKETS = 4
 
 
 class FakeTicket:
-    """Ends when it is waited for."""
+    """Completes when it is waited for."""
 
     def __init__(self, log: list[str], bucket: int) -> None:
         self._log, self._bucket = log, bucket
@@ -26,7 +26,7 @@ class FakeTicket:
 
 
 class FakeTrack:
-    """Regrouper and track in one: jobs are numbers of buckets."""
+    """Regrouper and track: jobs are numbers of buckets."""
 
     may_delay_compute = False
 
@@ -64,7 +64,7 @@ def scatter_pass(
 
 
 class TestScatter:
-    def test_buckets_go_by_falling_index_once_they_are_complete(self) -> None:
+    def test_complete_buckets_are_posted_by_falling_index(self) -> None:
         track = FakeTrack()
         scatter = scatter_pass(track)
         scatter.arrived(9)
@@ -81,7 +81,7 @@ class TestScatter:
         scatter.finish()
         assert track.log[4:] == ["wait 3", "wait 2", "wait 1", "wait 0"]
 
-    def test_a_parameter_without_gradient_blocks_nothing_for_good(self) -> None:
+    def test_a_parameter_without_gradient_does_not_block_forever(self) -> None:
         track = FakeTrack()
         scatter = scatter_pass(track)
         scatter.begin_last_backward()
@@ -108,14 +108,14 @@ class TestScatter:
         scatter.finish()
         assert track.posted == [5, 4, 3, 2, 1, 0]
 
-    def test_a_first_stage_whose_last_backward_adds_to_nothing_posts_in_the_end(self) -> None:
+    def test_a_first_stage_without_gradients_in_its_last_backward_posts_at_the_end(self) -> None:
         track = FakeTrack()
         scatter = scatter_pass(track, PostFrom.FIRST_GRADIENT)
         scatter.begin_last_backward()
         scatter.finish()
         assert track.posted == [3, 2, 1, 0]
 
-    def test_a_later_stage_posts_in_the_end(self) -> None:
+    def test_a_later_stage_posts_at_the_end(self) -> None:
         track = FakeTrack()
         scatter = scatter_pass(track, PostFrom.FINISH)
         scatter.begin_last_backward()
@@ -143,7 +143,7 @@ class TestGather:
             **options,
         )
 
-    def test_a_bucket_is_waited_for_once_and_the_rest_in_the_end(self) -> None:
+    def test_a_bucket_is_waited_for_once_and_the_rest_at_the_end(self) -> None:
         track = FakeTrack()
         gather = self.gather_pass(track)
         gather.post_next()
@@ -169,17 +169,17 @@ def test_waits_add_up_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(spans.time, "perf_counter", lambda: next(clock_s))
     waits = StallTimer("gather wait")
     tickets = [FakeTicket([], bucket) for bucket in range(2)]
-    for ticket in (*tickets, *tickets):  # what has ended is not waited for, and costs no time
+    for ticket in (*tickets, *tickets):  # a completed one needs no wait and takes no time
         waits.wait_for(ticket)
     assert waits.take_s() == 0.5 + 2.25
     assert waits.take_s() == 0.0
 
 
-def test_waits_of_a_stream_count_once_the_device_has_come_to_them() -> None:
+def test_waits_of_a_stream_count_after_the_device_has_reached_them() -> None:
     passed: set[int] = set()
 
     class StreamStamp:
-        """The n-th stamp of a stream, half a second after the one before."""
+        """The n-th stamp of a stream, half a second after the previous one."""
 
         num_stamps = 0
 
@@ -199,10 +199,10 @@ def test_waits_of_a_stream_count_once_the_device_has_come_to_them() -> None:
     assert waits.take_s() == 0.0
     waits.forget()
     passed.add(5)
-    assert waits.take_s() == 0.0, "not of this iteration any more"
+    assert waits.take_s() == 0.0, "no longer of this iteration"
 
 
-def test_hooks_stand_on_the_largest_modules_that_are_called_and_have_one_unit() -> None:
+def test_hooks_are_on_the_largest_called_modules_of_one_unit() -> None:
     class Block(torch.nn.Module):
         def __init__(self, num_layers: int) -> None:
             super().__init__()

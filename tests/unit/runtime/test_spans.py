@@ -1,4 +1,4 @@
-"""The recorder in memory, and what a schedule's timers tell it."""
+"""The recorder in memory, and the spans of a schedule's timers."""
 
 import threading
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from megatron.hydraulis.runtime.spans import (
 
 
 class LazyClock:
-    """As CUDA events: a stamp is a ticket, its time is known only when it is asked for."""
+    """As CUDA events: a stamp is a ticket, its time is known only on request."""
 
     def __init__(self) -> None:
         self.num_stamps = 0
@@ -53,7 +53,7 @@ def test_spans_are_kept_until_taken() -> None:
     assert recorder.take() == []
 
 
-def test_a_device_is_asked_for_times_only_when_spans_are_taken() -> None:
+def test_device_times_are_read_only_when_spans_are_taken() -> None:
     clock = LazyClock()
     recorder = MemoryRecorder(clock)
     still_open = recorder.begin("gather", bucket=1)
@@ -63,7 +63,7 @@ def test_a_device_is_asked_for_times_only_when_spans_are_taken() -> None:
     recorder.end(recorder.begin("gather wait"))
     assert (clock.num_stamps, clock.asked) == (7, [])
     taken = recorder.take()
-    assert sorted(clock.asked) == [2, 3, 4, 5, 6, 7], "neither what is open nor what the host does"
+    assert sorted(clock.asked) == [2, 3, 4, 5, 6, 7], "neither open spans nor those of the host"
     device = [(s.name, s.start_ns, s.end_ns) for s in taken if s.name != "planning wait"]
     assert device == [
         ("forward", 2000, 3000),
@@ -74,7 +74,7 @@ def test_a_device_is_asked_for_times_only_when_spans_are_taken() -> None:
     assert [(s.start_ns, s.end_ns) for s in recorder.take()] == [(1000, 8000)]
 
 
-def test_nothing_is_kept_of_a_track_that_is_switched_off() -> None:
+def test_a_disabled_track_records_nothing() -> None:
     recorder = MemoryRecorder()
     early = recorder.begin("forward")
     recorder.tracks = ALL_TRACKS - {"compute"}
@@ -133,8 +133,8 @@ def test_timers_of_a_schedule_become_spans() -> None:
     with schedule_spans(config, recorder, stage=1):
         run_schedule(config)
     assert config.timers is None
-    told = [(span.name, *span.detail.values()) for span in recorder.take()]
-    assert told == [
+    recorded = [(span.name, *span.detail.values()) for span in recorder.take()]
+    assert recorded == [
         ("pipeline wait", "forward-recv", 1),
         ("forward", 0, 1),
         ("pipeline wait", "forward-recv", 1),
@@ -144,7 +144,7 @@ def test_timers_of_a_schedule_become_spans() -> None:
     ]
 
 
-def test_upstreams_timers_stay_where_nothing_is_measured() -> None:
+def test_upstreams_timers_stay_if_nothing_is_measured() -> None:
     timers = object()
     config: Any = SimpleNamespace(timers=timers)
     with schedule_spans(config, NO_SPANS, stage=0):

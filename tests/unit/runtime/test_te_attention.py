@@ -77,7 +77,7 @@ def test_holds_no_parameters() -> None:
 
 
 def test_whole_rows_attend_as_segments_do() -> None:
-    lengths = [5, 1, 9, 2]  # the last is padding: a segment like the others
+    lengths = [5, 1, 9, 2]  # the last is padding, a segment as well
     given = tensors(17)
     reference = SegmentAttention(
         MODEL.transformer(), 1, AttnMaskType.causal, "self", softmax_scale=0.25
@@ -89,12 +89,12 @@ def test_whole_rows_attend_as_segments_do() -> None:
 
 
 def test_true_and_padded_borders_of_a_whole_row_are_one() -> None:
-    told = packed_arguments(packed([5, 3], [5, 3]))
-    assert told["cu_seqlens_q"] is told["cu_seqlens_q_padded"]
-    assert told["cu_seqlens_kv"] is told["cu_seqlens_kv_padded"]
-    assert told["pad_between_seqs"] is False
-    assert (told["max_seqlen_q"], told["max_seqlen_kv"]) == (5, 5)
-    assert told["qkv_format"] == "thd"
+    arguments = packed_arguments(packed([5, 3], [5, 3]))
+    assert arguments["cu_seqlens_q"] is arguments["cu_seqlens_q_padded"]
+    assert arguments["cu_seqlens_kv"] is arguments["cu_seqlens_kv_padded"]
+    assert arguments["pad_between_seqs"] is False
+    assert (arguments["max_seqlen_q"], arguments["max_seqlen_kv"]) == (5, 5)
+    assert arguments["qkv_format"] == "thd"
 
 
 @pytest.fixture
@@ -103,21 +103,21 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     return LocalGroup(size=2)
 
 
-def test_a_shared_row_comes_with_its_group_and_padded_borders(group: Any) -> None:
+def test_a_shared_row_has_its_group_and_padded_borders(group: Any) -> None:
     module = attention()
     row = packed([5, 3], [8, 4], group)
     query, key, value, _ = tensors(6)
     module(query, key, value, None, packed_seq_params=row)
     assert module.attention.context[:3] == (group, [4, 6], None)
-    told = module.attention.told
-    assert told["cu_seqlens_q"].tolist() == [0, 8, 12]
-    assert told["cu_seqlens_q"] is told["cu_seqlens_q_padded"]
-    assert told["max_seqlen_q"] == 8
-    assert told["pad_between_seqs"] is False
-    assert told["attention_mask"] is None
+    arguments = module.attention.arguments
+    assert arguments["cu_seqlens_q"].tolist() == [0, 8, 12]
+    assert arguments["cu_seqlens_q"] is arguments["cu_seqlens_q_padded"]
+    assert arguments["max_seqlen_q"] == 8
+    assert arguments["pad_between_seqs"] is False
+    assert arguments["attention_mask"] is None
 
 
-def test_the_group_of_one_micro_batch_is_not_left_to_the_next(group: Any) -> None:
+def test_the_group_of_a_micro_batch_does_not_affect_the_next(group: Any) -> None:
     module = attention()
     query, key, value, _ = tensors(6)
     module(query, key, value, None, packed_seq_params=packed([5, 3], [8, 4], group))
@@ -197,7 +197,7 @@ NONE: tuple[Any, ...] = (False, None, False, None, False, [])
         (NONE, "has no kernel for packed rows shared by 2 ranks"),
     ],
 )
-def test_what_its_own_selection_refuses_is_an_obstacle(
+def test_a_refusal_by_its_selection_is_an_obstacle(
     selection: Any, selected: tuple[Any, ...], obstacle: str | None
 ) -> None:
     selection.get_attention_backend = lambda asked: selected
@@ -207,7 +207,7 @@ def test_what_its_own_selection_refuses_is_an_obstacle(
     assert found is None if obstacle is None else re.search(obstacle, str(found))
 
 
-def test_what_its_own_selection_is_asked(selection: Any) -> None:
+def test_the_arguments_of_its_selection(selection: Any) -> None:
     asked: list[AttentionParams] = []
 
     def select(parameters: AttentionParams) -> tuple[Any, ...]:

@@ -63,14 +63,14 @@ def test_catalogue_is_that_of_local_layers_and_covers_what_is_built(bias: bool) 
 
 
 class Module:
-    """A wrapper of upstream's, as far as it names a device."""
+    """A wrapper like upstream's, which names a device."""
 
     def __init__(self, size: int, *, config: TransformerConfig) -> None:
         self.size, self.config = size, config
 
 
 class Norm:
-    """Upstream's norm: a function written as a class."""
+    """Like upstream's norm, a function written as a class."""
 
     def __new__(cls, config: TransformerConfig, size: int) -> Any:
         return Module(size, config=config)

@@ -1,4 +1,4 @@
-"""The track's thread: jobs in their order, few at a time, and errors for every later ticket."""
+"""The track's thread: jobs in order, a few at a time, and errors for every later ticket."""
 
 import threading
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ TIMEOUT_S = 20.0
 
 
 class PostedWork:
-    """Stands in for a collective under way."""
+    """Replaces a running collective."""
 
     def __init__(self) -> None:
         self._future: torch.futures.Future[None] = torch.futures.Future()
@@ -27,7 +27,7 @@ class PostedWork:
         self._future.set_result(None)
 
     def wait(self) -> None:
-        assert self._future.done(), "the track waits for what is complete only"
+        assert self._future.done(), "the track waits only for complete work"
 
 
 class FakeJob:
@@ -67,11 +67,11 @@ class FakeJob:
         self._log.append(f"{self._number} ends")
 
     def is_posted(self, index: int = 0) -> bool:
-        """Waits for it: only for what is to come."""
+        """Waits until it is posted."""
         return self.posted[index].wait(TIMEOUT_S)
 
 
-def test_jobs_end_in_their_order_whatever_is_complete_first() -> None:
+def test_jobs_end_in_order_whichever_is_complete_first() -> None:
     log: list[str] = []
     track = ThreadTrack(Staging(CPU, num_slots=3))
     jobs = [FakeJob(i, log) for i in range(3)]
@@ -91,7 +91,7 @@ def test_jobs_end_in_their_order_whatever_is_complete_first() -> None:
     track.close()
 
 
-def test_no_more_jobs_rearrange_at_a_time_than_there_are_slots() -> None:
+def test_at_most_as_many_jobs_rearrange_at_a_time_as_there_are_slots() -> None:
     log: list[str] = []
     track = ThreadTrack(Staging(CPU, num_slots=1))
     jobs = [FakeJob(i, log) for i in range(2)]
@@ -118,7 +118,7 @@ def test_jobs_in_place_need_no_slot() -> None:
 
 
 def test_a_job_begins_when_those_before_it_have_posted_everything() -> None:
-    """Or the second collective of one and the first of the next would change places by chance."""
+    """Otherwise the order of one job's second collective and the next one's first would vary."""
     log: list[str] = []
     track = ThreadTrack(Staging(CPU, num_slots=2))
     jobs = [FakeJob(i, log, num_collectives=2) for i in range(2)]
@@ -128,7 +128,7 @@ def test_a_job_begins_when_those_before_it_have_posted_everything() -> None:
     jobs[0].works[0].complete()
     assert jobs[1].is_posted(0)
     assert log == ["0 posts 0", "0 posts 1", "1 posts 0"]
-    # The second one has to wait for the end of the first before it goes on.
+    # The second one must wait for the end of the first.
     jobs[1].works[0].complete()
     jobs[0].works[1].complete()
     assert jobs[1].is_posted(1)
@@ -168,14 +168,14 @@ def test_spans_go_from_the_posting_to_the_end() -> None:
     assert second.start_ns < first.end_ns <= second.end_ns
 
 
-def test_a_closed_track_takes_no_job_that_would_be_waited_for_in_vain() -> None:
+def test_a_closed_track_refuses_jobs() -> None:
     track = ThreadTrack(Staging(CPU))
     track.close()
     with pytest.raises(HydraulisError, match="bucket 0, unit layer 0 was submitted after"):
         track.submit(FakeJob(0, []).job)
 
 
-def test_a_track_that_nobody_holds_ends_its_thread() -> None:
+def test_an_unreferenced_track_ends_its_thread() -> None:
     track = ThreadTrack(Staging(CPU))
     job = FakeJob(0, [])
     ticket = track.submit(job.job)

@@ -39,7 +39,7 @@ def test_attends_as_segments_do(lengths: list[int], monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_what_was_gathered_is_forgotten_until_the_backward() -> None:
+def test_gathered_tensors_are_freed_until_the_backward() -> None:
     values = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     num_gathers = 0
 

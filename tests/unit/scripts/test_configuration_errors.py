@@ -71,7 +71,7 @@ def test_messages_that_users_see_are_on_the_page(
     assert any(re.search(pattern, str(caught.value)) for pattern in patterns)
 
 
-def test_values_become_marks_and_choices_stand_together(script: ModuleType) -> None:
+def test_values_become_placeholders_and_choices_are_listed_together(script: ModuleType) -> None:
     source = """
 def check(args):
     why = "too few" if args.few else "too many"
@@ -84,7 +84,7 @@ def check(args):
     assert found.shown == "⟨too few / too many⟩: ⟨num_ranks⟩ ranks of … nodes have ⟨a / many⟩ GPUs"
 
 
-def test_texts_that_are_chosen_before_the_error_are_messages_of_their_own(
+def test_texts_that_are_chosen_before_the_error_are_separate_messages(
     script: ModuleType,
 ) -> None:
     source = """
@@ -95,7 +95,7 @@ def check(args):
     assert texts(script, source) == ["there are no ranks", "there are no nodes"]
 
 
-def test_a_rule_without_words_is_shown_with_what_to_do(script: ModuleType) -> None:
+def test_a_rule_without_text_is_shown_with_its_fix(script: ModuleType) -> None:
     short = script.Message("config.py", 1, "⟨refusal⟩; use --cp-comm-type auto")
     assert short.shown == short.text
     assert not script.Message("config.py", 1, "⟨where⟩: ⟨error⟩").shown
@@ -111,7 +111,7 @@ def check(args, dest, place):
     assert texts(script, source) == ["--⟨dest⟩ and --⟨dest⟩ differ at ……; give --⟨dest⟩"]
 
 
-def test_functions_that_make_errors_are_followed_to_their_words(script: ModuleType) -> None:
+def test_messages_of_functions_that_make_errors_are_found(script: ModuleType) -> None:
     source = """
 class Pool:
     def _error(self, message):
@@ -125,6 +125,6 @@ class Pool:
     ]
 
 
-def test_an_error_whose_words_are_not_in_the_source_is_found(script: ModuleType) -> None:
+def test_an_error_whose_text_is_not_in_the_source_is_found(script: ModuleType) -> None:
     with pytest.raises(script.UnreadableError, match="line 2"):
         texts(script, "def check():\n    raise ConfigurationError(words[0])\n")

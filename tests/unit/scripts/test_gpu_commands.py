@@ -1,4 +1,4 @@
-"""The commands of what has not been run: each means what the programs of today take."""
+"""The commands for a GPU, which were not run: today's programs accept them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ QUICKSTART = (ROOT / "scripts/quickstart.sh").read_text("utf-8")
 
 
 def commands(beginning: str) -> list[str]:
-    """What follows a beginning, up to the end of the code, each once."""
+    """The rest of each command with this beginning, without duplicates."""
     found = re.findall(rf"{re.escape(beginning)}(?: ([^`\n]*))?(?=[`\n])", PAGE)
     assert found, beginning
     return list(dict.fromkeys(found))
 
 
 def quickstart_flags() -> list[str]:
-    """What the script gives to the program, the corpus that it prepares apart."""
+    """The flags that the script gives to the program, except its corpus."""
     (block,) = re.findall(r"^flags=\((.*?)^\)", QUICKSTART, re.MULTILINE | re.DOTALL)
     flags = shlex.split(block, comments=True)
     for option in ("--data-path", "--split", "--tokenizer-type", "--tokenizer-model"):

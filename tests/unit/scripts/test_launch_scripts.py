@@ -1,4 +1,4 @@
-"""What the launch scripts decide and refuse, without Slurm and without starting a rank.
+"""Decisions and errors of the launch scripts, without Slurm and without starting a rank.
 
 Jobs on a real Slurm are in tests/slurm/slurm_jobs.py.
 """
@@ -56,7 +56,7 @@ def job_library(code: str, **environment: str) -> subprocess.CompletedProcess[st
         ({"HYDRAULIS_ROOT": "/"}, "but '/' does not; submit from it or set HYDRAULIS_ROOT"),
     ],
 )
-def test_settings_that_cannot_be(environment: dict[str, str], says: str) -> None:
+def test_impossible_settings(environment: dict[str, str], says: str) -> None:
     result = job_library("resolve_settings --lr 1", **environment)
     assert result.returncode == 2
     assert says in result.stderr
@@ -82,15 +82,15 @@ def test_one_rendezvous_and_every_setting_are_printed(tmp_path: Path) -> None:
 def test_the_head_of_the_script_has_every_setting_with_its_default() -> None:
     header = (ROOT / "scripts/slurm/pretrain_gpt.sbatch").read_text()
     unset = {"OMP_NUM_THREADS": "", "CUDA_DEVICE_MAX_CONNECTIONS": ""}
-    told = dict(re.findall(r"^#   ([A-Z_]+) +(?:.*? {2,})?(\S.*)$", header, re.MULTILINE))
+    documented = dict(re.findall(r"^#   ([A-Z_]+) +(?:.*? {2,})?(\S.*)$", header, re.MULTILINE))
     printed = dict(
         re.findall(r"^([A-Z_]+) +(\S+)", composed(CHECKPOINT_DIR="", **unset), re.MULTILINE)
     )
-    assert told.keys() == printed.keys()
+    assert documented.keys() == printed.keys()
     for name, value in printed.items():
         if value.isdigit() and name not in ("RANKS_PER_NODE", "MIN_NODES", "MASTER_PORT"):
-            defaults = re.findall(r"\d+", told[name])
-            assert value in defaults, f"{name}: {told[name]}"
+            defaults = re.findall(r"\d+", documented[name])
+            assert value in defaults, f"{name}: {documented[name]}"
 
 
 def hold_checkpoint(folder: Path, iteration: int) -> None:
@@ -101,9 +101,9 @@ def hold_checkpoint(folder: Path, iteration: int) -> None:
 ELSEWHERE = ("--load", "/other", "--ckpt-step", "7", "--finetune", "--lr", "1")
 
 
-def test_a_job_that_goes_on_takes_its_own_checkpoint(tmp_path: Path) -> None:
+def test_a_requeued_job_loads_its_own_checkpoint(tmp_path: Path) -> None:
     own = tmp_path / "checkpoints"
-    # From the first start on: torchrun starts ranks again with the same flags.
+    # From the first start on, because torchrun restarts ranks with the same flags.
     assert f"--save-interval 500 --lr 1 --load {own}\n" in composed(
         "--lr", "1", RUN_DIR=str(tmp_path)
     )
@@ -215,7 +215,7 @@ def test_containers_and_the_loss_of_nodes_are_options_of_the_step() -> None:
         (50, 40, 9, "the most that MAX_REQUEUES allows", False),
     ],
 )
-def test_requeued_while_there_is_something_to_gain(
+def test_a_job_is_requeued_while_it_makes_progress(
     tmp_path: Path, last: int, saved: int, restart: int, says: str, queued: bool
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1}}\n{{"iteration": {last}}}\n')
@@ -243,9 +243,7 @@ def test_requeued_while_there_is_something_to_gain(
         ("scripts/slurm/pretrain_gpt.sbatch", ["--lr", "1"], "in a Slurm job and this is not one"),
     ],
 )
-def test_a_script_that_is_called_wrongly_says_how(
-    script: str, arguments: list[str], says: str
-) -> None:
+def test_a_wrong_call_prints_the_usage(script: str, arguments: list[str], says: str) -> None:
     result = bash(script, *arguments, RANKS_PER_NODE="1")
     assert result.returncode == 2
     assert says in result.stderr
@@ -287,16 +285,16 @@ def test_node_asks_ranks_to_end_and_ends_well_with_a_log_for_each(tmp_path: Path
             assert node.poll() is None, node.communicate()[0]
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
-        # As Slurm does it: every process gets the signal, torchrun among them.
+        # Like Slurm: every process gets the signal, including torchrun.
         os.killpg(node.pid, signal.SIGUSR1)
         for name in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(int(re.findall(r"started by (\d+)", logs[0].read_text())[0]), name)
-        told, _ = node.communicate(timeout=60)
+        output, _ = node.communicate(timeout=60)
     finally:
         if node.poll() is None:
             os.killpg(node.pid, signal.SIGKILL)
-    assert node.returncode == 0, told
-    assert "Traceback" not in told, told
+    assert node.returncode == 0, output
+    assert "Traceback" not in output, output
     for rank, log in enumerate(logs):
         assert "saved" in log.read_text()
-        assert f"[rank {rank}] saved" in told
+        assert f"[rank {rank}] saved" in output

@@ -24,7 +24,7 @@ def script() -> ModuleType:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small library with all that must be left out."""
+    """A small library with everything that must be excluded."""
     root = tmp_path / "lib"
     for name in ("os.py", "json/decoder.py", "test/test_os.py", "json/tests/test_json.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def test_the_standard_library_is_hundreds_of_files_of_all_lengths(script: Module
     assert max(sizes) > 1000 * min(sizes)
 
 
-def test_order_depends_on_names_alone(script: ModuleType, library: Path) -> None:
+def test_order_depends_only_on_names(script: ModuleType, library: Path) -> None:
     names = [file.relative_to(library).as_posix() for file in script.source_files(library)]
     assert sorted(names) == ["json/decoder.py", "os.py"]
     moved = library.rename(library.with_name("elsewhere"))
@@ -82,7 +82,7 @@ def test_corpus_is_made_once_and_holds_the_sources(
         assert tokenizer.detokenize(tokens[:-1]) == file.read_text()
 
 
-def test_corpus_is_made_anew_when_it_must(
+def test_corpus_is_made_again_if_necessary(
     script: ModuleType, library: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

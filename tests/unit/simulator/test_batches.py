@@ -34,7 +34,7 @@ def without_times(timed: Sequence[TimedPlan]) -> list[tuple[object, ...]]:
 
 
 class DyingCostModel(ProfileCostModel):
-    """Ends the process that plans with it."""
+    """Kills the process that plans with it."""
 
     def overhead_ms(self, strategy: Strategy) -> float:
         assert multiprocessing.parent_process() is not None
@@ -58,7 +58,7 @@ def test_plans_do_not_depend_on_the_number_of_processes(shortlists: bool) -> Non
     assert len(multiprocessing.active_children()) == len(before)
 
 
-def test_a_batch_that_nothing_holds_is_an_error_in_any_process() -> None:
+def test_a_batch_that_fits_nowhere_is_an_error_in_any_process() -> None:
     too_long = Pool.of(Strategy.parse("4*tp1", 4, name="short"))
     with (
         BatchPlanning(NUM_PROCESSES) as planning,

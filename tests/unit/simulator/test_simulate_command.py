@@ -1,4 +1,4 @@
-"""``simulate``: files in, tables, JSON, trace and pictures out."""
+"""``simulate``: tables, JSON, trace and pictures from files."""
 
 import itertools
 import json
@@ -170,7 +170,7 @@ def test_the_picture_of_an_iteration_names_schemes_and_has_no_empty_rows(
     assert texts[0] in ("tp4, ranks 0-3  compute", "tp2, ranks 0-1  compute")
 
 
-def test_the_model_may_be_described_by_flags(
+def test_the_model_can_be_described_by_flags(
     simulate: Callable[..., int], regroup: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {name: f"--{name.replace('_', '-')}" for name in MODEL} | {

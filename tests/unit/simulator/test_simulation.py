@@ -24,7 +24,7 @@ from tests.support.simulation import (
 )
 
 
-def test_a_lane_runs_its_tasks_one_after_the_other() -> None:
+def test_a_lane_runs_its_tasks_in_sequence() -> None:
     loop = EventLoop()
     tasks = [loop.add("a", duration) for duration in (3.0, 0.0, 2.0)]
     loop.run()
@@ -50,7 +50,7 @@ def test_a_task_may_wait_for_one_that_is_added_later() -> None:
     assert (early.start_ms, early.end_ms) == (4, 5)
 
 
-def test_a_lane_keeps_its_order_even_where_the_next_one_could_start() -> None:
+def test_a_lane_keeps_its_order_even_if_the_next_task_could_start() -> None:
     loop = EventLoop()
     slow = loop.add("b", 7.0)
     loop.add("a", 1.0, [slow])
@@ -69,7 +69,7 @@ def test_tasks_that_wait_in_a_cycle_are_named() -> None:
 
 
 @pytest.mark.parametrize("duration_ms", [-1.0, float("inf"), float("nan")])
-def test_a_time_that_is_none_is_refused(duration_ms: float) -> None:
+def test_an_invalid_time_is_refused(duration_ms: float) -> None:
     with pytest.raises(ValueError, match="finite time from 0 on"):
         EventLoop().add("a", duration_ms)
 
@@ -98,7 +98,7 @@ def test_a_stage_runs_1f1b() -> None:
     assert [forward for forward, _ in stage_program(0, 4, 2)] == [True, True, False, False]
 
 
-def test_the_slowest_replica_makes_the_iteration_and_others_wait() -> None:
+def test_the_slowest_replica_determines_the_iteration_and_others_wait() -> None:
     work = work_of("tp2+2*tp1+2*idle", [[10], [4, 4], []], num_ranks=6)
     (iteration,) = simulator().run([work])
     result = account(iteration, started_ms=0.0)
@@ -110,7 +110,7 @@ def test_the_slowest_replica_makes_the_iteration_and_others_wait() -> None:
     assert result.replica_times_ms == (10, 8, 0)
 
 
-def test_what_the_cost_model_says_of_regrouping_follows_the_slowest_replica() -> None:
+def test_the_cost_models_overhead_follows_the_slowest_replica() -> None:
     work = work_of("2*tp1", [[10], [4]], num_ranks=2)
     slow = simulator(overheads={work.strategy.name: 5.0})
     iterations = slow.run([work, work])
@@ -127,15 +127,15 @@ class TestPlanning:
     def test_plans_made_ahead_in_less_than_an_iteration_cost_nothing(self) -> None:
         assert self.ends_ms(0.01, plan_ahead=1) == [10, 20, 30, 40]
 
-    def test_training_waits_for_a_planner_that_is_slower(self) -> None:
+    def test_training_waits_for_a_slower_planner(self) -> None:
         assert self.ends_ms(0.016, plan_ahead=1) == [10, 26, 42, 58]
 
     def test_plans_ahead_are_a_head_start_and_no_more(self) -> None:
-        # The planner starts all of them at 0, one after the other.
+        # The planner starts at 0 and makes them in sequence.
         assert self.ends_ms(0.016, plan_ahead=3) == [10, 26, 42, 58]
         assert self.ends_ms(0.004, plan_ahead=3) == [10, 20, 30, 40]
 
-    def test_without_plans_ahead_each_one_stands_between_iterations(self) -> None:
+    def test_without_plans_ahead_planning_is_between_iterations(self) -> None:
         assert self.ends_ms(0.004, plan_ahead=0) == [10, 24, 38, 52]
         work = work_of("tp1", [[10]], num_ranks=1, plan_time_s=0.004)
         iterations = simulator(plan_ahead=0).run([work, work])
@@ -182,7 +182,7 @@ class TestRegrouping:
         for earlier, later in itertools.pairwise(tasks):
             assert earlier.end_ms <= later.start_ms
 
-    def test_a_layer_is_entered_when_its_parameters_are_there(self) -> None:
+    def test_a_layer_starts_when_its_parameters_have_arrived(self) -> None:
         # So slow that compute waits for every bucket.
         costs = regroup_costs(4, inside_bytes_per_s=1e4, across_bytes_per_s=1e4)
         (iteration,) = simulator(regroup=costs, shape=SMALL_SHAPE).run([self.work])
@@ -193,7 +193,7 @@ class TestRegrouping:
             assert len(starts) == len(arrivals) == 6
             assert starts == pytest.approx(arrivals)
 
-    def test_a_bucket_is_scattered_when_the_last_backward_has_left_it(self) -> None:
+    def test_a_bucket_is_scattered_after_its_last_backward(self) -> None:
         costs = regroup_costs(4, inside_bytes_per_s=1e12, across_bytes_per_s=1e12)
         (iteration,) = simulator(regroup=costs, shape=SMALL_SHAPE).run([self.work])
         layers = [iteration.buckets[1 + layer].scatter.start_ms for layer in range(4)]
@@ -207,7 +207,7 @@ class TestRegrouping:
             assert before.update.end_ms <= after.gather.start_ms
         assert second.buckets[0].gather.start_ms < first.end_ms
 
-    def test_a_profiled_time_takes_the_place_of_bytes(self) -> None:
+    def test_a_profiled_time_replaces_the_estimate_by_bytes(self) -> None:
         run = simulator(
             regroup=regroup_costs(4),
             shape=SMALL_SHAPE,
@@ -244,7 +244,7 @@ class TestStages:
         assert 3 * 30 < uneven < equal == pytest.approx(4 * 30)
 
 
-def test_padding_is_computed_and_counted_apart() -> None:
+def test_padding_is_computed_and_counted_separately() -> None:
     padded = MicroBatchWork.padded([3, 5], 5)
     assert (padded.num_tokens, padded.num_padding, padded.sum_of_squares) == (8, 2, 50)
     assert padded.time_ms(Coefficients(1.0, 10.0, 0.5)) == 50 + 100 + 0.5
@@ -267,7 +267,7 @@ def test_the_same_works_take_the_same_times() -> None:
     assert starts() == starts()
 
 
-def test_times_that_do_not_add_up_are_noticed() -> None:
+def test_times_that_do_not_add_up_are_an_error() -> None:
     work = work_of("pp2+2*tp1", [[5, 5], [3], []], num_ranks=4)
     for task in ("first", "last"):
         (iteration,) = simulator().run([work])
@@ -305,7 +305,7 @@ def wave_times(scheme: Scheme) -> Coefficients:
 
 
 @pytest.mark.parametrize("text", ["cp4~", "cp2~pp2", "2*cp2~"])
-def test_an_iteration_takes_what_the_plan_predicts(text: str) -> None:
+def test_an_iteration_takes_the_predicted_time(text: str) -> None:
     strategy = Strategy.parse(text, 4)
     model = TableCostModel(default_limit=512, times=wave_times)
     lengths = [300, 20, 20, 35, 64, 120, 5, 5, 7, 9, 11, 200, 90, 80, 30]

@@ -1,4 +1,4 @@
-"""Ways to train the same batches, and what is assumed of context parallelism."""
+"""Ways to train the same batches, and assumed costs of context parallelism."""
 
 import gc
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_every_way_trains_every_token(results: dict[str, WayResult]) -> None:
         assert [each.num_tokens for each in result.accounts] == [sum(b) for b in BATCHES]
 
 
-def test_every_freedom_more_saves_time(results: dict[str, WayResult]) -> None:
+def test_every_further_freedom_saves_time(results: dict[str, WayResult]) -> None:
     order = (PADDING, FIXED_ROWS, PACKING, BALANCED, PER_BATCH)
     times_s = [results[way].time_s for way in order]
     assert times_s == sorted(times_s, reverse=True)
@@ -118,7 +118,7 @@ def test_shares_of_a_way_add_up(results: dict[str, WayResult]) -> None:
     assert content["utilisation"] == content["shares"]["work"]
 
 
-def test_tasks_are_kept_of_the_iterations_that_are_asked_for() -> None:
+def test_tasks_of_the_requested_iterations_are_kept() -> None:
     setting = SimulationSettings()
     candidates = ways().candidates(POOL)
     everything = simulate_way(POOL, candidates, setting)
@@ -128,7 +128,7 @@ def test_tasks_are_kept_of_the_iterations_that_are_asked_for() -> None:
     assert [each.number for each in everything.iterations] == [1, 2, 3]
     assert [each.number for each in second.iterations] == [2]
     assert second.accounts == everything.accounts
-    # A task that is kept does not keep those that waited for it.
+    # A kept task has no reference to those that waited for it.
     assert not second.iterations[0].end.dependents
     assert gc.isenabled()
 
@@ -168,7 +168,7 @@ def test_a_sequence_beyond_the_limit_is_refused() -> None:
 
 
 class TestContextParallelism:
-    def test_it_is_left_out_where_its_cost_is_unknown(self) -> None:
+    def test_it_is_skipped_if_its_cost_is_unknown(self) -> None:
         assert ways(context=False).candidates(CP_ONLY) == []
 
     def test_groups_fill_the_job_and_hold_the_longest_sequence(self) -> None:

@@ -1,4 +1,4 @@
-"""Small layouts, worked out by hand."""
+"""Small layouts, calculated by hand."""
 
 import dataclasses
 
@@ -67,7 +67,7 @@ def test_a_column_cut_gives_strided_blocks() -> None:
     assert layout.block(third, tp=1, tp_rank=0) == Block(0, 2, 3, 1, 4)
 
 
-def test_borders_of_shards_lie_at_rows_nearest_to_equal_shares() -> None:
+def test_borders_of_shards_are_at_the_rows_nearest_to_equal_shares() -> None:
     layout = build(FC1, num_ranks=5)
     # 24 elements: shares end at 4.8, 9.6, 14.4, 19.2; rows at multiples of 3.
     assert layout.buckets[0].shard_borders == (0, 3, 9, 15, 18, 24)
@@ -95,7 +95,7 @@ def test_embedding_and_output_are_cut_to_the_cap_but_layers_are_not() -> None:
     assert [b.index for b in layout.buckets] == list(range(7))
 
 
-def test_a_cap_below_a_row_leaves_no_empty_bucket() -> None:
+def test_a_cap_below_a_row_makes_no_empty_bucket() -> None:
     embedding = dataclasses.replace(FC2, unit=Unit.embedding())
     layout = CanonicalLayout.build([embedding], num_atoms=2, num_ranks=3, bucket_cap_elements=1)
     assert [bucket.num_elements for bucket in layout.buckets] == [4, 4, 4]
@@ -121,7 +121,7 @@ def test_dims_that_do_not_cut_into_atoms_are_refused(
         build(parameter, num_atoms=num_atoms)
 
 
-def test_a_name_that_comes_twice_is_refused() -> None:
+def test_duplicate_names_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="named twice: norm"):
         build(NORM, Q_NORM, NORM)
 

@@ -1,4 +1,4 @@
-"""The three kinds of transfer, worked out by hand; the properties are in tests/property."""
+"""The three kinds of transfer, calculated by hand; properties are in tests/property."""
 
 from typing import Any
 
@@ -83,9 +83,9 @@ class TestKindOfAStrategy:
         roles = roles_of("2*pp2", num_layers=2)
         assert collective_of(layout, roles, ranks_per_node=None) is Collective.ALL_TO_ALL
 
-    def test_norms_alone_are_not_worth_a_second_step(self) -> None:
+    def test_norms_do_not_justify_a_second_step(self) -> None:
         """All TP ranks hold the norm: 1 element of 9 is needed twice in a node, and half of all
-        elements lie in the other node; the saving is what the caller says it has to be."""
+        elements lie in the other node; the caller sets the required saving."""
         layout = CanonicalLayout.build([WEIGHT, NORM], num_atoms=4, num_ranks=4)
         assert layout.buckets[0].shard_borders == (0, 4, 8, 12, 17)
         roles = roles_of("2*tp2")
@@ -145,7 +145,7 @@ class TestTwoSteps:
     """Ranks 0, 1 and 2, 3 are nodes; shards of 4. In ``tp2+2*tp1`` ranks 0 and 1 need half each,
     ranks 2 and 3 everything."""
 
-    def test_what_two_ranks_of_a_node_need_crosses_once(self) -> None:
+    def test_elements_that_two_ranks_of_a_node_need_cross_once(self) -> None:
         plan = two_step_gather(LAYOUT, BUCKET, roles_of("tp2+2*tp1"), ranks_per_node=2)
         assert plan.across.transfers == (
             Transfer(0, 0, (Range(0, 4),)),
@@ -171,7 +171,7 @@ class TestTwoSteps:
         # Both halves of what arrived across go to rank 2 (first 8 of the buffer) and to rank 3.
         assert plan.relay_copies(2) == (RelayCopy(0, 0, 8), RelayCopy(0, 8, 8))
 
-    def test_a_relay_takes_for_others_what_it_does_not_need(self) -> None:
+    def test_a_relay_receives_for_others_what_it_does_not_need(self) -> None:
         plan = two_step_gather(LAYOUT, BUCKET, roles_of("tp2+2*tp1"), ranks_per_node=2)
         # Rank 0 holds the first half, yet is the relay of rank 2, whose shard rank 1 needs.
         assert plan.inside.sent_by(0) == (
@@ -244,8 +244,8 @@ class TestPermutedOwners:
             LAYOUT.with_owner_orders([])
 
 
-class TestBucketsAlike:
-    def test_layers_of_a_stage_are_alike_unless_an_end_or_an_owner_sets_them_apart(self) -> None:
+class TestBucketsWithEqualPlans:
+    def test_layers_of_a_stage_have_equal_plans_unless_an_end_or_an_owner_differs(self) -> None:
         layers = [
             ParameterSpec(f"{i}", (8, 1), Unit.layer(i), Contribution.SHARDED, tp_dim=0)
             for i in range(5)
@@ -256,14 +256,14 @@ class TestBucketsAlike:
         grouped = buckets_with_equal_plans(layout.with_owner_orders(orders), roles)
         assert [[bucket.index for bucket in group] for group in grouped] == [[0, 1], [2, 4], [3]]
 
-    def test_layers_that_are_held_alike_may_be_contributed_apart(self) -> None:
+    def test_layers_with_equal_gathers_may_have_different_scatters(self) -> None:
         kinds = (Contribution.PARTIAL, Contribution.REPLICATED, Contribution.PARTIAL)
         norms = [ParameterSpec(f"{i}", (8,), Unit.layer(i), kind) for i, kind in enumerate(kinds)]
         layout = CanonicalLayout.build(norms, num_atoms=2, num_ranks=4)
         grouped = buckets_with_equal_plans(layout, roles_of("2*tp2", num_layers=3))
         assert [[bucket.index for bucket in group] for group in grouped] == [[0, 2], [1]]
 
-    def test_sixty_layers_are_planned_as_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sixty_layers_need_few_plans(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layers = [
             ParameterSpec(f"{i}", (16, 1), Unit.layer(i), Contribution.SHARDED, tp_dim=0)
             for i in range(60)

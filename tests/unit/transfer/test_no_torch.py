@@ -1,4 +1,4 @@
-"""Planning runs where torch is not: in the planner's own process, and in the simulator."""
+"""Planning runs without torch: in the planner process, and in the simulator."""
 
 import subprocess
 import sys

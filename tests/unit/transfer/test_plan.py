@@ -1,4 +1,4 @@
-"""Transfer plans and roles, worked out by hand; the properties are in tests/property."""
+"""Transfer plans and roles, calculated by hand; properties are in tests/property."""
 
 import pytest
 
@@ -72,7 +72,7 @@ def test_ranges_of_a_stage_without_the_unit_are_empty() -> None:
     assert held_ranges(LAYOUT, BUCKET, None) == ()
 
 
-def test_contributed_ranges_are_merged_up_to_what_tp_rank_0_alone_sends() -> None:
+def test_contributed_ranges_are_merged_up_to_the_part_that_only_tp_rank_0_sends() -> None:
     first, second = roles_of("tp2", 2)
     assert held_ranges(LAYOUT, BUCKET, second) == (Range(4, 12),)
     assert contributed_ranges(LAYOUT, BUCKET, second) == (Range(4, 8),)
@@ -103,12 +103,12 @@ class TestRole:
         assert first.units == {*embeds, Unit.layer(0)}
         assert second.units == {Unit.layer(1), Unit.output()}
 
-    def test_the_last_stage_of_a_tied_model_holds_the_word_embedding_alone(self) -> None:
+    def test_the_last_stage_of_a_tied_model_holds_only_the_word_embedding(self) -> None:
         _, second, third = roles_of("pp3", 3, num_layers=3, tied=True)
         assert second.units == {Unit.layer(1)}
         assert third.units == {Unit.embedding(), Unit.layer(2), Unit.output()}
 
-    def test_who_contributes(self) -> None:
+    def test_contributions(self) -> None:
         first, second = roles_of("tp2", 2)
         assert all(first.contributes(kind) for kind in Contribution)
         assert second.contributes(Contribution.SHARDED)

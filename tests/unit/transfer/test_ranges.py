@@ -1,16 +1,16 @@
-"""The algebra of ranges, worked out by hand."""
+"""The algebra of ranges, calculated by hand."""
 
 from megatron.hydraulis.transfer.ranges import Range, clip, intersection, num_elements, union
 
 RUN = (Range(0, 4), Range(6, 9))
 
 
-def test_union_merges_what_overlaps_touches_or_lies_inside() -> None:
+def test_union_merges_overlapping_adjacent_and_nested_ranges() -> None:
     assert union([RUN, (Range(1, 2), Range(4, 5)), (Range(8, 10),)]) == (Range(0, 5), Range(6, 10))
     assert union([]) == union([(), ()]) == ()
 
 
-def test_intersection_has_what_is_in_both() -> None:
+def test_intersection() -> None:
     assert intersection(RUN, (Range(2, 7), Range(8, 20))) == (
         Range(2, 4),
         Range(6, 7),
@@ -20,7 +20,7 @@ def test_intersection_has_what_is_in_both() -> None:
     assert intersection((Range(0, 9),), (Range(1, 3), Range(3, 5))) == (Range(1, 5),)
 
 
-def test_clip_cuts_at_both_ends_and_may_leave_nothing() -> None:
+def test_clip_cuts_at_both_ends_and_may_be_empty() -> None:
     assert clip(RUN, 3, 7) == (Range(3, 4), Range(6, 7))
     assert clip(RUN, 5, 5) == clip(RUN, 4, 6) == ()
 

@@ -1,4 +1,4 @@
-"""docs/regrouping.md: its code prints what it says, its table holds what the benchmark counts."""
+"""docs/regrouping.md: its code prints the documented output, its table is the benchmark's."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DOC = ROOT / "docs" / "regrouping.md"
 
 
-def test_the_code_prints_what_the_text_says() -> None:
+def test_the_code_prints_the_documented_output() -> None:
     outputs = documented_outputs(DOC)
     assert len(outputs) == DOC.read_text(encoding="utf-8").count("```python")
     for output in outputs:
@@ -57,7 +57,7 @@ def test_the_benchmark_s_model_has_the_shape_s_parameters(traffic: PoolTraffic) 
     assert traffic.layout.num_elements == LLAMA_32B.num_parameters
 
 
-def test_chosen_owners_bring_equal_replicas_nearer_to_zero1(traffic: PoolTraffic) -> None:
+def test_chosen_owners_bring_equal_replicas_closer_to_zero1(traffic: PoolTraffic) -> None:
     for name in ("S0", "S6"):
         strategy = traffic.pool.strategy(name)
         zero1 = traffic.by_number(strategy).zero1_bytes

@@ -1,4 +1,4 @@
-"""Bytes of regrouping and owners, worked out by hand; plans of one of 1,024 ranks stay small."""
+"""Bytes of regrouping and owners, by hand; plans of one of 1,024 ranks stay small."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def roles_of(text: str, num_ranks: int = 4, *, num_layers: int = 1) -> list[Role
 
 class TestBytes:
     def test_by_link(self) -> None:
-        """Rank 2 wants all 16: 4 are its own, 4 of rank 3 beside it, 8 across; its own 4 go to
+        """Rank 2 needs all 16: it owns 4, 4 are of rank 3 in its node, 8 across; its own 4 go to
         rank 3 and to rank 1, whose half they are in."""
         roles = roles_of("tp2+2*tp1")
         plan = gather_plan(LAYOUT, BUCKET, roles, rank=2)
@@ -93,7 +93,7 @@ class TestZero1:
 
 
 class TestOwners:
-    def test_owners_that_hold_what_they_own_receive_what_zero1_does(self) -> None:
+    def test_owners_that_hold_their_shares_receive_as_much_as_under_zero1(self) -> None:
         """Two replicas of two halves: ranks 0 and 2 hold 0..8, ranks 1 and 3 hold 8..16. By number
         rank 1 owns 4..8 and rank 2 owns 8..12, which neither holds; exchanged, both do."""
         roles = roles_of("2*tp2")
@@ -106,7 +106,7 @@ class TestOwners:
         assert [volume.gather_received for volume in chosen] == [held * (2 - 1) // 2] * 4
         assert [volume.estimate for volume in chosen] == [6.0] * 4
 
-    def test_ranks_of_another_stage_take_what_is_left(self) -> None:
+    def test_ranks_of_another_stage_get_the_rest(self) -> None:
         layers = [
             ParameterSpec(f"{i}", (16, 1), Unit.layer(i), Contribution.SHARDED, tp_dim=0)
             for i in range(2)
@@ -119,7 +119,7 @@ class TestOwners:
             first, second = stage
             assert bucket.shard_range(first)[1] <= 8 <= bucket.shard_range(second)[0]
 
-    def test_where_nothing_is_gained_rank_r_keeps_share_r(self) -> None:
+    def test_without_a_gain_rank_r_keeps_share_r(self) -> None:
         assert best_owner_orders(LAYOUT, roles_of("4*tp1")) == (None,)
         assert best_owner_orders(LAYOUT, roles_of("tp4")) == (None,)
 
@@ -186,7 +186,7 @@ class TestPlansOfOneOf1024Ranks:
 
 
 def _count_calls(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[None]:
-    """A list that grows by one a call."""
+    """A list that grows by one per call."""
     calls: list[None] = []
     original = getattr(module, name)
 
