@@ -1,12 +1,183 @@
 """The same update with random pools, placements, batches and schedules."""
 
+from __future__ import annotations
+
+import itertools
 import os
+from functools import cache
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.support.models import Job
-from tests.support.random_jobs import check_random_job, jobs
+from megatron.hydraulis.strategy import Replica, Scheme, Strategy
+from tests.support.comparison import assert_same
+from tests.support.gloo_pool import pool_of
+from tests.support.law import FP64_SETTINGS, FP64_TOLERANCE
+from tests.support.models import Assignment, Job, RankRun, SmallModel, assemble, run_job
+from tests.support.reference import ReferenceRun, run_reference
+
+NUM_ITERATIONS = 4
+NUM_ATOMS = 4
+MODELS = tuple(
+    SmallModel(
+        hidden_size=16,
+        ffn_hidden_size=16,
+        num_heads=4,
+        num_groups=4,
+        vocab_size=29,
+        padded_vocab_size=32,
+        tied=tied,
+    )
+    for tied in (False, True)
+)
+"""Four small layers; the model is fixed, the rest is drawn."""
+NUM_BATCH_SEEDS = 3
+MAX_TOKENS = 12
+
+
+@cache
+def batches_of_seed(seed: int) -> tuple[tuple[np.ndarray, ...], ...]:
+    """Sequences of each iteration; their number and lengths differ; there may be only one."""
+    rng = np.random.default_rng(seed)
+    return tuple(
+        tuple(
+            rng.integers(0, MODELS[0].vocab_size, size=int(rng.integers(1, MAX_TOKENS + 1)) + 1)
+            for _ in range(count)
+        )
+        for count in (6, 1, 4, 5)
+    )
+
+
+@st.composite
+def placed_strategies(draw: st.DrawFn, num_ranks: int) -> str:
+    """Replicas of any scheme with uneven stages, in some order of the ranks; the rest is idle.
+
+    Few orders of ranks, so that the process groups of many jobs are the same.
+    """
+    ascending = list(range(num_ranks))
+    order = draw(st.sampled_from([ascending, ascending[::-1], ascending[::2] + ascending[1::2]]))
+    replicas: list[Replica] = []
+    free = list(order)
+    while free and (not replicas or draw(st.integers(0, 3)) > 0):
+        tp = draw(st.sampled_from([tp for tp in (1, 2, 4) if tp <= len(free)]))
+        cp = draw(st.sampled_from([cp for cp in (1, 2, 3, 4) if tp * cp <= len(free)]))
+        pp = draw(st.integers(1, min(MODELS[0].num_layers, len(free) // (tp * cp))))
+        cuts = draw(st.permutations(range(1, MODELS[0].num_layers)))
+        borders = [0, *sorted(cuts[: pp - 1]), MODELS[0].num_layers]
+        layers = tuple(stop - start for start, stop in itertools.pairwise(borders))
+        splits = cp in (2, 4) and draw(st.booleans())
+        scheme = Scheme(tp=tp, cp=cp, pp=pp, layers=layers, splits_cp=splits)
+        replicas.append(Replica(scheme, tuple(free[: scheme.num_ranks])))
+        del free[: scheme.num_ranks]
+    return str(Strategy("drawn", tuple(replicas), num_ranks))
+
+
+@st.composite
+def assignments(draw: st.DrawFn, num_sequences: int, strategy: Strategy) -> Assignment:
+    """Any dispatch, replicas without sequences included, any packing, and any waves."""
+    num_replicas = len(strategy.replicas)
+    homes = draw(
+        st.lists(st.integers(0, num_replicas - 1), min_size=num_sequences, max_size=num_sequences)
+    )
+    shares: list[tuple[tuple[int, ...], ...]] = []
+    groups: list[tuple[Groups, ...]] = []
+    for index, replica in enumerate(strategy.replicas):
+        mine = [i for i, home in enumerate(homes) if home == index]
+        size = draw(st.integers(1, 3))
+        share = tuple(tuple(mine[i : i + size]) for i in range(0, len(mine), size))
+        shares.append(share)
+        groups.append(tuple(draw(waves(replica.scheme, len(indices))) for indices in share))
+    return Assignment(tuple(shares), tuple(groups))
+
+
+@st.composite
+def cuts(draw: st.DrawFn, offset: int, size: int) -> list[tuple[int, int]]:
+    """Offsets and sizes of any aligned groups of a width that is a power of two."""
+    if size == 1 or draw(st.booleans()):
+        return [(offset, size)]
+    half = size // 2
+    return [*draw(cuts(offset, half)), *draw(cuts(offset + half, half))]
+
+
+Groups = tuple[tuple[int, int, int], ...]
+"""Offset, size, number of sequences of each context group."""
+
+
+@st.composite
+def waves(draw: st.DrawFn, scheme: Scheme, num_sequences: int) -> Groups:
+    """Any aligned groups of the scheme's cp ranks, some possibly without sequences."""
+    if not scheme.splits_cp or draw(st.booleans()):
+        return ()
+    places = draw(cuts(0, scheme.cp))
+    homes = [draw(st.integers(0, len(places) - 1)) for _ in range(num_sequences)]
+    return tuple((*place, homes.count(i)) for i, place in enumerate(places))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[int, int, Job]:
+    """(ranks, seed of the batches, job)."""
+    num_ranks = draw(st.integers(2, 6), label="ranks")
+    pool = draw(
+        st.lists(placed_strategies(num_ranks), min_size=1, max_size=3, unique=True), label="pool"
+    )
+    schedule = draw(
+        st.lists(st.integers(0, len(pool) - 1), min_size=NUM_ITERATIONS, max_size=NUM_ITERATIONS),
+        label="schedule",
+    )
+    seed = draw(st.integers(0, NUM_BATCH_SEEDS - 1), label="batches")
+    batches = batches_of_seed(seed)
+    parsed = [Strategy.parse(text, num_ranks) for text in pool]
+    plans = [
+        draw(assignments(len(batch), parsed[which]), label="plan")
+        for which, batch in zip(schedule, batches, strict=True)
+    ]
+    nodes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    job = Job(
+        model=draw(st.sampled_from(MODELS)),
+        strategies=tuple(pool),
+        schedule=tuple(schedule),
+        assignments=tuple(plans),
+        batches=batches,
+        num_atoms=NUM_ATOMS,
+        settings=FP64_SETTINGS,
+        ranks_per_node=draw(st.sampled_from(nodes), label="ranks of a node"),
+        owners_for=draw(st.sampled_from([None, *pool]), label="owners chosen for"),
+        num_slots=draw(st.integers(1, 2), label="slots"),
+        knows_next=draw(st.booleans(), label="next strategy known"),
+    )
+    return num_ranks, seed, job
+
+
+@cache
+def reference_of(model: SmallModel, seed: int) -> ReferenceRun:
+    """The one-process run of a seed's batches."""
+    job = Job(
+        model=model,
+        strategies=("tp1",),
+        schedule=(0,) * NUM_ITERATIONS,
+        assignments=(),
+        batches=batches_of_seed(seed),
+        settings=FP64_SETTINGS,
+    )
+    reference: ReferenceRun = pool_of(1).run(run_reference, job, torch.float64)[0]
+    return reference
+
+
+def check_random_job(num_ranks: int, seed: int, job: Job, *, timeout_s: float) -> None:
+    """Every gradient and parameter of every iteration equals the one-process run's."""
+    reference = reference_of(job.model, seed)
+    runs: list[RankRun] = pool_of(num_ranks).run(run_job, job, timeout_s=timeout_s)
+    for i in range(NUM_ITERATIONS):
+        gradients = assemble(runs, [run.gradients[i] for run in runs])
+        parameters = assemble(runs, [run.parameters[i] for run in runs])
+        assert_same(gradients, reference.gradients[i], FP64_TOLERANCE, f"iteration {i}: gradient")
+        assert_same(parameters, reference.parameters[i], FP64_TOLERANCE, f"iteration {i}")
+        for run in runs:
+            np.testing.assert_allclose(run.losses[i], reference.losses[i], rtol=1e-12)
+
 
 NUM_DRAWS = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 25
 HANG_S = 60.0

@@ -5,13 +5,28 @@ one-process run of upstream's model, sequence by sequence, that shares nothing w
 the initial weights. T is 8 throughout: above every tp in use.
 """
 
-from dataclasses import replace
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from megatron.hydraulis.data.packed_batch import PackedBatch
+from megatron.hydraulis.runtime import catalogue as catalogue_module
+from megatron.hydraulis.runtime import executor
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.executor import loss_func, make_forward_step
 from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.transfer.canonical import Contribution, ParameterSpec
+from tests.support import models
 from tests.support.comparison import relative_errors
 from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import (
@@ -23,17 +38,233 @@ from tests.support.law import (
     law_reference,
     wrong_gradients,
 )
-from tests.support.models import RankRun, SmallModel, assemble, run_initial_weights, run_job
-from tests.support.mutations import MUTATIONS, run_mutated
-from tests.support.reference import initial_parameters
-from tests.support.training_probes import (
-    PrecisionProbe,
-    UntrainedProbe,
-    probe_precision,
-    probe_untrained_iterations,
+from tests.support.models import (
+    Job,
+    RankRun,
+    SmallModel,
+    assemble,
+    build_engine,
+    packs_of_rank,
+    run_initial_weights,
+    run_job,
 )
+from tests.support.reference import initial_parameters
 
 pytestmark = pytest.mark.distributed
+
+
+@dataclass(frozen=True)
+class PrecisionProbe:
+    """Dtypes after one step, by name; what this rank holds or owns."""
+
+    parameter_dtypes: set[str]
+    gradient_dtypes: set[str]
+    shard_dtypes: set[str]
+    optimizer_state_dtypes: set[str]
+    num_micro_batches: int
+    accumulation_error: float
+    """Relative error (2-norm) of the gradient of all micro-batches together, against the fp32 sum
+    of what each of them gives alone."""
+
+
+@dataclass(frozen=True)
+class UntrainedProbe:
+    """Four iterations: trained, no sequences, all masked, trained."""
+
+    updated: tuple[bool, ...]
+    num_tokens: tuple[int, ...]
+    moved_by_training: bool
+    unchanged_by_missing: bool
+    unchanged_by_masked: bool
+    next_update_is_the_same: bool
+    """As that of a run without the two iterations between."""
+
+
+def probe_precision(job: Job) -> PrecisionProbe:
+    """On every rank: the first iteration of the job, one replica over all ranks."""
+    engine = build_engine(job)
+    name = job.strategies[0]
+    packs = _packs(engine, job, 0)
+    step = make_forward_step()
+    engine.forward_backward(name, packs, step)
+    together = engine.shards.gradients.clone()
+    alone = torch.zeros_like(together)
+    for pack in packs:
+        engine.forward_backward(name, [pack], step)
+        alone += engine.shards.gradients
+    engine.train_step(name, packs, step)
+    runtime = engine.runtime_of(name)
+    assert runtime.model is not None
+    assert runtime.arena is not None
+    parameters: list[Any] = list(runtime.model.model.parameters())
+    gradients = [p.main_grad for p in parameters]
+    states = [
+        value
+        for state in engine.optimizer.state_dict()["state"].values()
+        for key, value in state.items()
+        if key != "step"
+    ]
+    assert states
+    return PrecisionProbe(
+        parameter_dtypes={str(p.dtype) for p in parameters},
+        gradient_dtypes={str(g.dtype) for g in gradients},
+        shard_dtypes={str(engine.shards.parameters.dtype), str(engine.shards.gradients.dtype)},
+        optimizer_state_dtypes={str(value.dtype) for value in states},
+        num_micro_batches=len(packs),
+        accumulation_error=((together - alone).norm() / alone.norm()).item(),
+    )
+
+
+def probe_untrained_iterations(job: Job) -> UntrainedProbe:
+    """On every rank: two iterations of the job, with two between that have nothing to train."""
+    name = job.strategies[0]
+    step = make_forward_step()
+    plain = build_engine(job)
+    for i in range(2):
+        plain.train_step(name, _packs(plain, job, i), step)
+
+    engine = build_engine(job)
+    start = _snapshot(engine)
+    outcomes = [engine.train_step(name, _packs(engine, job, 0), step)]
+    trained = _snapshot(engine)
+    outcomes.append(engine.train_step(name, [], step))
+    after_missing = _snapshot(engine)
+    masked = [_masked(batch) for batch in _packs(engine, job, 0)]
+    outcomes.append(engine.train_step(name, masked, step))
+    after_masked = _snapshot(engine)
+    outcomes.append(engine.train_step(name, _packs(engine, job, 1), step))
+    return UntrainedProbe(
+        updated=tuple(outcome.updated for outcome in outcomes),
+        num_tokens=tuple(outcome.loss.num_tokens for outcome in outcomes),
+        moved_by_training=not torch.equal(start[0], trained[0]),
+        unchanged_by_missing=_equal(trained, after_missing),
+        unchanged_by_masked=_equal(trained, after_masked),
+        next_update_is_the_same=_equal(_snapshot(engine), _snapshot(plain)),
+    )
+
+
+def _packs(engine: Engine, job: Job, iteration: int) -> list[PackedBatch]:
+    strategy = engine.pool.strategies[0]
+    return packs_of_rank(strategy, job.assignments[iteration], job.batches[iteration], engine.rank)
+
+
+def _masked(batch: PackedBatch) -> PackedBatch:
+    return dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_tokens=0)
+
+
+def _snapshot(engine: Engine) -> list[torch.Tensor]:
+    state = engine.optimizer.state_dict()["state"]
+    values = [value for run in sorted(state) for _, value in sorted(state[run].items())]
+    return [value.clone() for value in [engine.shards.parameters, *values]]
+
+
+def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def run_mutated(job: Job, mutation: str) -> RankRun:
+    """On every rank: the job with a mutation of `MUTATIONS`."""
+    with MUTATIONS[mutation]():
+        return run_job(job)
+
+
+def _qk_norms_replicated() -> Any:
+    def change(spec: ParameterSpec) -> ParameterSpec:
+        if not any(norm in spec.name for norm in catalogue_module.QK_NORMS):
+            return spec
+        return dataclasses.replace(spec, contribution=Contribution.REPLICATED)
+
+    return _with_specs(change)
+
+
+def _with_specs(change: Callable[[ParameterSpec], ParameterSpec]) -> Any:
+    right = catalogue_module._spec
+    return patch.object(catalogue_module, "_spec", lambda *arguments: change(right(*arguments)))
+
+
+def _contribution(wrong: Contribution, *, instead_of: Contribution) -> Any:
+    def change(spec: ParameterSpec) -> ParameterSpec:
+        if spec.contribution is not instead_of:
+            return spec
+        return dataclasses.replace(spec, contribution=wrong)
+
+    return lambda: _with_specs(change)
+
+
+def _halves_not_cut_apart() -> Any:
+    return _with_specs(lambda spec: dataclasses.replace(spec, stride=1))
+
+
+def _engine_without_overlap(*arguments: Any, **named: Any) -> Engine:
+    return Engine(*arguments, **{**named, "overlap": False})
+
+
+@contextmanager
+def _tied_output_end_forgotten() -> Iterator[None]:
+    right = Engine._run
+
+    def run(self: Engine, runtime: Any, *others: Any) -> Any:
+        reports = right(self, runtime, *others)
+        role = None if runtime.bound is None else runtime.bound.role
+        if role is not None and not role.has_embedding and role.has_output:
+            for bound in runtime.arena.bound.values():
+                if bound.name.startswith("embedding."):
+                    bound.gradient.zero_()
+        return reports
+
+    # Without overlap; otherwise the gradients would be sent before they can be dropped.
+    with (
+        patch.object(Engine, "_run", run),
+        patch.object(models, "Engine", _engine_without_overlap),
+    ):
+        yield
+
+
+@contextmanager
+def _second_cp_rank_forgotten() -> Iterator[None]:
+    right = Engine._run
+
+    def run(self: Engine, runtime: Any, batches: Any, *others: Any) -> Any:
+        reports = right(self, runtime, batches, *others)
+        if any(batch.context_rank == 1 for batch in batches):
+            runtime.arena.zero_gradients()
+        return reports
+
+    # Without overlap; otherwise the gradients would be sent before they can be dropped.
+    with (
+        patch.object(Engine, "_run", run),
+        patch.object(models, "Engine", _engine_without_overlap),
+    ):
+        yield
+
+
+@contextmanager
+def _mean_of_each_micro_batch() -> Iterator[None]:
+    def mean_loss(mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss, num_tokens, report = loss_func(mask, output)
+        return loss / num_tokens, num_tokens, report
+
+    with (
+        patch.object(models, "make_forward_step", lambda: make_forward_step(mean_loss)),
+        patch.object(executor, "check_loss_function", lambda *_: True),
+    ):
+        yield
+
+
+MUTATIONS: dict[str, Callable[[], Any]] = {
+    "q/k norms replicated": _qk_norms_replicated,
+    "sequence-parallel norms replicated": _contribution(
+        Contribution.REPLICATED, instead_of=Contribution.PARTIAL
+    ),
+    "replicated biases summed": _contribution(
+        Contribution.PARTIAL, instead_of=Contribution.REPLICATED
+    ),
+    "gate and up not cut apart": _halves_not_cut_apart,
+    "tied output end forgotten": _tied_output_end_forgotten,
+    "second cp rank forgotten": _second_cp_rank_forgotten,
+    "mean of each micro-batch": _mean_of_each_micro_batch,
+}
+
 
 STRATEGIES = [
     (1, "tp1"),
