@@ -2,9 +2,9 @@
 
     python -m benchmarks.layout_calibration --layouts FILE [--no-cross-validation] [--json]
 
-FILE has the columns that `predict-layouts` reads, and `status` (ok, or else out of memory) and
-`step_time_s`. Prints the constants as layout_constants.py has them, the errors of every kernel, and
-what happens to groups of layouts that are left out of the fit. docs/cost-model.md explains.
+FILE has the columns that `predict-layouts` reads, `status` (anything but ok is out of memory) and
+`step_time_s`. Prints the constants of layout_constants.py, the errors of every kernel, and those
+of groups of layouts that are excluded from the fit. docs/cost-model.md explains the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,46 +36,50 @@ from megatron.hydraulis.cost_model.predict_layouts_command import read_layouts
 from megatron.hydraulis.errors import HydraulisError
 
 MEASURED_SPREAD = 0.03
-"""Relative spread of measured times that a residual of 1 stands for."""
+"""Relative spread of measured times that is a residual of 1."""
 ROBUST_RESIDUAL = 1.5
-"""Residuals from here on count linearly, not squared: a few rows are outliers."""
+"""Larger residuals count linearly instead of squared: a few rows are outliers."""
 MEMORY_SPREAD_BYTES = 2e9
-"""Bytes beyond the limit at which a layout is called out of memory with odds of e to 1."""
+"""Bytes above the limit at which the odds of running out of memory are e to 1."""
 MEMORY_CAP = 6.0
-"""Spreads beyond which a layout on its right side, or a wrong one, pulls no further."""
+"""Distance from the limit, in spreads, beyond which a layout has no further influence."""
 
 FIRST_SOFTWARE = ("torch", "fused", "flash_attentionv1.0.8")
 LATER_SOFTWARE = ("flash_attention2", "flash_attention2 + RMS kernel")
 WITH_NORM_KERNEL = LATER_SOFTWARE[1:]
 
 
+Group = Mapping[str, object]
+"""Layouts with these values of fields."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A constant to fit: what it is expected to be, and how far from that it may come."""
+    """A constant to fit, with the prior distribution of its logarithm."""
 
     field: str
     expected: float
     spread: float
     """Of its logarithm."""
     kernels: tuple[str, ...] = ()
-    """Whose constant it is; of all when empty."""
+    """To which it applies; all if empty."""
 
 
-# Expected values are counts or data sheets, spreads how much they are believed.
+# Expected values are counts or from data sheets; spreads are their uncertainty.
 TIME_PARAMETERS = (
     Parameter("matmul_fraction", 1.1, 0.1),
     Parameter("layer_launch_s", 3e-4, 1.0),
-    # Sequence parallelism takes away 7/8 of this work at tp 8, and saved 0.6 of a 22B layer's
-    # 19.6 ms there (arXiv 2205.05198, table 4), fused kernels: about 5 passes. tp 1 and 2 without
-    # sequence parallelism would call any work that tp 2 does not speed up by this name.
+    # Sequence parallelism saves 7/8 of this work at tp 8, which was 0.6 of a 22B layer's 19.6 ms
+    # with fused kernels (arXiv 2205.05198, table 4): about 5 passes. Data of tp 1 and 2 without
+    # sequence parallelism cannot distinguish this from other work that tp 2 does not speed up.
     Parameter("hidden_passes", 6.0, 0.25),
     Parameter("query_passes", 6.0, 0.7),
     Parameter("ffn_passes", 5.0, 0.5),
     Parameter("norm_passes", 20.0, 1.0),
     Parameter("logit_passes", 20.0, 0.4),
     Parameter("weight_passes", 2.0, 0.5),
-    # One degree of tp alone cannot tell messages from work that every tp rank repeats: held near
-    # what published runs with tp 8 and sequence parallelism show (arXiv 2205.05198, tables 4, 5).
+    # A single degree of tp cannot distinguish messages from work that every tp rank repeats: stays
+    # near published runs with tp 8 and sequence parallelism (arXiv 2205.05198, tables 4, 5).
     Parameter("tp_link_fraction", 0.45, 0.08),
     Parameter("tp_latency_s", 2e-5, 0.3),
     Parameter("score_passes", 6.0, 1.0, ("torch",)),
@@ -83,11 +87,11 @@ TIME_PARAMETERS = (
     Parameter("attention_fraction", 0.74, 0.3, ("flash_attentionv1.0.8",)),
     Parameter("attention_fraction", 1.24, 0.1, LATER_SOFTWARE),
     Parameter("data_parallel_fraction", 0.2, 1.0, FIRST_SOFTWARE),
-    # A 30B model on 256 GPUs is said to lose 9 to 29 % to data parallelism: about 5 GB/s a GPU.
+    # A 30B model on 256 GPUs reportedly loses 9 to 29 % to data parallelism: about 5 GB/s a GPU.
     Parameter("data_parallel_fraction", 0.2, 0.15, LATER_SOFTWARE),
     Parameter("pipeline_wait_micro_batches", 0.3, 1.0, FIRST_SOFTWARE),
     Parameter("pipeline_wait_micro_batches", 5.0, 1.0, ("flash_attention2",)),
-    # Eight rows show it, and only at one length and one depth of pipelines: held low on purpose.
+    # Only eight rows, of one length and one depth of pipelines, determine it: deliberately low.
     Parameter("pipeline_wait_micro_batches", 4.0, 0.08, WITH_NORM_KERNEL),
 )
 MEMORY_PARAMETERS = (
@@ -108,7 +112,7 @@ MEMORY_PARAMETERS = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A layout with what was measured; step_time_s is None where it ran out of memory."""
+    """A measured layout; step_time_s is None if it ran out of memory."""
 
     job: FixedLengthJob
     layout: Layout
@@ -149,7 +153,7 @@ def with_values(
 def fit_times(
     measured: Sequence[Measured], device: DeviceConstants, constants: LayoutConstants
 ) -> LayoutConstants:
-    """Constants of time by robust least squares on logarithms, drawn to what is expected."""
+    """Constants of time by robust least squares on logarithms, regularised to expected values."""
     timed = [row for row in measured if row.step_time_s is not None]
     expected, spread = _expected(TIME_PARAMETERS)
     times_s = np.array([row.step_time_s for row in timed])
@@ -167,7 +171,7 @@ def fit_times(
 def fit_memory(
     measured: Sequence[Measured], device: DeviceConstants, constants: LayoutConstants
 ) -> LayoutConstants:
-    """Constants of memory by logistic regression of who fits, drawn to what is expected."""
+    """Constants of memory by logistic regression of fitting, regularised to expected values."""
     expected, spread = _expected(MEMORY_PARAMETERS)
     signs = np.array([1.0 if row.step_time_s is not None else -1.0 for row in measured])
     limit = usable_bytes(device, constants)
@@ -180,7 +184,7 @@ def fit_memory(
         return float(np.sum(np.log1p(np.exp(-margins))) + 0.5 * np.sum(far))
 
     point = expected
-    for _ in range(2):  # a simplex that has shrunk on a step of this loss starts anew
+    for _ in range(2):  # restart a simplex that has shrunk at a step of this loss
         options = {"maxiter": 3000, "maxfev": 3000, "adaptive": True}
         point = minimize(loss, point, method="Nelder-Mead", options=options).x
     return with_values(constants, MEMORY_PARAMETERS, point)
@@ -193,7 +197,7 @@ def _expected(parameters: Sequence[Parameter]) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative errors of times, and layouts whose fit was called wrongly."""
+    """Relative errors of times, and the number of wrong predictions whether layouts fit."""
 
     times: tuple[float, ...]
     num_wrong: int
@@ -228,53 +232,36 @@ def errors_of(
     return Errors(times, num_wrong, len(measured))
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Layouts that agree in what is given."""
-
-    name: str
-    kernel: str | None = None
-    micro_batch_size: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    recomputes_layers: bool | None = None
-
-    def holds(self, layout: Layout) -> bool:
-        """Whether a layout belongs to it."""
-        fields = ("kernel", "micro_batch_size", "tp", "pp", "recomputes_layers")
-        wanted = [(getattr(self, field), getattr(layout, field)) for field in fields]
-        return all(mine is None or mine == its for mine, its in wanted)
+def belongs(layout: Layout, group: Group) -> bool:
+    """Whether a layout has these values of fields."""
+    return all(getattr(layout, field) == value for field, value in group.items())
 
 
-def groups(measured: Sequence[Measured]) -> Iterator[Group]:
-    """What is left out of a fit, one after the other."""
-    for degree in (1, 2):
-        yield Group(f"tp {degree}", tp=degree)
-        yield Group(f"pp {degree}", pp=degree)
+def groups(measured: Sequence[Measured]) -> dict[str, Group]:
+    """The groups that are excluded from a fit, one at a time, by name."""
+    found: dict[str, Group] = {
+        f"{field} {degree}": {field: degree} for degree in (1, 2) for field in ("tp", "pp")
+    }
     for size in sorted({row.layout.micro_batch_size for row in measured}):
-        yield Group(f"micro-batch {size}", micro_batch_size=size)
-    yield Group("all with recomputation", recomputes_layers=True)
-    yield Group("all without recomputation", recomputes_layers=False)
+        found[f"micro-batch {size}"] = {"micro_batch_size": size}
+    found["all with recomputation"] = {"recomputes_layers": True}
+    found["all without recomputation"] = {"recomputes_layers": False}
     for name in sorted({row.layout.kernel for row in measured}):
-        yield Group(f"{name}, tp 2", kernel=name, tp=2)
-        yield Group(f"{name}, pp 2", kernel=name, pp=2)
-        yield Group(f"{name}, recomputation", kernel=name, recomputes_layers=True)
+        found[f"{name}, tp 2"] = {"kernel": name, "tp": 2}
+        found[f"{name}, pp 2"] = {"kernel": name, "pp": 2}
+        found[f"{name}, recomputation"] = {"kernel": name, "recomputes_layers": True}
+    return found
 
 
-def cross_validate(
-    measured: Sequence[Measured], device: DeviceConstants, *, with_memory: bool
-) -> dict[str, Errors]:
-    """Errors on each group by constants that were fitted without it."""
+def cross_validate(measured: Sequence[Measured], device: DeviceConstants) -> dict[str, Errors]:
+    """Errors on each group with constants that were fitted without it."""
     found = {}
-    for group in groups(measured):
-        kept = [row for row in measured if not group.holds(row.layout)]
-        left_out = [row for row in measured if group.holds(row.layout)]
-        if not kept or not left_out:
-            continue
-        constants = fit_times(kept, device, LAYOUT_CONSTANTS)
-        if with_memory:
-            constants = fit_memory(kept, device, constants)
-        found[group.name] = errors_of(left_out, device, constants)
+    for name, group in groups(measured).items():
+        kept = [row for row in measured if not belongs(row.layout, group)]
+        excluded = [row for row in measured if belongs(row.layout, group)]
+        if kept and excluded:
+            constants = fit_memory(kept, device, fit_times(kept, device, LAYOUT_CONSTANTS))
+            found[name] = errors_of(excluded, device, constants)
     return found
 
 
@@ -316,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     } | {"all": errors_of(measured, device, constants)}
     left_out = {}
     if not namespace.no_cross_validation:
-        left_out = cross_validate(measured, device, with_memory=True)
+        left_out = cross_validate(measured, device)
     if namespace.json:
         report = {
             "constants": dataclasses.asdict(constants),
@@ -335,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     console.print(_table("fitted to all", by_kernel))
     if left_out:
-        console.print(_table("left out of the fit", left_out))
+        console.print(_table("excluded from the fit", left_out))
     return 0
 
 
