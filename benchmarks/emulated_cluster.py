@@ -116,7 +116,7 @@ class EmulatedRank:
     def __init__(self, pool: Pool, device: EmulatedDevice) -> None:
         self._device = device
         self._model = tiny_model(pool)
-        # This halves the tensor-parallel collectives, in each of which all processes must switch.
+        # Halves the number of tensor-parallel collectives, in each of which all processes switch.
         definition = dataclasses.replace(self._model.definition(), sequence_parallel=False)
         self._engine = Engine(definition, pool, self._model.optimizer, seed=WEIGHT_SEED)
         for strategy in pool.strategies:
@@ -136,7 +136,7 @@ class EmulatedRank:
         return StepResult(wall_s, cpu_s, self._emulated_step.count - before)
 
     def _micro_batches(self, plan: IterationPlan) -> list[EmulatedBatch]:
-        """Random tokens of the real lengths, shortened; none where this rank is idle."""
+        """Shortened rows of random tokens with the real lengths; none if this rank is idle."""
         mine = plan.replica_of(self._engine.rank)
         if mine is None:
             return []
@@ -173,17 +173,17 @@ class SideRun:
 
     name: str
     what: str
-    """In words: strategies and packing."""
+    """Strategies and packing."""
     iterations: tuple[Iteration, ...]
 
     @property
     def measured_s(self) -> list[float]:
-        """Of every iteration."""
+        """By iteration."""
         return [iteration.measured_s for iteration in self.iterations]
 
     @property
     def predicted_s(self) -> list[float]:
-        """Of every iteration."""
+        """By iteration."""
         return [iteration.predicted_s for iteration in self.iterations]
 
     @property
@@ -193,7 +193,7 @@ class SideRun:
 
     @property
     def prediction_errors(self) -> list[float]:
-        """Relative difference between measurement and prediction, of every iteration."""
+        """By iteration: relative difference of measurement and prediction."""
         return [abs(i.measured_s / i.predicted_s - 1.0) for i in self.iterations]
 
     @property
@@ -406,7 +406,7 @@ def _text(pool: Pool, plans: Sequence[IterationPlan]) -> str:
 
 
 def _longest_held(pool: Pool, cost_model: ProfileCostModel) -> int:
-    """Most tokens of a sequence that some homogeneous strategy holds."""
+    """Tokens of the longest sequence that a homogeneous strategy holds."""
     limits = [
         cost_model.max_tokens(s.schemes[0])
         for s in pool.strategies
@@ -414,7 +414,7 @@ def _longest_held(pool: Pool, cost_model: ProfileCostModel) -> int:
     ]
     if not limits:
         raise HydraulisError(
-            f"a pool to compare with a static strategy needs a homogeneous one but none of its "
+            f"a comparison with a static strategy needs a homogeneous one but none of the pool's "
             f"{len(pool.strategies)} is; add one"
         )
     return max(limits)
@@ -522,7 +522,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="X",
         help="seconds here for each second of the device; if not given, ranks / "
-        f"{RANKS_AT_FULL_TIME}, since the tiny tensors of more ranks take longer",
+        f"{RANKS_AT_FULL_TIME}, because the tiny tensors of more ranks take longer",
     )
     parser.add_argument(
         "--iterations", type=positive, default=20, help="batches, each run once by every side"

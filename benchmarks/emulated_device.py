@@ -5,8 +5,8 @@ real. Only the tensors are tiny: a micro-batch runs as the beginning of its row,
 until the modelled time of the full micro-batch is over. Many ranks can thus share a few cores, and
 the wall-clock gain of a strategy can be measured without devices.
 
-Differences from a real device: losses and gradients are those of the few tokens that are run.
-Regrouping and update take the time of tiny shards, whatever the cost profile says. A wait for
+Differences from a real device: losses and gradients are those of the few tokens that run.
+Regrouping and update take the time of tiny shards, not that of the cost profile. A wait for
 parameters inside a forward is part of its modelled time, and gradients are ready soon after a
 modelled backward begins, so more of regrouping overlaps with compute.
 """
@@ -57,7 +57,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The machine's time; a sleeping rank leaves its core to others."""
+    """The machine's time; a sleeping rank frees its core."""
 
     def now_s(self) -> float:
         return time.perf_counter()
@@ -109,13 +109,13 @@ class EmulatedDevice:
     """A device given by its cost profile, faster or slower than the real one."""
 
     cost_model: ProfileCostModel
-    """Times as they are emulated; plans are to be made with them."""
+    """The emulated times; make plans with them."""
     scale: float = 1.0
-    """Seconds here for each second of the device, in ``cost_model`` already."""
+    """Seconds here for each second of the device, already applied to ``cost_model``."""
 
     @classmethod
     def read(cls, path: str | Path, scale: float = 1.0) -> EmulatedDevice:
-        """A device by the file of its cost profile, whose times are multiplied by ``scale``.
+        """A device by its cost profile file, with times multiplied by ``scale``.
 
         Raises ConfigurationError for a file that is no cost profile, and for a scale that is not
         positive and finite.
@@ -178,14 +178,14 @@ class EmulatedDevice:
 
 @dataclass(slots=True)
 class EmulationCount:
-    """How well a rank kept the modelled times."""
+    """Operations of a rank, and overruns of their modelled times."""
 
     num_operations: int = 0
     """Forwards and backwards, each of one micro-batch."""
     num_overruns: int = 0
     """Operations whose tiny tensors took longer than the modelled time: a larger scale helps."""
     overrun_s: float = 0.0
-    """Sum of their excess."""
+    """Sum of the excess times."""
     modelled_s: float = 0.0
     """Sum of the modelled times."""
 
@@ -199,13 +199,13 @@ class EmulationCount:
 class EmulatedForwardStep:
     """A forward step, of upstream's signature, whose forward and backward take the modelled time.
 
-    The rank sleeps for what the tiny tensors leave of that time; where they take longer, an overrun
-    is counted. Waiting for other stages is not part of an operation.
+    The rank sleeps for the rest of that time; if the tiny tensors take longer, an overrun is
+    counted. Waiting for other stages is not part of an operation.
 
     Args:
         forward_step: runs the tiny tensors.
-        clock: the machine's where None.
-        count: counts the operations; a new one where None.
+        clock: the machine's if None.
+        count: counts the operations; a new one if None.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class EmulatedForwardStep:
     ) -> tuple[Tensor, Any]:
         """One micro-batch forward.
 
-        Raises ConfigurationError for a micro-batch that does not say how long it takes.
+        Raises ConfigurationError for a micro-batch without a modelled time.
         """
         start_s = self._clock.now_s()
         batch = next(data_iterator)
@@ -266,7 +266,7 @@ class _TimedBackward(Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, begin: Callable[[], Callable[[], None]]) -> Tensor:
         ctx.begin = begin
-        # Not a view: pipeline schedules may free a stage's output, which must own its data.
+        # No view, because pipeline schedules may free a stage's output, which must own its data.
         return output.clone()
 
     @staticmethod

@@ -66,7 +66,7 @@ class EmulatedEngine(Engine):
         )
 
     def close(self) -> None:
-        """Collective: rank 0 also reports modelled times that were too short to keep."""
+        """Collective: rank 0 also reports overruns of modelled times."""
         super().close()
         counts: list[EmulationCount] = [EmulationCount()] * dist.get_world_size()
         dist.all_gather_object(counts, self._count)

@@ -31,10 +31,10 @@ every sequence."""
 
 @dataclass(frozen=True, slots=True)
 class PublishedResult:
-    """What the published planner makes of instance B."""
+    """The published planner's plans for instance B."""
 
     plan_ms: dict[str, float]
-    """By strategy, time of the plan that it finds."""
+    """By strategy, time of its plan."""
     chosen: str
 
 
@@ -52,7 +52,7 @@ class LengthDistribution:
         batch: list[int] = []
         missing = num_tokens
         while missing > 0:
-            # As many as are probably enough; another draw follows if they are not.
+            # Usually enough; otherwise another draw follows.
             for length in generator.choice(self._lengths, size=4096, p=self._shares):
                 batch.append(min(int(length), cut_tokens, missing))
                 missing -= batch[-1]
@@ -63,7 +63,7 @@ class LengthDistribution:
     def draw(
         self, seed: int, num: int, cut_tokens: int = CONTEXT_TOKENS, *, shortest_tokens: int = 1
     ) -> list[int]:
-        """So many documents that are long enough, drawn with replacement."""
+        """This many documents of at least the given length, drawn with replacement."""
         is_drawn = self._lengths >= shortest_tokens
         lengths, shares = self._lengths[is_drawn], self._shares[is_drawn]
         generator = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Upstream by itself: its DDP, distributed optimizer (ZeRO-1), schedules and global groups."""
+"""Plain megatron-core: its DDP, distributed optimizer (ZeRO-1), schedules and global groups."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ CUDA_MODULES = (
 class PlainMegatronSide:
     """One rank of plain megatron-core; callable with the number of an iteration.
 
-    Called with None it tells its `Traffic` instead. Changes upstream's modules and
-    `torch.Tensor.type` for the whole process: run it in one of its own.
+    Called with None it returns its `Traffic` instead. Changes upstream's modules and
+    `torch.Tensor.type` in the whole process, so it needs a separate one.
 
     Args:
-        workload: what to run.
+        workload: model, optimizer and batches.
         tp: tensor-parallel degree.
         pp: pipeline-parallel degree.
         overlaps_gradients: upstream's ``--overlap-grad-reduce``; on CUDA also
             ``--overlap-param-gather``.
-        has_fused_adamw: torch's fused kernel, as our side has it; without it torch's default loop,
-            which is what upstream falls back to where neither Transformer Engine nor apex is.
+        has_fused_adamw: torch's fused kernel, as our side has it; otherwise torch's default loop,
+            which upstream uses without Transformer Engine and apex.
     """
 
     def __init__(
@@ -171,13 +171,13 @@ class PlainMegatronSide:
         )
         for group in optimizer.param_groups:
             group["fused"] = has_fused_adamw
-            # What upstream's scheduler does before the first step; the optimizer alone decays
-            # norms too.
+            # As upstream's scheduler does before the first step; the optimizer would decay norms
+            # too.
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         return optimizer
 
     def _traffic(self) -> Traffic:
-        """ZeRO-1's by its definition; padding of the buffers travels too."""
+        """ZeRO-1's by its definition, with the padding of the buffers."""
         size = self._groups.dp_cp.size()
         buffers = self._model.buffers
         received = sum(buffer.numel for buffer in buffers) * (size - 1) // size
@@ -189,7 +189,7 @@ class PlainMegatronSide:
 
 
 def _put_upstream_on_cpu() -> None:
-    """The project's CPU backend for the modules that only upstream's own optimizer needs."""
+    """The project's CPU backend for the modules that only upstream's optimizer needs."""
     for name in CUDA_MODULES:
         module = importlib.import_module(name)
         module.torch = CpuTorch()  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ def _put_upstream_on_cpu() -> None:
 
 
 def _set_initial_weights(model: torch.nn.Module, workload: Workload) -> None:
-    """The weights that our engine starts from, cut for this rank."""
+    """The initial weights of our engine, cut for this rank."""
     entries = {entry.spec.name: entry for entry in catalogue(workload.definition())}
     first_layer = 0
     num_layers = len(model.decoder.layers)  # type: ignore[union-attr,arg-type]

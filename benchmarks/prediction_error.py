@@ -1,10 +1,10 @@
-"""Profile, plan, train: how far predicted iteration times lie from measured ones.
+"""Profile, plan, train: predicted against measured iteration times.
 
 Three real programs, one after the other, each on the same number of ranks of this machine: the
 command ``profile``, then ``pretrain_gpt.py`` with the profile that it wrote, on sequences of a long
 tail. Every iteration of the run has the time that its plan predicted before it ran and the time
 that it took; the figure is the median of ``|measured / predicted - 1|``. Nothing is fitted to the
-run, unless with --refit, which is reported beside it.
+run, except in the additional runs of --refit.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RunErrors:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it all and print a table; returns the exit status."""
+    """Run everything and print a table; returns the exit status."""
     parser = make_parser("prediction_error", "Profile, plan, train: how far predictions are off.")
     parser.add_argument("--num-ranks", type=int, default=2, metavar="N", help="number of ranks")
     parser.add_argument(
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _errors_of(
     strategy: str, folder: Path, corpus: Path, arguments: argparse.Namespace
 ) -> list[RunErrors]:
-    """Profile for a strategy, then train it."""
+    """Make a profile for a strategy, then train with it."""
     name = "".join(c if c.isalnum() else "_" for c in strategy)
     profile = folder / f"{name}.json"
     lengths = folder / "lengths.json"
@@ -156,7 +156,7 @@ def figures(name: str, strategy: str, records: Sequence[IterationRecord]) -> Run
 
 
 def _torchrun(num_ranks: int, *words: str) -> None:
-    """One program on every rank; its output goes on to standard error."""
+    """Run a program on every rank; its output goes to standard error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), *words]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
@@ -164,7 +164,7 @@ def _torchrun(num_ranks: int, *words: str) -> None:
 
 
 def _write_corpus(folder: Path) -> Path:
-    """Random documents of a long tail, and the lengths of their sequences."""
+    """Random documents with a long tail, and the lengths of their sequences."""
     draw = random.Random(1)
     lengths = [
         max(2, min(SEQ_LENGTH, round(draw.lognormvariate(np.log(MEDIAN_TOKENS), SIGMA))))

@@ -1,9 +1,9 @@
-"""From the death of a rank to the next iteration: torchrun, four ranks, one killed by SIGKILL.
+"""Time from the death of a rank to the next iteration: torchrun, four ranks, one gets SIGKILL.
 
-The whole program, as a user starts it: the launcher notices and ends the other ranks, starts all
-anew (which imports torch and Megatron), the ranks meet, load the last checkpoint and train on. The
-iterations since that checkpoint, which have to be trained again, come on top: half of what
---save-interval is, on average.
+The complete program: the launcher notices the death, ends the other ranks and starts all again,
+which imports torch and Megatron; the ranks meet, load the last checkpoint and continue. In a real
+run the iterations since that checkpoint have to be repeated as well: on average half of
+--save-interval.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Recovery:
-    """One death; seconds from the signal on, in the order in which they come."""
+    """One death; seconds since the signal."""
 
     noticed_s: float
-    """The launcher has said that a rank failed."""
+    """The launcher has reported that a rank failed."""
     started_s: float
     """Its new ranks run."""
     loaded_s: float
@@ -46,7 +46,7 @@ class Recovery:
 
 
 class Job:
-    """A job under torchrun, whose lines are kept with the time at which they came."""
+    """A job under torchrun; its lines are kept with their time."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._lines: list[tuple[float, str]] = []
@@ -62,17 +62,17 @@ class Job:
         threading.Thread(target=self._read, daemon=True).start()
 
     def ranks(self) -> list[psutil.Process]:
-        """Its processes that run the program, the youngest last."""
+        """Its processes that run the program, the newest last."""
         children = psutil.Process(self.process.pid).children()
         mine = [child for child in children if "pretrain_gpt.py" in " ".join(child.cmdline())]
         return sorted(mine, key=lambda child: child.create_time())
 
-    def wait_for(self, is_it: Callable[[str], bool], since_s: float) -> float:
+    def wait_for(self, matches: Callable[[str], bool], since_s: float) -> float:
         """The time of the first such line after a time. Raises RuntimeError if none comes."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline_s:
             for at_s, line in list(self._lines):
-                if at_s > since_s and is_it(line):
+                if at_s > since_s and matches(line):
                     return at_s
             if self.process.poll() is not None:
                 break
@@ -92,12 +92,12 @@ class Job:
             self._lines.append((time.monotonic(), line.rstrip()))
 
 
-def measure(job: Job, rounds: int, tell: Callable[[str], None]) -> list[Recovery]:
-    """Kill a rank, wait for the next iteration, and again."""
+def measure(job: Job, rounds: int, report: Callable[[str], None]) -> list[Recovery]:
+    """In each round kill a rank and wait for the next iteration."""
     found = []
     since_s = 0.0
     for number in range(rounds):
-        # A few iterations, so that there is a checkpoint and nothing of the start goes on.
+        # A few iterations, so that there is a checkpoint and the start is over.
         for _ in range(5):
             since_s = job.wait_for(lambda line: ITERATION.search(line) is not None, since_s)
         before = {rank.pid for rank in job.ranks()}
@@ -113,7 +113,7 @@ def measure(job: Job, rounds: int, tell: Callable[[str], None]) -> list[Recovery
         found.append(
             Recovery(*(at_s - killed_s for at_s in (noticed_s, started_s, loaded_s, since_s)))
         )
-        tell(f"round {number + 1}: next iteration after {found[-1].iteration_s:.1f} s")
+        report(f"round {number + 1}: next iteration after {found[-1].iteration_s:.1f} s")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a rank reports of one step, and how its time is split."""
+"""A rank's report of one step, and the clock that splits its time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class Spent:
     wall_s: float
     """Waiting included."""
     cpu_s: float
-    """Of the whole process, gloo's threads included: what other work on the machine disturbs
-    least."""
+    """Of the whole process, gloo's threads included: least disturbed by other work."""
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
@@ -33,12 +32,12 @@ NOTHING_SPENT = Spent(0.0, 0.0)
 
 @dataclass(frozen=True)
 class StepReport:
-    """One rank's view of one optimizer step."""
+    """One rank's measurements of one optimizer step."""
 
     step: Spent
     """From the moment all ranks were ready."""
     phases: dict[str, Spent]
-    """Disjoint parts of ``step``; what is in none of them is *other*."""
+    """Disjoint parts of ``step``; the rest is *other*."""
     loss: float
     """Per token over the global batch, before the update; NaN on ranks that do not know it."""
     gradient_norm: float
@@ -54,7 +53,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank receives from others in one step, model-parallel traffic aside."""
+    """Bytes that one rank receives from others in one step, without model-parallel traffic."""
 
     parameters_bytes: int
     """Held by the rank, in the dtype it computes in."""
@@ -68,16 +67,16 @@ class StepClock:
     def __init__(self) -> None:
         self._phases: dict[str, Spent] = {}
         self._inner = [NOTHING_SPENT]
-        """For the step and each open phase: what was spent in phases directly inside it."""
+        """For the step and each open phase: time in the phases directly inside it."""
         self._start = NOTHING_SPENT
 
     def start_step(self) -> None:
-        """Forget the last step and begin the next."""
+        """Begin a new step."""
         self._phases = {}
         self._start = spent_now()
 
     def report(self, *, loss: float, gradient_norm: float, waits_s: float = 0.0) -> StepReport:
-        """The step ends here."""
+        """End the step."""
         spent = spent_now() - self._start
         return StepReport(spent, self._phases, loss, gradient_norm, waits_s)
 
@@ -99,7 +98,7 @@ class StepClock:
         setattr(owner, name, self.timed(phase, getattr(owner, name)))
 
     def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, its time added to ``phase``."""
+        """``function``, with its time added to ``phase``."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.measure(phase):
@@ -115,5 +114,5 @@ def finish_device() -> None:
 
 
 def spent_now() -> Spent:
-    """Wall and CPU time of this process until now."""
+    """Wall and CPU time of this process so far."""
     return Spent(time.perf_counter(), time.process_time())

@@ -1,4 +1,4 @@
-"""The model, weights and data that both sides of a comparison run."""
+"""Model, weights and data for both sides of a comparison."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WEIGHT_SEED = 7
 class Workload:
     """A LLaMA-like model and equal packed micro-batches.
 
-    Every micro-batch holds sequences of the same lengths, so that every replica of a homogeneous
-    strategy does the same work and Megatron's fixed shapes are no handicap.
+    Every micro-batch has sequences of the same lengths, so that every replica of a homogeneous
+    strategy does the same work and Megatron's fixed shapes are no disadvantage.
     """
 
     num_layers: int = 4
@@ -39,7 +39,7 @@ class Workload:
     lengths: tuple[int, ...] = (64, 40, 24)
     """Trained tokens of the sequences of each micro-batch."""
     num_micro_batches: int = 8
-    """Of the whole global batch; shared out evenly over the replicas."""
+    """Of the global batch; distributed evenly over the replicas."""
     dtype: torch.dtype = torch.float32
     core_attention: Any = SegmentAttention
     """A class of the runtime, for both sides."""
@@ -68,7 +68,7 @@ class Workload:
         )
 
     def transformer(self, *, tp: int = 1, pp: int = 1) -> TransformerConfig:
-        """Upstream's configuration; of the whole model where both degrees are 1."""
+        """Upstream's configuration; of the whole model if both degrees are 1."""
         return TransformerConfig(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -100,7 +100,7 @@ class Workload:
         )
 
     def definition(self) -> ModelDefinition:
-        """The model as our engine takes it."""
+        """The model for our engine."""
         return ModelDefinition(
             transformer=self.transformer(),
             layer_spec=self.layers(self.num_layers),
@@ -118,7 +118,7 @@ class Workload:
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=PackedNorm)
 
     def micro_batches_per_replica(self, num_replicas: int) -> int:
-        """How many of the micro-batches each replica runs.
+        """Number of micro-batches of each replica.
 
         Raises ValueError if they cannot be distributed evenly.
         """

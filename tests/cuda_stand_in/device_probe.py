@@ -65,7 +65,7 @@ def refusals() -> dict[str, Any]:
         "copy to the device": library.cudaMemcpy(
             inside, ctypes.byref(number), ctypes.c_size_t(8), host_to_device
         ),
-        "a function that nobody wrote": library.cudaMallocAsync(None, 0, None),
+        "an unsupported function": library.cudaMallocAsync(None, 0, None),
     }
 
 

@@ -155,7 +155,7 @@ def send_alone() -> None:
         (hang, (0,), "has waited 1 s in"),
         (send_alone, (), r"hang: rank 0 .* has waited 1 s in a group of Send"),
     ],
-    ids=["calls that differ", "orders that cross", "a message that nobody takes"],
+    ids=["calls that differ", "orders that cross", "a message that no rank receives"],
 )
 def test_a_job_that_would_hang_fails(function: Any, args: Any, message: str) -> None:
     with pytest.raises(WorkerFailure, match=message):

@@ -69,7 +69,7 @@ def test_what_a_device_would_reject_is_an_error(probe: dict[str, Any]) -> None:
         "copy to host memory as to a device": INVALID_VALUE,
         "copy to unmapped memory": INVALID_VALUE,
         "copy to the device": 0,
-        "a function that nobody wrote": NOT_SUPPORTED,
+        "an unsupported function": NOT_SUPPORTED,
     }
 
 

@@ -202,7 +202,7 @@ def random_numbers() -> dict[str, bool]:
     normal = torch.empty(1000, device="cuda").normal_(1.0, 2.0)
     return {
         "repeat": all(torch.equal(x, y) for x, y in zip(*draws, strict=True)),
-        "go on": not torch.equal(*draws[0]),
+        "continue": not torch.equal(*draws[0]),
         "same seed": torch.equal(dropped[0], dropped[1]),
         "other seed": not torch.equal(dropped[0], dropped[2]),
         "the CPU's generator is left alone": torch.equal(before, torch.get_rng_state()),

@@ -29,8 +29,8 @@ NUM_ALLOWED = 2
 
 
 def _program(argv: Sequence[str]) -> None:
-    """Training whose gradients on one rank are NaN from the second iteration on; every rank tells
-    what it owns before each iteration."""
+    """Training whose gradients on one rank are NaN from the second iteration on; every rank
+    prints what it owns before each iteration."""
     iterations: list[int] = []
 
     class PrintingEngine(Engine):

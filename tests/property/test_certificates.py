@@ -194,7 +194,7 @@ def test_fewest_micro_batches(lengths: list[int], max_tokens: int, more_tokens: 
 
 # A pipeline of four stages that alone holds the three long sequences, two of them in a micro-batch
 # if the limit allows. The fill is most of the time, so that two together beat three apart: a bound
-# that takes every long sequence for a micro-batch of its own is up to a third too high.
+# that gives every long sequence its own micro-batch is up to a third too high.
 PIPELINE_COEFFICIENTS = [
     (0.0, 0.351375, 234.25),
     (0.0, 0.1, 200.0),

@@ -25,7 +25,7 @@ class Row:
     where: str
     """args.*, hydraulis.*, strategy, vocabulary.* or model.* (upstream's model configuration)."""
     value: Any
-    beside: str = ""
+    also: str = ""
     """Flags that are given with and without the option."""
     always: bool = False
     """Whether the value holds without the option as well."""
@@ -59,27 +59,27 @@ ROWS: dict[str, Row] = {
     "--num-attention-heads": _model("8", "num_attention_heads", 8),
     "--kv-channels": _model("24", "kv_channels", 24),
     "--group-query-attention": _model("", "num_query_groups", 1),
-    "--num-query-groups": _model("2", "num_query_groups", 2, beside="--group-query-attention"),
+    "--num-query-groups": _model("2", "num_query_groups", 2, also="--group-query-attention"),
     "--max-position-embeddings": _model("256", "seq_length", 256),
     "--position-embedding-type": _model("none", "position_embedding_type", "none"),
     "--use-rotary-position-embeddings": _model("", "position_embedding_type", "rope"),
-    "--no-position-embedding": _args("", "add_position_embedding", False, beside=_ROPE),
+    "--no-position-embedding": _args("", "add_position_embedding", False, also=_ROPE),
     "--attention-backend": Row("unfused", "hydraulis.core_attention", "sdpa"),
-    "--rotary-base": _model("5000", "rotary_base", 5000, beside=_ROPE),
-    "--rotary-percent": _model("0.5", "rotary_percent", 0.5, beside=_ROPE),
-    "--rotary-interleaved": _model("", "rotary_interleaved", True, beside=_ROPE),
+    "--rotary-base": _model("5000", "rotary_base", 5000, also=_ROPE),
+    "--rotary-percent": _model("0.5", "rotary_percent", 0.5, also=_ROPE),
+    "--rotary-interleaved": _model("", "rotary_interleaved", True, also=_ROPE),
     "--rotary-seq-len-interpolation-factor": _model(
-        "2", "seq_len_interpolation_factor", 2, beside=_ROPE
+        "2", "seq_len_interpolation_factor", 2, also=_ROPE
     ),
-    "--use-rope-scaling": _model("", "rope_scaling", True, beside=_ROPE),
+    "--use-rope-scaling": _model("", "rope_scaling", True, also=_ROPE),
     "--rope-scaling-factor": _model(
-        "4", "rope_scaling_factor", 4.0, beside=f"{_ROPE} --use-rope-scaling"
+        "4", "rope_scaling_factor", 4.0, also=f"{_ROPE} --use-rope-scaling"
     ),
     "--normalization": _model("RMSNorm", "normalization", "RMSNorm"),
     "--norm-epsilon": _model("1e-6", "layernorm_epsilon", 1e-6),
     "--swiglu": _model("", "gated_linear_unit", True),
     "--disable-bias-linear": _model("", "add_bias_linear", False),
-    "--add-qkv-bias": _model("", "add_qkv_bias", True, beside="--disable-bias-linear"),
+    "--add-qkv-bias": _model("", "add_qkv_bias", True, also="--disable-bias-linear"),
     "--qk-layernorm": _model("", "qk_layernorm", True),
     "--untie-embeddings-and-output-weights": _model(
         "", "share_embeddings_and_output_weights", False
@@ -90,10 +90,10 @@ ROWS: dict[str, Row] = {
     "--attention-dropout": _model("0", "attention_dropout", 0.0, always=True),
     "--recompute-granularity": _model("selective", "recompute_granularity", "selective"),
     "--recompute-activations": _model("", "recompute_granularity", "selective"),
-    "--recompute-method": _model("block", "recompute_method", "block", beside=_FULL),
-    "--recompute-num-layers": _model("2", "recompute_num_layers", 2, beside=_FULL),
+    "--recompute-method": _model("block", "recompute_method", "block", also=_FULL),
+    "--recompute-num-layers": _model("2", "recompute_num_layers", 2, also=_FULL),
     "--recompute-modules": _model(
-        "mlp", "recompute_modules", ["mlp"], beside="--recompute-activations --disable-bias-linear"
+        "mlp", "recompute_modules", ["mlp"], also="--recompute-activations --disable-bias-linear"
     ),
     "--spec": _model(f"{__name__} user_layer_spec", "transformer_layer_spec", user_layer_spec),
     "--transformer-impl": _args("local", "transformer_impl", "local", always=True),
@@ -101,10 +101,10 @@ ROWS: dict[str, Row] = {
     "--no-masked-softmax-fusion": _model("", "masked_softmax_fusion", False, cuda=True),
     "--no-bias-gelu-fusion": _model("", "bias_activation_fusion", False, cuda=True),
     "--no-bias-swiglu-fusion": _model(
-        "", "bias_activation_fusion", False, beside="--swiglu", cuda=True
+        "", "bias_activation_fusion", False, also="--swiglu", cuda=True
     ),
     "--no-bias-dropout-fusion": _model("", "bias_dropout_fusion", False, cuda=True),
-    "--no-rope-fusion": _args("", "apply_rope_fusion", False, beside=_ROPE, always=True),
+    "--no-rope-fusion": _args("", "apply_rope_fusion", False, also=_ROPE, always=True),
     "--no-persist-layer-norm": _model("", "persist_layer_norm", False, always=True),
     "--no-gradient-accumulation-fusion": _model(
         "", "gradient_accumulation_fusion", False, cuda=True
@@ -121,15 +121,13 @@ ROWS: dict[str, Row] = {
     "--exit-interval": _args("5", "exit_interval", 5),
     "--exit-duration-in-mins": _args("9", "exit_duration_in_mins", 9),
     "--exit-signal-handler": _args("", "exit_signal_handler", True),
-    "--exit-signal": _args(
-        "SIGUSR1", "exit_signal", signal.SIGUSR1, beside="--exit-signal-handler"
-    ),
+    "--exit-signal": _args("SIGUSR1", "exit_signal", signal.SIGUSR1, also="--exit-signal-handler"),
     "--eval-interval": _args("4", "eval_interval", 4),
     "--eval-iters": _args("3", "eval_iters", 3),
-    "--start-eval-at-iter": _args("8", "start_eval_at_iter", 8, beside="--eval-interval 4"),
+    "--start-eval-at-iter": _args("8", "start_eval_at_iter", 8, also="--eval-interval 4"),
     "--manual-gc": _args("", "manual_gc", True),
-    "--manual-gc-interval": _args("5", "manual_gc_interval", 5, beside="--manual-gc"),
-    "--no-manual-gc-eval": _args("", "manual_gc_eval", False, beside="--manual-gc"),
+    "--manual-gc-interval": _args("5", "manual_gc_interval", 5, also="--manual-gc"),
+    "--no-manual-gc-eval": _args("", "manual_gc_eval", False, also="--manual-gc"),
     # optimizer and schedules
     "--optimizer": _args("adam", "optimizer", "adam", always=True),
     "--lr": _args("0.02", "lr", 0.02),
@@ -143,16 +141,16 @@ ROWS: dict[str, Row] = {
         "linear",
         "lr_wsd_decay_style",
         "linear",
-        beside="--lr-decay-style WSD --lr-wsd-decay-iters 2",
+        also="--lr-decay-style WSD --lr-wsd-decay-iters 2",
     ),
     "--lr-wsd-decay-iters": _args(
-        "3", "lr_wsd_decay_iters", 3, beside="--lr-decay-style WSD --lr-wsd-decay-iters 2"
+        "3", "lr_wsd_decay_iters", 3, also="--lr-decay-style WSD --lr-wsd-decay-iters 2"
     ),
     "--weight-decay": _args("0.2", "end_weight_decay", 0.2),
-    "--start-weight-decay": _args("0.2", "start_weight_decay", 0.2, beside=_CHANGING_DECAY),
-    "--end-weight-decay": _args("0.4", "end_weight_decay", 0.4, beside=_CHANGING_DECAY),
+    "--start-weight-decay": _args("0.2", "start_weight_decay", 0.2, also=_CHANGING_DECAY),
+    "--end-weight-decay": _args("0.4", "end_weight_decay", 0.4, also=_CHANGING_DECAY),
     "--weight-decay-incr-style": _args(
-        "cosine", "weight_decay_incr_style", "cosine", beside=_CHANGING_DECAY
+        "cosine", "weight_decay_incr_style", "cosine", also=_CHANGING_DECAY
     ),
     "--clip-grad": _args("0.5", "clip_grad", 0.5),
     "--adam-beta1": _args("0.8", "adam_beta1", 0.8),
@@ -165,23 +163,23 @@ ROWS: dict[str, Row] = {
     ),
     # checkpoints
     "--save": _args("{dir} --save-interval 2", "save", "{dir}"),
-    "--save-interval": _args("3", "save_interval", 3, beside="--save {dir} --save-interval 2"),
-    "--async-save": _args("", "async_save", True, beside="--save {dir} --save-interval 2"),
+    "--save-interval": _args("3", "save_interval", 3, also="--save {dir} --save-interval 2"),
+    "--async-save": _args("", "async_save", True, also="--save {dir} --save-interval 2"),
     "--load": _args("{dir}", "load", "{dir}"),
-    "--ckpt-step": _args("4", "ckpt_step", 4, beside="--load {dir}"),
-    "--no-load-optim": _args("", "no_load_optim", True, beside="--load {dir}"),
-    "--finetune": _args("", "finetune", True, beside="--load {dir}"),
+    "--ckpt-step": _args("4", "ckpt_step", 4, also="--load {dir}"),
+    "--no-load-optim": _args("", "no_load_optim", True, also="--load {dir}"),
+    "--finetune": _args("", "finetune", True, also="--load {dir}"),
     "--exit-on-missing-checkpoint": _args(
-        "", "exit_on_missing_checkpoint", True, beside="--load {dir}"
+        "", "exit_on_missing_checkpoint", True, also="--load {dir}"
     ),
     "--dist-ckpt-optim-fully-reshardable": _args(
         "", "dist_ckpt_optim_fully_reshardable", True, always=True
     ),
     "--override-opt_param-scheduler": _args(
-        "", "override_opt_param_scheduler", True, beside="--load {dir}"
+        "", "override_opt_param_scheduler", True, also="--load {dir}"
     ),
     "--use-checkpoint-opt_param-scheduler": _args(
-        "", "use_checkpoint_opt_param_scheduler", True, beside="--load {dir}"
+        "", "use_checkpoint_opt_param_scheduler", True, also="--load {dir}"
     ),
     # parallelism
     "--tensor-model-parallel-size": Row("2", "strategy", "4*tp2"),
@@ -189,7 +187,7 @@ ROWS: dict[str, Row] = {
     "--context-parallel-size": Row("2", "strategy", "4*cp2"),
     "--cp-comm-type": _model("a2a", "cp_comm_type", "a2a"),
     "--sequence-parallel": Row(
-        "", "hydraulis.sequence_parallel", True, beside="--no-sequence-parallel"
+        "", "hydraulis.sequence_parallel", True, also="--no-sequence-parallel"
     ),
     "--distributed-backend": _args("gloo", "distributed_backend", "gloo", always=True),
     "--distributed-timeout-minutes": _args("3", "distributed_timeout_minutes", 3),
@@ -203,44 +201,42 @@ ROWS: dict[str, Row] = {
         "{dir}/other",
         "valid_data_path",
         ["{dir}/other"],
-        beside="--train-data-path {dir}/other",
+        also="--train-data-path {dir}/other",
         without=("--data-path",),
     ),
     "--test-data-path": _args(
         "{dir}/other",
         "test_data_path",
         ["{dir}/other"],
-        beside="--train-data-path {dir}/other",
+        also="--train-data-path {dir}/other",
         without=("--data-path",),
     ),
     "--tokenizer-type": _args(
         "HuggingFaceTokenizer",
         "tokenizer_type",
         "HuggingFaceTokenizer",
-        beside="--tokenizer-model {dir}/file",
+        also="--tokenizer-model {dir}/file",
     ),
-    "--tokenizer-model": _args(
-        "{dir}/file2", "tokenizer_model", "{dir}/file2", beside=_HUGGING_FACE
-    ),
-    "--vocab-file": _args("{dir}/file2", "vocab_file", "{dir}/file2", beside=_BPE),
-    "--merge-file": _args("{dir}/file2", "merge_file", "{dir}/file2", beside=_BPE),
+    "--tokenizer-model": _args("{dir}/file2", "tokenizer_model", "{dir}/file2", also=_HUGGING_FACE),
+    "--vocab-file": _args("{dir}/file2", "vocab_file", "{dir}/file2", also=_BPE),
+    "--merge-file": _args("{dir}/file2", "merge_file", "{dir}/file2", also=_BPE),
     "--vocab-size": Row("300", "vocabulary.padded_size", 384),
     "--padded-vocab-size": Row("264", "vocabulary.padded_size", 264),
     "--tokenizer-metadata": _args("{dir}/file", "metadata_path", "{dir}/file"),
     "--tokenizer-special-tokens": _args("<a> <b>", "special_tokens", ["<a>", "<b>"]),
-    "--tiktoken-pattern": _args("v2", "tiktoken_pattern", "v2", beside=_TIK),
-    "--tiktoken-num-special-tokens": _args("50", "tiktoken_num_special_tokens", 50, beside=_TIK),
+    "--tiktoken-pattern": _args("v2", "tiktoken_pattern", "v2", also=_TIK),
+    "--tiktoken-num-special-tokens": _args("50", "tiktoken_num_special_tokens", 50, also=_TIK),
     "--tokenizer-sentencepiece-legacy": _args(
-        "", "tokenizer_sentencepiece_legacy", True, beside=_SENTENCE_PIECE
+        "", "tokenizer_sentencepiece_legacy", True, also=_SENTENCE_PIECE
     ),
     "--no-tokenizer-sentencepiece-ignore-extra-whitespaces": _args(
-        "", "tokenizer_sentencepiece_ignore_extra_whitespaces", False, beside=_SENTENCE_PIECE
+        "", "tokenizer_sentencepiece_ignore_extra_whitespaces", False, also=_SENTENCE_PIECE
     ),
-    "--tokenizer-hf-no-use-fast": _args("", "tokenizer_hf_no_use_fast", True, beside=_HUGGING_FACE),
+    "--tokenizer-hf-no-use-fast": _args("", "tokenizer_hf_no_use_fast", True, also=_HUGGING_FACE),
     "--tokenizer-hf-no-include-special-tokens": _args(
-        "", "tokenizer_hf_no_include_special_tokens", True, beside=_HUGGING_FACE
+        "", "tokenizer_hf_no_include_special_tokens", True, also=_HUGGING_FACE
     ),
-    "--trust-remote-code": _args("", "trust_remote_code", True, beside=_HUGGING_FACE),
+    "--trust-remote-code": _args("", "trust_remote_code", True, also=_HUGGING_FACE),
     "--null-tokenizer-eod-id": _args("3", "null_tokenizer_eod_id", 3),
     "--null-tokenizer-pad-id": _args("4", "null_tokenizer_pad_id", 4),
     # logging
@@ -257,9 +253,9 @@ ROWS: dict[str, Row] = {
     "--log-validation-ppl-to-tensorboard": _args("", "log_validation_ppl_to_tensorboard", True),
     "--log-world-size-to-tensorboard": _args("", "log_world_size_to_tensorboard", True),
     "--wandb-project": _args("p", "wandb_project", "p"),
-    "--wandb-exp-name": _args("n", "wandb_exp_name", "n", beside="--wandb-project p"),
-    "--wandb-save-dir": _args("{dir}", "wandb_save_dir", "{dir}", beside="--wandb-project p"),
-    "--wandb-entity": _args("e", "wandb_entity", "e", beside="--wandb-project p"),
+    "--wandb-exp-name": _args("n", "wandb_exp_name", "n", also="--wandb-project p"),
+    "--wandb-save-dir": _args("{dir}", "wandb_save_dir", "{dir}", also="--wandb-project p"),
+    "--wandb-entity": _args("e", "wandb_entity", "e", also="--wandb-project p"),
     "--no-one-logger": _args("", "enable_one_logger", False, always=True),
 }
 
@@ -313,18 +309,18 @@ def test_honoured(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     write_corpus(tmp_path, "other")
     for name in ("file", "file2"):
         (tmp_path / name).touch()
-    beside = _fill(row.beside, tmp_path).split()
+    also = _fill(row.also, tmp_path).split()
     typed = [option, *_fill(row.typed, tmp_path).split()]
     value = _fill(row.value, tmp_path)
 
-    with_option = parse(tmp_path, *beside, *typed, without=row.without)
+    with_option = parse(tmp_path, *also, *typed, without=row.without)
     assert option in with_option.explicit
     assert _read(with_option, row.where) == value
 
     if option == "--train-data-path":
         assert with_option.args.data_path is None
         return
-    without_option = parse(tmp_path, *beside, without=row.without)
+    without_option = parse(tmp_path, *also, without=row.without)
     assert (_read(without_option, row.where) == value) is row.always
 
 

@@ -34,7 +34,7 @@ _OPTIONAL = re.compile(r"\[(--[^\]]*)\]")
 
 @dataclass(frozen=True)
 class DocumentedCommand:
-    """One command, in a block of its own or inside a sentence."""
+    """One command, in a separate block or inside a sentence."""
 
     where: str
     """File and line."""
@@ -43,7 +43,7 @@ class DocumentedCommand:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """As a shell takes it apart; what may be left out is there."""
+        """As split by a shell, with optional parts."""
         return tuple(shlex.split(_OPTIONAL.sub(r"\1", self.text), comments=True))
 
     @property
@@ -57,7 +57,7 @@ class DocumentedCommand:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of it is left to the reader."""
+        """Whether it is complete, without placeholders."""
         return not any(
             word in ("…", "--help") or word.isupper() or word.startswith("$") for word in self.words
         ) and not _OPTIONAL.search(self.text)
@@ -106,7 +106,7 @@ def documented_commands(path: Path, root: Path) -> list[DocumentedCommand]:
 
 
 def documented_options(path: Path) -> set[str]:
-    """Options that stand by themselves inside sentences and tables, without their values."""
+    """Options inside sentences and tables, without their values."""
     return {
         option
         for _, kind, text in _paragraphs(path)

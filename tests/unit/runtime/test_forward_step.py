@@ -105,7 +105,7 @@ def test_sums_pass_and_are_checked_once() -> None:
         return loss_func(mask, 0.5 * output)
 
     nan, *others = run(weighted, Losses(torch.full((1, 7), torch.nan)), *[some_losses()] * 3)
-    assert num_calls == 5, "once for each micro-batch, once more for the check"
+    assert num_calls == 5, "once for each micro-batch, and again for the check"
     assert not torch.isfinite(nan[0])
     assert [float(returned[0].detach()) for returned in others] == [7.0] * 3
 
