@@ -9,14 +9,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from tests.unit.argument_command import parse
 
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without CUDA on which no launcher has set a variable."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for variable in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK"):
-        monkeypatch.delenv(variable, raising=False)
-
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 _TOKENS = ("--global-batch-size",)
 _BAD_INPUT = [

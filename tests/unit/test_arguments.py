@@ -15,14 +15,7 @@ from megatron.hydraulis.flags.config import HydraulisConfig, default_run_dir, op
 from megatron.hydraulis.flags.options import HONOURED
 from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
 
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without CUDA on which no launcher has set a variable."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for variable in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK"):
-        monkeypatch.delenv(variable, raising=False)
-
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 # The parser
 

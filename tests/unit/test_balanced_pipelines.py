@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.errors import ConfigurationError
@@ -23,10 +22,7 @@ WIDE_OUTPUT = ("--vocab-size", "2000", "--num-layers", "8")
 BALANCE = "--balance-pipeline-layers"
 
 
-@pytest.fixture(autouse=True)
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 def planning_of(resolved: Resolved) -> Planning:

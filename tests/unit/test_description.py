@@ -20,10 +20,7 @@ from megatron.hydraulis.flags.options import HONOURED
 from megatron.hydraulis.loop.planning import Planning
 from tests.unit.argument_command import parse
 
-
-@pytest.fixture(autouse=True)
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
@@ -20,12 +19,7 @@ from tests.unit.argument_command import parse
 POOL = {"short": "8*tp1", "long": "2*tp4", "mixed": "tp4+pp2+2*idle"}
 
 
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without CUDA on which no launcher has set a variable."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for variable in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK"):
-        monkeypatch.delenv(variable, raising=False)
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 def write_pool(

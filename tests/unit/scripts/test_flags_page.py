@@ -1,49 +1,32 @@
 """docs/flags.md lists every flag of ours and every option of Megatron that is honoured."""
 
 import dataclasses
-import importlib.util
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import HONOURED
+from scripts import flags_page
 
 ROOT = Path(__file__).parents[3]
 FIELDS = dataclasses.fields(HydraulisConfig)
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("flags_page", ROOT / "scripts/flags_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def test_the_page_is_that_of_the_code() -> None:
+    written = flags_page.PAGE.read_text(encoding="utf-8")
+    assert written == flags_page.page(), "run python scripts/flags_page.py"
 
 
-def test_the_page_is_that_of_the_code(script: ModuleType) -> None:
-    written = script.PAGE.read_text(encoding="utf-8")
-    assert written == script.page(), "run python scripts/flags_page.py"
-
-
-def test_every_flag_belongs_to_one_topic(script: ModuleType) -> None:
-    listed = [name for fields in script.FIELDS_BY_TOPIC.values() for name in fields]
+def test_every_flag_belongs_to_one_topic() -> None:
+    listed = [name for fields in flags_page.FIELDS_BY_TOPIC.values() for name in fields]
     assert sorted(listed) == sorted(field.name for field in FIELDS)
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_the_page_has_every_flag_of_ours_with_its_default(
-    script: ModuleType, field: dataclasses.Field[object]
-) -> None:
-    rows = script.PAGE.read_text(encoding="utf-8").splitlines()
+def test_the_page_has_every_flag_of_ours_with_its_default(field: dataclasses.Field[object]) -> None:
+    rows = flags_page.PAGE.read_text(encoding="utf-8").splitlines()
     found = [row for row in rows if re.match(rf"\| `{option_of(field.name)}\b(?!-)", row)]
     assert len(found) == 1
     _, _, meaning, shown, _ = found[0].split(" | ".strip(), 4)
@@ -56,8 +39,8 @@ def test_the_page_has_every_flag_of_ours_with_its_default(
     assert re.match(rf" {re.escape(text)}(?!\w|\.\d)", shown), shown
 
 
-def test_the_page_has_every_option_of_megatron_once(script: ModuleType) -> None:
-    page = script.PAGE.read_text(encoding="utf-8")
+def test_the_page_has_every_option_of_megatron_once() -> None:
+    page = flags_page.PAGE.read_text(encoding="utf-8")
     upstream = page[page.index("## Options of Megatron") :]
     listed = re.findall(r"(?:^\| |, |\| |here: )`(--[\w-]+)`", upstream, re.MULTILINE)
     assert sorted(listed) == sorted(HONOURED)

@@ -1,0 +1,11 @@
+"""What several folders of unit tests share."""
+
+import pytest
+
+
+@pytest.fixture
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without CUDA on which no launcher has set a variable."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for variable in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "RANK"):
+        monkeypatch.delenv(variable, raising=False)
