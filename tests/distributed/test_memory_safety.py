@@ -49,10 +49,10 @@ def test_out_of_memory_on_a_replica_of_several_ranks_ends_with_a_report(
         errors = pool.run(error_without_memory, law_job(2, text))
     finally:
         pool.close()
-    for rank, said in enumerate(errors):
-        assert f"rank {rank} ran out of memory in micro-batch 0 of strategy '{text}'" in said
-        assert f"tokens on {where}, with" in said
-        assert "the rest of the replica" in said
+    for rank, error in enumerate(errors):
+        assert f"rank {rank} ran out of memory in micro-batch 0 of strategy '{text}'" in error
+        assert f"tokens on {where}, with" in error
+        assert "the rest of the replica" in error
 
 
 @pytest.mark.parametrize("text", ["tp2pp2", "tp2+2*tp1", "cp4~"])

@@ -125,13 +125,13 @@ _FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "said"), _FLAGS)
+@pytest.mark.parametrize(("flags", "expected"), _FLAGS)
 def test_wrong_flags_are_refused(
-    flags: list[str], said: list[str], command: Command, tmp_path: Path
+    flags: list[str], expected: list[str], command: Command, tmp_path: Path
 ) -> None:
     without = ["--make-vocab-size-divisible-by"] if "--padded-vocab-size" in flags else []
     error = _refused(command(*flags, without=without), 4, tmp_path)
-    for words in said:
+    for words in expected:
         assert words in error, error
     assert ";" in error, f"no fix is named: {error}"
     assert not (tmp_path / "run").exists()
@@ -199,13 +199,13 @@ _DATA = [
 ]
 
 
-@pytest.mark.parametrize(("make", "said"), _DATA)
+@pytest.mark.parametrize(("make", "expected"), _DATA)
 def test_wrong_data_are_refused(
-    make: Callable[[Path], str], said: list[str], command: Command, tmp_path: Path
+    make: Callable[[Path], str], expected: list[str], command: Command, tmp_path: Path
 ) -> None:
     data = make(tmp_path / "wrong")
     error = _refused(command("--strategy", "2*tp1", data=data), 2, tmp_path)
-    for words in [*said, data]:
+    for words in [*expected, data]:
         assert words in error, error
     assert not (tmp_path / "run").exists()
 

@@ -81,8 +81,8 @@ def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
     assert f"iteration {NUM_GOOD_ITERATIONS:8d}/" in outcome.stdout
     for rank, of_rank in outcome.ranks.items():
         assert (f"InjectedFault: injected in {phase}" in of_rank.stderr) == (rank == CULPRIT)
-    said = outcome.ranks[CULPRIT].stderr
-    assert where in said
-    assert f"rank {CULPRIT}" in said
+    stderr = outcome.ranks[CULPRIT].stderr
+    assert where in stderr
+    assert f"rank {CULPRIT}" in stderr
     # A normal exit would join threads and destroy groups, which wait for the other ranks.
     assert WAY_OUT not in outcome.ranks[CULPRIT].stdout

@@ -41,17 +41,17 @@ def test_four_two_three_ranks_train_one_run(tmp_path: Path) -> None:
     argv = command(
         folder, "--save", save, "--load", save, "--save-interval", "2", "--exit-interval", "2"
     )
-    said = {}
+    outputs = {}
     for num_ranks in (4, 2, 3):
         outcome = run_job(argv, num_ranks, folder / f"on_{num_ranks}")
         outcome.assert_succeeded()
-        said[num_ranks] = outcome.stdout + outcome.stderr
+        outputs[num_ranks] = outcome.stdout + outcome.stderr
     found = losses_of(folder / "run")
     assert sorted(found) == sorted(expected)
     for iteration, loss in expected.items():
         assert found[iteration] == pytest.approx(loss, rel=ROUNDING)
 
-    assert "the strategies are for 4 ranks" not in said[4]
+    assert "the strategies are for 4 ranks" not in outputs[4]
     for num_ranks, lines in {
         2: (
             "the strategies are for 4 ranks but there are 2",
@@ -67,7 +67,7 @@ def test_four_two_three_ranks_train_one_run(tmp_path: Path) -> None:
         ),
     }.items():
         for line in lines:
-            assert line in said[num_ranks], line
+            assert line in outputs[num_ranks], line
 
 
 @pytest.mark.timeout(240)
@@ -101,6 +101,6 @@ def test_the_others_continue_without_a_lost_node(tmp_path: Path) -> None:
     assert sorted(found) == sorted(expected)
     for iteration, loss in expected.items():
         assert found[iteration] == pytest.approx(loss, rel=ROUNDING)
-    said = "".join(node.output("[1-9]*") for node in nodes)
-    assert "strategy 'tp2+tp1': tp2+tp1 becomes tp2" in said
-    assert "it was written by 3 ranks, now 2 go on" in said
+    output = "".join(node.output("[1-9]*") for node in nodes)
+    assert "strategy 'tp2+tp1': tp2+tp1 becomes tp2" in output
+    assert "it was written by 3 ranks, now 2 go on" in output

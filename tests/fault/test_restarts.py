@@ -257,13 +257,13 @@ def test_the_job_goes_on_from_its_last_checkpoint(
     assert len(injector.happened) == len(phases)
     assert outcome.num_starts > len(phases)
     assert losses_of(tmp_path / "run") == expected
-    said = outcome.output("[1-9]*")
-    assert "loaded " in said
+    output = outcome.output("[1-9]*")
+    assert "loaded " in output
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text() == "4"
     if action == "freeze":
         # Before collectives timed out, a waiting rank named the rank that it waited for.
-        said = outcome.output("0*stderr")
-        reports = [line for line in said.splitlines() if line.startswith("hang: ")]
+        output = outcome.output("0*stderr")
+        reports = [line for line in output.splitlines() if line.startswith("hang: ")]
         if first_rank == 0:  # its process holds the store to which ranks report their phases
             assert reports
             assert all("missing: rank 0, in whose process it is" in line for line in reports)

@@ -382,7 +382,7 @@ def test_messages_quoted_in_operations_exist() -> None:
     """Each constant part of a quotation is in a script or in the package."""
     text = (ROOT / "docs" / "operations.md").read_text()
     table = text[text.index("| what you see |") :].partition("\n\n")[0]
-    said = "".join(
+    sources = "".join(
         re.sub(r'"(\s*\\)?\n\s*[fr]*"', " " if path.suffix == ".sh" else "", path.read_text())
         for folder in ("scripts", "megatron/hydraulis")
         for path in (ROOT / folder).rglob("*")
@@ -395,6 +395,6 @@ def test_messages_quoted_in_operations_exist() -> None:
                 if len(words := part.strip(" :,")) > 15 and not quotation.startswith(
                     SAID_BY_OTHERS
                 ):
-                    assert words in said, quotation
+                    assert words in sources, quotation
                     num_seen += 1
     assert num_seen >= 10

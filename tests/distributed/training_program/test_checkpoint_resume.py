@@ -193,9 +193,9 @@ def test_a_folder_that_another_job_writes_to_is_refused_and_can_be_taken_over(
 ) -> None:
     save = tmp_path / "save"
     save.mkdir()
-    said: list[str] = []
+    messages: list[str] = []
     theirs = Writer("Slurm's job 7", "node3", 11, "pid:[1]", "their token")
-    lock = SaveLock(save, theirs, log=said.append, heartbeat_s=0.2)
+    lock = SaveLock(save, theirs, log=messages.append, heartbeat_s=0.2)
     argv = tiny_command(
         *(corpus_prefix, tmp_path / "run", "--strategy", "2*tp1", *MAIN_FLAGS),
         *("--train-iters", "3", "--save", str(save), "--save-interval", "3"),

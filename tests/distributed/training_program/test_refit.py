@@ -48,8 +48,8 @@ def test_plans_follow_measured_times_and_updates_do_not(
     # Until the refit every micro-batch is predicted to take minutes, as in the profile.
     assert min(predicted_ms[: 1 + plan_ahead]) >= PROFILED_MS
     assert predicted_ms[-1] < PROFILED_MS / 10
-    said = run.outcome.ranks[0].stdout
-    assert "cost profile: tp1 takes 0.00 times the profiled time" in said
+    output = run.outcome.ranks[0].stdout
+    assert "cost profile: tp1 takes 0.00 times the profiled time" in output
     assert "cost profile: tp1" not in run.outcome.ranks[1].stdout
     refitted = ProfileCostModel.read(run.run_dir / REFITTED_PROFILE_FILE_NAME)
     assert refitted.max_tokens(Scheme()) == 96

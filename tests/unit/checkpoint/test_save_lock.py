@@ -33,7 +33,7 @@ class Locks:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self._open: list[SaveLock] = []
 
     @property
@@ -49,7 +49,7 @@ class Locks:
             SaveLock(
                 self.folder,
                 writer,
-                log=self.said.append,
+                log=self.messages.append,
                 heartbeat_s=BEAT_S,
                 stale_s=STALE_IN_TEST_S,
             )
@@ -85,7 +85,7 @@ def test_the_lock_names_its_job_has_a_heartbeat_and_is_released(locks: Locks) ->
     lock.release()
     lock.release()
     assert os.listdir(locks.folder) == []
-    assert locks.said == []
+    assert locks.messages == []
 
 
 def test_a_job_that_is_running_keeps_its_folder(locks: Locks) -> None:
@@ -95,7 +95,7 @@ def test_a_job_that_is_running_keeps_its_folder(locks: Locks) -> None:
     ):
         locks.lock(OURS).acquire()
     assert locks.holder == OTHER.job
-    assert "waiting for a sign of life for 0.5 s" in locks.said[0]
+    assert "waiting for a sign of life for 0.5 s" in locks.messages[0]
 
 
 def test_a_lock_that_does_not_change_is_stale(locks: Locks) -> None:
@@ -104,7 +104,7 @@ def test_a_lock_that_does_not_change_is_stale(locks: Locks) -> None:
     locks.lock(OURS).acquire()
     assert time.monotonic() - start_s >= STALE_IN_TEST_S
     assert locks.holder == OURS.job
-    assert "gave no sign of life for 0.5 s: taken over" in locks.said[1]
+    assert "gave no sign of life for 0.5 s: taken over" in locks.messages[1]
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"job": "x"}', "[]", '"text"', "\x00\xff"])
@@ -112,7 +112,7 @@ def test_an_unreadable_lock_becomes_stale(locks: Locks, text: str) -> None:
     locks.path.write_text(text)
     locks.lock(OURS).acquire()
     assert locks.holder == OURS.job
-    assert "an unnamed job" in locks.said[0]
+    assert "an unnamed job" in locks.messages[0]
 
 
 def test_a_lock_that_is_released_meanwhile_is_taken(locks: Locks) -> None:
@@ -127,8 +127,8 @@ def test_a_forced_takeover_is_logged_and_ends_the_former_holder(locks: Locks) ->
     theirs.acquire()
     ours = locks.lock(OURS)
     ours.acquire(take_over=True)
-    assert "in use by Slurm's job 7" in locks.said[0]
-    assert "taken over (--take-over-save)" in locks.said[0]
+    assert "in use by Slurm's job 7" in locks.messages[0]
+    assert "taken over (--take-over-save)" in locks.messages[0]
     with pytest.raises(CheckpointError, match="was taken over by Slurm's job 8"):
         theirs.check()
     theirs.release()
@@ -139,7 +139,7 @@ def test_a_forced_takeover_is_logged_and_ends_the_former_holder(locks: Locks) ->
 def test_another_start_of_the_same_job_does_not_wait(locks: Locks) -> None:
     locks.leave(dataclasses.replace(OURS, host="node3", token="earlier"))
     locks.lock(OURS).acquire()
-    assert locks.said == []
+    assert locks.messages == []
 
 
 def test_the_lock_of_an_ended_process_of_this_host_is_taken_at_once(locks: Locks) -> None:
@@ -148,7 +148,7 @@ def test_the_lock_of_an_ended_process_of_this_host_is_taken_at_once(locks: Locks
     here = Writer.of_this_process({})
     locks.leave(dataclasses.replace(here, job="another", process=ended.pid))
     locks.lock(here).acquire()
-    assert locks.said == []
+    assert locks.messages == []
     assert not here.is_gone
     assert not OTHER.is_gone  # unknown on this host
     elsewhere = dataclasses.replace(here, process=ended.pid, process_namespace="a container's")

@@ -44,9 +44,9 @@ def test_ranks_that_are_behind_or_silent_are_missing() -> None:
 
 def test_the_first_waiting_rank_reports_for_all() -> None:
     places = [place(2, "gather"), place(3, "scatter"), place(3, "scatter"), None]
-    said = [report_of(rank, places, NOW_S, SILENT_S, TIMEOUT_S) for rank in (1, 2)]
-    assert said[1] is None
-    assert said[0] == (
+    reports = [report_of(rank, places, NOW_S, SILENT_S, TIMEOUT_S) for rank in (1, 2)]
+    assert reports[1] is None
+    assert reports[0] == (
         "hang: rank 1 and 1 other rank have been in phase 'scatter' of iteration 3 (strategy 'x', "
         "plan 12ab) for 50 s (--distributed-timeout-minutes ends the job after 60 s of waiting); "
         "missing: rank 0, alive, for 50 s in phase 'gather' of iteration 2 (strategy 'x', plan "
@@ -91,10 +91,10 @@ def wait_long(guard: HangGuard, timeout_s: float, is_over: Callable[[], object])
 
 def test_a_guard_reports_a_wait_once_and_names_silent_ranks() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
-    said: list[str] = []
+    messages: list[str] = []
     timeout_s = 8.0
-    wait_long(HangGuard(store, 0, 2, timeout_s, say=said.append), timeout_s, lambda: said)
-    (text,) = said
+    wait_long(HangGuard(store, 0, 2, timeout_s, say=messages.append), timeout_s, lambda: messages)
+    (text,) = messages
     assert text.startswith(
         "hang: rank 0 has been in phase 'gather' of iteration 7 (strategy 'x', plan 12ab)"
     )
@@ -130,7 +130,7 @@ def test_a_frozen_rank_0_is_reported_and_no_longer_waited_for() -> None:
     holder = context.Process(target=hold_store, args=(theirs,))
     holder.start()
     assert holder.pid is not None
-    said: list[str] = []
+    messages: list[str] = []
     ended = threading.Event()
     timeout_s = 4.0
     try:
@@ -142,14 +142,14 @@ def test_a_frozen_rank_0_is_reported_and_no_longer_waited_for() -> None:
             timeout=timedelta(seconds=20),
             wait_for_workers=False,
         )
-        guard = HangGuard(store, 1, 2, timeout_s, say=said.append, end=ended.set)
+        guard = HangGuard(store, 1, 2, timeout_s, say=messages.append, end=ended.set)
         os.kill(holder.pid, signal.SIGSTOP)
         wait_long(guard, timeout_s, ended.is_set)
     finally:
         holder.kill()
         holder.join()
     assert ended.is_set()
-    report, why_it_ends = said
+    report, why_it_ends = messages
     assert report.startswith(
         "hang: rank 1 has been in phase 'gather' of iteration 7 (strategy 'x', plan 12ab) for "
     )
