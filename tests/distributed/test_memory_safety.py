@@ -2,22 +2,169 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron.hydraulis.errors import OutOfMemoryError
+from megatron.hydraulis.runtime.executor import make_forward_step
+from megatron.hydraulis.runtime.memory_trial import run_memory_trial
+from megatron.hydraulis.strategy import Scheme
 from tests.support.gloo_pool import RankPool, pool_of
 from tests.support.law import law_job
-from tests.support.memory_probes import (
-    BYTES_PER_TOKEN,
-    IDLE_BYTES,
-    Ended,
-    TrialRun,
-    error_without_memory,
-    steps_without_memory,
-    train_after_trial,
-)
+from tests.support.models import Job, build_engine, packs_of_rank, use_fp64_loss
 
 pytestmark = pytest.mark.distributed
+
+BYTES_PER_TOKEN = 1000
+IDLE_BYTES = 5000
+
+
+@dataclass
+class StraightMeter:
+    """Memory that grows with the tokens that forward steps have seen since the restart."""
+
+    capacity: int
+    counts_own_part: bool = False
+    """Tokens of this rank's part of a row, not of the row."""
+    most_tokens: int = 0
+
+    def restart(self) -> int:
+        self.most_tokens = 0
+        return IDLE_BYTES
+
+    def peak_bytes(self) -> int:
+        return IDLE_BYTES + BYTES_PER_TOKEN * self.most_tokens
+
+    def capacity_bytes(self) -> int:
+        return self.capacity
+
+
+class WatchedForwardStep:
+    """Reports tokens to a meter; on one rank runs out of memory beyond a number of tokens."""
+
+    def __init__(
+        self, meter: StraightMeter | None = None, *, fails_above: int | None = None, rank: int = 0
+    ) -> None:
+        self._forward_step = make_forward_step()
+        self._meter = meter
+        self._fails_above = fails_above if dist.get_rank() == rank else None
+
+    def __call__(self, data_iterator: Iterator[Any], model: torch.nn.Module) -> Any:
+        batch = next(data_iterator)
+        num_tokens = batch.tokens.size(-1) * batch.context_size
+        if self._meter is not None:
+            counted = batch.tokens.size(-1) if self._meter.counts_own_part else num_tokens
+            self._meter.most_tokens = max(self._meter.most_tokens, counted)
+        if self._fails_above is not None and num_tokens > self._fails_above:
+            raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
+        return self._forward_step(iter([batch]), model)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An iteration's end on one rank."""
+
+    updated: bool
+    num_ranks_without_memory: int
+    text: str | None
+    parameters: np.ndarray
+
+
+def steps_without_memory(job: Job, failing_rank: int, fails_above: int) -> list[Ended]:
+    """On every rank: two tries of the first iteration; memory runs out in the first only."""
+    use_fp64_loss()
+    engine = build_engine(job)
+    strategy = engine.pool.strategies[0]
+    mine = packs_of_rank(strategy, job.assignments[0], job.batches[0], engine.rank, 1)
+    ends = []
+    for limit in (fails_above, None):
+        step = WatchedForwardStep(fails_above=limit, rank=failing_rank)
+        outcome = engine.train_step(strategy.name, mine, step, next_strategy=strategy.name)
+        ends.append(
+            Ended(
+                outcome.updated,
+                outcome.num_ranks_without_memory,
+                None if outcome.out_of_memory is None else outcome.out_of_memory.text,
+                engine.shards.parameters.numpy().copy(),
+            )
+        )
+    engine.close()
+    return ends
+
+
+def error_without_memory(job: Job) -> str:
+    """On every rank of a replica with several ranks: the error of the rank without memory.
+
+    All ranks fail in the same way, so that none waits.
+    """
+    engine = build_engine(job)
+    strategy = engine.pool.strategies[0]
+    mine = packs_of_rank(strategy, job.assignments[0], job.batches[0], engine.rank, 1)
+    step = WatchedForwardStep(fails_above=0, rank=engine.rank)
+    try:
+        engine.train_step(strategy.name, mine, step)
+    except OutOfMemoryError as error:
+        return str(error)
+    return ""
+
+
+@dataclass(frozen=True)
+class TrialRun:
+    """Result of a memory trial on one rank."""
+
+    allowed: dict[str, tuple[int, int]]
+    """By scheme: the limit before and after."""
+    parameters: tuple[np.ndarray, ...]
+    losses: tuple[float, ...]
+
+
+def train_after_trial(
+    job: Job,
+    limit: int,
+    capacity: int,
+    has_trial: bool,
+    fails_above: int | None = None,
+    counts_own_part: bool = False,
+) -> TrialRun:
+    """On every rank: all iterations of a job, with or without a trial of all strategies first."""
+    use_fp64_loss()
+    engine = build_engine(job)
+    allowed: dict[str, tuple[int, int]] = {}
+    before = torch.random.get_rng_state()
+    if has_trial:
+        meter = StraightMeter(capacity, counts_own_part)
+        for strategy in engine.pool.strategies[: len(job.strategies)]:
+
+            def limit_of(scheme: Scheme) -> int:
+                return limit // scheme.token_quantum * scheme.token_quantum
+
+            for result in run_memory_trial(
+                engine,
+                strategy,
+                limit_of,
+                WatchedForwardStep(meter, fails_above=fails_above),
+                meter,
+                longest_tokens=40,
+                vocab_size=job.model.vocab_size,
+            ):
+                key = f"{result.strategy}: {result.scheme}"
+                allowed[key] = (result.promised_tokens, result.allowed_tokens)
+    assert torch.equal(before, torch.random.get_rng_state())
+    parameters, losses = [], []
+    for which, assignment, batch in zip(job.schedule, job.assignments, job.batches, strict=True):
+        strategy = engine.pool.strategies[which]
+        mine = packs_of_rank(strategy, assignment, batch, engine.rank, job.pad_multiple)
+        outcome = engine.train_step(strategy.name, mine, make_forward_step())
+        parameters.append(engine.shards.parameters.numpy().copy())
+        losses.append(outcome.loss.mean)
+    engine.close()
+    return TrialRun(allowed, tuple(parameters), tuple(losses))
 
 
 @pytest.mark.parametrize("text", ["4*tp1", "tp2+2*tp1"])
