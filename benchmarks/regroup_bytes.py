@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 import numpy as np
 from rich.table import Table
 
 from benchmarks.command import figures_table, wide_console
-from megatron.hydraulis.errors import HydraulisError, PlanError
+from benchmarks.inputs import MODEL, POOL
+from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
@@ -39,8 +40,6 @@ from megatron.hydraulis.transfer.traffic import (
     link_elements_by_rank,
 )
 
-DEFAULT_POOL = Path("examples/pool_64_ranks.json")
-DEFAULT_MODEL = Path("examples/model_llama32b.json")
 PARAMETER_BYTES = 2
 """bf16 on the wire."""
 GRADIENT_BYTES = 4
@@ -49,77 +48,45 @@ BYTES_PER_GB = 1e9
 EXIT_BAD_INPUT = 2
 
 
-@dataclass(frozen=True)
-class RegroupVolume:
-    """Formulas for what a rank exchanges in a one-step regrouping, from what it holds and owns."""
+class RegroupVolume(NamedTuple):
+    """Elements that a rank exchanges in a one-step regrouping, from its part and its shards."""
 
-    num_ranks: int
     num_held: int
     """P_local: elements of the rank's parameters."""
     num_held_and_owned: int
     """Those of them in its canonical shards, which need no network."""
+    gather_sent: int
+    """Elements of its shards that other ranks hold, counted once per rank."""
     num_contributed: int
     """Elements of the gradients that it sends back."""
     num_contributed_and_owned: int
-    num_held_by_others: int
-    """Elements of its shards that other ranks hold, counted once per rank."""
-    num_contributed_by_others: int
+    scatter_received: int
     """Elements of its shards that other ranks contribute to, counted once per rank."""
 
     @property
     def gather_received(self) -> int:
-        """What it holds and does not own."""
+        """Elements that it holds and does not own."""
         return self.num_held - self.num_held_and_owned
 
     @property
-    def gather_sent(self) -> int:
-        """What it owns, to every other holder."""
-        return self.num_held_by_others
-
-    @property
-    def scatter_received(self) -> int:
-        """What it owns, from every other contributor."""
-        return self.num_contributed_by_others
-
-    @property
     def scatter_sent(self) -> int:
-        """What it contributes and does not own."""
+        """Elements that it contributes and does not own."""
         return self.num_contributed - self.num_contributed_and_owned
-
-    @property
-    def estimate(self) -> float:
-        """P_local·(1 - 1/N): gather_received if it owned 1/N of what it holds."""
-        return self.num_held * (1 - 1 / self.num_ranks)
 
 
 def regroup_volumes(
     layout: CanonicalLayout, roles: Sequence[Role | None]
 ) -> tuple[RegroupVolume, ...]:
-    """The formulas' values for every rank, without any transfer plan: shape (num_ranks,)."""
+    """By rank, without any transfer plan."""
     held = _amounts(layout, roles, held_ranges)
     contributed = _amounts(layout, roles, contributed_ranges)
-    return tuple(
-        RegroupVolume(
-            num_ranks=layout.num_ranks,
-            num_held=num_held,
-            num_held_and_owned=held_and_owned,
-            num_contributed=num_contributed,
-            num_contributed_and_owned=contributed_and_owned,
-            num_held_by_others=num_held_by_others,
-            num_contributed_by_others=num_contributed_by_others,
-        )
-        for (num_held, held_and_owned, num_held_by_others), (
-            num_contributed,
-            contributed_and_owned,
-            num_contributed_by_others,
-        ) in zip(held, contributed, strict=True)
-    )
+    return tuple(RegroupVolume(*h, *c) for h, c in zip(held, contributed, strict=True))
 
 
 def _amounts(
     layout: CanonicalLayout, roles: Sequence[Role | None], find: RangesOfRole
 ) -> list[list[int]]:
-    """By rank: elements of its part, those that it owns, those of its shards that others need."""
+    """By rank: elements of its part, those of them that it owns, those that it sends to others."""
     ranks_of: dict[Role | None, list[int]] = {}
     for rank, role in enumerate(roles):
         ranks_of.setdefault(role, []).append(rank)
@@ -138,100 +105,76 @@ def _amounts(
     return found
 
 
-def zero1_degree(roles: Sequence[Role | None]) -> int:
-    """dp of a homogeneous strategy, over which ZeRO-1 would shard its optimizer states.
+def zero1_degree(strategy: Strategy) -> int | None:
+    """dp, over which ZeRO-1 would shard; None if replicas differ or ranks are idle.
 
-    As in Megatron this includes context-parallel ranks. A ZeRO-1 rank receives P_local·(1 - 1/dp)
-    in an iteration's parameter all-gather and sends as much in its gradients' reduce-scatter
+    As in Megatron dp includes context-parallel ranks. A ZeRO-1 rank receives P_local·(1 - 1/dp) in
+    an iteration's parameter all-gather and sends as much in its gradients' reduce-scatter
     (Rajbhandari et al., arXiv 1910.02054, §7).
-
-    Raises:
-        PlanError: replicas have different schemes, or ranks are idle.
     """
-    counts = Counter(roles)
-    stages = {(role.first_layer, role.num_layers) for role in counts if role is not None}
-    num_layers = {role.num_layers_of_model for role in counts if role is not None}
-    is_homogeneous = (
-        None not in counts
-        and len(set(counts.values())) == 1
-        and len({role.tp for role in counts if role is not None}) == 1
-        and {sum(size for _, size in stages)} == num_layers
-    )
-    if not is_homogeneous:
-        raise PlanError(
-            f"ZeRO-1 shards over equal replicas but {len(counts)} roles are held by "
-            f"{min(counts.values())} to {max(counts.values())} of {len(roles)} ranks; compare with "
-            "a strategy of one scheme without idle ranks"
-        )
-    return next(iter(counts.values()))
+    if len(strategy.schemes) != 1 or strategy.idle_ranks:
+        return None
+    (scheme,) = strategy.schemes
+    return strategy.num_ranks // (scheme.tp * scheme.pp)
 
 
 @dataclass(frozen=True)
 class StrategyTraffic:
-    """What one strategy's regrouping carries."""
+    """Bytes of one strategy's regrouping; lists are by rank."""
 
     strategy: Strategy
     layout: CanonicalLayout
-    """With the owners as they are to be."""
+    """With its order of owners."""
     num_layers: int
     tied_embeddings: bool
 
     @cached_property
     def roles(self) -> list[Role | None]:
-        """Of every rank."""
+        """By rank."""
         return roles_of(self.strategy, self.num_layers, self.tied_embeddings)
 
     @cached_property
-    def _volumes(self) -> tuple[tuple[int, int, int, float], ...]:
-        return tuple(
-            (v.num_held, v.gather_received, v.scatter_sent, v.estimate)
-            for v in regroup_volumes(self.layout, self.roles)
-        )
+    def _volumes(self) -> tuple[RegroupVolume, ...]:
+        return regroup_volumes(self.layout, self.roles)
 
     @property
     def held_bytes(self) -> list[int]:
-        """By rank: parameters."""
-        return [held * PARAMETER_BYTES for held, *_ in self._volumes]
+        """Parameters."""
+        return [volume.num_held * PARAMETER_BYTES for volume in self._volumes]
 
     @property
     def gather_bytes(self) -> list[int]:
-        """By rank, received in one step."""
-        return [received * PARAMETER_BYTES for _, received, *_ in self._volumes]
+        """Received in one step."""
+        return [volume.gather_received * PARAMETER_BYTES for volume in self._volumes]
 
     @property
     def scatter_bytes(self) -> list[int]:
-        """By rank, sent in one step."""
-        return [sent * GRADIENT_BYTES for _, _, sent, _ in self._volumes]
+        """Sent in one step."""
+        return [volume.scatter_sent * GRADIENT_BYTES for volume in self._volumes]
 
     @property
     def estimate_bytes(self) -> list[float]:
-        """By rank: P_local·(1 - 1/N)."""
-        return [estimate * PARAMETER_BYTES for *_, estimate in self._volumes]
+        """P_local·(1 - 1/N): the gather if a rank owned 1/N of what it holds."""
+        return [held * (1 - 1 / self.layout.num_ranks) for held in self.held_bytes]
 
-    @cached_property
+    @property
     def zero1_bytes(self) -> float | None:
-        """Mean over ranks, received by ZeRO-1's all-gather; None where ZeRO-1 has no such
-        strategy."""
-        try:
-            degree = zero1_degree(self.roles)
-        except PlanError:
-            return None
-        return mean(self.held_bytes) * (1 - 1 / degree)
+        """Mean over ranks, received by ZeRO-1's all-gather; None if ZeRO-1 cannot run it."""
+        degree = zero1_degree(self.strategy)
+        return None if degree is None else mean(self.held_bytes) * (1 - 1 / degree)
 
     def kind(self, ranks_per_node: int) -> Collective:
-        """What the runtime would use."""
+        """The collective that the runtime would use."""
         return collective_of(self.layout, self.roles, ranks_per_node=ranks_per_node)
 
     def links(self, collective: Collective, ranks_per_node: int) -> list[LinkElements]:
-        """By rank, what a gather of this kind exchanges."""
+        """Elements exchanged in a gather by this collective."""
         totals = [LinkElements()] * self.layout.num_ranks
         for buckets in buckets_with_equal_plans(self.layout, self.roles):
             plan = bucket_gather(
                 collective, self.layout, buckets[0], self.roles, ranks_per_node=ranks_per_node
             )
-            of_one = link_elements_by_rank(
-                plan, self.layout.num_ranks, ranks_per_node=ranks_per_node
-            )
+            of_one = link_elements_by_rank(plan, len(totals), ranks_per_node=ranks_per_node)
             totals = [
                 total + part * len(buckets) for total, part in zip(totals, of_one, strict=True)
             ]
@@ -240,7 +183,7 @@ class StrategyTraffic:
 
 @dataclass(frozen=True)
 class PoolTraffic:
-    """A pool's strategies, each by owners in the order of the ranks and by chosen ones."""
+    """A pool's strategies, with owners in the order of the ranks and with chosen owners."""
 
     pool: Pool
     shape: ModelShape
@@ -261,7 +204,7 @@ class PoolTraffic:
         return self._traffic(strategy, self.layout)
 
     def chosen_for_itself(self, strategy: Strategy) -> StrategyTraffic:
-        """With the owners best for this very strategy."""
+        """With the owners that are best for this strategy."""
         return self._traffic(strategy, self._chosen(strategy))
 
     def chosen_for_commonest(self, strategy: Strategy) -> StrategyTraffic:
@@ -281,7 +224,7 @@ class PoolTraffic:
 
 
 def volume_table(traffic: PoolTraffic) -> Table:
-    """What a rank receives in a gather, by formula and plan, and how it compares with ZeRO-1."""
+    """Bytes that a rank receives in a gather, by formula and by plan, compared with ZeRO-1."""
     table = figures_table(
         "Gather: GB that a rank receives in an iteration (mean / max), bf16",
         ("", "strategy"),
@@ -296,8 +239,8 @@ def volume_table(traffic: PoolTraffic) -> Table:
             "chosen\n/ ZeRO-1",
             "scatter, sent\n(fp32)",
         ),
-        "ZeRO-1 (means): P_local·(1 - 1/dp), for strategies of equal replicas. Which strategy ran "
-        "before plays no part.",
+        "ZeRO-1 (means): P_local·(1 - 1/dp), for strategies of equal replicas. The previous "
+        "strategy does not matter.",
     )
     for strategy in traffic.pool.strategies:
         by_number = traffic.by_number(strategy)
@@ -321,14 +264,14 @@ def volume_table(traffic: PoolTraffic) -> Table:
 
 
 def link_table(traffic: PoolTraffic) -> Table:
-    """What crosses nodes in one step and in two."""
+    """Bytes inside nodes and across them, in one step and in two."""
     per_node = traffic.pool.ranks_per_node
     table = figures_table(
         f"Gather by link: GB that a rank receives inside its node and across (mean / max), nodes "
         f"of {per_node}",
         ("", "strategy", "owners", "used"),
         ("one step\ninside", "one step\nacross", "two steps\ninside", "two steps\nacross", "saved"),
-        "Owners chosen for the very strategy. In two steps relays receive for others.",
+        "Owners are chosen for the strategy of the row. In two steps relays receive for others.",
     )
     owners: dict[str, Callable[[Strategy], StrategyTraffic]] = {
         "by number": traffic.by_number,
@@ -364,7 +307,7 @@ def _mean_and_max(num_bytes: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print both tables; exit status 2 for a pool or model that cannot be read, or do not fit."""
+    """Print both tables; exit status 2 for a bad pool or model, or a pool that cannot cut it."""
     options = _parser().parse_args(arguments)
     console = wide_console(options.width)
     try:
@@ -390,11 +333,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.regroup_bytes",
         description="Bytes of regrouping a model, counted from transfer plans.",
     )
+    parser.add_argument("--pool", type=Path, default=POOL, help="pool file (default: %(default)s)")
     parser.add_argument(
-        "--pool", type=Path, default=DEFAULT_POOL, help="pool file (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--model", type=Path, default=DEFAULT_MODEL, help="its shape (default: %(default)s)"
+        "--model", type=Path, default=MODEL, help="its shape (default: %(default)s)"
     )
     parser.add_argument(
         "--commonest",
@@ -405,7 +346,7 @@ def _parser() -> argparse.ArgumentParser:
         "--width",
         type=int,
         default=170,
-        help="columns of the tables where the output is no terminal (default: %(default)s)",
+        help="columns of the output if it is not a terminal (default: %(default)s)",
     )
     return parser
 
