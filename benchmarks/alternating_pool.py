@@ -32,11 +32,9 @@ from rich.table import Table
 from benchmarks.command import (
     counted_progress,
     environment,
-    figures_table,
     make_parser,
     positive,
     use_cpu,
-    wide_console,
     write_figures,
 )
 from benchmarks.paired_statistics import RatioEstimate, paired_ratio
@@ -48,6 +46,7 @@ from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_RANKS = 4
 DEFAULT_PAIRS = ("4*tp1 / 2*tp2", "2*pp2 / 4*tp1")
@@ -202,7 +201,7 @@ class Alternation:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all pairs of strategies."""
     options = _parser().parse_args(arguments)
-    console = wide_console(WIDTH)
+    console = results_console(WIDTH)
     use_cpu()
     workload = Workload(
         hidden_size=options.hidden_size,
@@ -296,7 +295,8 @@ def _table(found: Sequence[Alternation]) -> Table:
         f"An iteration of an alternating pool (goal: ratio at most {GOAL})",
         ("strategies",),
         columns,
-        f"Medians over blocks of {ITERATIONS_PER_BLOCK} iterations, same batches and micro-batches "
+        caption=f"Medians over blocks of {ITERATIONS_PER_BLOCK} iterations, same batches and "
+        f"micro-batches "
         "in all runs. Wall: slowest rank, the last gather included. CPU: all ranks. Ratios: median "
         "over blocks, bootstrap interval. MB: received and sent in an iteration. Waits of the "
         "alternating run: gather + scatter, mean over ranks.",

@@ -28,11 +28,9 @@ from torch import Tensor
 
 from benchmarks.command import (
     counted_progress,
-    figures_table,
     make_parser,
     positive,
     use_cpu,
-    wide_console,
     write_figures,
 )
 from benchmarks.paired_statistics import RatioEstimate, paired_ratio
@@ -42,6 +40,7 @@ from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import load_checkpoint
 from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver
+from megatron.hydraulis.terminal import figures_table, results_console
 from tests.support.checkpoints import fill_moments, make_engine, saved_state
 from tests.support.plain_checkpoints import PlainMegatron
 
@@ -271,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=positive, default=6, metavar="N", help="of the model")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="on the disk to write to")
     options = parser.parse_args(arguments)
-    console = wide_console()
+    console = results_console()
     use_cpu()
     workload = Workload(
         num_layers=options.layers, hidden_size=384, ffn_hidden_size=1024, vocab_size=8192

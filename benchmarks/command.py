@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import warnings
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,6 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
-
-WIDTH = 100
-"""Columns of the output if it is not a terminal."""
 
 
 def make_parser(module: str, description: str) -> argparse.ArgumentParser:
@@ -36,12 +31,6 @@ def make_parser(module: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     return parser
-
-
-def wide_console(width: int = WIDTH) -> Console:
-    """A console as wide as its terminal, or of ``width`` columns without a terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=width)
 
 
 def use_cpu() -> None:
@@ -69,18 +58,6 @@ def counted_progress(console: Console, unit: str = "") -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
-
-
-def figures_table(
-    title: str, texts: Sequence[str], numbers: Sequence[str], caption: str | None = None
-) -> Table:
-    """A table with columns of text, then right-aligned columns of numbers."""
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    for name in texts:
-        table.add_column(name, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
 
 
 def write_figures(console: Console, path: Path | None, figures: Any) -> None:

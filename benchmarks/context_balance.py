@@ -30,11 +30,9 @@ from rich.table import Table
 
 from benchmarks.command import (
     counted_progress,
-    figures_table,
     make_parser,
     positive,
     use_cpu,
-    wide_console,
     write_figures,
 )
 from benchmarks.inputs import DATA
@@ -45,6 +43,7 @@ from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.wave_packing import pack_waves
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_RANKS = 64
 RANKS_PER_NODE = 8
@@ -60,7 +59,7 @@ BYTES_PER_MB = 2**20
 def cost_profile(reference: Mapping[str, Any], model: str) -> ProfileCostModel:
     """The published time and memory model as a cost profile; a group of d ranks is a scheme cp d.
 
-    ``(a1·Σs² + a2·Σs) / d + b1 + all-to-all`` ms; a rank has room for what 30 GB leave beside
+    ``(a1·Σs² + a2·Σs) / d + b1 + all-to-all`` ms; a rank has room for what 30 GB leave after
     ZeRO-3's states.
     """
     constants = reference["models"][model]
@@ -217,7 +216,7 @@ def flexsp_table(batches: Sequence[FlexspBatch]) -> Table:
         "FlexSP's setting, s",
         ("batch",),
         (*of_batch, "gap %", "CPU s"),
-        "CPU s of the sum: the most of a batch.",
+        caption="CPU s of the sum: the most of a batch.",
     )
     rows = [[getattr(batch, field) for field in of_batch.values()] for batch in batches]
     for index, (row, batch) in enumerate(zip(rows, batches, strict=True)):
@@ -236,7 +235,7 @@ def flexsp_table(batches: Sequence[FlexspBatch]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan the batches and print the table."""
     options = _parser().parse_args(arguments)
-    console = wide_console(120)
+    console = results_console(120)
     use_cpu()
     reference = json.loads((DATA / "flexsp_reference.json").read_text("utf-8"))
     frozen = json.loads((DATA / "flexsp_batches.json").read_text("utf-8"))["batches"]

@@ -30,11 +30,9 @@ from rich.table import Table
 from benchmarks.command import (
     counted_progress,
     environment,
-    figures_table,
     make_parser,
     positive,
     use_cpu,
-    wide_console,
     write_figures,
 )
 from benchmarks.emulated_device import (
@@ -60,6 +58,7 @@ from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
 from megatron.hydraulis.simulator.ways import fixed_length_shares
 from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.terminal import figures_table, results_console
 
 TOKENS_PER_RANK = BATCH_TOKENS / 64
 """Of a global batch: 200,000 tokens on the 64 devices that the profile was measured on."""
@@ -217,7 +216,7 @@ class SideRun:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan all batches, run all sides in turn, print the figures."""
     options = _parser().parse_args(arguments)
-    console = wide_console()
+    console = results_console()
     try:
         use_cpu()
         pool = Pool.read(options.pool or DATA / f"pool_{options.ranks}_ranks.json")
@@ -457,8 +456,8 @@ def _tables(
             "overruns",
             "CPU\ns",
         ),
-        "Means over iterations. Measured: slowest rank, from the moment all were ready, with "
-        "regrouping and update, which are not predicted. Within, off by: single iterations. "
+        caption="Means over iterations. Measured: slowest rank, from the moment all were ready, "
+        "with regrouping and update, which are not predicted. Within, off by: single iterations. "
         "Overruns: forwards and backwards whose tiny tensors took longer than the modelled time. "
         "CPU: all ranks.",
     )
@@ -478,8 +477,8 @@ def _tables(
         "Time of a static side over that of the dynamic strategies",
         ("side",),
         ("measured\n[95 %]", "predicted"),
-        "Of the total time of all batches; intervals: bootstrap over batches. Measured fixed rows "
-        f"are not padded; the last line is not run and pads each row to {window:,} tokens.",
+        caption="Of the total time of all batches; intervals: bootstrap over batches. Fixed rows "
+        f"are measured without padding; the last line, not run, pads them to {window:,} tokens.",
     )
     dynamic = sides[0]
     for side in sides[1:]:

@@ -12,10 +12,10 @@ import argparse
 from collections.abc import Sequence
 from statistics import median
 
-from benchmarks.command import figures_table, wide_console
 from benchmarks.inputs import COST_PROFILE, MODEL
 from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, ProfileCostModel
 from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_RANKS, RANKS_PER_NODE = 64, 8
 NUM_TOKENS = 4096
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     columns = zip(*found.values(), strict=True)
     table.add_section()
     table.add_row("median error %", *(f"{median_error_percent(column):.1f}" for column in columns))
-    wide_console().print(table)
+    results_console().print(table)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares, minimize
 
-from benchmarks.command import figures_table
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.layout_constants import LAYOUT_CONSTANTS, LayoutConstants
 from megatron.hydraulis.cost_model.layouts import (
@@ -34,6 +33,7 @@ from megatron.hydraulis.cost_model.layouts import (
 )
 from megatron.hydraulis.cost_model.predict_layouts_command import read_layouts
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.terminal import figures_table
 
 MEASURED_SPREAD = 0.03
 """Relative spread of measured times that is a residual of 1."""

@@ -27,14 +27,13 @@ from rich.progress import Progress
 from benchmarks import inputs
 from benchmarks.command import (
     counted_progress,
-    figures_table,
     make_parser,
-    wide_console,
     write_figures,
 )
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_LARGE_SEEDS = 3
 NUM_MEMORY_BATCHES = 50
@@ -95,8 +94,8 @@ class Benchmark:
             "Instance B, every strategy planned alone, ms",
             ("strategy",),
             ("bound", "ours", "gap %", "published", "ours / published"),
-            f"Choice: {result.strategy}, {result.time_ms:.1f} ms. The published planner's choice: "
-            f"{published.chosen}, {published.plan_ms[published.chosen]:.1f} ms.",
+            caption=f"Choice: {result.strategy}, {result.time_ms:.1f} ms. The published planner's "
+            f"choice: {published.chosen}, {published.plan_ms[published.chosen]:.1f} ms.",
         )
         for name, (bound_ms, time_ms) in result.alone_ms.items():
             theirs_ms = published.plan_ms[name]
@@ -133,8 +132,8 @@ class Benchmark:
             f"{len(self._pool.strategies)} strategies on {self._pool.num_ranks} ranks",
             ("",),
             ("best", "quartile", "median", "quartile", "worst"),
-            f"{len(results)} batches of {_range([r.num_sequences for r in results])} sequences, "
-            f"{self._options.rounds} rounds. Chosen: "
+            caption=f"{len(results)} batches of {_range([r.num_sequences for r in results])} "
+            f"sequences, {self._options.rounds} rounds. Chosen: "
             f"{', '.join(f'{name} {num}x' for name, num in chosen)}.",
         )
         best_others = _quartiles((r.best_other for r in results), 4)
@@ -169,7 +168,7 @@ class Benchmark:
             f"1,024 ranks, {inputs.LARGE_BATCH_TOKENS} tokens: {inputs.LARGE_STRATEGY}",
             (),
             ("cut at", "seed", "sequences", "time ms", "bound ms", "gap %", "wall s", "CPU s"),
-            f"Wall and CPU time: least and most of {self._options.rounds} rounds.",
+            caption=f"Wall and CPU time: least and most of {self._options.rounds} rounds.",
         )
         table.add_column("status")
         figures = []
@@ -305,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
     core = max(os.sched_getaffinity(0)) if options.core is None else options.core
     os.sched_setaffinity(0, {core})
-    console = wide_console()
+    console = results_console()
     with counted_progress(console) as progress:
         benchmark = Benchmark(options, console, progress)
         figures = {section: SECTIONS[section](benchmark) for section in options.sections}

@@ -21,8 +21,9 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import inputs
-from benchmarks.command import figures_table, make_parser, positive, wide_console, write_figures
+from benchmarks.command import make_parser, positive, write_figures
 from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_BATCHES = 210
 """Without the hard ones, which come last."""
@@ -144,8 +145,8 @@ def version_table(found: Sequence[dict[str, Any]], before: str, after: str) -> T
         f"plans of {before} against {after}",
         ("batches",),
         ("number", "slower", "faster", "sum %", "worst %", "gap %", "CPU s", "ratio"),
-        "Predicted times, after against before: plans that are slower or faster, change of their "
-        "sum and of the worst plan. Largest gap and total CPU time, before and after.",
+        caption="Predicted times, after against before: plans that are slower or faster, change "
+        "of their sum and of the worst plan. Largest gap and total CPU time, before and after.",
     )
     groups = list(dict.fromkeys(result["group"] for result in found))
     rows = {name: [result for result in found if result["group"] == name] for name in groups}
@@ -188,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     found = compare(options.before, options.after, options.rounds)
-    console = wide_console(140)
+    console = results_console(140)
     console.print(version_table(found, options.before, options.after))
     write_figures(console, options.json, found)
     return 0

@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from benchmarks.command import figures_table, make_parser, wide_console, write_figures
+from benchmarks.command import make_parser, write_figures
 from megatron.hydraulis.observability.records import IterationRecord, read_metrics
+from megatron.hydraulis.terminal import figures_table, results_console
 
 SEQ_LENGTH = 1024
 VOCAB_SIZE = 1024
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for strategy in strategies
             for errors in _errors_of(strategy, folder, corpus, arguments)
         ]
-    console = wide_console()
+    console = results_console()
     table = figures_table(
         f"{datetime.date.today()}, {num_ranks} ranks on {os.cpu_count()} cores",
         ("run",),

@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks import inputs
-from benchmarks.command import figures_table, make_parser, wide_console, write_figures
+from benchmarks.command import make_parser, write_figures
 from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.planners import CertifiedPlanner
@@ -27,6 +27,7 @@ from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import Proposal, propose
 from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.terminal import figures_table, results_console
 
 SECTIONS = ("small", "large")
 RANKS_PER_NODE = 8
@@ -67,8 +68,8 @@ def quality_table(times_s: dict[str, list[float]], num_tokens: int, title: str) 
         title,
         ("pool",),
         ("s an iteration", "tokens/s", "time / first [95 %]", "worst", "faster in"),
-        f"{len(first)} held-out batches, times of full plans. Ratio of total times, bootstrap "
-        "interval; worst: of a single batch.",
+        caption=f"{len(first)} held-out batches, times of full plans. Ratio of total times, "
+        f"bootstrap interval; worst: of a single batch.",
     )
     for name, of_pool in times_s.items():
         ratios = [mine / theirs for mine, theirs in zip(of_pool, first, strict=True)]
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen sections."""
     options = _parser().parse_args(arguments)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    console = wide_console()
+    console = results_console()
     efforts = figures_table(
         "Proposals",
         ("job",),

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.command import figures_table, make_parser, positive, wide_console, write_figures
+from benchmarks.command import make_parser, positive, write_figures
+from megatron.hydraulis.terminal import figures_table, results_console
 from tests.support.tiny_corpus import tiny_command, write_corpus
 
 ROOT = Path(__file__).parent.parent
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser("recovery", "Time from the death of a rank to the next iteration.")
     parser.add_argument("--rounds", type=positive, default=3, help="deaths")
     options = parser.parse_args(argv)
-    console = wide_console()
+    console = results_console()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save = str(folder / "save")

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from rich.table import Table
 
-from benchmarks.command import figures_table, wide_console
 from benchmarks.inputs import MODEL, POOL
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.terminal import figures_table, results_console
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
 from megatron.hydraulis.transfer.collective import Collective, bucket_gather, collective_of
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
@@ -239,8 +239,8 @@ def volume_table(traffic: PoolTraffic) -> Table:
             "chosen\n/ ZeRO-1",
             "scatter, sent\n(fp32)",
         ),
-        "ZeRO-1 (means): P_local·(1 - 1/dp), for strategies of equal replicas. The previous "
-        "strategy does not matter.",
+        caption="ZeRO-1 (means): P_local·(1 - 1/dp), for strategies of equal replicas. The "
+        "previous strategy does not matter.",
     )
     for strategy in traffic.pool.strategies:
         by_number = traffic.by_number(strategy)
@@ -271,7 +271,8 @@ def link_table(traffic: PoolTraffic) -> Table:
         f"of {per_node}",
         ("", "strategy", "owners", "used"),
         ("one step\ninside", "one step\nacross", "two steps\ninside", "two steps\nacross", "saved"),
-        "Owners are chosen for the strategy of the row. In two steps relays receive for others.",
+        caption="Owners are chosen for the strategy of the row. In two steps relays receive for "
+        "others.",
     )
     owners: dict[str, Callable[[Strategy], StrategyTraffic]] = {
         "by number": traffic.by_number,
@@ -309,7 +310,7 @@ def _mean_and_max(num_bytes: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print both tables; exit status 2 for a bad pool or model, or a pool that cannot cut it."""
     options = _parser().parse_args(arguments)
-    console = wide_console(options.width)
+    console = results_console(options.width)
     try:
         pool, shape = Pool.read(options.pool), ModelShape.read(options.model)
         pool.check_model(shape)

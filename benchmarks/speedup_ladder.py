@@ -23,10 +23,8 @@ from scipy.stats import norm
 from benchmarks import inputs
 from benchmarks.command import (
     counted_progress,
-    figures_table,
     make_parser,
     positive,
-    wide_console,
     write_figures,
 )
 from benchmarks.paired_statistics import ratio_of_totals
@@ -50,6 +48,7 @@ from megatron.hydraulis.simulator.ways import (
     WAYS,
     Ways,
 )
+from megatron.hydraulis.terminal import figures_table, results_console
 
 PUBLISHED = (1.32, 2.66)
 """Least and largest speed-up over existing systems that arXiv 2412.07894 reports, on its devices,
@@ -195,7 +194,7 @@ def ladder_table(corpus: Corpus, results: Sequence[WayResult]) -> Table:
         f"{corpus.name}: speed-up by step",
         ("step",),
         ("s / iteration", "step", "over packing [95 %]", "pool over it [95 %]"),
-        f"Intervals: bootstrap over batches. arXiv 2412.07894 reports {low} to {high} over "
+        caption=f"Intervals: bootstrap over batches. arXiv 2412.07894 reports {low} to {high} over "
         "existing systems, which are static or choose among homogeneous strategies.",
     )
     last: WayResult | None = None
@@ -228,7 +227,7 @@ def _ratio(slower: WayResult, faster: WayResult) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate both corpora and print the ladders."""
     options = _parser().parse_args(arguments)
-    console = wide_console()
+    console = results_console()
     figures: dict[str, Any] = {}
     with counted_progress(console, "batches") as progress:
         for corpus in corpora(options.median, options.tail_exponent):

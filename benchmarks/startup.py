@@ -28,13 +28,12 @@ from rich.table import Table
 
 from benchmarks.command import (
     environment,
-    figures_table,
     make_parser,
     positive,
     use_cpu,
-    wide_console,
     write_figures,
 )
+from megatron.hydraulis.terminal import figures_table, results_console
 from tests.support.counted_store import CountedStore
 
 SEQUENCES_PER_RANK = 1
@@ -271,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             name, type=multiple_of_16, nargs="*", default=sizes, metavar="N", help=text
         )
     options = parser.parse_args(argv)
-    console = wide_console()
+    console = results_console()
     use_cpu()
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # the backend `fake`
     found: dict[str, dict[int, dict[str, float]]] = {"together": {}, "alone": {}}

@@ -24,11 +24,9 @@ from rich.table import Table
 from benchmarks.command import (
     counted_progress,
     environment,
-    figures_table,
     make_parser,
     positive,
     use_cpu,
-    wide_console,
     write_figures,
 )
 from benchmarks.hydraulis_side import HydraulisSide
@@ -39,6 +37,7 @@ from benchmarks.step_report import StepReport, Traffic
 from benchmarks.workload import Workload
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_RANKS = 4
 DEFAULT_STRATEGIES = ("4*tp1", "2*tp2", "2*pp2")
@@ -131,7 +130,7 @@ class Comparison:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; exit status 1 if the losses of the two sides differ."""
     options = _parser().parse_args(arguments)
-    console = wide_console()
+    console = results_console()
     use_cpu()
     workload = Workload()
     console.print(
@@ -231,8 +230,8 @@ def tables(comparisons: Sequence[Comparison]) -> Iterator[Table]:
         "One optimizer step: hydraulis (H) against plain megatron-core (M)",
         ("strategy",),
         ("H\nms", "M\nms", "H / M\n[95 %]", "H CPU\nms", "M CPU\nms", "H / M CPU\n[95 %]", "pairs"),
-        "Medians; a step's time is that of its slowest rank, its CPU time that of all ranks. "
-        "Ratios: median over pairs, bootstrap interval.",
+        caption="Medians; a step's time is that of its slowest rank, its CPU time that of all "
+        "ranks. Ratios: median over pairs, bootstrap interval.",
     )
     for c in comparisons:
         table.add_row(
@@ -255,7 +254,8 @@ def tables(comparisons: Sequence[Comparison]) -> Iterator[Table]:
         "Time by phase: wall / CPU, ms",
         ("strategy", "side"),
         PHASES,
-        "Wall: median over steps of the mean over ranks, waiting for other ranks included. CPU: of "
+        caption="Wall: median over steps of the mean over ranks, waiting for other ranks "
+        "included. CPU: of "
         "all ranks together. For plain megatron-core gather is ZeRO-1's parameter all-gather, "
         "scatter is finalize_model_grads (reduce-scatter, sequence-parallel norms, division).",
     )
@@ -268,7 +268,8 @@ def tables(comparisons: Sequence[Comparison]) -> Iterator[Table]:
         "MB that a rank receives in one step (mean over ranks)",
         ("strategy", "side"),
         ("parameters held", "gather", "scatter"),
-        "Hydraulis: from its transfer plans; Megatron: ZeRO-1, P·(1 - 1/dp) by definition. Without "
+        caption="Hydraulis: from its transfer plans; Megatron: ZeRO-1, P·(1 - 1/dp) by "
+        "definition. Without "
         "the traffic of tensor and pipeline parallelism, which is the same on both sides.",
     )
     for strategy, name, side in sides:
