@@ -32,15 +32,6 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.strategy import Scheme
 
-__all__ = [
-    "Clock",
-    "EmulatedBatch",
-    "EmulatedDevice",
-    "EmulatedForwardStep",
-    "EmulationCount",
-    "WallClock",
-]
-
 MS_PER_S = 1000.0
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from megatron.hydraulis.command_line import CommandParser, closest, quiet_without_reader
 from megatron.hydraulis.errors import HydraulisError
 
-__all__ = ["COMMANDS", "TRAIN", "main"]
-
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""

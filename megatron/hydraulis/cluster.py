@@ -4,8 +4,6 @@ from dataclasses import dataclass, replace
 
 from megatron.hydraulis.errors import ConfigurationError
 
-__all__ = ["Cluster", "Link"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:

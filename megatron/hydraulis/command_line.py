@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-__all__ = ["CommandParser", "closest", "quiet_without_reader", "reader_has_gone"]
-
 _EXIT_WITHOUT_READER = 141
 """128 + SIGPIPE, as shells report a program whose output nobody reads."""
 _MIN_SIMILARITY = 0.8

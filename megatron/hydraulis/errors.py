@@ -10,21 +10,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = [
-    "FULL_DISK",
-    "CheckpointError",
-    "ConfigurationError",
-    "DataError",
-    "HydraulisError",
-    "NonFiniteLossError",
-    "OutOfMemoryError",
-    "PlanError",
-    "StrategyError",
-    "UpstreamVersionError",
-    "listed",
-    "why_not_written",
-]
-
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the errors that writes to a full disk, or beyond a quota, raise."""
 

@@ -9,16 +9,6 @@ from typing import Any
 
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, why_not_written
 
-__all__ = [
-    "JsonObject",
-    "parse_json",
-    "read_json",
-    "read_text",
-    "replace_text",
-    "write_json",
-    "write_output",
-]
-
 MAX_FILE_BYTES = 256 << 20
 """Limit of a file that is read: far more than the lengths of a large global batch take."""
 MAX_DEPTH = 32

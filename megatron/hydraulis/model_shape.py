@@ -7,8 +7,6 @@ from pathlib import Path
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import JsonObject, read_json
 
-__all__ = ["NO_DROPOUT", "ModelShape", "require_no_dropout"]
-
 NO_DROPOUT = (
     "dropout masks depend on the layout of the replicas, so the same batch would not give the same "
     "update under another plan; use 0"

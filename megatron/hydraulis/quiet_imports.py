@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["silence_warnings_of_imports", "without_garbage_collection"]
-
 
 def silence_warnings_of_imports() -> None:
     """Call it before importing them.

@@ -13,17 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
-__all__ = [
-    "figures_table",
-    "launch_command",
-    "print_json",
-    "print_next",
-    "progress_bars",
-    "propose_command",
-    "results_console",
-    "table_text",
-]
-
 _WIDTH_WITHOUT_TERMINAL = 100
 
 

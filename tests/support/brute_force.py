@@ -15,14 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "ReplicaFigures",
-    "best_makespan_ms",
-    "best_replica_time_ms",
-    "best_replica_times_ms",
-    "figures_of",
-]
-
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 

@@ -9,8 +9,6 @@ from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from megatron.hydraulis.terminal import progress_bars
 
-__all__ = ["ByteProgress", "size_text"]
-
 _BYTES_PER_MB = 1e6
 _BYTES_PER_GB = 1e9
 _LINE_INTERVAL_S = 10.0

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from megatron.hydraulis.errors import CheckpointError, HydraulisError, why_not_written
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 
-__all__ = ["agreed_problems", "failure_of", "on_all_ranks", "on_rank_0", "raise_first"]
-
 Failure = tuple[type[HydraulisError], str]
 """Class and message of an error, to be raised on other ranks too."""
 

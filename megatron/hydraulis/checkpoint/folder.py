@@ -16,8 +16,6 @@ from pathlib import Path
 
 from megatron.hydraulis.errors import CheckpointError
 
-__all__ = ["LATEST_FILE_NAME", "RELEASE", "CheckpointFolder", "is_unfinished", "replace_file"]
-
 LATEST_FILE_NAME = "latest_checkpointed_iteration.txt"
 """Megatron's name."""
 RELEASE = "release"

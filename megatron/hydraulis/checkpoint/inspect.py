@@ -32,8 +32,6 @@ from megatron.hydraulis.terminal import figures_table
 if TYPE_CHECKING:
     from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint, StoredTensor
 
-__all__ = ["FolderInspection", "Inspection", "add_arguments", "inspect_folder", "run"]
-
 EXIT_INCOMPLETE = 1
 _WIDTH = 100
 """Columns if the output is not a terminal."""

@@ -39,16 +39,6 @@ from megatron.hydraulis.checkpoint.torch_dist import MODEL, StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
 from megatron.hydraulis.runtime.engine import Engine
 
-__all__ = [
-    "LoadedCheckpoint",
-    "UpstreamState",
-    "find_checkpoints",
-    "load_checkpoint",
-    "load_first_whole",
-    "read_rng_state",
-    "upstream_state",
-]
-
 _MAX_ITERATIONS_NAMED = 8
 
 

@@ -17,20 +17,6 @@ from megatron.hydraulis.checkpoint.folder import replace_file
 from megatron.hydraulis.errors import CheckpointError
 from megatron.hydraulis.json_object import JsonObject, read_json
 
-__all__ = [
-    "FORMAT_NAME",
-    "MANIFEST_NAME",
-    "METADATA_NAME",
-    "MODEL_ARGUMENTS",
-    "NEVER_ON_HERE",
-    "FileRecord",
-    "Manifest",
-    "is_checkpoint",
-    "model_differences",
-    "model_of",
-    "records_of",
-]
-
 MANIFEST_NAME = "hydraulis.json"
 METADATA_NAME = ".metadata"
 """Torch's: which tensor is in which file."""

@@ -28,16 +28,6 @@ from megatron.hydraulis.runtime.model_building import ModelDefinition, build_rol
 from megatron.hydraulis.runtime.process_groups import LocalGroup, local_collection
 from megatron.hydraulis.transfer.role import Role
 
-__all__ = [
-    "WRITTEN_HERE",
-    "StoredParameter",
-    "shard_pieces",
-    "sharding_metadata",
-    "stored_objects",
-    "stored_parameters",
-    "training_state",
-]
-
 WRITTEN_HERE = "hydraulis"
 """Marks a checkpoint of this program where Megatron describes its content."""
 _NORM = "layernorm.weight"

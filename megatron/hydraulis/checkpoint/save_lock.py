@@ -21,8 +21,6 @@ from pathlib import Path
 
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 
-__all__ = ["HEARTBEAT_S", "LOCK_FILE_NAME", "STALE_S", "SaveLock", "Writer"]
-
 LOCK_FILE_NAME = ".writer.json"
 HEARTBEAT_S = 15.0
 STALE_S = 180.0

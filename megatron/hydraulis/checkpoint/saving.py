@@ -48,8 +48,6 @@ from megatron.hydraulis.checkpoint.torch_dist import (
 )
 from megatron.hydraulis.runtime.engine import Engine
 
-__all__ = ["CheckpointSaver", "SavedState"]
-
 _BYTES_PER_MB = 1e6
 _FAILED, _BUSY, _DONE = -1, 0, 1
 """Votes of the ranks about the step at hand; the minimum counts."""

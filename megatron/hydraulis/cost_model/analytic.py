@@ -41,8 +41,6 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = ["AnalyticCostModel"]
-
 _MS_PER_S = 1e3
 # A multiplication and an addition per entry of a matrix and token.
 _FLOPS_PER_ENTRY = 2

@@ -32,21 +32,6 @@ from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = [
-    "CP_COMM_TYPES",
-    "ContextCosts",
-    "Exchange",
-    "Way",
-    "all_to_all_elements",
-    "all_to_all_refusal",
-    "choose_way",
-    "exchange_of",
-    "gather_elements",
-    "ring_bytes_per_token",
-    "takes_all_to_all",
-    "te_all_to_all_refusal",
-]
-
 Way = Literal["all_gather", "a2a"]
 """``all_gather``: every rank gathers the keys and values of the row. ``a2a``: an all-to-all turns a
 part of the tokens with all heads into all tokens with a part of the heads, and back (Ulysses)."""

@@ -10,16 +10,6 @@ from dataclasses import dataclass, replace
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.errors import ConfigurationError
 
-__all__ = [
-    "ALL_TO_ALL_BYTES",
-    "DEVICES",
-    "DEVICE_NAMES",
-    "NCCL_COMMUNICATOR_BYTES",
-    "NUM_COMMUNICATORS_IN_RESERVE",
-    "DeviceConstants",
-    "device_constants",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceConstants:

@@ -32,8 +32,6 @@ from megatron.hydraulis.terminal import (
     results_console,
 )
 
-__all__ = ["add_arguments", "run"]
-
 _BF16_BYTES, _FP32_BYTES = 2, 4
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
 

@@ -18,8 +18,6 @@ import numpy as np
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.errors import ConfigurationError
 
-__all__ = ["Fit", "Sample", "fit_coefficients", "fit_near"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -7,8 +7,6 @@ from typing import Protocol
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = ["MOST_MS", "Coefficients", "CostModel"]
-
 MOST_MS = 1e100
 """Upper limit of times; sums of squared lengths times it are still finite."""
 

@@ -12,13 +12,6 @@ from dataclasses import dataclass, fields
 
 from megatron.hydraulis.errors import ConfigurationError
 
-__all__ = [
-    "DEFAULT_KERNEL",
-    "LAYOUT_CONSTANTS",
-    "KernelConstants",
-    "LayoutConstants",
-]
-
 DEFAULT_KERNEL = "flash_attention2 + RMS kernel"
 
 

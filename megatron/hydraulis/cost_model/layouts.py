@@ -53,18 +53,6 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme
 
-__all__ = [
-    "FixedLengthJob",
-    "Layout",
-    "LayoutPrediction",
-    "RankMemory",
-    "StepTime",
-    "predict_layout",
-    "rank_memory",
-    "step_time",
-    "usable_bytes",
-]
-
 # A multiplication and an addition per entry of a matrix and token.
 _FLOPS_PER_ENTRY = 2
 _BF16_BYTES = 2

@@ -17,16 +17,6 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = [
-    "CUDA_ROW_QUANTUM",
-    "Limits",
-    "MemoryTrial",
-    "RowRounding",
-    "add_row_quantum",
-    "after_failure",
-    "allowed_tokens",
-]
-
 SHARE_AFTER_FAILURE = 0.75
 """Limit after a micro-batch ran out of memory, as a share of its tokens."""
 CUDA_ROW_QUANTUM = 128

@@ -72,9 +72,6 @@ from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = ["NUM_STAGING_SLOTS", "MemoryModel", "Moment", "PoolFootprint", "communicators_text"]
-
-
 _FP32_BYTES = 4
 # Master weight, first moment, second moment, summed gradient: all fp32.
 _CANONICAL_BYTES_PER_PARAMETER = 4 * _FP32_BYTES

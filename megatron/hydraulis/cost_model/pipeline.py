@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from megatron.hydraulis.errors import StrategyError
 
-__all__ = ["FORWARD_SHARE", "Operation", "pipeline_schedule", "pipeline_time_ms", "split_layers"]
-
-
 FORWARD_SHARE = 1.0 / 3.0
 """Share of the forward in a micro-batch's time: the backward of a matrix product is two products
 of its size, for the gradients of input and weight (arXiv 2104.04473, appendix)."""

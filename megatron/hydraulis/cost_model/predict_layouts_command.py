@@ -19,16 +19,6 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.terminal import print_json
 
-__all__ = [
-    "PREDICTED_COLUMNS",
-    "LayoutRow",
-    "add_arguments",
-    "read_layouts",
-    "run",
-    "write_predictions",
-]
-
-
 _KERNELS = ", ".join(repr(kernel.name) for kernel in LAYOUT_CONSTANTS.kernels)
 PREDICTED_COLUMNS = (
     "predicted_step_time_s",

@@ -29,8 +29,6 @@ from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = ["ProfileCostModel", "ProfiledModel", "ProfiledScheme", "ProfiledStrategy"]
-
 _FORMAT_VERSION = 1
 _MIN_R_SQUARED = 0.9
 _MAX_RESIDUAL = 0.2

@@ -30,8 +30,6 @@ from megatron.hydraulis.cost_model.shape_arguments import (
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.terminal import print_json, results_console
 
-__all__ = ["LayoutSearch", "Refusal", "Verdict", "add_arguments", "run", "search_layouts"]
-
 _KERNELS = ", ".join(repr(kernel.name) for kernel in LAYOUT_CONSTANTS.kernels)
 _CAUSES = {
     "matmul_s": "matrix products",

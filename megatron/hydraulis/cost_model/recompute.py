@@ -17,8 +17,6 @@ from typing import Literal
 
 from megatron.hydraulis.errors import ConfigurationError
 
-__all__ = ["NO_RECOMPUTE", "SELECTIVE_MODULES", "Recompute"]
-
 SELECTIVE_MODULES = ("core_attn", "mlp")
 """Modules that selective recompute can name."""
 

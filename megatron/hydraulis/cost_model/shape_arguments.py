@@ -7,8 +7,6 @@ from megatron.hydraulis.cost_model.device import DEVICE_NAMES
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 
-__all__ = ["add_device_argument", "add_shape_arguments", "given_shape", "shape_of"]
-
 # Upstream's defaults of the same flags.
 _FFN_OVER_HIDDEN = 4
 _VOCABULARY_MULTIPLE = 128

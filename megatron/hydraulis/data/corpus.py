@@ -11,8 +11,6 @@ from megatron.hydraulis.data.index import LONG_SEQUENCES, DatasetIndex, LongSequ
 from megatron.hydraulis.data.sampler import SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
-__all__ = ["Corpus", "CorpusReport", "DocumentRange", "spread_stretches"]
-
 VOCABULARY_CHECK_TOKENS = 1 << 24
 """Maximum number of tokens of a dataset that ``check_vocabulary`` reads, over all shares.
 

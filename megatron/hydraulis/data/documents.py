@@ -13,8 +13,6 @@ from pathlib import Path
 
 from megatron.hydraulis.errors import DataError
 
-__all__ = ["JSON_LINES_SUFFIXES", "RawDocument", "find_files", "read_documents"]
-
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 """Files with one JSON object a line; Megatron's own examples call them ``.json``."""
 PARQUET_SUFFIX = ".parquet"

@@ -25,15 +25,6 @@ import numpy.typing as npt
 
 from megatron.hydraulis.errors import DataError
 
-__all__ = [
-    "LONG_SEQUENCES",
-    "DatasetIndex",
-    "LongSequences",
-    "bin_path",
-    "idx_path",
-    "read_index",
-]
-
 LongSequences = Literal["split", "truncate", "drop", "error"]
 """What to do with a document that has more tokens than ``--seq-length`` can train.
 

@@ -21,18 +21,6 @@ from megatron.hydraulis.errors import DataError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "PackedBatch",
-    "chunk_multiple",
-    "gathered_places",
-    "local_places",
-    "local_stretches",
-    "pack",
-    "padded_length",
-    "row_segments",
-    "zigzag_chunks",
-]
-
 Places = npt.NDArray[np.int64]
 
 

@@ -41,16 +41,6 @@ from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 from megatron.hydraulis.terminal import print_next
 
-__all__ = [
-    "DatasetWriter",
-    "OrderedWorkers",
-    "PreprocessReport",
-    "add_arguments",
-    "preprocess",
-    "report_run",
-    "run",
-]
-
 _CHUNK_BYTES = 1 << 18
 """Text sent to a worker at a time: about 0.1 s of work, far above the cost of sending it."""
 _CHUNK_DOCUMENTS = 512

@@ -12,18 +12,6 @@ import numpy.typing as npt
 
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
-__all__ = [
-    "EVALUATION_SEED",
-    "MAX_WAITING_SEQUENCES",
-    "EvaluationSampler",
-    "GlobalBatch",
-    "LengthSampler",
-    "SequenceGroup",
-    "SequenceOrder",
-    "epoch_permutation",
-    "largest_deficit",
-]
-
 MAX_WAITING_SEQUENCES = 16
 """Number of sequences that may wait for the next batch, under a token budget.
 

@@ -10,14 +10,6 @@ from megatron.hydraulis.data.corpus import Corpus, DocumentRange
 from megatron.hydraulis.data.index import DatasetIndex, LongSequences, read_index
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
-__all__ = [
-    "DEFAULT_SPLIT",
-    "Blend",
-    "Corpora",
-    "load_corpora",
-    "load_corpora_from_arguments",
-]
-
 DEFAULT_SPLIT = "969,30,1"
 """Megatron's default of ``--split``: training, validation and test documents."""
 

@@ -14,14 +14,6 @@ import numpy.typing as npt
 from megatron.hydraulis.data.documents import RawDocument
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
-__all__ = [
-    "TEXT_TOKENIZER_TYPES",
-    "DocumentEncoder",
-    "TokenizerSettings",
-    "build_tokenizer",
-    "check_tokenizer_model",
-]
-
 TEXT_TOKENIZER_TYPES = (
     "HuggingFaceTokenizer",
     "GPT2BPETokenizer",

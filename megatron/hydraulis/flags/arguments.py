@@ -40,8 +40,6 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.pool import num_ranks_of
 
-__all__ = ["Resolved", "gpt_model_config", "install_globals", "parse_arguments"]
-
 
 @dataclass(frozen=True, slots=True)
 class Resolved:

@@ -18,27 +18,6 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
 
-__all__ = [
-    "check_batch",
-    "check_checkpoints",
-    "check_context",
-    "check_data",
-    "check_device",
-    "check_layers",
-    "check_learning_rate",
-    "check_model",
-    "check_recompute",
-    "check_required",
-    "check_schedule",
-    "check_signal",
-    "check_spec",
-    "check_vocabulary_parts",
-    "drop_kept_modules",
-    "recompute_of",
-    "resolve_pool",
-]
-
-
 _REQUIRED = (
     "num_layers",
     "hidden_size",

@@ -16,9 +16,6 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.ranges import RANGES
 from megatron.hydraulis.observability.trace import TraceWindow
 
-__all__ = ["FIELDS_BY_TOPIC", "HydraulisConfig", "default_run_dir", "option_of"]
-
-
 # Set by the launcher, so every rank of a job reads the same value. torchrun without --rdzv-id sets
 # "none".
 _RUN_NAME_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")

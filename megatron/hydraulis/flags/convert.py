@@ -14,8 +14,6 @@ from pathlib import Path
 
 from megatron.hydraulis.errors import ConfigurationError
 
-__all__ = ["LaunchCommand", "add_arguments", "read_launch_command", "run"]
-
 _ENTRY = re.compile(r"(^|/)\w*pretrain\w*\.py$")
 """The program among the words of a command."""
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=(?P<value>.*)", re.DOTALL)

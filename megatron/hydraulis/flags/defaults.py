@@ -12,16 +12,6 @@ from megatron.hydraulis.data.tokenizer import build_tokenizer, check_tokenizer_m
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 
-__all__ = [
-    "Difference",
-    "Vocabulary",
-    "differences",
-    "has_fused_weight_gradients",
-    "padded_vocabulary_size",
-    "resolve_vocabulary",
-    "set_defaults",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

@@ -13,9 +13,6 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import ranks_text
 
-__all__ = ["batch_text", "describe", "format_description", "num_parameters_of_rank", "option_lines"]
-
-
 # Always 1; the strategy defines them.
 _DEFINED_BY_STRATEGY = (
     "context_parallel_size",

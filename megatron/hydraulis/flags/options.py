@@ -14,22 +14,6 @@ from types import MappingProxyType
 
 from megatron.hydraulis.model_shape import NO_DROPOUT
 
-__all__ = [
-    "EQUIVALENTS",
-    "FORMER_OPTIONS",
-    "HONOURED",
-    "HONOURED_BY_TOPIC",
-    "TAKEN",
-    "Honoured",
-    "Need",
-    "Refused",
-    "Row",
-    "Taken",
-    "refusal",
-    "refusals",
-    "row_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Need:

@@ -28,8 +28,6 @@ from megatron.hydraulis.flags.options import (
 )
 from megatron.hydraulis.flags.ranges import RANGES
 
-__all__ = ["FlagParser", "Given", "ParsedFlags", "Problems"]
-
 _USAGE = "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]"
 _DESCRIPTION = (
     "Balanced training of a GPT over variable-length sequences. `torchrun [TORCHRUN OPTIONS] -m "

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["RANGES", "Range"]
-
 _LARGEST_INTEGER = 2**31 - 1
 """Of libraries that count in 32 bits; also far above any real size or number of iterations."""
 _LARGEST_REAL = 1e19

@@ -18,18 +18,6 @@ from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from megatron.hydraulis.observability.pictures import save_picture
 from megatron.hydraulis.terminal import figures_table, print_json, print_next, results_console
 
-__all__ = [
-    "CutEffect",
-    "LengthRange",
-    "LengthStatistics",
-    "add_arguments",
-    "add_lengths_arguments",
-    "check_seed",
-    "check_seq_length",
-    "percentile",
-    "run",
-]
-
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 _MAX_SEED = 2**31 - 1
 """Of the solver."""

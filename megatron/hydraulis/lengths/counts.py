@@ -14,8 +14,6 @@ from megatron.hydraulis.data.index import LongSequences, read_index
 from megatron.hydraulis.errors import DataError
 from megatron.hydraulis.json_object import parse_json, read_text
 
-__all__ = ["LengthCounts", "read_length_counts", "read_lengths"]
-
 _IDX, _CSV = ".idx", ".csv"
 _HEADER = "length_tokens,count"
 _HISTOGRAM, _LENGTHS = "histogram of lengths", "lengths file"

@@ -20,8 +20,6 @@ from megatron.hydraulis.planner.planners import write_plan
 from megatron.hydraulis.planner.replica_plan import ReplicaPlan
 from megatron.hydraulis.strategy import Pool
 
-__all__ = ["BatchReader", "PlannedBatch", "PlannedData"]
-
 
 @dataclass(frozen=True)
 class PlannedBatch:

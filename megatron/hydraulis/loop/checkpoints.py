@@ -41,8 +41,6 @@ from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planning import Planning
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
 
-__all__ = ["LoopCounters", "RunCheckpoints"]
-
 UPSTREAM_VERSION = 3.0
 """Of upstream's state dict."""
 _PLAIN = (str, int, float, bool, type(None))

@@ -24,18 +24,6 @@ from megatron.hydraulis.errors import (
     PlanError,
 )
 
-__all__ = [
-    "end_process",
-    "heed_signals",
-    "is_lost_connection",
-    "quieten_upstream",
-    "report_error",
-    "report_interrupt",
-    "report_lost_connection",
-    "report_unexpected_error",
-    "seconds_before_report",
-]
-
 SECONDS_OF_SILENCE = 3.0
 """Time for the first rank that reports to end, and for its launcher to end the others."""
 

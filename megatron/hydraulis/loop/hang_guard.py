@@ -26,8 +26,6 @@ import torch.distributed as dist
 
 from megatron.hydraulis.loop.faults import end_process
 
-__all__ = ["HangGuard", "Place", "missing_ranks", "report_of"]
-
 SHARE_OF_TIMEOUT = 0.8
 """Of the timeout, after which a wait is reported: before the collective ends the process."""
 BEATS_PER_TIMEOUT = 20

@@ -78,8 +78,6 @@ from megatron.hydraulis.runtime.process_groups import (
 )
 from megatron.hydraulis.runtime.spans import SpanRecorder, combine_recorders
 
-__all__ = ["Job", "UserHooks"]
-
 Corpora = tuple[Corpus | None, Corpus | None, Corpus | None]
 """Training, validation and test data."""
 

@@ -31,8 +31,6 @@ from megatron.hydraulis.runtime.outcome import StepOutcome
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = ["MemorySafety", "use_expandable_segments"]
-
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """By which a user configures torch's allocator."""
 EXPANDABLE_SEGMENTS = "expandable_segments:True"

@@ -19,8 +19,6 @@ from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import Planner, PlanText
 
-__all__ = ["NUM_PLANS_KEPT", "PlanExchange", "PlanFeed", "SampledBatches"]
-
 NUM_PLANS_KEPT = 2
 """A plan is deleted from the store this many iterations later. By then every rank has fetched it,
 because the ranks have met in a collective of the iteration."""

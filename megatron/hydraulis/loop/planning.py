@@ -29,14 +29,6 @@ from megatron.hydraulis.planner.planners import (
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import balance_pool
 
-__all__ = [
-    "Planning",
-    "look_ahead_planner",
-    "planners",
-    "profiled_model",
-    "read_cost_profile",
-]
-
 
 def profiled_model(resolved: Resolved, core_attention: str | None = None) -> ProfiledModel:
     """What a cost profile for this run has to be made for; without core_attention on any kernel."""

@@ -43,8 +43,6 @@ from megatron.hydraulis.loop.startup import (
     meet,
 )
 
-__all__ = ["RankFacts", "add_arguments", "compare_ranks", "run"]
-
 NUM_BYTES_PER_RANK = 16 * 2**20
 """Sent by each rank in a collective: enough for its time to say something about the network."""
 EXIT_STATUS_OF_TIMEOUT = 3

@@ -41,15 +41,6 @@ from megatron.hydraulis.planner.replica_plan import ContextGroup, ReplicaPlan
 from megatron.hydraulis.runtime.spans import COMPUTE, HOST, CudaClock, MemoryRecorder, RecordedSpan
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = [
-    "IterationTimes",
-    "OnlineRefit",
-    "RefitSettings",
-    "RefittedCostModel",
-    "RunRefit",
-    "micro_batch_times_ms",
-]
-
 _NUM_SLOTS = 4
 """Keys of a rank in the store, used in turn. No rank is more than an iteration ahead of another, so
 nothing is overwritten that rank 0 still has to read."""

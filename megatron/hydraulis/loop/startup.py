@@ -20,16 +20,6 @@ from torch.distributed.rendezvous import rendezvous
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, listed
 
-__all__ = [
-    "check_devices",
-    "check_launched",
-    "check_launcher_numbers",
-    "common_constants",
-    "constants_of_this_rank",
-    "fresh_store",
-    "meet",
-]
-
 _CONSTANTS_BY_WORD = {"a100": "a100-80g", "a800": "a800-80g", "h100": "h100", "h200": "h200"}
 """Word of the name that CUDA gives a device -> constants. A GH200 or an H20 is none of these."""
 

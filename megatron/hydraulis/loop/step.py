@@ -37,8 +37,6 @@ from megatron.hydraulis.runtime.memory import allocator_peaks
 from megatron.hydraulis.runtime.outcome import StepOutcome
 from megatron.hydraulis.runtime.process_groups import of_all_ranks, to_device
 
-__all__ = ["Iterators", "LogInterval", "TrainingLoop"]
-
 LossDict = dict[str, torch.Tensor]
 Iterators = tuple[PlannedData | None, PlannedData | None, PlannedData | None]
 

@@ -28,8 +28,6 @@ from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.runtime.spans import ALL_TRACKS, REGROUP, CudaClock, MemoryRecorder
 
-__all__ = ["RunTrace", "planned_spans"]
-
 NUM_BARRIERS = 8
 """Barriers to compare clocks by; each can only narrow the bounds."""
 

@@ -11,8 +11,6 @@ from typing import Literal
 from megatron.hydraulis.observability.console import factor_text, seconds_text, share_text
 from megatron.hydraulis.observability.report_data import ReplicaNumbers, Run
 
-__all__ = ["Advice", "advice_on"]
-
 MAX_PREDICTION_ERROR = 0.10
 """Median error of iteration times from which measuring a cost profile is worthwhile."""
 MAX_REPLICA_DEVIATION = 0.20

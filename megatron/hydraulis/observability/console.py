@@ -11,18 +11,6 @@ from collections.abc import Iterator
 from megatron.hydraulis.observability.records import IterationRecord
 from megatron.hydraulis.observability.report_data import Run
 
-__all__ = [
-    "EtaEstimator",
-    "bytes_text",
-    "closing_table",
-    "count_text",
-    "factor_text",
-    "iteration_suffix",
-    "loss_text",
-    "seconds_text",
-    "share_text",
-]
-
 # Number of iterations whose median predicts the rest: enough to ignore an evaluation or a
 # checkpoint, few enough to follow a change of strategy.
 ETA_WINDOW = 20

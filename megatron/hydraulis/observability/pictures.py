@@ -11,8 +11,6 @@ from matplotlib.figure import Figure
 
 from megatron.hydraulis.errors import HydraulisError, why_not_written
 
-__all__ = ["CATEGORY_COLORS", "DOTS_PER_INCH", "save_picture", "style_rows"]
-
 CATEGORY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 

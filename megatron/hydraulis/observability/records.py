@@ -15,21 +15,6 @@ from typing import Any, BinaryIO, Self
 from megatron.hydraulis.errors import HydraulisError, why_not_written
 from megatron.hydraulis.observability.trace import MERGED_FILE_NAME, rank_files
 
-__all__ = [
-    "CONFIG_FILE_NAME",
-    "METRICS_FILE_NAME",
-    "REFITTED_PROFILE_FILE_NAME",
-    "REPORT_FILE_NAME",
-    "REPORT_PICTURES_FOLDER_NAME",
-    "SUMMARY_FILE_NAME",
-    "IterationRecord",
-    "MetricsWriter",
-    "read_metrics",
-    "set_aside_earlier_run",
-    "set_aside_earlier_trace",
-]
-
-
 METRICS_FILE_NAME = "metrics.jsonl"
 CONFIG_FILE_NAME = "config.json"
 SUMMARY_FILE_NAME = "summary.png"

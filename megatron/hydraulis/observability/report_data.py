@@ -28,14 +28,6 @@ from megatron.hydraulis.observability.records import (
 from megatron.hydraulis.observability.trace import MERGED_FILE_NAME, rank_files, read_trace
 from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares
 
-__all__ = [
-    "Prediction",
-    "ReplicaNumbers",
-    "Run",
-    "busy_fraction",
-    "read_run",
-]
-
 TRACE_FOLDER_NAME = "trace"
 """Subfolder that is searched for a trace if there is no configuration that could name one."""
 

@@ -24,8 +24,6 @@ from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_pict
 from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
 from megatron.hydraulis.observability.report_data import Prediction, Run, busy_fraction
 
-__all__ = ["ReportFigure", "figures_of", "running_median", "summary_of", "write_summary"]
-
 INK = "#24292f"
 MUTED = "#8b949e"
 GRID = "#d8dee4"

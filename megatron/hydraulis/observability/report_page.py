@@ -28,8 +28,6 @@ from megatron.hydraulis.observability.records import (
 from megatron.hydraulis.observability.report_data import Run, read_run
 from megatron.hydraulis.observability.report_figures import ReportFigure, figures_of
 
-__all__ = ["add_arguments", "make_page", "run"]
-
 SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """The browser refuses anything that the page would load."""
 

@@ -17,25 +17,6 @@ from typing import Any, BinaryIO, Self
 
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, why_not_written
 
-__all__ = [
-    "DEFAULT_NUM_TRACED",
-    "MERGED_FILE_NAME",
-    "TRACKS",
-    "BarrierStamps",
-    "ClockOffset",
-    "Lanes",
-    "Span",
-    "TraceWindow",
-    "TraceWriter",
-    "clock_offsets",
-    "event_of_span",
-    "merge_trace",
-    "rank_file",
-    "rank_files",
-    "read_trace",
-    "span_of_event",
-]
-
 MERGED_FILE_NAME = "trace.json"
 _RANK_FILES = "trace_rank_*.json"
 

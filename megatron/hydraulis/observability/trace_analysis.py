@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.observability.trace import Span
 
-__all__ = ["RankShares", "Spans", "rank_shares"]
-
 WORK = ("forward", "backward", "optimizer")
 WAITS = ("pipeline wait", "gather wait", "scatter wait", "planning wait")
 TRANSFERS = ("gather", "scatter")

@@ -22,8 +22,6 @@ from megatron.hydraulis.observability.trace import (
 from megatron.hydraulis.observability.trace_analysis import RankShares, Spans, rank_shares
 from megatron.hydraulis.terminal import figures_table, table_text
 
-__all__ = ["add_arguments", "draw_trace", "run"]
-
 PICTURE_FILE_NAME = "trace.png"
 TABLE_WIDTH = 100
 

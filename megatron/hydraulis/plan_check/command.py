@@ -13,8 +13,6 @@ from megatron.hydraulis.plan_check.files import (
 )
 from megatron.hydraulis.plan_check.rules import Findings, check_plan
 
-__all__ = ["add_arguments", "run"]
-
 _EXIT_VALID = 0
 _EXIT_INVALID = 1
 

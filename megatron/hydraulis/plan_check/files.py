@@ -21,23 +21,6 @@ from typing import Any, NamedTuple
 
 from megatron.hydraulis.errors import DataError
 
-__all__ = [
-    "BrokenRule",
-    "Plan",
-    "PlannedMicroBatch",
-    "PlannedReplica",
-    "Rule",
-    "SchemeFigures",
-    "Shape",
-    "StageClaim",
-    "StrategyFigures",
-    "read_lengths",
-    "read_plan",
-    "read_pool",
-    "read_shape",
-    "read_strategy",
-]
-
 _VERSION = 1
 # Larger whole numbers are typing errors, which numpy cannot hold.
 _MOST = 10**18

@@ -37,14 +37,6 @@ from megatron.hydraulis.plan_check.files import (
     StrategyFigures,
 )
 
-__all__ = [
-    "Findings",
-    "check_plan",
-    "proved_packing_bound_ms",
-    "proved_strategy_bound_ms",
-    "simulated_time_ms",
-]
-
 _MS_PER_S = 1e3
 # Sums of floats in another order differ in the last digits only.
 _RELATIVE_TOLERANCE = 1e-9

@@ -23,15 +23,6 @@ from typing import IO, Any
 from megatron.hydraulis.errors import HydraulisError, PlanError
 from megatron.hydraulis.planner.plan import Planner, PlanText
 
-__all__ = [
-    "GRACE_S",
-    "LookAheadPlanner",
-    "PlannerProcess",
-    "PlannerProcessDied",
-    "PlannerProcessHung",
-]
-
-
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 1

@@ -19,14 +19,6 @@ from megatron.hydraulis.planner.pipeline_bounds import (
     long_micro_batch_orders,
 )
 
-__all__ = [
-    "dispatch_bound_ms",
-    "dual_feasible",
-    "fewest_micro_batches",
-    "packing_bound_ms",
-    "replica_bound_ms",
-]
-
 # A rounding error must not make a share larger than the fraction that it is.
 _SHARE_SAFETY = 1e-9
 

@@ -26,9 +26,6 @@ from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.notation import ranks_text
 from megatron.hydraulis.terminal import figures_table, print_json, print_next, results_console
 
-__all__ = ["add_arguments", "replica_table", "run", "strategy_table", "summary"]
-
-
 # The largest that HiGHS accepts.
 _MOST_SEED = 2**31 - 1
 # Columns of the tables if the output is not a terminal.

@@ -16,8 +16,6 @@ from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.planner.plan import Candidate
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = ["GroupCost", "PoolCosts", "ReplicaClass", "SchemeCost", "WaveCosts", "checked_batch"]
-
 
 @dataclass(frozen=True, slots=True)
 class SchemeCost:

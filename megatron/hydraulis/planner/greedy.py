@@ -20,8 +20,6 @@ from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.plan import Packing
 
-__all__ = ["best_fit", "dispatch", "longest_first", "pack", "useful_num_micro_batches"]
-
 # Numbers of micro-batches tried: each about a quarter larger than the one before. The time is
 # flat around its minimum, so a finer search gains little.
 _GROWTH = 1.25

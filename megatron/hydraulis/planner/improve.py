@@ -25,16 +25,6 @@ from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.plan import Packing
 from megatron.hydraulis.planner.relaxation import Relaxation
 
-__all__ = [
-    "Assignment",
-    "assign_owed",
-    "dispatch_by_program",
-    "dispatch_long",
-    "improve_dispatch",
-    "without_short",
-]
-
-
 # Smaller improvements, as a share of the time, do not count: rounding errors must not loop.
 _LEAST_IMPROVEMENT = 1e-7
 # Number of partners per class: the fastest replicas.

@@ -48,9 +48,6 @@ from megatron.hydraulis.planner.solver import (
     SolverLimits,
 )
 
-__all__ = ["LongDispatch", "LongSequences", "anneal_long", "long_sequences"]
-
-
 FloatArray = NDArray[np.float64]
 
 # The program.

@@ -55,21 +55,6 @@ from megatron.hydraulis.planner.solver import (
     solve,
 )
 
-__all__ = [
-    "MAX_SHAPED_MICRO_BATCHES",
-    "LongOrder",
-    "LongOrders",
-    "PipelineColumns",
-    "Shape",
-    "best_works_ms",
-    "choose_long_micro_batches",
-    "fill_bound_ms",
-    "long_micro_batch_lines",
-    "long_micro_batch_orders",
-    "most_work_ms",
-    "shapes",
-]
-
 FloatArray = NDArray[np.float64]
 
 

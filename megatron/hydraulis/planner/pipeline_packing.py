@@ -32,8 +32,6 @@ from megatron.hydraulis.planner.pipeline_bounds import (
 from megatron.hydraulis.planner.plan import Packing
 from megatron.hydraulis.planner.solver import Solver
 
-__all__ = ["Effort", "ReplicaPacker", "improve_pipeline", "pipeline_times_ms"]
-
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 

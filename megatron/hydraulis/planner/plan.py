@@ -36,20 +36,6 @@ from megatron.hydraulis.planner.replica_plan import (
 )
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = [
-    "MS_PER_S",
-    "Candidate",
-    "IterationPlan",
-    "Packing",
-    "PlanExplanation",
-    "PlanText",
-    "Planner",
-    "StageReport",
-    "StrategyOutcome",
-    "is_marked",
-    "plan_status",
-]
-
 MS_PER_S = 1e3
 _FORMAT_VERSION = 1
 # Times are sums of a few thousand floats, which may be added up in another order.

@@ -32,17 +32,6 @@ from megatron.hydraulis.planner.solver import Deadline, Solver
 from megatron.hydraulis.planner.wave_packing import pack_waves, packer_for
 from megatron.hydraulis.strategy import Pool, Strategy
 
-__all__ = [
-    "PLAN_FILES",
-    "CertifiedPlanner",
-    "GreedyPlanner",
-    "RecordedPlans",
-    "ScheduledPlanner",
-    "plan_path",
-    "write_plan",
-]
-
-
 logger = logging.getLogger(__name__)
 
 PLAN_FILES = "iteration_*.json"

@@ -37,9 +37,6 @@ from megatron.hydraulis.planner.pipeline_bounds import (
 )
 from megatron.hydraulis.planner.solver import LinearModel, Outcome, Solver, SolverLimits
 
-__all__ = ["Bucket", "Relaxation", "Tier", "class_modes", "make_buckets"]
-
-
 _NUM_BUCKETS = 32
 _DUAL_FEASIBLE_FUNCTIONS = (1, 2, 3, 4)
 # The answer is no if more than this share of the tokens is left over: HiGHS is exact to 1e-7.

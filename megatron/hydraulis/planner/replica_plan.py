@@ -11,8 +11,6 @@ from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.strategy import Replica, Scheme
 
-__all__ = ["ContextGroup", "GroupShare", "MicroBatch", "ReplicaPlan", "check_time"]
-
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:

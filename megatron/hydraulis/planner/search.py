@@ -34,9 +34,6 @@ from megatron.hydraulis.planner.solver import ProgramBuilder, Solution, Solver, 
 from megatron.hydraulis.planner.wave_packing import WavePacker
 from megatron.hydraulis.strategy import Strategy
 
-__all__ = ["TARGET_GAP", "PackingAnswer", "StrategySearch", "largest_tokens", "shortest_pipeline"]
-
-
 TARGET_GAP = 1e-3
 """A plan this close to its bound is not improved any further."""
 _ROUNDING = 1e-9

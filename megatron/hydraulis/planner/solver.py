@@ -23,20 +23,6 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Deadline",
-    "LinearModel",
-    "Outcome",
-    "ProgramBuilder",
-    "Solution",
-    "Solver",
-    "SolverError",
-    "SolverLimits",
-    "native_prints_to_stderr",
-    "solve",
-]
-
-
 logger = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float64]

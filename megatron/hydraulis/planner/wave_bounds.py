@@ -39,9 +39,6 @@ from megatron.hydraulis.planner.solver import (
     SolverLimits,
 )
 
-__all__ = ["simple_bound_ms", "wave_bound_ms"]
-
-
 FloatArray = NDArray[np.float64]
 
 _NUM_BUCKETS = 12

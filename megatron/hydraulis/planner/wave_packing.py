@@ -27,8 +27,6 @@ from megatron.hydraulis.planner.replica_plan import ContextGroup
 from megatron.hydraulis.planner.solver import Solver
 from megatron.hydraulis.planner.wave_bounds import wave_bound_ms
 
-__all__ = ["WavePacker", "pack_waves", "packer_for"]
-
 Counts = list[int]
 """Number of sequences of each length of a LengthTable."""
 

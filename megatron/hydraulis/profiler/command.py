@@ -62,8 +62,6 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from megatron.hydraulis.terminal import print_next, progress_bars, propose_command
 
-__all__ = ["add_arguments", "run", "training_defaults"]
-
 _EXIT_STATUS_OF_ERROR = 2
 _EPILOG = (
     "Run it as training is run, with as many ranks: torchrun --standalone --nproc-per-node 4 "

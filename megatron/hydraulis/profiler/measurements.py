@@ -20,16 +20,6 @@ from typing import Any
 
 from megatron.hydraulis.errors import ConfigurationError
 
-__all__ = [
-    "MAX_ATTEMPTS",
-    "GridPoint",
-    "MeasuredPoint",
-    "MeasuredStrategy",
-    "Measurements",
-    "RegroupSpeed",
-    "measurements_path",
-]
-
 MAX_ATTEMPTS = 2
 """An interrupted measurement is repeated once; a second end without a result means that the point
 ends the process."""

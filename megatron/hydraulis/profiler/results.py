@@ -16,8 +16,6 @@ from megatron.hydraulis.profiler.measurements import MeasuredPoint, MeasuredStra
 from megatron.hydraulis.strategy import Scheme
 from megatron.hydraulis.terminal import figures_table, table_text
 
-__all__ = ["profile_of", "profile_tables"]
-
 _WIDTH = 100
 
 

@@ -38,8 +38,6 @@ from megatron.hydraulis.runtime.spans import (
 )
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 
-__all__ = ["EngineRig", "Repeats"]
-
 _NS_PER_MS = 1e6
 _MS_PER_S = 1e3
 

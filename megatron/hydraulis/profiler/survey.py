@@ -8,16 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.profiler.measurements import GridPoint, MeasuredPoint, Measurements
 
-__all__ = [
-    "MANY_SHORT",
-    "MIXTURE",
-    "SAMPLED",
-    "SINGLE_LONG",
-    "expected_peak_bytes",
-    "grid",
-    "survey",
-]
-
 SINGLE_LONG = "single long"
 """As few sequences as the longest length allows."""
 MANY_SHORT = "many short"

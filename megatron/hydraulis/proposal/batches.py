@@ -8,8 +8,6 @@ import numpy as np
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts
 
-__all__ = ["BatchSize", "Regime", "draw_batches", "regimes_of"]
-
 _DRAWN_AT_ONCE = 4096
 
 

@@ -15,9 +15,6 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = ["Candidates", "FloatArray", "Mix", "neighbours"]
-
-
 FloatArray = npt.NDArray[np.float64]
 Mix = tuple[int, ...]
 """Replicas of each scheme, shape (num_schemes,)."""

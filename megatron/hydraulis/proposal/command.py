@@ -31,8 +31,6 @@ from megatron.hydraulis.terminal import (
     results_console,
 )
 
-__all__ = ["add_arguments", "proposal_tables", "run"]
-
 _NONE = "–"
 _NUM_BATCHES = 32
 

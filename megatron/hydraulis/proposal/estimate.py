@@ -24,9 +24,6 @@ from scipy.optimize import nnls
 from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix
 
-__all__ = ["Estimator"]
-
-
 _NUM_BUCKETS = 12
 _NUM_UPDATES = (8, 5, 4)
 """Updates of the weights in each round; time and share of work depend on each other."""

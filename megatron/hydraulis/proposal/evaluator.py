@@ -21,9 +21,6 @@ from megatron.hydraulis.planner.solver import Deadline, Solver
 from megatron.hydraulis.proposal.candidates import Candidates, Mix
 from megatron.hydraulis.strategy import Pool
 
-__all__ = ["Bounded", "Evaluator"]
-
-
 _MS_PER_S = 1e3
 _STEP = 0.04
 """First step of the search for the bound, as a share of the time; each next one is doubled."""

@@ -14,15 +14,6 @@ from megatron.hydraulis.proposal.batches import Regime
 from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix, neighbours
 from megatron.hydraulis.proposal.estimate import Estimator
 
-__all__ = [
-    "Explorer",
-    "pool_times",
-    "range_mixes",
-    "select",
-    "single_scheme_mixes",
-    "with_longest_sequence",
-]
-
 _NUM_KEPT = 3
 """Number of mixes that are remembered from the end of a descent."""
 _MAX_REGIME_BATCHES = 6

@@ -21,8 +21,6 @@ from megatron.hydraulis.proposal.explore import (
 )
 from megatron.hydraulis.strategy import Pool
 
-__all__ = ["OnProgress", "PoolMember", "PoolSize", "Proposal", "RegimeChoice", "propose"]
-
 _MS_PER_S = 1e3
 _NUM_ROUNDS = 5
 """Rounds of searching regimes by the estimate and learning from the planner's bounds."""

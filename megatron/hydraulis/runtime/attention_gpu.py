@@ -29,19 +29,6 @@ from megatron.hydraulis.runtime.attention import (
 )
 from megatron.hydraulis.runtime.process_groups import to_device
 
-__all__ = [
-    "TE_MASK",
-    "RowKind",
-    "TEAttention",
-    "TEWay",
-    "VarlenAttention",
-    "choose_te_way",
-    "packed_arguments",
-    "te_kernel",
-    "te_obstacle",
-]
-
-
 CAUSAL_WINDOW = (-1, 0)
 """The causal window of ``varlen_attn``: all keys to the left of a query, none to its right. The
 last query of a segment is aligned with its last key: fewer queries than keys are the segment's end.

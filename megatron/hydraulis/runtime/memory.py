@@ -26,21 +26,6 @@ from megatron.hydraulis.errors import OutOfMemoryError
 from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = [
-    "CountedForwardStep",
-    "CpuMemory",
-    "CudaMemory",
-    "LoneOutOfMemoryError",
-    "MemoryMeter",
-    "OutOfMemory",
-    "SharedOutOfMemoryError",
-    "allocator_peaks",
-    "is_out_of_memory",
-    "memory_meter",
-    "recover_from_oom",
-    "release_cached_memory",
-]
-
 HEADROOM_SHARE = 0.03
 """Share of a device's memory that planned micro-batches leave free, because packs of other lengths
 leave other fragments."""

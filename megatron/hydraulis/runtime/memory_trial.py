@@ -31,8 +31,6 @@ from megatron.hydraulis.runtime.memory import (
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = ["TrialResult", "run_memory_trial"]
-
 FIRST_SHARE = 1 / 8
 """Size of the first micro-batch of a trial, as a share of the limit."""
 MAX_ATTEMPTS = 4

@@ -30,8 +30,6 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.attention import PackedRow, once_a_row
 from megatron.hydraulis.runtime.process_groups import LocalGroup
 
-__all__ = ["MARK", "follow_rows", "rotate"]
-
 MARK = "takes_context_group"
 """Attribute of core attentions that attend over ``packed_seq_params.cp_group``."""
 

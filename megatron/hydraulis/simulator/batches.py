@@ -25,14 +25,6 @@ from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.strategy import Pool
 
-__all__ = [
-    "BatchPlanning",
-    "TimedPlan",
-    "default_num_processes",
-    "read_corpus_lengths",
-    "sample_batches",
-]
-
 NUM_SHORTLISTED = 2
 """Number of strategies per batch that greedy plans select for the certified planner."""
 MAX_DEFAULT_PROCESSES = 8

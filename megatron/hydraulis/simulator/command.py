@@ -56,8 +56,6 @@ from megatron.hydraulis.terminal import (
     results_console,
 )
 
-__all__ = ["add_arguments", "run"]
-
 _BYTES_PER_GB = 1e9
 RESULTS_FILE_NAME, PICTURE_FILE_NAME = "simulation.json", "simulation.png"
 ITERATION_PICTURE_FILE_NAME = "iteration.png"

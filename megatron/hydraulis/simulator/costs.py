@@ -23,8 +23,6 @@ from megatron.hydraulis.transfer.ranges import buckets_with_equal_plans
 from megatron.hydraulis.transfer.role import roles_of
 from megatron.hydraulis.transfer.traffic import LinkElements, link_elements_by_rank
 
-__all__ = ["BucketTimes", "RegroupCosts", "RegroupTimes", "StageCosts"]
-
 _MS_PER_S = 1e3
 _FP32_BYTES = 4
 # Gradient, master weight and two moments are read; master weight and moments are written.

@@ -17,14 +17,6 @@ from megatron.hydraulis.observability.trace import Span
 from megatron.hydraulis.simulator.results import PARTS, WayResult
 from megatron.hydraulis.simulator.simulation import IterationTasks, OperationTasks
 
-__all__ = [
-    "draw_results",
-    "iteration_spans",
-    "result_table",
-    "stage_names",
-    "strategy_use_table",
-]
-
 _PERCENT = 100.0
 _MAX_STRATEGIES = 4
 _HEADS = {

@@ -19,15 +19,6 @@ from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
 from megatron.hydraulis.simulator.simulation import IterationTasks, ReplicaTasks, Simulator
 from megatron.hydraulis.simulator.work import IterationWork
 
-__all__ = [
-    "PARTS",
-    "IterationAccount",
-    "SimulationSettings",
-    "WayResult",
-    "account",
-    "simulate_way",
-]
-
 _MS_PER_S = 1e3
 _RELATIVE_TOLERANCE = 1e-9
 PARTS = ("work", "fill", "imbalance", "regroup", "planning")

@@ -33,18 +33,6 @@ from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Replica, Strategy
 from megatron.hydraulis.transfer.canonical import Unit
 
-__all__ = [
-    "BucketTasks",
-    "EventLoop",
-    "IterationTasks",
-    "OperationTasks",
-    "ReplicaTasks",
-    "Simulator",
-    "Task",
-    "stage_parts",
-    "stage_program",
-]
-
 _MS_PER_S = 1e3
 _ITERATION, _REGROUP, _UPDATE, _PLANNER = "iteration", "regroup", "update", "planner"
 """Lanes that all ranks have in common."""

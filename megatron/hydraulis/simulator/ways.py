@@ -45,8 +45,6 @@ from megatron.hydraulis.simulator.batches import BatchPlanning
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
-__all__ = ["WAYS", "Ways", "context_group_pools"]
-
 PADDING, FIXED_ROWS = "static, padding", "static, fixed rows"
 PACKING, DISPATCH = "static, packing", "static, dispatch"
 BALANCED, PER_BATCH = "static, balanced", "best per batch"

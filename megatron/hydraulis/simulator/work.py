@@ -11,8 +11,6 @@ from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import MicroBatch
 from megatron.hydraulis.strategy import Scheme, Strategy
 
-__all__ = ["IterationWork", "MicroBatchWork"]
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWork:

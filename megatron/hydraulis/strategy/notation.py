@@ -17,16 +17,6 @@ from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.strategy.placement import place
 from megatron.hydraulis.strategy.scheme import Replica, Scheme
 
-__all__ = [
-    "Term",
-    "format_terms",
-    "parse_scheme",
-    "parse_terms",
-    "place_terms",
-    "ranks_text",
-]
-
-
 _AXES = ("tp", "cp", "pp")
 _SYMBOL = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<word>[A-Za-z]+)|(?P<mark>\S))")
 # Longer numbers are typing errors; int() raises another error for thousands of digits.

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 from megatron.hydraulis.strategy.scheme import Scheme
 
-__all__ = ["place"]
-
 
 class _FreeRanks:
     """The free ranks of each node, in ascending order."""

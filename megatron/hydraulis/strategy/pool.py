@@ -13,9 +13,6 @@ from megatron.hydraulis.strategy.notation import parse_scheme, parse_terms
 from megatron.hydraulis.strategy.scheme import Replica, Scheme
 from megatron.hydraulis.strategy.strategy import Strategy, whole_nodes
 
-__all__ = ["Pool", "balance_pool", "fit_pool", "num_ranks_of"]
-
-
 _FORMAT_VERSION = 1
 
 

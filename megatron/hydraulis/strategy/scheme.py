@@ -7,8 +7,6 @@ from typing import Any
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.json_object import JsonObject
 
-__all__ = ["Position", "Replica", "Scheme"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scheme:

@@ -13,8 +13,6 @@ from megatron.hydraulis.strategy.notation import format_terms, parse_terms, plac
 from megatron.hydraulis.strategy.placement import place
 from megatron.hydraulis.strategy.scheme import Replica, Scheme
 
-__all__ = ["MAX_RANKS", "Strategy", "whole_nodes"]
-
 MAX_RANKS = 1 << 20
 """Limit for a job: more ranks are a typing error or a damaged file, and each takes memory."""
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
 
-__all__ = ["add_arguments", "export_checkpoint", "run"]
-
 _BYTES_PER_GB = 1e9
 
 

@@ -24,8 +24,6 @@ from megatron.hydraulis.checkpoint.hugging_face.model import CONFIG_NAME
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError
 from megatron.hydraulis.json_object import JsonObject, read_json
 
-__all__ = ["SafetensorsFolder", "new_folder", "tokenizer_of", "write_safetensors"]
-
 _SINGLE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder
     from megatron.hydraulis.checkpoint.torch_dist import Piece
 
-__all__ = ["add_arguments", "import_folder", "run"]
-
 _LINE_WIDTH = 96
 _CHECKPOINT_VERSION = 3.0
 """Version of Megatron's state dict."""

@@ -23,24 +23,6 @@ from megatron.hydraulis.errors import CheckpointError, ConfigurationError, liste
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.model_shape import ModelShape
 
-__all__ = [
-    "CONFIG_NAME",
-    "EMBEDDING",
-    "FINAL_NORM",
-    "OUTPUT",
-    "Converted",
-    "HuggingFaceModel",
-    "TensorRows",
-    "check_tensors",
-    "config_of",
-    "layer_shapes",
-    "model_flags",
-    "model_from_arguments",
-    "model_from_config",
-    "outer_shapes",
-    "tensor_rows",
-]
-
 Family = Literal["llama", "qwen2", "qwen3"]
 
 CONFIG_NAME = "config.json"
