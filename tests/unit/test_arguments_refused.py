@@ -39,6 +39,8 @@ def _typed(action: argparse.Action, option: str) -> list[str]:
         return [option]
     count = action.nargs if isinstance(action.nargs, int) else 1
     value = {"--cuda-graph-scope": "attn", "--cuda-graph-modules": "attn"}.get(option, "1")
+    if str(action.default) == value:
+        value = "2"
     if action.choices:
         value = next(str(c) for c in action.choices if c != action.default)
     if action.metavar == "NAME":
@@ -148,6 +150,44 @@ def test_every_row_refuses_an_option_of_this_upstream_or_a_former_one_of_ours() 
     rows = {_row(action.option_strings[0]) for action in _actions()}
     rows |= {row_of(option, "") for option in FORMER_OPTIONS}
     assert set(refusals()) <= rows
+
+
+def test_patterns_take_the_options_of_this_upstream_and_no_others() -> None:
+    """Patterns would also take options of a later upstream: count what they take of this one."""
+    taken: dict[str, int] = {}
+    for option, row in flag_parser().rows.items():
+        if isinstance(row, Taken) and option not in TAKEN:
+            taken[row.instead] = taken.get(row.instead, 0) + 1
+    prefix = "it has an effect only with "
+    assert {instead.removeprefix(prefix): number for instead, number in taken.items()} == {
+        "--num-experts": 74,
+        "--mtp-num-layers": 4,
+        "--qk-clip": 2,
+        "--experimental-attention-variant": 18,
+        "--use-mup": 6,
+        "--fp8-format or --fp4-format": 17,
+        "--use-kitchen-attention": 1,
+        "programs for inference": 51,
+        "--hybrid-layer-pattern": 6,
+        "--position-embedding-type relative": 2,
+        "programs for encoders": 20,
+        "--optimizer muon, lion or sgd": 13,
+        "--multi-latent-attention": 11,
+        "--perform-rl-step": 38,
+        "--use-checkpoint-args": 2,
+        "--fp16": 5,
+        "--use-megatron-fsdp or --use-torch-fsdp2": 12,
+        "--fim-data": 10,
+        "programs for vision": 23,
+        "--sft": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "typed", ["--num-experts 0", "--softmax-type vanilla", "--mtp-num-layers 0"]
+)
+def test_a_refused_option_with_the_value_that_switches_it_off_is_taken(typed: str) -> None:
+    assert _parse(*typed.split()).taken == ((typed, "the feature is off, as by default"),)
 
 
 def test_an_option_in_no_row_is_refused() -> None:

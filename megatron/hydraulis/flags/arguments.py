@@ -89,7 +89,7 @@ def parse_arguments(
     flags = flag_parser.parse(argv, problems)
     args = flags.args
     with problems.collected():
-        checks.check_required(args)
+        checks.check_required(args, attempted=flags.attempted)
     problems.raise_any()
     has_cuda = torch.cuda.is_available()
     before = dict(vars(args))
@@ -98,6 +98,7 @@ def parse_arguments(
         *checks.drop_kept_modules(args),
         *_layout_taken(flags),
         *_core_attention_taken(flags),
+        *_done_otherwise(flags),
         *_missing_here(flags, has_cuda=has_cuda),
     )
     with problems.collected():
@@ -188,6 +189,17 @@ def _layout_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
                 if given.dest in _SIZES
             )
     return ()
+
+
+def _done_otherwise(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
+    """Honoured options that do not do quite what they do in upstream."""
+    args, found = flags.args, []
+    if args.no_load_optim and not args.finetune:
+        instead = "the weights alone are loaded, and training begins with iteration 1"
+        found.append(("--no-load-optim", instead))
+    if args.cp_comm_type == ["p2p"] and flags.was_given("cp_comm_type"):
+        found.append(("--cp-comm-type p2p", "run as all_gather, the same bytes"))
+    return tuple(found)
 
 
 def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str], ...]:
@@ -294,8 +306,8 @@ def _ranks_per_node(hydraulis: HydraulisConfig, *, is_started: bool) -> int | No
     if hydraulis.num_ranks is not None or not is_started:
         # The launcher's variable describes the one process of a dry run, not the job.
         return None
-    value = os.environ.get("LOCAL_WORLD_SIZE")
-    return None if value is None else int(value)
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(value) if value.isdigit() else None
 
 
 def _validate_as_one_group(args: argparse.Namespace) -> None:

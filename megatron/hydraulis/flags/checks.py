@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megatron.core.datasets.utils import get_blend_from_list
@@ -30,9 +30,9 @@ _REQUIRED = (
 _TOKENIZED_ELSEWHERE = "--tokenizer-type NullTokenizer --vocab-size N"
 
 
-def check_required(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for missing flags."""
-    missing = [dest for dest in _REQUIRED if getattr(args, dest) is None]
+def check_required(args: argparse.Namespace, *, attempted: Collection[str]) -> None:
+    """Raise ConfigurationError for missing flags, without those attempted with a wrong value."""
+    missing = [dest for dest in _REQUIRED if getattr(args, dest) is None and dest not in attempted]
     if missing:
         flags = ", ".join(option_of(dest) for dest in missing)
         hint = ""
@@ -120,7 +120,7 @@ def check_spec(spec: list[str] | None) -> None:
     module_name, name = spec
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # a module of the user may raise anything
         raise ConfigurationError(
             f"--spec {module_name} {name}: the module cannot be imported ({error}); correct its "
             f"name or put its folder on PYTHONPATH"
@@ -244,7 +244,12 @@ def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
 
 
 def check_checkpoints(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
-    """Raise ConfigurationError for checkpoint flags that need another one."""
+    """Raise ConfigurationError for checkpoint flags that need, or exclude, another one."""
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ConfigurationError(
+            "--override-opt_param-scheduler takes the schedule of the flags and "
+            "--use-checkpoint-opt_param-scheduler that of the checkpoint; give one of them"
+        )
     for option, is_set, needed, value in (
         ("--keep-last", hydraulis.keep_last is not None, "--save", args.save),
         ("--take-over-save", hydraulis.take_over_save, "--save", args.save),

@@ -1,44 +1,75 @@
 """``hydraulis convert``: from a launch script of Megatron to the command to run here.
 
-A script is read, not run: assignments of variables and arrays are followed from top to bottom, both
-branches of a condition count, and commands in ``$(...)`` are left as they are.
+A script is read, not run: assignments of variables and arrays are followed from top to bottom. Both
+branches of a condition count, so that the last value wins; variables with several values are
+listed. Commands in ``$(...)`` are left as they are and listed as unset.
 """
 
 import argparse
-import itertools
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from megatron.hydraulis.errors import ConfigurationError
 
-_ENTRY = re.compile(r"(^|/)\w*pretrain\w*\.py$")
+_ENTRY = re.compile(r"(?:^|/)\w*pretrain\w*\.py$")
 """The program among the words of a command."""
-_ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=(?P<value>.*)", re.DOTALL)
+_NO_LAUNCHER = ("cp", "mv", "ln", "ls", "cat", "echo", "printf", "rsync", "scp", "test", "[")
+"""Commands that name the program without calling it."""
+_PREFIXES = ("export", "local", "declare", "readonly", "then", "else", "elif", "do", "{", "time")
+"""Words that may stand before an assignment or a command."""
+_ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=", re.DOTALL)
 _VARIABLE = re.compile(
-    r"\$(?:(?P<plain>[A-Za-z_]\w*|[0-9@*])"
-    r"|\{(?P<braced>[A-Za-z_]\w*|[0-9@*])(?:\[[@*]\])?(?::?[-=](?P<default>[^{}]*))?\})"
+    r"\$(?:(?P<plain>[A-Za-z_]\w*|[0-9])"
+    r"|\{(?P<braced>[A-Za-z_]\w*|[0-9])(?:\[[@*]\])?(?:(?P<colon>:?)[-=](?P<default>[^{}]*))?\})"
 )
 _REDIRECTION = re.compile(r"[0-9]*[<>]")
-_TORCHRUN_RANKS = ("nproc-per-node", "nproc_per_node")
-_TORCHRUN_NODES = ("nnodes",)
+_ALL_ARGUMENTS = ("$@", "$*")
+_LITERAL_DOLLAR = "\ue000"
+"""Stands for a $ that is quoted, until all variables are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
     """What a script runs."""
 
+    launcher: tuple[str, ...]
+    """The words before the program; none for a file of options."""
     options: tuple[str, ...]
     """The words after the program."""
-    num_ranks: int | None
-    """Processes that torchrun starts, if the script gives numbers."""
+    unset: tuple[str, ...]
+    """Words of the command with variables that the script does not set."""
+    changed: tuple[str, ...]
+    """Variables of the command with several values, as in branches: ``N = 1, 2``."""
 
     @property
-    def unresolved(self) -> tuple[str, ...]:
-        """Words with variables that the script does not set."""
-        return tuple(word for word in self.options if "$" in word)
+    def num_ranks(self) -> int | None:
+        """Processes that torchrun starts, on all nodes; None if its words do not say."""
+        per_node = self._number("nproc-per-node")
+        num_nodes = self._number("nnodes") if "nnodes" in self._names else 1
+        return per_node * num_nodes if per_node and num_nodes else None
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(word.lstrip("-").partition("=")[0].replace("_", "-") for word in self.launcher)
+
+    def _number(self, name: str) -> int | None:
+        if name not in self._names:
+            return None
+        at = self._names.index(name)
+        value = self.launcher[at].partition("=")[2] or "".join(self.launcher[at + 1 : at + 2])
+        return int(value) if value.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A word of an expanded command."""
+
+    text: str
+    is_bare: bool
+    """Whether no part of it was quoted."""
 
 
 @dataclass(slots=True)
@@ -54,11 +85,32 @@ class _Word:
 
     @property
     def text(self) -> str:
+        """As written, without quotes."""
         return "".join(text for text, _, _ in self.pieces)
+
+    @property
+    def before_quotes(self) -> str:
+        """The text up to the first quote."""
+        bare = ""
+        for text, single, double in self.pieces:
+            if single or double:
+                break
+            bare += text
+        return bare
+
+    def without_start(self, length: int) -> "_Word":
+        """The word without its first characters, which are not quoted."""
+        pieces = []
+        for text, single, double in self.pieces:
+            cut = min(length, len(text))
+            length -= cut
+            if text[cut:] or single or double:
+                pieces.append((text[cut:], single, double))
+        return _Word(pieces)
 
 
 _SEPARATORS = ("\n", ";", "&", "|", "(", ")")
-_ENDS_BARE = (*_SEPARATORS, " ", "\t", "'", '"', "\\", "$")
+_ENDS_BARE = (*_SEPARATORS, " ", "\t", "'", '"', "`", "\\", "$")
 
 
 def _words(text: str) -> Iterator[_Word | str]:
@@ -67,50 +119,63 @@ def _words(text: str) -> Iterator[_Word | str]:
     position = 0
     while position < len(text):
         char = text[position]
-        if char == "\\":
-            if text[position + 1 : position + 2] != "\n":
-                word = word or _Word()
-                word.pieces.append((text[position + 1 : position + 2], True, False))
-            position += 2
-        elif char in "'\"":
-            end = _closing_quote(text, position)
-            word = word or _Word()
-            inside = text[position + 1 : end]
-            if char == '"':
-                inside = inside.replace("\\\n", "").replace('\\"', '"')
-            word.pieces.append((inside, char == "'", char == '"'))
-            position = end + 1
-        elif char == "$" and text[position + 1 : position + 2] in ("(", "{"):
-            end = _closing_bracket(text, position + 1)
-            word = word or _Word()
-            word.pieces.append((text[position : end + 1], False, False))
-            position = end + 1
-        elif char == "#" and word is None:
-            position = text.find("\n", position)
-            if position < 0:
-                return
-        elif char in " \t" or char in _SEPARATORS:
+        if char in " \t" or char in _SEPARATORS:
             if word is not None:
                 yield word
                 word = None
             if char in _SEPARATORS:
                 yield char
             position += 1
+        elif char == "#" and word is None:
+            end = text.find("\n", position)
+            position = len(text) if end < 0 else end
+        elif char == "\\":
+            following = text[position + 1 : position + 2]
+            if following != "\n":
+                word = word or _Word()
+                word.pieces.append((following.replace("$", _LITERAL_DOLLAR), True, False))
+            position += 2
         else:
-            end = position + 1
-            while end < len(text) and text[end] not in _ENDS_BARE:
-                end += 1
             word = word or _Word()
-            word.pieces.append((text[position:end], False, False))
-            position = end
+            piece, position = _piece(text, position)
+            word.pieces.append(piece)
     if word is not None:
         yield word
+
+
+def _piece(text: str, start: int) -> tuple[tuple[str, bool, bool], int]:
+    """The piece of a word that begins at start, and where it ends."""
+    char, following = text[start], text[start + 1 : start + 2]
+    if char in "'\"`":
+        end = _closing_quote(text, start)
+        inside = text[start + 1 : end]
+        if char == "'":
+            inside = inside.replace("$", _LITERAL_DOLLAR)
+        elif char == '"':
+            inside = inside.replace("\\\n", "").replace("\\$", _LITERAL_DOLLAR)
+            inside = re.sub(r'\\(["\\])', r"\1", inside)
+        else:
+            inside = f"$({inside})"
+        return (inside, char == "'", char == '"'), end + 1
+    if char == "$" and following in ("(", "{"):
+        end = _closing_bracket(text, start + 1) + 1
+        return (text[start:end], False, False), end
+    end = start + 1
+    while end < len(text) and text[end] not in _ENDS_BARE:
+        end += 1
+    return (text[start:end], False, False), end
 
 
 def _closing_quote(text: str, start: int) -> int:
     position = start + 1
     while position < len(text) and text[position] != text[start]:
         position += 2 if text[position] == "\\" and text[start] == '"' else 1
+    if position >= len(text):
+        line = text.count("\n", 0, start) + 1
+        raise ConfigurationError(
+            f"quotes of a launch script come in pairs but {text[start]} in line {line} is not "
+            "closed; close it"
+        )
     return position
 
 
@@ -127,9 +192,22 @@ def _closing_bracket(text: str, start: int) -> int:
 class _Script:
     """Follows a script from top to bottom."""
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        self._values: dict[str, list[str]] = {k: [v] for k, v in variables.items()}
-        self.commands: list[list[str]] = []
+    def __init__(self, fixed: Mapping[str, str]) -> None:
+        """fixed: variables whose values the script does not change."""
+        self._fixed = frozenset(fixed)
+        self._values: dict[str, list[str]] = {name: [value] for name, value in fixed.items()}
+        self._all_values: dict[str, list[str]] = {}
+        self._used: set[str] = set()
+        self.commands: list[tuple[_Text, ...]] = []
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The variables that were used and had several values: ``N = 1, 2``."""
+        return tuple(
+            f"{name} = {', '.join(values)}"
+            for name, values in self._all_values.items()
+            if name in self._used and len(set(values)) > 1
+        )
 
     def read(self, text: str) -> None:
         """Follow the assignments and collect the commands, expanded."""
@@ -145,26 +223,44 @@ class _Script:
                 name = command.pop().text
                 array = (name.rstrip("+="), name.endswith("+="), [])
             elif token == ")" and array is not None:
-                name, appends, values = array
-                self._values[name] = (self._values.get(name, []) if appends else []) + values
+                self._assign(*array)
                 array = None
             elif array is None:
                 self._end(command)
                 command = []
 
-    def _end(self, command: list[_Word]) -> None:
-        words = [w for w in command if w.text not in ("export", "local", "declare", "-x", "then")]
+    def _assign(self, name: str, appends: bool, values: list[str]) -> None:
+        if name in self._fixed:
+            return
+        if appends:
+            self._values[name] = self._values.get(name, []) + values
+            return
+        self._values[name] = values
+        self._all_values.setdefault(name, []).append(" ".join(" ".join(values).split()))
+
+    def _end(self, words: list[_Word]) -> None:
+        words = list(words)
         while words:
-            assigned = _ASSIGNMENT.fullmatch(words[0].text)
-            if assigned is None or not re.match(r"[A-Za-z_]\w*\+?=", _first_bare(words[0])):
+            word = words[0]
+            assigned = _ASSIGNMENT.match(word.before_quotes)
+            if word.is_bare and (word.text in _PREFIXES or re.fullmatch(r"-\w", word.text)):
+                words.pop(0)
+            elif assigned is not None:
+                value = words.pop(0).without_start(assigned.end())
+                expanded = " ".join(self._expand(value, splits=False))
+                self._assign(assigned["name"], bool(assigned["append"]), [expanded])
+            else:
                 break
-            name = assigned["name"]
-            value = _without_name(words.pop(0), len(name) + len(assigned["append"]) + 1)
-            expanded = " ".join(self._expand(value, splits=False))
-            old = " ".join(self._values.get(name, [])) if assigned["append"] else ""
-            self._values[name] = [old + expanded]
-        if words:
-            self.commands.append([text for word in words for text in self._expand(word)])
+        texts = [_Text(text, word.is_bare) for word in words for text in self._expand(word)]
+        if texts and texts[0].text == "eval":
+            self.read(" ".join(each.text for each in texts[1:]))
+            return
+        for each in texts if texts and texts[0].text not in _NO_LAUNCHER else ():
+            if "pretrain" in each.text and re.search(r"\s", each.text):
+                self.read(each.text)  # handed to another shell as one word
+                return
+        if texts:
+            self.commands.append(tuple(texts))
 
     def _expand(self, word: _Word, *, splits: bool = True) -> list[str]:
         """The words that one word stands for."""
@@ -175,49 +271,28 @@ class _Script:
                 continue
             whole_array = re.fullmatch(r"\$\{(\w+)\[@\]\}", text)
             if whole_array and is_double and whole_array[1] in self._values and splits:
-                values = self._values[whole_array[1]]
-                if values:
-                    texts[-1] += values[0]
-                    texts += values[1:]
+                self._used.add(whole_array[1])
+                first, *others = self._values[whole_array[1]] or [""]
+                texts[-1] += first
+                texts += others
                 continue
             expanded = _VARIABLE.sub(self._value_of, text)
             if is_double or not splits:
                 texts[-1] += expanded
                 continue
             # An unquoted variable is split at blanks.
-            parts = expanded.split()
-            if parts:
-                texts[-1] += parts[0]
-                texts += parts[1:]
+            first, *others = expanded.split() or [""]
+            texts[-1] += first
+            texts += others
         return [text for text in texts if text] if word.is_bare else texts
 
     def _value_of(self, match: re.Match[str]) -> str:
-        name = match["plain"] or match["braced"]
-        if name in self._values:
-            return " ".join(self._values[name])
-        default = match["default"]
+        name, default = match["plain"] or match["braced"], match["default"]
+        self._used.add(name)
+        value = " ".join(self._values.get(name, []))
+        if value or (name in self._values and not (default is not None and match["colon"])):
+            return value
         return match[0] if default is None else _VARIABLE.sub(self._value_of, default.strip("'\""))
-
-
-def _first_bare(word: _Word) -> str:
-    """The text of a word up to its first quote."""
-    bare = ""
-    for text, single, double in word.pieces:
-        if single or double:
-            break
-        bare += text
-    return bare
-
-
-def _without_name(word: _Word, length: int) -> _Word:
-    """A word without its first characters, which are not quoted."""
-    pieces = []
-    for text, single, double in word.pieces:
-        cut = min(length, len(text))
-        length -= cut
-        if text[cut:] or single or double:
-            pieces.append((text[cut:], single, double))
-    return _Word(pieces)
 
 
 def read_launch_command(text: str, variables: Mapping[str, str] | None = None) -> LaunchCommand:
@@ -226,45 +301,45 @@ def read_launch_command(text: str, variables: Mapping[str, str] | None = None) -
     variables: values that the script expects from its environment or its arguments.
 
     Raises:
-        ConfigurationError: the script calls no program named pretrain….py.
+        ConfigurationError: the script calls no program named pretrain….py, or calls it several
+            times with other options, or has an open quote.
     """
     lines = [line for line in text.splitlines() if line.strip() and line.lstrip()[0] != "#"]
     if lines and lines[0].lstrip().startswith("--"):
-        return LaunchCommand(tuple(shlex.split(text, comments=True)), None)
+        joined = " ".join(line.rstrip().removesuffix("\\") for line in lines)
+        text = f"torchrun pretrain_gpt.py {joined}"
     script = _Script(variables or {})
     script.read(text)
-    found = None
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
     for words in script.commands:
-        # A command may be handed to another shell as one word: eval, bash -c, srun.
-        flat = [part for word in words for part in (word.split() if " " in word else [word])]
-        for words_ in (words, flat):
-            at = next((i for i, word in enumerate(words_) if _ENTRY.search(word)), None)
-            if at is not None:
-                options = itertools.takewhile(
-                    lambda word: not _REDIRECTION.match(word), words_[at + 1 :]
-                )
-                found = LaunchCommand(tuple(options), _num_ranks(words_[:at]))
-                break
-    if found is None:
+        at = next((i for i, word in enumerate(words) if _ENTRY.search(word.text)), None)
+        if not at or PurePath(words[0].text).name in _NO_LAUNCHER:
+            continue
+        end = next(
+            (i for i, word in enumerate(words) if word.is_bare and _REDIRECTION.match(word.text)),
+            len(words),
+        )
+        options = tuple(word.text for word in words[at + 1 : end])
+        found[options] = tuple(word.text for word in words[:at])
+    if not found:
         raise ConfigurationError(
             "a launch script calls pretrain_gpt.py, or another pretrain….py, but this one calls "
             "none; give the file that does, or a file with the options alone"
         )
-    return found
-
-
-def _num_ranks(launcher: Sequence[str]) -> int | None:
-    """Processes on all nodes that the words of a torchrun command ask for."""
-    numbers = {}
-    for names in (_TORCHRUN_RANKS, _TORCHRUN_NODES):
-        for at, word in enumerate(launcher):
-            name, _, value = word.lstrip("-").partition("=")
-            if name in names:
-                value = value or (launcher[at + 1] if at + 1 < len(launcher) else "")
-                numbers[names] = int(value) if value.isdigit() else None
-    per_node = numbers.get(_TORCHRUN_RANKS)
-    num_nodes = numbers.get(_TORCHRUN_NODES, 1)
-    return per_node * num_nodes if per_node and num_nodes else None
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"a launch script has one command to convert but this one calls pretrain….py with "
+            f"{len(found)} different lists of options; leave one of them in the file"
+        )
+    (options, launcher) = next(iter(found.items()))
+    return LaunchCommand(
+        launcher=tuple(word.replace(_LITERAL_DOLLAR, "$") for word in launcher),
+        options=tuple(
+            word.replace(_LITERAL_DOLLAR, "$") for word in options if word not in _ALL_ARGUMENTS
+        ),
+        unset=tuple(dict.fromkeys(word for word in (*launcher, *options) if "$" in word)),
+        changed=script.changed,
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -280,15 +355,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a variable that the script takes from its environment, or from its arguments (1=…); "
-        "may be repeated",
+        help="a variable that the script takes from its environment, or from its arguments (1=…), "
+        "or sets differently in branches; may be repeated",
     )
     parser.add_argument(
         "--num-ranks",
         type=int,
         metavar="N",
-        help="ranks of the job (ranks). Default: those that the script's torchrun starts, else as "
-        "many as its sizes of tp, cp and pp take",
+        help="ranks of the job (ranks). Default: those that the script's torchrun starts",
     )
     parser.add_argument(
         "--ignore-unknown-options",
@@ -298,49 +372,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Print the command, what becomes of each option, and the strategy; 1 if some are refused."""
+    """Print what becomes of each option, the strategy and the command to run.
+
+    Returns 1, and prints no command, if options are refused or variables are not set.
+    """
     # These import Megatron, which the help of the command does not need.
     from megatron.hydraulis.flags.config import default_run_dir
     from megatron.hydraulis.flags.defaults import differences, set_defaults
     from megatron.hydraulis.flags.parser import FlagParser, Problems
 
-    try:
-        text = namespace.script.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{namespace.script}: a launch script is a text file but reading it fails: {error}; "
-            "correct the path"
-        ) from error
-    variables = dict(each.split("=", 1) for each in namespace.set if "=" in each)
-    launch = read_launch_command(text, variables)
+    launch = read_launch_command(_read(namespace.script), _variables(namespace.set))
     options = [*launch.options]
     if namespace.ignore_unknown_options:
         options.append("--ignore-unknown-options")
     problems = Problems()
     parser = FlagParser()
     flags = parser.parse(options, problems)
-    before = dict(vars(flags.args))
-
     sizes = {
-        name: getattr(flags.args, f"{dest}_parallel_size")
-        for name, dest in (
-            ("tp", "tensor_model"),
-            ("cp", "context"),
-            ("pp", "pipeline_model"),
-        )
+        "tp": flags.args.tensor_model_parallel_size,
+        "cp": flags.args.context_parallel_size,
+        "pp": flags.args.pipeline_model_parallel_size,
     }
-    num_ranks_of_replica = sizes["tp"] * sizes["cp"] * sizes["pp"]
-    num_ranks = namespace.num_ranks or launch.num_ranks or num_ranks_of_replica
     kept = [
         " ".join((given.option, *map(shlex.quote, given.values)))
         for given in flags.given
         if given.dest != "ignore_unknown_options"
     ]
-    lines = [f"torchrun --nproc-per-node {num_ranks} --no-python hydraulis train", *kept]
-    if num_ranks > num_ranks_of_replica and launch.num_ranks is None:
-        lines[0] = lines[0].replace(f"--nproc-per-node {num_ranks}", "[TORCHRUN OPTIONS]")
-    print(" \\\n    ".join(lines))
-    _print_block("refused", "to be removed or changed first", problems.lines)
+    before = dict(vars(flags.args))
+    set_defaults(flags, default_run_dir(), has_cuda=True)
+
+    _print_block("refused", "change or remove these first", problems.lines)
+    _print_block("unset", "variables that --set NAME=VALUE gives", launch.unset)
+    _print_block("changed", "variables with several values; the last is used", launch.changed)
     _print_block(
         "unknown",
         "options that Megatron does not know, left out",
@@ -351,21 +414,70 @@ def run(namespace: argparse.Namespace) -> int:
         "options without effect here, or with the same effect, left out",
         [": ".join(line) for line in flags.taken],
     )
-    set_defaults(flags, default_run_dir(), has_cuda=True)
     _print_block(
         "differs",
         "from Megatron, as no option says otherwise",
         [str(difference) for difference in differences(parser, flags, before)],
     )
-    _print_block("unset", "variables that --set NAME=VALUE can give", launch.unresolved)
+    num_ranks = namespace.num_ranks or launch.num_ranks
+    print(_strategy_text(sizes, num_ranks), end="\n\n")
+    if problems.lines or launch.unset:
+        print("command      printed once nothing is refused or unset")
+        return 1
+    print(" \\\n    ".join((*_launcher_lines(launch), *kept)))
+    dry_run = f"--num-ranks {num_ranks or 'N'} --dry-run"
+    print(f"\nnext: hydraulis train FLAGS {dry_run}, with these flags, on any machine")
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"{path}: a launch script is a text file but reading it fails: {error}; correct the "
+            "path"
+        ) from error
+
+
+def _variables(assignments: Sequence[str]) -> dict[str, str]:
+    for each in assignments:
+        if "=" not in each:
+            raise ConfigurationError(
+                f"--set takes NAME=VALUE but is {each!r}; write for example --set NNODES=2"
+            )
+    return dict(each.split("=", 1) for each in assignments)
+
+
+def _launcher_lines(launch: LaunchCommand) -> tuple[str, ...]:
+    """The script's own torchrun with its options, or a place to put a launcher."""
+    words = launch.launcher
+    if "torchrun" in [PurePath(word).name for word in words] or any(
+        word.startswith("torch.distributed.") for word in words
+    ):
+        return (f"{shlex.join(words)} --no-python hydraulis train",)
+    return ("torchrun [TORCHRUN OPTIONS] --no-python hydraulis train",)
+
+
+def _strategy_text(sizes: Mapping[str, int], num_ranks: int | None) -> str:
     scheme = "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "tp1"
-    replicas = num_ranks // num_ranks_of_replica
-    same = f"{replicas}*{scheme}" if replicas > 1 else scheme
-    print(
-        f"\nstrategy     --strategy '{same}' on {num_ranks} ranks equals this layout\n"
-        "next         add --dry-run to the command, then `hydraulis propose --help` for a pool"
+    num_of_replica = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    if num_ranks is None:
+        return (
+            f"\nstrategy     replicas of {scheme}, {num_of_replica} ranks each; how many ranks the "
+            "script starts is not clear: give --num-ranks N"
+        )
+    if num_ranks % num_of_replica:
+        return (
+            f"\nstrategy     none: replicas of {scheme} take {num_of_replica} ranks each, which "
+            f"does not divide {num_ranks} ranks"
+        )
+    num_replicas = num_ranks // num_of_replica
+    same = f"{num_replicas}*{scheme}" if num_replicas > 1 else scheme
+    return (
+        f"\nstrategy     --strategy '{same}' on {num_ranks} ranks equals its sizes of tp, cp and "
+        "pp, with equal stages"
     )
-    return 1 if problems.lines else 0
 
 
 def _print_block(name: str, what: str, lines: Sequence[str]) -> None:

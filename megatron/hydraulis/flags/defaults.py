@@ -63,7 +63,6 @@ _CHANGES_NO_UPDATE = {
     "disable_jit_fuser": "compiling takes longer than it saves without CUDA",
     "num_workers": "ranks read memory-mapped files without loader processes",
     "micro_batch_size": "",  # nominal, see _set_always
-    "position_embedding_type": "",  # only by the older name of a given option
 }
 
 
@@ -86,8 +85,6 @@ def differences(
 
 def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
     """Change attributes of ``flags.args`` that no given option sets."""
-    if flags.args.use_rotary_position_embeddings:  # upstream does the same, but after our checks
-        flags.args.position_embedding_type = "rope"
     _set_always(flags.args)
     defaults: dict[str, object] = {
         "log_interval": 1,

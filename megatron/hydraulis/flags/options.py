@@ -190,7 +190,7 @@ def _tokenizer(*names: str) -> Need:
 # Options of any of these tables that have an effect only with another one.
 _NEEDS = {
     Need("position_embedding_type", "--position-embedding-type rope", values=("rope",)): """
-        --rotary-base --rotary-percent --rotary-interleaved --no-position-embedding
+        --rotary-base --rotary-percent --rotary-interleaved
         --rotary-seq-len-interpolation-factor --use-rope-scaling""",
     Need("use_rope_scaling", "--use-rope-scaling"): "--rope-scaling-factor",
     Need("group_query_attention", "--group-query-attention"): "--num-query-groups",
@@ -339,11 +339,14 @@ _TAKEN_FOR = {
     "each rank reads its sequences from memory-mapped files, without index caches or loader "
     "processes": """
         --num-workers --data-cache-path --no-mmap-bin-files --num-dataset-builder-threads
-        --mid-level-dataset-surplus --dataloader-fast-cache-load
+        --no-data-sharding --mid-level-dataset-surplus --dataloader-fast-cache-load
         --dataloader-defer-npy-index-mmap""",
     "attention stays inside a sequence: always so": """
         --no-create-attention-mask-in-dataloader --dataloader-inter-document-masking""",
-    "nothing is predicted after the end of a document: always so": "--eod-mask-loss",
+    "the end of a document predicts nothing; what follows an end inside a document is predicted": (
+        "--eod-mask-loss"
+    ),
+    "losses are not scaled, which neither fp32 nor bf16 needs": "--loss-scale",
     "initial weights depend on --seed and --init-method-std alone": """
         --use-cpu-initialization --init-model-with-meta-device --te-rng-tracker
         --inference-rng-tracker""",
@@ -357,7 +360,7 @@ _TAKEN_FOR = {
         --distrib-optim-fully-reshardable-mem-efficient --async-strategy
         --use-persistent-ckpt-worker --async-ckpt-cpu-priority --async-ckpt-io-priority
         --async-ckpt-use-cpu-shm --verify-integrity --no-stream-ckpt-dequant
-        --load-main-params-from-ckpt""",
+       """,
     _ALL_SAVED: "--no-save-optim --no-save-rng",
     "training draws no random numbers, and data continue where the checkpoint was made": (
         "--no-load-rng"
@@ -438,7 +441,7 @@ _ONLY_WITH = {
     r"interval|amax-.*|output-proj|param-gather)|first-last-layers-bf16|"
     r"num-layers-at-(start|end)-in-bf16|reuse-grad-buf-for-mxfp8-param-ag|"
     r"keep-fp8-transpose-cache",
-    "--fp16": r"(initial-|min-)?loss-scale(-window)?|hysteresis|fp16-lm-cross-entropy",
+    "--fp16": r"(initial|min)-loss-scale|loss-scale-window|hysteresis|fp16-lm-cross-entropy",
     "--optimizer muon, lion or sgd": r"(muon|lion|sgd)-.*",
     "--mtp-num-layers": r"mtp-(?!num-layers|hybrid).*",
     "--hybrid-layer-pattern": r"mamba-(?!inference).*|disable-mamba-mem-eff-path",
@@ -454,12 +457,11 @@ _ONLY_WITH = {
     "--sft": r"sft-.*",
     "--use-checkpoint-args": r"use-mp-args-from-checkpoint-args|"
     r"no-use-tokenizer-model-from-checkpoint-args",
-    "--moe-paged-stash": r"moe-paged-stash-.*",
     "programs for inference": r"inference-.*|flash-decode|decode-only-cuda-graphs|.*-prefills?|"
     r"max-tokens-to-oom|use-legacy-static-engine|num-speculative-tokens|"
     r"use-same-sampling-seed-across-dp-ranks|symmetric-ar-type|mamba-inference-.*",
     "programs for vision": r"img-.*|num-(classes|channels)|patch-dim|classes-fraction|"
-    r"data-per-class-fraction|no-data-sharding|head-lr-mult|vision-(?!pretraining$).*|"
+    r"data-per-class-fraction|head-lr-mult|vision-(?!pretraining$).*|"
     r"swin-.*|mask-(type|factor)|iter-per-epoch|dino-.*",
     "programs for encoders": r"bert-.*|output-bert-embeddings|mask-prob|short-seq-prob|ict-.*|"
     r"biencoder-.*|titles-data-path|query-in-block-prob|use-one-sent-docs|evidence-data-path|"
@@ -476,13 +478,7 @@ EQUIVALENTS: Mapping[str, str] = MappingProxyType(
         "--sliding-window": "--window-size",
         "--qk-nope-head-dim": "--qk-head-dim",
         "--qk-rope-head-dim": "--qk-pos-emb-head-dim",
-        "--extra-vocab-size": "--padded-vocab-size",
         "--wandb-name": "--wandb-exp-name",
-        "--max-padding-length": "--seq-length",
-        "--dataset": "--data-path",
-        "--patch-tokenizer-type": "--tokenizer-type",
-        "--hybrid-attention-ratio": "--hybrid-layer-pattern",
-        "--hybrid-mlp-ratio": "--hybrid-layer-pattern",
     }
 )
 """Options of forks that upstream does not know -> those of upstream with the same meaning."""
@@ -536,7 +532,7 @@ _REFUSED = (
         "experts",
         f"{_DENSE_ONLY}, without experts",
         _REMOVE,
-        r"num-experts|moe-.*",
+        r"num-experts",
         ("moe",),
     ),
     Refused(
@@ -582,7 +578,7 @@ _REFUSED = (
         "half precision with loss scaling",
         "parameters are fp32 or bf16, which need no loss scaling",
         "use --bf16",
-        r"fp16|fp32-residual-connection|disable-bf16-reduced-precision-matmul",
+        r"fp16|fp32-residual-connection",
     ),
     Refused(
         "other optimizers",

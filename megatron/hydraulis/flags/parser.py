@@ -101,6 +101,8 @@ class ParsedFlags:
     """What was taken: (the option with its values, what happens instead)."""
     unknown: tuple[tuple[str, str], ...]
     """What --ignore-unknown-options left out: (the option with its values, our equivalent)."""
+    attempted: frozenset[str]
+    """The attributes of all options that were given, rightly or wrongly."""
 
     def was_given(self, dest: str) -> bool:
         """Whether any option that sets the attribute was given."""
@@ -228,7 +230,9 @@ class FlagParser:
         honoured, taken = [], []
         for given in everything:
             row = self._row(given.option)
-            if isinstance(row, Refused):
+            if isinstance(row, Refused) and self._switches_off(given):
+                taken.append((str(given), "the feature is off, as by default"))
+            elif isinstance(row, Refused):
                 mine.add(refusal(given.option, row))
             elif self._has_right_values(given, row, mine):
                 if isinstance(row, Taken):
@@ -237,6 +241,9 @@ class FlagParser:
                     honoured.append(given)
         words = [word for given in honoured for word in (given.option, *given.values)]
         args = self._parser.parse_args(words)
+        if args.use_rotary_position_embeddings:
+            # As upstream's checks do, but before options are judged that need these positions.
+            args.position_embedding_type = "rope"
         for given in tuple(honoured):
             row = self._row(given.option)
             if isinstance(row, Honoured) and row.need is not None and not _is_met(row.need, args):
@@ -245,7 +252,8 @@ class FlagParser:
                 honoured.remove(given)
         if problems is None:
             mine.raise_any()
-        return ParsedFlags(args, tuple(honoured), tuple(dict.fromkeys(taken)), unknown)
+        attempted = frozenset(given.dest for given in everything)
+        return ParsedFlags(args, tuple(honoured), tuple(dict.fromkeys(taken)), unknown, attempted)
 
     def _row(self, option: str) -> Row | None:
         """The row of an option of upstream, or of a former one of ours; None for our own."""
@@ -283,6 +291,14 @@ class FlagParser:
                 )
         return tuple(found.items()) if ignores else ()
 
+    def _switches_off(self, given: Given) -> bool:
+        """Whether a refused option has a value that leaves its feature off: its default, or 0."""
+        action = self._actions.get(given.option)
+        if action is None or action.nargs == 0 or not given.values:
+            return False
+        default = "0" if action.default in (None, []) else str(action.default)
+        return given.values == (default,)
+
     def _has_right_values(self, given: Given, row: Row | None, problems: Problems) -> bool:
         """Whether the values can be converted and lie in their range; adds a problem otherwise."""
         if self._actions[given.option].nargs == 0 and given.values:
@@ -293,8 +309,9 @@ class FlagParser:
         except ConfigurationError as error:
             problems.add(_in_our_words(given, str(error)))
             return False
-        except KeyError as error:  # of upstream's converters
-            problems.add(f"{given}: {error} is not one of the values; correct the value")
+        except Exception as error:  # upstream's converters raise their own kinds
+            reason = " ".join(str(error).split())
+            problems.add(f"{given}: {reason} cannot be read; correct the value")
             return False
         value = getattr(args, given.dest)
         if isinstance(row, Honoured | Taken) and row.only is not None and value not in row.only:

@@ -196,11 +196,20 @@ class RunCheckpoints:
             return
         folder = CheckpointFolder(Path(save))
         existing = folder.paths
-        continues = load is not None and Path(load).resolve() == folder.root.resolve()
+        args = self._resolved.args
+        takes_weights_alone = args.finetune or args.no_load_optim
+        continues = (
+            load is not None
+            and Path(load).resolve() == folder.root.resolve()
+            and not takes_weights_alone
+        )
         if existing and not continues:
             start = "without --load the run starts from iteration 1"
             if load is not None:
                 start = f"with --load {load} the run starts from what is there"
+                if takes_weights_alone:
+                    option = "--finetune" if args.finetune else "--no-load-optim"
+                    start = f"with {option} the run starts from iteration 1"
             raise ConfigurationError(
                 f"--save {save} holds checkpoints, the newest {existing[-1].name}, but {start} and "
                 f"would replace them; give --load {save} to go on, or another --save"

@@ -47,20 +47,63 @@ def _parse_set(path: Path, corpus: str) -> Resolved:
     return parse_arguments(argv, num_ranks=num_ranks, rank=0, flag_parser=flag_parser())
 
 
+STARTING = {
+    *("llmjp_v3_1.8b", "llmjp_v3_172b", "llmjp_v4_8b_decay", "llmjp_v4_train_1.3b"),
+    *("modelopt_Llama-3.1-8B-Instruct", "modelopt_Qwen2.5-7B-Instruct", "modelopt_Qwen3-8B"),
+    *("pai_llama3_1_8b", "pai_mistral_7b", "pai_qwen2_5_7b", "pai_qwen2_7b"),
+    *("slime_qwen3-8B", "swiss_llama3_70b"),
+}
+
+
 def test_argument_sets_of_others_start_or_are_refused_for_named_features(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
-    starting = []
+    starting = {}
     for path in SETS:
         try:
-            resolved = _parse_set(path, corpus)
+            starting[path.stem] = _parse_set(path, corpus)
         except ConfigurationError as error:
             lines = [line.strip() for line in str(error).splitlines()]
             assert any(line.startswith(REFUSED_FOR) for line in lines), path.name
-        else:
-            starting.append(path.stem)
-            assert resolved.pool.num_ranks > 0
     assert len(SETS) == 27
-    assert len(starting) >= 13
+    assert set(starting) == STARTING
+
+
+@pytest.mark.parametrize("name", sorted(STARTING))
+def test_what_a_set_says_of_the_model_reaches_the_model(name: str, tmp_path: Path) -> None:
+    path = next(path for path in SETS if path.stem == name)
+    typed = {}
+    for line in path.read_text().splitlines():
+        if line.startswith("--"):
+            option, *values = shlex.split(line)
+            typed[option] = values
+    args = _parse_set(path, write_corpus(tmp_path)).args
+    uses_rope = "--use-rotary-position-embeddings" in typed
+    assert (
+        args.position_embedding_type
+        == typed.get("--position-embedding-type", ["rope" if uses_rope else "learned_absolute"])[0]
+    )
+    for option, dest, convert in (
+        ("--rotary-base", "rotary_base", int),
+        ("--rotary-percent", "rotary_percent", float),
+        ("--num-layers", "num_layers", int),
+        ("--hidden-size", "hidden_size", int),
+        ("--ffn-hidden-size", "ffn_hidden_size", int),
+        ("--num-query-groups", "num_query_groups", int),
+        ("--kv-channels", "kv_channels", int),
+        ("--normalization", "normalization", str),
+        ("--norm-epsilon", "layernorm_epsilon", float),
+        ("--init-method-std", "init_method_std", float),
+        ("--adam-beta2", "adam_beta2", float),
+        ("--clip-grad", "clip_grad", float),
+        ("--lr", "lr", float),
+        ("--min-lr", "min_lr", float),
+    ):
+        if option in typed:
+            assert getattr(args, dest) == convert(typed[option][0]), option
+    assert args.use_rope_scaling == ("--use-rope-scaling" in typed)
+    assert args.swiglu == ("--swiglu" in typed)
+    assert args.add_bias_linear == ("--disable-bias-linear" not in typed)
+    assert args.qk_layernorm == ("--qk-layernorm" in typed)
 
 
 def test_what_was_taken_is_listed_with_what_happens_instead(tmp_path: Path) -> None:
@@ -149,7 +192,7 @@ def test_the_global_batch_is_compared_with_upstreams(tmp_path: Path) -> None:
     )
 
 
-_SCRIPT = """
+_SCRIPT = r"""
 #!/bin/bash
 GPUS_PER_NODE=4  # a comment with ' a quote
 NUM_NODES=${SLURM_NNODES:-2}
@@ -159,21 +202,23 @@ MODEL_ARGS=(
     --num-layers 12   # a comment
     --hidden-size "512"
 )
-if [ "$LONG" = 1 ]; then
-    LENGTH=2048
+if [ "$LONG" = 1 ]; then LENGTH=2048
 else
     LENGTH=1024
 fi
 MODEL_ARGS+=(--seq-length $LENGTH)
 OPTIMIZER="
-    --lr 6.0e-5 \\
+    --lr 6.0e-5 \
     --micro-batch-size 2
 "
 OPTIMIZER+=" --bf16"
 export RUN='a run'
-torchrun --nproc_per_node=$GPUS_PER_NODE --nnodes $NUM_NODES /opt/Megatron-LM/pretrain_gpt.py \\
-    "${MODEL_ARGS[@]}" $OPTIMIZER \\
-    --wandb-exp-name "$RUN" --save "${CHECKPOINTS}/x" --data-path $DATA 2>&1 | tee log
+cp pretrain_gpt.py "$CHECKPOINTS"
+torchrun --nproc_per_node=$GPUS_PER_NODE --nnodes $NUM_NODES /opt/Megatron-LM/pretrain_gpt.py \
+    "${MODEL_ARGS[@]}" $OPTIMIZER --transformer-impl local \
+    --tokenizer-special-tokens "<|end|>" --wandb-exp-name "$RUN" \
+    --save "${CHECKPOINTS}/x" --data-path $DATA 2>&1 | tee log
+echo "pretrain_gpt.py is done"
 """
 
 
@@ -181,29 +226,58 @@ def test_a_launch_script_is_read_without_being_run() -> None:
     launch = read_launch_command(_SCRIPT, {"1": "/out"})
     assert " ".join(launch.options) == (
         "--num-layers 12 --hidden-size 512 --seq-length 1024 --lr 6.0e-5 --micro-batch-size 2 "
-        "--bf16 --wandb-exp-name a run --save /out/x --data-path $DATA"
+        "--bf16 --transformer-impl local --tokenizer-special-tokens <|end|> --wandb-exp-name a run "
+        "--save /out/x --data-path $DATA"
     )
     assert "a run" in launch.options
     assert launch.num_ranks == 8
-    assert launch.unresolved == ("$DATA",)
+    assert launch.unset == ("$DATA",)
+    assert launch.changed == ("LENGTH = 2048, 1024",)
+    assert "2048" in read_launch_command(_SCRIPT, {"LENGTH": "2048"}).options
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        'CMD="torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1 --bf16"; eval $CMD',
-        "srun bash -c 'torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1 --bf16'",
+        "CMD=\"torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1 --split '9,1'\"; eval $CMD",
+        "bash -c \"torchrun --nproc-per-node 2 \\\n pretrain_gpt.py --lr 1 --split '9,1'; ls\"",
+        "run() { torchrun --nproc-per-node 2 pretrain_gpt.py --lr 1 --split 9,1 > log; }",
     ],
 )
 def test_a_command_handed_to_another_shell_is_found(call: str) -> None:
     launch = read_launch_command(call)
-    assert launch.options == ("--lr", "1", "--bf16")
+    assert launch.options == ("--lr", "1", "--split", "9,1")
     assert launch.num_ranks == 2
 
 
-def test_a_script_that_trains_nothing_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"calls pretrain_gpt\.py, .* calls none; give"):
-        read_launch_command("echo hello")
+@pytest.mark.parametrize(
+    ("text", "options", "unset"),
+    [
+        ("python pretrain_gpt.py --save out/`date`", ["--save", "out/$(date)"], ["out/$(date)"]),
+        (r"python pretrain_gpt.py --a '$B' c\$d", ["--a", "$B", "c$d"], []),
+        ('A=; python pretrain_gpt.py --a ${A:-3} "$@"', ["--a", "3"], ["$@"]),
+        ("--a 1 \\\n# comment\n--b '2 3'\n", ["--a", "1", "--b", "2 3"], []),
+    ],
+)
+def test_quotes_defaults_and_commands_of_the_shell(
+    text: str, options: list[str], unset: list[str]
+) -> None:
+    launch = read_launch_command(text)
+    assert list(launch.options) == options
+    assert list(launch.unset) == unset
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("echo hello", r"calls pretrain_gpt\.py, .* calls none; give"),
+        ("python pretrain_gpt.py --lr 1\npython pretrain_gpt.py --lr 2", "2 different lists"),
+        ("\npython pretrain_gpt.py --a it's", "' in line 2 is not closed"),
+    ],
+)
+def test_a_script_that_cannot_be_read_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        read_launch_command(text)
 
 
 def test_convert_prints_the_command_and_what_becomes_of_each_option(
@@ -211,20 +285,40 @@ def test_convert_prints_the_command_and_what_becomes_of_each_option(
 ) -> None:
     script = tmp_path / "train.sh"
     script.write_text(_SCRIPT)
-    assert main(["convert", str(script), "--set", "1=/out"]) == 0
+    assert main(["convert", str(script), "--set", "1=/out", "--set", "DATA=/data"]) == 0
     shown = capsys.readouterr().out
     for text in (
-        "torchrun --nproc-per-node 8 --no-python hydraulis train \\\n    --num-layers 12 \\\n",
+        "torchrun --nproc_per_node=4 --nnodes 2 --no-python hydraulis train \\\n    --num-layers",
         "taken        options without effect here",
         "  --micro-batch-size 2: packing decides",
         "  --hidden-dropout 0.0 (Megatron: --hidden-dropout 0.1): ",
-        "  $DATA\n",
-        "strategy     --strategy '8*tp1' on 8 ranks equals this layout",
+        "  LENGTH = 2048, 1024\n",
+        "strategy     --strategy '8*tp1' on 8 ranks equals",
+        "--num-ranks 8 --dry-run",
     ):
         assert text in shown, text
     script.write_text(_SCRIPT.replace("--bf16", "--fp16"))
     assert main(["convert", str(script)]) == 1
-    assert "  --fp16 is not honoured: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "  --fp16 is not honoured: " in shown
+    assert "  $DATA\n" in shown
+    assert "torchrun" not in shown
+    assert main(["convert", str(script), "--set", "DATA"]) == 2
+    assert "--set takes NAME=VALUE" in capsys.readouterr().err
+
+
+def test_ranks_that_a_layout_does_not_divide_have_no_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.sh"
+    call = "srun python pretrain_gpt.py --lr 1 --tensor-model-parallel-size 8"
+    script.write_text(f"{call} --pipeline-model-parallel-size 3")
+    assert main(["convert", str(script), "--num-ranks", "16"]) == 0
+    assert "none: replicas of tp8pp3 take 24 ranks each, which does not divide 16" in (
+        capsys.readouterr().out
+    )
+    assert main(["convert", str(script)]) == 0
+    assert "give --num-ranks N" in capsys.readouterr().out
 
 
 _VALUES = ("-1", "0", "nan", "inf", "100000000000000000000")
