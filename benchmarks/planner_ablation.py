@@ -56,12 +56,16 @@ def cases(folder: Path) -> list[Case]:
         (folder / f"{name}.json").write_text(json.dumps(of_name.to_json()), encoding="utf-8")
         limits = (model.max_tokens(s) for each in of_name.strategies for s in each.schemes)
         longest[name] = min(inputs.CONTEXT_TOKENS, max(limits))
+    profile = json.loads(inputs.COST_PROFILE.read_text(encoding="utf-8"))
+    profile.pop("model", None)  # unknown to older versions, and not used by the planner
+    cost_profile = folder / "cost_profile.json"
+    cost_profile.write_text(json.dumps(profile), encoding="utf-8")
     found: list[Case] = []
 
     def add(group: str, pool_name: str, batches: Iterable[list[int]]) -> None:
         files = {
             "pool": str(folder / f"{pool_name}.json"),
-            "cost_profile": str(inputs.COST_PROFILE),
+            "cost_profile": str(cost_profile),
         }
         found.extend((f"{pool_name}: {group}", {**files, "lengths": batch}) for batch in batches)
 
