@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,7 @@ def once_a_row[Value](
     return cache[key]
 
 
-class PackedAttention(torch.nn.Module):
+class PackedAttention(torch.nn.Module, ABC):
     """Core attention over packed rows with upstream's signatures. It has no parameters.
 
     Args:
@@ -149,15 +150,15 @@ class PackedAttention(torch.nn.Module):
         context = self._attend_packed(query, key, value, packed_seq_params)
         return context.reshape(context.size(0), -1)
 
+    @abstractmethod
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
     ) -> Tensor:
         """(T, heads, head size), or with the last two flat. Collective over the row's group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _attend_unpacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(T, 1, heads · head size)."""
-        raise NotImplementedError
 
 
 class SegmentAttention(PackedAttention):
