@@ -205,14 +205,16 @@ class RunCheckpoints:
         )
         if existing and not continues:
             start = "without --load the run starts from iteration 1"
+            fix = f"give --load {save} to go on"
             if load is not None:
                 start = f"with --load {load} the run starts from what is there"
-                if takes_weights_alone:
-                    option = "--finetune" if args.finetune else "--no-load-optim"
-                    start = f"with {option} the run starts from iteration 1"
+            if takes_weights_alone:
+                option = "--finetune" if args.finetune else "--no-load-optim"
+                start = f"with {option} the run starts from iteration 1"
+                fix += f" without {option}"
             raise ConfigurationError(
                 f"--save {save} holds checkpoints, the newest {existing[-1].name}, but {start} and "
-                f"would replace them; give --load {save} to go on, or another --save"
+                f"would replace them; {fix}, or another --save"
             )
 
         def take() -> None:
