@@ -200,6 +200,16 @@ def _engine_without_overlap(*arguments: Any, **named: Any) -> Engine:
 
 
 @contextmanager
+def _running(run: Callable[..., Any]) -> Iterator[None]:
+    """Another `Engine._run`, without overlap, which would send gradients before it drops them."""
+    with (
+        patch.object(Engine, "_run", run),
+        patch.object(models, "Engine", _engine_without_overlap),
+    ):
+        yield
+
+
+@contextmanager
 def _tied_output_end_forgotten() -> Iterator[None]:
     right = Engine._run
 
@@ -212,11 +222,7 @@ def _tied_output_end_forgotten() -> Iterator[None]:
                     bound.gradient.zero_()
         return reports
 
-    # Without overlap; otherwise the gradients would be sent before they can be dropped.
-    with (
-        patch.object(Engine, "_run", run),
-        patch.object(models, "Engine", _engine_without_overlap),
-    ):
+    with _running(run):
         yield
 
 
@@ -230,11 +236,7 @@ def _second_cp_rank_forgotten() -> Iterator[None]:
             runtime.arena.zero_gradients()
         return reports
 
-    # Without overlap; otherwise the gradients would be sent before they can be dropped.
-    with (
-        patch.object(Engine, "_run", run),
-        patch.object(models, "Engine", _engine_without_overlap),
-    ):
+    with _running(run):
         yield
 
 
