@@ -28,7 +28,6 @@ from megatron.hydraulis.flags.config import FIELDS_BY_TOPIC, HydraulisConfig, op
 from megatron.hydraulis.flags.options import (  # noqa: E402
     HONOURED,
     HONOURED_BY_TOPIC,
-    TAKEN,
     Honoured,
     Refused,
     Taken,
@@ -160,7 +159,7 @@ def option_tables() -> str:
     taken: dict[str, list[str]] = {}
     refused: dict[Refused, list[str]] = {}
     for option, row in FlagParser().rows.items():
-        if isinstance(row, Taken) and option in TAKEN:
+        if isinstance(row, Taken):
             only = "" if row.only is None else f"; only {', '.join(map(str, row.only))}"
             taken.setdefault(row.instead + only, []).append(f"`{option}`")
         elif isinstance(row, Refused):

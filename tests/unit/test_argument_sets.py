@@ -200,7 +200,7 @@ WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
 CHECKPOINTS=$1
 MODEL_ARGS=(
     --num-layers 12   # a comment
-    --hidden-size "512"
+    --hidden-size "512" --num-attention-heads 8
 )
 if [ "$LONG" = 1 ]; then LENGTH=2048
 else
@@ -209,7 +209,7 @@ fi
 MODEL_ARGS+=(--seq-length $LENGTH)
 OPTIMIZER="
     --lr 6.0e-5 \
-    --micro-batch-size 2
+    --micro-batch-size 2 --train-iters 10
 "
 OPTIMIZER+=" --bf16"
 export RUN='a run'
@@ -225,8 +225,9 @@ echo "pretrain_gpt.py is done"
 def test_a_launch_script_is_read_without_being_run() -> None:
     launch = read_launch_command(_SCRIPT, {"1": "/out"})
     assert " ".join(launch.options) == (
-        "--num-layers 12 --hidden-size 512 --seq-length 1024 --lr 6.0e-5 --micro-batch-size 2 "
-        "--bf16 --transformer-impl local --tokenizer-special-tokens <|end|> --wandb-exp-name a run "
+        "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --lr 6.0e-5 "
+        "--micro-batch-size 2 --train-iters 10 --bf16 --transformer-impl local "
+        "--tokenizer-special-tokens <|end|> --wandb-exp-name a run "
         "--save /out/x --data-path $DATA"
     )
     assert "a run" in launch.options
@@ -313,11 +314,11 @@ def test_ranks_that_a_layout_does_not_divide_have_no_strategy(
     script = tmp_path / "train.sh"
     call = "srun python pretrain_gpt.py --lr 1 --tensor-model-parallel-size 8"
     script.write_text(f"{call} --pipeline-model-parallel-size 3")
-    assert main(["convert", str(script), "--num-ranks", "16"]) == 0
+    assert main(["convert", str(script), "--num-ranks", "16"]) == 1
     assert "none: replicas of tp8pp3 take 24 ranks each, which does not divide 16" in (
         capsys.readouterr().out
     )
-    assert main(["convert", str(script)]) == 0
+    assert main(["convert", str(script)]) == 1
     assert "give --num-ranks N" in capsys.readouterr().out
 
 

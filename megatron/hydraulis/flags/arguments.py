@@ -117,7 +117,6 @@ def parse_arguments(
     with problems.collected():
         checks.check_batch(args, hydraulis, batch_size_given=flags.was_given("global_batch_size"))
     set_defaults(flags, hydraulis.run_dir, has_cuda=has_cuda)
-    different = differences(flag_parser, flags, before)
     if hydraulis.global_batch_tokens is not None:
         # Nominal: the number of sequences varies, and the step corrects the consumed samples.
         args.global_batch_size = 1
@@ -162,7 +161,7 @@ def parse_arguments(
         explicit=flags.explicit,
         taken=taken,
         unknown=flags.unknown,
-        differences=different,
+        differences=differences(flag_parser, flags, before, uses_tp=pool.tp_lcm > 1),
         settings=flag_parser.honoured_dests,
         shape=shape,
         vocabulary=vocabulary,

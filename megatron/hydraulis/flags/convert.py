@@ -26,6 +26,8 @@ _VARIABLE = re.compile(
     r"|\{(?P<braced>[A-Za-z_]\w*|[0-9])(?:\[[@*]\])?(?:(?P<colon>:?)[-=](?P<default>[^{}]*))?\})"
 )
 _REDIRECTION = re.compile(r"[0-9]*[<>]")
+_GIVEN_LATER = ("tokenizer_type", "data_path")
+"""Attributes that a file of options may leave to the command line."""
 _ALL_ARGUMENTS = ("$@", "$*")
 _LITERAL_DOLLAR = "\ue000"
 """Stands for a $ that is quoted, until all variables are replaced."""
@@ -377,8 +379,10 @@ def run(namespace: argparse.Namespace) -> int:
     Returns 1, and prints no command, if options are refused or variables are not set.
     """
     # These import Megatron, which the help of the command does not need.
+    from megatron.hydraulis.flags import checks
     from megatron.hydraulis.flags.config import default_run_dir
     from megatron.hydraulis.flags.defaults import differences, set_defaults
+    from megatron.hydraulis.flags.describe import block_lines, option_lines, option_texts
     from megatron.hydraulis.flags.parser import FlagParser, Problems
 
     launch = read_launch_command(_read(namespace.script), _variables(namespace.set))
@@ -388,6 +392,8 @@ def run(namespace: argparse.Namespace) -> int:
     problems = Problems()
     parser = FlagParser()
     flags = parser.parse(options, problems)
+    with problems.collected():
+        checks.check_required(flags.args, attempted={*flags.attempted, *_GIVEN_LATER})
     sizes = {
         "tp": flags.args.tensor_model_parallel_size,
         "cp": flags.args.context_parallel_size,
@@ -401,24 +407,16 @@ def run(namespace: argparse.Namespace) -> int:
     before = dict(vars(flags.args))
     set_defaults(flags, default_run_dir(), has_cuda=True)
 
-    _print_block("refused", "change or remove these first", problems.lines)
-    _print_block("unset", "variables that --set NAME=VALUE gives", launch.unset)
-    _print_block("changed", "variables with several values; the last is used", launch.changed)
-    _print_block(
-        "unknown",
-        "options that Megatron does not know, left out",
-        [f"{typed}{f' (Megatron has {same})' if same else ''}" for typed, same in flags.unknown],
+    texts = option_texts(
+        flags.taken, flags.unknown, differences(parser, flags, before, uses_tp=sizes["tp"] > 1)
     )
-    _print_block(
-        "taken",
-        "options without effect here, or with the same effect, left out",
-        [": ".join(line) for line in flags.taken],
-    )
-    _print_block(
-        "differs",
-        "from Megatron, as no option says otherwise",
-        [str(difference) for difference in differences(parser, flags, before)],
-    )
+    for line in (
+        *block_lines("refused", "change or remove these first", problems.lines),
+        *block_lines("unset", "variables that --set NAME=VALUE gives", launch.unset),
+        *block_lines("changed", "variables with several values; the last is used", launch.changed),
+        *option_lines(texts),
+    ):
+        print(line)
     num_ranks = namespace.num_ranks or launch.num_ranks
     print(_strategy_text(sizes, num_ranks), end="\n\n")
     if problems.lines or launch.unset:
@@ -478,8 +476,3 @@ def _strategy_text(sizes: Mapping[str, int], num_ranks: int | None) -> str:
         f"\nstrategy     --strategy '{same}' on {num_ranks} ranks equals its sizes of tp, cp and "
         "pp, with equal stages"
     )
-
-
-def _print_block(name: str, what: str, lines: Sequence[str]) -> None:
-    if lines:
-        print(f"\n{name:<12} {what}", *(f"  {line}" for line in lines), sep="\n")

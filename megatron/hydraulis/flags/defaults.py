@@ -67,11 +67,17 @@ _CHANGES_NO_UPDATE = {
 
 
 def differences(
-    parser: FlagParser, flags: ParsedFlags, before: Mapping[str, object]
+    parser: FlagParser, flags: ParsedFlags, before: Mapping[str, object], *, uses_tp: bool
 ) -> tuple[Difference, ...]:
     """Where the arguments differ from upstream's defaults although no option says so.
 
-    before: attributes as parsed, before `set_defaults`. Those that change the update come first.
+    Those that change the update come first.
+
+    Args:
+        parser: which parsed the flags.
+        flags: after `set_defaults`.
+        before: attributes as parsed, before it.
+        uses_tp: whether a replica has tp > 1.
     """
     found = []
     for changes_update, table in ((True, _CHANGES_UPDATE), (False, _CHANGES_NO_UPDATE)):
@@ -80,6 +86,10 @@ def differences(
             if why and ours != theirs and not flags.was_given(dest):
                 typed, upstream = parser.as_typed(dest, ours), parser.as_typed(dest, theirs)
                 found.append(Difference(typed, upstream, why, changes_update))
+    switches = {"--sequence-parallel", "--no-sequence-parallel"}
+    if uses_tp and not switches & flags.explicit:
+        why = "activations between tensor-parallel layers are cut along the sequence"
+        found.append(Difference("--sequence-parallel", "", why, changes_update=False))
     return tuple(found)
 
 

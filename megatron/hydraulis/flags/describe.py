@@ -9,6 +9,7 @@ from typing import Any
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint, communicators_text
 from megatron.hydraulis.flags.arguments import Resolved
+from megatron.hydraulis.flags.defaults import Difference
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import ranks_text
@@ -104,9 +105,7 @@ def describe(
             key: _to_json(value) for key, value in dataclasses.asdict(resolved.hydraulis).items()
         }
         | {"sequence_parallel": resolved.hydraulis.sequence_parallel},
-        "taken": [": ".join(line) for line in resolved.taken],
-        "unknown": [_unknown_line(*line) for line in resolved.unknown],
-        "differences": [str(difference) for difference in resolved.differences],
+        **option_texts(resolved.taken, resolved.unknown, resolved.differences),
         "explicit_options": sorted(resolved.explicit),
         "settings": {key: value for key, value in arguments.items() if key in resolved.settings},
         "upstream_defaults": {
@@ -115,9 +114,21 @@ def describe(
     }
 
 
-def _unknown_line(typed: str, equivalent: str) -> str:
-    hint = f" (Megatron has {equivalent})" if equivalent else ""
-    return f"{typed}: left out, which may change the model{hint}"
+def option_texts(
+    taken: Sequence[tuple[str, str]],
+    unknown: Sequence[tuple[str, str]],
+    differences: Sequence[Difference],
+) -> dict[str, list[str]]:
+    """A line for each option that is not honoured as given, and each default that differs."""
+    return {
+        "taken": [": ".join(line) for line in taken],
+        "unknown": [
+            f"{typed}: left out, which may change the model"
+            + (f" (Megatron has {equivalent})" if equivalent else "")
+            for typed, equivalent in unknown
+        ],
+        "differences": list(map(str, differences)),
+    }
 
 
 def batch_text(resolved: Resolved, mean_length: float) -> str:
@@ -141,18 +152,24 @@ def batch_text(resolved: Resolved, mean_length: float) -> str:
     )
 
 
+def block_lines(name: str, what: str, lines: Sequence[str]) -> list[str]:
+    """A heading and the lines below it; nothing if there are none."""
+    return [f"{name:<12} {what}", *(f"  {line}" for line in lines)] if lines else []
+
+
 def option_lines(description: dict[str, Any]) -> list[str]:
-    """What became of options that are not honoured as given, in blocks with an option a line."""
-    blocks = (
-        ("unknown", "options that Megatron does not know", description["unknown"]),
-        ("taken", "options without effect here, or with the same effect", description["taken"]),
-        ("differs", "from Megatron, as no option says otherwise", description["differences"]),
-    )
+    """What became of options that are not honoured as given, in blocks with an option a line.
+
+    description: of `option_texts`, or more.
+    """
     return [
-        line
-        for name, what, lines in blocks
-        if lines
-        for line in (f"{name:<12} {what}", *(f"  {line}" for line in lines))
+        *block_lines("unknown", "options that Megatron does not know", description["unknown"]),
+        *block_lines(
+            "taken", "options without effect here, or with the same effect", description["taken"]
+        ),
+        *block_lines(
+            "differs", "from Megatron, as no option says otherwise", description["differences"]
+        ),
     ]
 
 

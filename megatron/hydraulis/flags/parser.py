@@ -130,8 +130,7 @@ class _Record(argparse.Action):
 class _Raising(argparse.ArgumentParser):
     """Raises what is wrong instead of ending the process."""
 
-    def error(self, message: str) -> NoReturn:
-        of_argparse = message
+    def error(self, of_argparse: str) -> NoReturn:
         raise ConfigurationError(of_argparse)
 
 
@@ -227,16 +226,18 @@ class FlagParser:
         ignores = any(given.option == _IGNORE_UNKNOWN for given in everything)
         unknown = self._unknown(rest, mine, ignores=ignores)
 
-        honoured, taken = [], []
+        honoured: list[Given] = []
+        taken: dict[str, tuple[str, str]] = {}
+        """Option -> its last mention."""
         for given in everything:
             row = self._row(given.option)
             if isinstance(row, Refused) and self._switches_off(given):
-                taken.append((str(given), "the feature is off, as by default"))
+                taken[given.option] = (str(given), "the feature is off, as by default")
             elif isinstance(row, Refused):
                 mine.add(refusal(given.option, row))
             elif self._has_right_values(given, row, mine):
                 if isinstance(row, Taken):
-                    taken.append((str(given), row.instead))
+                    taken[given.option] = (str(given), row.instead)
                 else:
                     honoured.append(given)
         words = [word for given in honoured for word in (given.option, *given.values)]
@@ -247,13 +248,14 @@ class FlagParser:
         for given in tuple(honoured):
             row = self._row(given.option)
             if isinstance(row, Honoured) and row.need is not None and not _is_met(row.need, args):
-                taken.append((str(given), f"it has an effect only with {row.need.flag}"))
+                needs = f"it has an effect only with {row.need.flag}"
+                taken[given.option] = (str(given), needs)
                 setattr(args, given.dest, self._actions[given.option].default)
                 honoured.remove(given)
         if problems is None:
             mine.raise_any()
         attempted = frozenset(given.dest for given in everything)
-        return ParsedFlags(args, tuple(honoured), tuple(dict.fromkeys(taken)), unknown, attempted)
+        return ParsedFlags(args, tuple(honoured), tuple(taken.values()), unknown, attempted)
 
     def _row(self, option: str) -> Row | None:
         """The row of an option of upstream, or of a former one of ours; None for our own."""
