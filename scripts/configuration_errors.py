@@ -33,19 +33,16 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/configuration_errors.py: edit the messages in the code. -->
 
-This page lists every message about a wrong flag, file or machine, so that you can find out what
-checks it: search for a few words of your message. `⟨name⟩` stands for a value, `⟨a / b⟩` for one of
-several texts, `…` for text made at run time. A message states the rule and the numbers that break
-it and, after its last semicolon, what to do. The page leaves out that last part.
+This page says which module checks what: search it for a few words of your message. A message states
+the rule, then the numbers that break it (`but …`) and, after a semicolon, what to do; the page has the
+rules. `⟨name⟩` stands for a value, `⟨a / b⟩` for one of several texts, `…` for text made at run time.
+Numbers out of range are refused as `⟨option⟩ must be ⟨rule⟩ but is ⟨value⟩`; several errors are listed
+together.
 
-A number out of its range is refused as `⟨option⟩ must be ⟨rule⟩ but is ⟨value⟩`; several errors are
-listed together.
-
-Such an error ends the program with status 2 and one line on standard error; under torchrun that
-line is above torchrun's own report. The flags of a run are in `config.json` of its run folder.
-`hydraulis train … --dry-run` finds most errors of flags and strategies without starting ranks.
-Errors during a run are in [operations.md](operations.md#what-failures-look-like). Options of
-Megatron that are refused are in [coming-from-megatron.md](coming-from-megatron.md#refused).
+Such an error ends the program with status 2 and one line on standard error, above torchrun's own
+report. `hydraulis train … --dry-run` finds most of them without starting ranks. Errors during a run
+are in [operations.md](operations.md#what-failures-look-like), refused options of Megatron in
+[coming-from-megatron.md](coming-from-megatron.md#refused).
 
 | message | raised in |
 |---|---|"""
@@ -66,11 +63,13 @@ class Message:
 
     @property
     def shown(self) -> str:
-        """The rule with its numbers; more if it has too few words to be found, or none at all."""
-        rule, separator, _ = self.text.rpartition("; ")
-        if separator and _num_words(rule) >= MIN_WORDS:
-            return rule
-        return self.text if _num_words(self.text) else ""
+        """The rule, or more where it has too few words to be found; empty without any words."""
+        shown = self.text
+        for before in ("; ", " but "):
+            rule, separator, _ = shown.rpartition(before)
+            if separator and _num_words(rule) >= MIN_WORDS:
+                shown = rule.removesuffix(",")
+        return shown if _num_words(shown) else ""
 
 
 def _num_words(text: str) -> int:

@@ -27,8 +27,8 @@ def test_the_page_has_known_errors() -> None:
     written = " ".join(configuration_errors.PAGE.read_text(encoding="utf-8").split())
     assert len(configuration_errors.all_messages()) > 200
     for words in (
-        "|every rank needs a GPU of its own but this node starts",
-        "|strategy ⟨name⟩: a strategy needs at least 1 replica but has 0|`strategy/",
+        "|every rank needs a GPU of its own|`loop/",
+        "|strategy ⟨name⟩: a strategy needs at least 1 replica|`strategy/",
         "|--exit-signal ⟨name⟩ cannot be caught by a process|`flags/",
         "ranks meet within",
     ):
@@ -60,7 +60,7 @@ def check(args):
     why = "too few" if args.few else "too many"
     raise ConfigurationError(
         f"{why}: {args.num_ranks} ranks of {len(args.nodes)} nodes "
-        f"have {'a' if args.one else 'many'} GPUs; start fewer"
+        f"have {'a' if args.one else 'many'} GPUs, but need {args.needed}; start fewer"
     )
 """
     (found,) = configuration_errors.messages_of(source, "config.py")
