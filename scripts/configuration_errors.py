@@ -33,11 +33,11 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/configuration_errors.py: edit the messages in the code. -->
 
-This page says which module checks what: search it for a few words of your message. A message states
-the rule, then the numbers that break it (`but …`) and, after a semicolon, what to do; the page has the
-rules. `⟨name⟩` stands for a value, `⟨a / b⟩` for one of several texts, `…` for text made at run time.
-Numbers out of range are refused as `⟨option⟩ must be ⟨rule⟩ but is ⟨value⟩`; several errors are listed
-together.
+This page says which module checks what: search it for a few words of your message. A message
+states the rule, then the numbers that break it (`but …`) and, after a semicolon, what to do; the
+page has the rules. `⟨name⟩` stands for a value, `⟨a / b⟩` for one of several texts, `…` for text
+made at run time. Numbers out of range are refused as `⟨option⟩ must be ⟨rule⟩ but is ⟨value⟩`;
+several errors are listed together.
 
 Such an error ends the program with status 2 and one line on standard error, above torchrun's own
 report. `hydraulis train … --dry-run` finds most of them without starting ranks. Errors during a run
