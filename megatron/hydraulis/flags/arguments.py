@@ -193,9 +193,6 @@ def _layout_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
 def _done_otherwise(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
     """Honoured options that do not do quite what they do in upstream."""
     args, found = flags.args, []
-    if args.no_load_optim and not args.finetune:
-        instead = "the weights alone are loaded, and training begins with iteration 1"
-        found.append(("--no-load-optim", instead))
     if args.cp_comm_type == ["p2p"] and flags.was_given("cp_comm_type"):
         found.append(("--cp-comm-type p2p", "run as all_gather, the same bytes"))
     return tuple(found)

@@ -130,7 +130,8 @@ _DIFFERENT = {
     "--load": "folder of the checkpoint to continue from; a folder without one is an error, except "
     "at the first start of a run whose --save is the same folder",
     "--exit-on-missing-checkpoint": "a missing checkpoint is an error even in the folder of --save",
-    "--no-load-optim": "as --finetune: the weights alone, from iteration 1",
+    "--no-load-optim": "continue at the checkpoint's iteration and place in the data with a new "
+    "optimizer and learning-rate schedule",
     "--cp-comm-type": "one of auto, p2p, all_gather, a2a for all layers; auto, the default, takes "
     "the one that moves the fewest bytes; p2p is run as all_gather",
     "--sequence-parallel": "on wherever tp > 1, unless --no-sequence-parallel",

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.training.global_vars import get_args
 
 from megatron.hydraulis.checkpoint.collective_errors import on_rank_0
-from megatron.hydraulis.checkpoint.folder import CheckpointFolder
+from megatron.hydraulis.checkpoint.folder import RELEASE, CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import (
     LoadedCheckpoint,
     find_checkpoints,
@@ -171,11 +171,12 @@ class RunCheckpoints:
             with_optimizer=not (args.finetune or args.no_load_optim),
             log=partial(print, flush=True),
         )
-        if not loaded.with_optimizer:
+        if args.finetune or loaded.path.name == RELEASE:
             self._say(f"loaded the weights of {loaded.path}; training begins with iteration 1")
             return 0, 0.0
         upstream = loaded.upstream
-        _set_scheduler(opt_param_scheduler, upstream.scheduler, loaded.path)
+        if loaded.with_optimizer:
+            _set_scheduler(opt_param_scheduler, upstream.scheduler, loaded.path)
         args.consumed_train_samples = upstream.num_consumed_sequences
         args.skipped_train_samples = 0
         self.first_iteration = upstream.iteration
@@ -196,22 +197,18 @@ class RunCheckpoints:
             return
         folder = CheckpointFolder(Path(save))
         existing = folder.paths
-        args = self._resolved.args
-        takes_weights_alone = args.finetune or args.no_load_optim
+        starts_over = self._resolved.args.finetune
         continues = (
-            load is not None
-            and Path(load).resolve() == folder.root.resolve()
-            and not takes_weights_alone
+            load is not None and Path(load).resolve() == folder.root.resolve() and not starts_over
         )
         if existing and not continues:
             start = "without --load the run starts from iteration 1"
             fix = f"give --load {save} to go on"
             if load is not None:
                 start = f"with --load {load} the run starts from what is there"
-            if takes_weights_alone:
-                option = "--finetune" if args.finetune else "--no-load-optim"
-                start = f"with {option} the run starts from iteration 1"
-                fix += f" without {option}"
+            if starts_over:
+                start = "with --finetune the run starts from iteration 1"
+                fix += " without --finetune"
             raise ConfigurationError(
                 f"--save {save} holds checkpoints, the newest {existing[-1].name}, but {start} and "
                 f"would replace them; {fix}, or another --save"
@@ -302,6 +299,7 @@ class RunCheckpoints:
         self._say(
             f"loaded {loaded.path}: {loaded.upstream.iteration} iterations, "
             f"{loaded.upstream.num_consumed_sequences} sequences"
+            + ("" if loaded.with_optimizer else "; optimizer and learning-rate schedule are new")
         )
         if loaded.manifest is None:
             return

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME
+from megatron.hydraulis.checkpoint.folder import LATEST_FILE_NAME, CheckpointFolder
+from megatron.hydraulis.checkpoint.loading import upstream_state
 from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.checkpoint.save_lock import LOCK_FILE_NAME, SaveLock, Writer
+from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError
 from megatron.hydraulis.loop.entry import EXIT_STATUS_OF_ERROR
 from tests.support.checkpoints import whole_tensors
@@ -135,6 +137,27 @@ def test_other_ranks_continue_with_the_same_sequences(
     assert f"written by {NUM_RANKS} ranks, now {num_ranks} go on" in run.outcome.stdout
 
 
+def test_without_the_optimizer_a_run_continues_in_its_own_folder(
+    launch: Launch, uninterrupted: Run, saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "continued"
+    shutil.copytree(saved, folder, ignore=shutil.ignore_patterns("iter_0000004"))
+    (folder / LATEST_FILE_NAME).write_text(str(SAVED_AT))
+    places = ("--load", str(folder), "--save", str(folder), "--save-interval", "2")
+    run = launch("tp1", 1, *places, "--no-load-optim", *MAIN_FLAGS)
+    assert [r.iteration for r in run.records] == [3, 4]
+    assert run.losses[0] == pytest.approx(uninterrupted.losses[SAVED_AT], rel=ROUNDING)
+    before = lengths_of(uninterrupted)
+    assert lengths_of(run) == {i: before[i] for i in (2, 3)}
+    assert [r.learning_rate for r in run.records] == [
+        r.learning_rate for r in uninterrupted.records[:2]
+    ], "upstream's schedule starts again too"
+    assert "optimizer and learning-rate schedule are new" in run.outcome.stdout
+    state = CheckpointFolder(folder).path_of(4)
+    assert upstream_state(StoredCheckpoint(state)).num_steps == 2
+    assert Manifest.read(state).state["sampler"]["num_batches"] == 4
+
+
 def test_inspect_checkpoint_describes_a_run(
     uninterrupted: Run, saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +185,11 @@ REFUSED = {
     "would be replaced from elsewhere": (
         "--load {empty} --save {saved} --save-interval 2",
         "with --load {empty} the run starts from what is there",
+    ),
+    "would be replaced from the start": (
+        "--load {saved} --save {saved} --save-interval 2 --finetune",
+        "with --finetune the run starts from iteration 1 and would replace them; "
+        "give --load {saved} to go on without --finetune",
     ),
     "another schedule": ("--load {saved} --ckpt-step 2 --lr 0.5", "learning rate"),
     "another seed": ("--load {saved} --ckpt-step 2 --seed 5", "resume with --seed"),
