@@ -138,7 +138,7 @@ _NETWORK_FRACTION = 0.6
 # The context with its kernels: 0.3 GB and more are seen (pytorch/pytorch#107667, 2023; assumption).
 _CONTEXT_BYTES = 0.5e9
 # What torch's allocator reserves beyond its tensors, with expandable segments: at most 4.2 GiB for
-# the roles of docs/planning.md, section Memory, measured on a stand-in for CUDA (2026).
+# the roles of docs/results/memory.md, measured on a stand-in for CUDA (2026).
 _FRAGMENT_BYTES = 4.8e9
 # The first all-to-all among the 8 H100 of a node: connections between all pairs took 3.3 GB
 # (NVIDIA/nccl#1685, 2025). Regrouping makes them, once a job.

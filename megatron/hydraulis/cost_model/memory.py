@@ -50,7 +50,7 @@ of the MLP keeps its inside for one layer only; that of core attention keeps the
 output and, with grouped queries, a copy of the queries, so it saves nothing.
 
 The model was compared with what torch's allocator counts for roles of 1 to 70 billion parameters
-(docs/planning.md, section Memory).
+(docs/results/memory.md).
 """
 
 from collections import Counter, defaultdict
