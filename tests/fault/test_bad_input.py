@@ -210,6 +210,21 @@ def test_wrong_data_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "without", "there"),
+    [
+        (("--global-batch-size", "81"), [], "80 sequences"),
+        (("--global-batch-tokens", "1000000"), ["--global-batch-size"], "tokens"),
+    ],
+)
+def test_a_global_batch_beyond_the_corpus_is_refused(
+    flags: tuple[str, str], without: list[str], there: str, command: Command, tmp_path: Path
+) -> None:
+    error = _refused(command("--strategy", "2*tp1", *flags, without=without), 2, tmp_path)
+    assert f"at most one epoch of the training data but {flags[0]} is {flags[1]}" in error
+    assert there in error
+
+
 def test_a_sequence_that_no_replica_holds_is_refused(command: Command, tmp_path: Path) -> None:
     # A vocabulary so large that the logits of some dozen tokens fill a rank's memory.
     flags = ("--strategy", "2*tp1", "--padded-vocab-size", str(2_500_000))

@@ -73,6 +73,7 @@ def test_help_describes_our_behaviour_and_the_accepted_values(
         "Cp of every replica, without --strategy and --strategy-pool.",
         "On wherever tp > 1, unless --no-sequence-parallel.",
         "State sharded over all ranks: always so.",
+        "Global batches of an evaluation, 100 if only --eval-interval is given;",
         "--global-batch-size N Sequences of a global batch; packing makes",
         "--exit-signal NAME ",
     ):

@@ -127,7 +127,12 @@ def parse_arguments(
         checks.check_learning_rate,
         partial(checks.check_device, has_cuda=has_cuda),
         partial(checks.check_layers, has_cuda=has_cuda),
-        partial(checks.check_checkpoints, hydraulis=hydraulis),
+        checks.check_schedule_source,
+        partial(
+            checks.check_needed,
+            hydraulis=hydraulis,
+            given={given.dest for given in flags.given},
+        ),
     ):
         with problems.collected():
             check(args)

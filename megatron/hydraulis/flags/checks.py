@@ -91,6 +91,11 @@ def check_model(args: argparse.Namespace) -> None:
             f"rotary positions turn pairs of channels but a head has {kv_channels}; give an even "
             "--kv-channels"
         )
+    if args.position_embedding_type == "rope" and int(kv_channels * args.rotary_percent) < 2:
+        raise ConfigurationError(
+            f"rotary positions turn pairs of channels but --rotary-percent {args.rotary_percent} "
+            f"of {kv_channels} channels of a head is less than 2; give at least {2 / kv_channels:g}"
+        )
     if args.max_position_embeddings < args.seq_length:
         raise ConfigurationError(
             f"every position of a sequence needs an embedding but --max-position-embeddings is "
@@ -243,21 +248,38 @@ def check_device(args: argparse.Namespace, *, has_cuda: bool) -> None:
         )
 
 
-def check_checkpoints(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
-    """Raise ConfigurationError for checkpoint flags that need, or exclude, another one."""
+def check_schedule_source(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for two sources of the learning-rate schedule."""
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise ConfigurationError(
             "--override-opt_param-scheduler takes the schedule of the flags and "
             "--use-checkpoint-opt_param-scheduler that of the checkpoint; give one of them"
         )
-    for option, is_set, needed, value in (
-        ("--keep-last", hydraulis.keep_last is not None, "--save", args.save),
-        ("--take-over-save", hydraulis.take_over_save, "--save", args.save),
-        ("--load-fallback", hydraulis.load_fallback, "--load", args.load),
-    ):
-        if is_set and value is None:
+
+
+_NEEDED = {
+    "keep_last": "save",
+    "take_over_save": "save",
+    "load_fallback": "load",
+    "max_skipped_in_a_row": "skip_nan_iterations",
+    "refit_drift": "refit_cost_profile",
+}
+"""Setting of ours -> the one without which it has no effect."""
+
+
+def check_needed(
+    args: argparse.Namespace, hydraulis: HydraulisConfig, *, given: Collection[str]
+) -> None:
+    """Raise ConfigurationError for a flag of ours without the one that gives it an effect.
+
+    given: the attributes that options of the command line set.
+    """
+    for name, needed in _NEEDED.items():
+        is_there = getattr(args, needed, None) or getattr(hydraulis, needed, None)
+        if name in given and not is_there:
             raise ConfigurationError(
-                f"{option} is about {needed}, which is missing; give {needed} DIR or remove it"
+                f"{option_of(name)} has an effect only with {option_of(needed)}, which is missing; "
+                f"give {option_of(needed)} or remove {option_of(name)}"
             )
 
 
@@ -386,6 +408,12 @@ def resolve_pool(
     Raises ConfigurationError when the pool is for another job; StrategyError when a strategy cannot
     be read or placed.
     """
+    if hydraulis.ranks_per_node is not None and hydraulis.ranks_per_node > num_ranks:
+        raise ConfigurationError(
+            f"a node has no more ranks than the job but --ranks-per-node is "
+            f"{hydraulis.ranks_per_node} and the job has {num_ranks}; give at most {num_ranks}, or "
+            "leave it out"
+        )
     if hydraulis.strategy is None and hydraulis.strategy_pool is None:
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         cp = args.context_parallel_size

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.hydraulis.data.tokenizer import build_tokenizer, check_tokenizer_model
 from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.flags.config import option_of
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 
 
@@ -236,7 +237,7 @@ def _check_sources(args: argparse.Namespace) -> None:
     kind = args.tokenizer_type
     files = _MADE_FROM_FILES.get(kind, ())
     for dest in files + _MADE_FROM_VALUES.get(kind, ()):
-        option = "--" + dest.replace("_", "-")
+        option = option_of(dest)
         value = getattr(args, dest)
         if value is None:
             raise ConfigurationError(
@@ -252,6 +253,13 @@ def _check_sources(args: argparse.Namespace) -> None:
 
 def _tokenizer_size(args: argparse.Namespace) -> int:
     if args.tokenizer_type == "NullTokenizer":  # building it would import every library of them
+        for dest in ("null_tokenizer_eod_id", "null_tokenizer_pad_id"):
+            token = getattr(args, dest)
+            if token is not None and token >= args.vocab_size:
+                raise ConfigurationError(
+                    f"{option_of(dest)} must be a token of the vocabulary but is {token} and "
+                    f"--vocab-size {args.vocab_size}; give at most {args.vocab_size - 1}"
+                )
         return int(args.vocab_size)
     try:
         # Upstream writes the padded size into the arguments it is given.

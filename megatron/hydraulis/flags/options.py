@@ -124,6 +124,9 @@ _DIFFERENT = {
     "without apex",
     "--global-batch-size": "sequences of a global batch; packing makes micro-batches of them",
     "--train-iters": "iterations of the whole run, those before --load included",
+    "--eval-interval": "iterations between evaluations on the validation part",
+    "--eval-iters": "global batches of an evaluation, 100 if only --eval-interval is given; "
+    "without either, nothing is evaluated",
     "--lr-warmup-fraction": "iterations of warmup, as a share of --lr-decay-iters",
     "--seq-length": "longest sequence in tokens; --long-sequences says what happens to longer ones",
     "--async-save": "a fork of each rank writes while training goes on",

@@ -166,7 +166,21 @@ class Job:
                 "no training data: --split leaves the training part no document of 2 tokens or "
                 "more; give more data or another --split"
             )
+        self._check_batch(corpora.train)
         return corpora.train, corpora.valid, corpora.test
+
+    def _check_batch(self, train: Corpus) -> None:
+        """Raise ConfigurationError for a global batch that is larger than the training data."""
+        option, size = "--global-batch-size", self._resolved.args.global_batch_size
+        most, unit = train.num_sequences, "sequences"
+        if self._resolved.hydraulis.global_batch_tokens is not None:
+            option, size = "--global-batch-tokens", self._resolved.hydraulis.global_batch_tokens
+            most, unit = train.report.num_tokens, "tokens"
+        if size > most:
+            raise ConfigurationError(
+                f"a global batch is at most one epoch of the training data but {option} is {size} "
+                f"and the data have {most} {unit}; give more data or {option} {most} or less"
+            )
 
     def check_limits(self, corpora: Corpora) -> None:
         """Raise an error unless every sequence fits, before any rank waits for another.
