@@ -44,13 +44,12 @@ class HydraulisConfig:
 
     strategy: str | None = field(default=None, metadata=_flag("SPEC"))
     """Replicas and the ranks they run on, for example 'tp4+2*tp2pp2' or 'tp2@0,3+pp2:5,3@1,2';
-    every rank is used or named idle. Default: equal replicas, of one rank each or of the
-    --tensor-model-parallel-size, --pipeline-model-parallel-size and --context-parallel-size
-    given."""
+    every rank is used or named idle. Default: equal replicas of Megatron's tensor, pipeline and
+    context parallel sizes, each 1 unless given."""
 
     strategy_pool: Path | None = field(default=None, metadata=_flag("FILE"))
-    """Pool file with the strategies that the run may use, instead of --strategy: each iteration
-    uses the one whose plan is predicted to be fastest. Default: one strategy."""
+    """Pool file: strategies of which each iteration uses the one whose plan is predicted to be
+    fastest. Default: one strategy."""
 
     refit_cost_profile: bool = False
     """Refit the cost profile during training to the measured time of every micro-batch, and plan
@@ -62,17 +61,15 @@ class HydraulisConfig:
     is named in the log (share of its time). Default: 0.1."""
 
     strategy_schedule: str | None = field(default=None, metadata=_flag("NAMES"))
-    """Names of strategies of the pool, for example 'short,long,short': training iterations use
-    them in turn, whatever the planner would choose; evaluation does not. Default: the planner
-    chooses."""
+    """Names of strategies of the pool, for example 'short,long,short', which training iterations
+    use in turn; evaluation does not. Default: the planner chooses."""
 
     balance_pipeline_layers: bool = False
     """Choose the layers of each pipeline stage wherever a scheme lists none, so that the slowest
     stage is as fast as possible and --seq-length still fits. Default: layers are split evenly."""
 
     cost_profile: Path | None = field(default=None, metadata=_flag("FILE"))
-    """Cost profile: measured times and limits of every scheme, instead of the analytic cost model.
-    Default: the analytic cost model."""
+    """Measured times and limits of every scheme. Default: the analytic cost model."""
 
     no_sequence_parallel: bool = False
     """Turn sequence parallelism off. Default: on wherever a replica has tp > 1."""
@@ -86,9 +83,9 @@ class HydraulisConfig:
     does not fit waits for the next batch. Default: --global-batch-size."""
 
     core_attention: Literal["auto", "te", "torch", "sdpa"] = "auto"
-    """Core attention over packed sequences: Transformer Engine's or torch's variable-length kernel,
-    which need CUDA and bf16, or scaled_dot_product_attention sequence by sequence, which runs
-    everywhere. Default: auto, the first of these that is available; the log says which and why."""
+    """Transformer Engine's or torch's variable-length kernel, which need CUDA and bf16, or
+    scaled_dot_product_attention sequence by sequence, which runs everywhere. Default: auto, the
+    first of these that is available; the log says which and why."""
 
     memory_trial: Literal["auto", "on", "off"] = "auto"
     """Before the first iteration, run the largest micro-batch of each strategy without training,
@@ -133,8 +130,8 @@ class HydraulisConfig:
     """Newest checkpoints kept in --save (checkpoints); older ones are deleted. Default: all."""
 
     take_over_save: bool = False
-    """Write to --save although another job seems to write there, without waiting for a sign of life
-    of it; the log names that job. Default: wait 180 s, then stop with an error if it is running."""
+    """Write to --save at once although another job seems to write there; the log names that job.
+    Default: wait 180 s, then stop with an error if it is running."""
 
     load_fallback: bool = False
     """If the checkpoint that --load names is damaged or incomplete, load the newest earlier one
@@ -149,13 +146,12 @@ class HydraulisConfig:
     of the run trains."""
 
     no_regroup_overlap: bool = False
-    """Gather before the first forward and scatter after the last backward instead of overlapping
-    them with compute; the results are the same bit by bit. For comparison. Default: overlapped."""
+    """Gather before the first forward and scatter after the last backward; the results are the same
+    bit by bit. For comparison. Default: both overlap compute."""
 
     regroup_owners_for: str | None = field(default=None, metadata=_flag("STRATEGY"))
-    """Strategy of --strategy-pool for which ranks own, as far as possible, the shards that they
-    use: it then regroups with the fewest bytes. The most frequent strategy is a good choice.
-    Default: rank r owns share r."""
+    """Strategy of the pool, best the most frequent one, that regroups with the fewest bytes, as
+    ranks own the shards that they use in it. Default: rank r owns share r."""
 
     dry_run: bool = False
     """Print the resolved configuration, replicas with their ranks, parameters per rank, the most
@@ -166,9 +162,8 @@ class HydraulisConfig:
     Default: stop with an error that names the iteration and its sequences."""
 
     elastic: bool = False
-    """Continue with any number of ranks: strategies for another number are adapted or dropped, and
-    the log says which. For torchrun --nnodes MIN:MAX. Default: a wrong number of ranks is an
-    error."""
+    """Continue with any number of ranks, as by torchrun --nnodes MIN:MAX: strategies are adapted or
+    dropped, and the log says which. Default: a wrong number of ranks is an error."""
 
     max_skipped_in_a_row: int = field(default=10, metadata=_flag("K"))
     """With --skip-nan-iterations: updates that may be skipped in a row before the run stops with an
