@@ -17,7 +17,8 @@ import inspect
 import sys
 import textwrap
 import typing
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,10 @@ from megatron.hydraulis.flags.parser import FlagParser  # noqa: E402
 PAGE = ROOT / "docs" / "flags.md"
 COMING_FROM = ROOT / "docs" / "coming-from-megatron.md"
 MARK = "<!-- Written by scripts/flags_page.py from flags/options.py from here on. -->"
+
+FAMILIES = "`--moe-…` stands for all options of Megatron that begin so; their number follows."
+LEAST_FAMILY = 8
+"""Fewer options that begin alike are listed one by one."""
 
 INTRODUCTION = """\
 # Flags
@@ -154,22 +159,44 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _family(option: str) -> str:
+    """The beginning of an option up to the second word: ``--moe-`` of ``--moe-router-dtype``."""
+    return "-".join([*option.split("-")[:3], ""])
+
+
+def _names(options: Sequence[str], num_in_family: Mapping[str, int]) -> str:
+    """The options of a row, with a complete family of several as one."""
+    num_here = Counter(map(_family, options))
+    shown = {
+        f"`{family}…` ({num})"
+        if (num := num_here[family := _family(option)]) == num_in_family[family] >= LEAST_FAMILY
+        else f"`{option}`": None
+        for option in options
+    }
+    return ", ".join(shown)
+
+
 def option_tables() -> str:
     """The options of Megatron that are not honoured: what happens instead, or why not."""
     taken: dict[str, list[str]] = {}
-    refused: dict[Refused, list[str]] = {}
-    for option, row in FlagParser().rows.items():
+    refused: dict[tuple[str, str], list[str]] = {}
+    rows_of_options = FlagParser().rows
+    num_in_family = Counter(map(_family, rows_of_options))
+    for option, row in rows_of_options.items():
         if isinstance(row, Taken):
             only = "" if row.only is None else f"; only {', '.join(map(str, row.only))}"
-            taken.setdefault(row.instead + only, []).append(f"`{option}`")
+            taken.setdefault(row.instead + only, []).append(option)
         elif isinstance(row, Refused):
-            refused.setdefault(row, []).append(f"`{option}`")
-    lines = [MARK, "", "### Taken", "", "| options | what happens instead |", "|---|---|"]
-    lines += [f"| {', '.join(options)} | {_cell(why)} |" for why, options in taken.items()]
+            refused.setdefault((row.why, row.fix), []).append(option)
+    lines = [MARK, "", FAMILIES, ""]
+    lines += ["### Taken", "", "| options | what happens instead |", "|---|---|"]
+    lines += [
+        f"| {_names(options, num_in_family)} | {_cell(why)} |" for why, options in taken.items()
+    ]
     lines += ["", "### Refused", "", "| options | why | instead |", "|---|---|---|"]
     lines += [
-        f"| {', '.join(options)} | {_cell(row.why)} | {_cell(row.fix)} |"
-        for row, options in refused.items()
+        f"| {_names(options, num_in_family)} | {_cell(why)} | {_cell(fix)} |"
+        for (why, fix), options in refused.items()
     ]
     return "\n".join([*lines, ""])
 

@@ -1,6 +1,7 @@
-"""docs/flags.md lists every flag of ours and every option of Megatron that is honoured."""
+"""The pages about flags list each of ours and every option of Megatron."""
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.options import HONOURED
+from megatron.hydraulis.flags.parser import FlagParser
 from scripts import flags_page
 
 ROOT = Path(__file__).parents[3]
@@ -44,3 +46,21 @@ def test_the_page_has_every_option_of_megatron_once() -> None:
     upstream = page[page.index("## Options of Megatron") :]
     listed = re.findall(r"(?:^\| |, |\| |here: )`(--[\w-]+)`", upstream, re.MULTILINE)
     assert sorted(listed) == sorted(HONOURED)
+
+
+def test_the_tables_of_other_options_are_those_of_the_code() -> None:
+    written = flags_page.COMING_FROM.read_text(encoding="utf-8")
+    tables = flags_page.MARK + written.partition(flags_page.MARK)[2]
+    assert tables == flags_page.option_tables(), "run python scripts/flags_page.py"
+
+
+def test_every_other_option_of_megatron_is_in_one_row() -> None:
+    tables = flags_page.option_tables()
+    alone = re.findall(r"(?:^\| |, )`(--[\w-]+)`", tables, re.MULTILINE)
+    families = dict(re.findall(r"(?:^\| |, )`(--[\w-]+-)…` \((\d+)\)", tables, re.MULTILINE))
+    others = [option for option in FlagParser().rows if option not in HONOURED]
+    of_families = {
+        family: [option for option in others if option.startswith(family)] for family in families
+    }
+    assert {family: str(len(options)) for family, options in of_families.items()} == families
+    assert sorted([*alone, *itertools.chain(*of_families.values())]) == sorted(others)
