@@ -167,13 +167,14 @@ def _family(option: str) -> str:
 def _names(options: Sequence[str], num_in_family: Mapping[str, int]) -> str:
     """The options of a row, with a complete family of several as one."""
     num_here = Counter(map(_family, options))
-    shown = {
-        f"`{family}…` ({num})"
-        if (num := num_here[family := _family(option)]) == num_in_family[family] >= LEAST_FAMILY
-        else f"`{option}`": None
-        for option in options
-    }
-    return ", ".join(shown)
+
+    def shown(option: str) -> str:
+        family = _family(option)
+        num = num_here[family]
+        is_family = num == num_in_family[family] >= LEAST_FAMILY
+        return f"`{family}…` ({num})" if is_family else f"`{option}`"
+
+    return ", ".join(dict.fromkeys(map(shown, options)))
 
 
 def option_tables() -> str:
