@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron.hydraulis.data import corpus as corpus_module
-from megatron.hydraulis.data.sampler import LengthSampler
+from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler
 from megatron.hydraulis.data.sources import Blend, load_corpora
 from megatron.hydraulis.loop import entry, startup
 from megatron.hydraulis.observability.records import MetricsWriter, read_metrics
@@ -390,7 +390,9 @@ def test_the_error_of_a_non_finite_loss_names_iteration_and_sequences(
         seq_length=SEQ_LENGTH, long_sequences="split", blend=Blend((prefix,)), split="100,0,0"
     ).train
     assert corpus is not None
-    sampler = LengthSampler(corpus.lengths, corpus.groups, seed=SEED, global_batch_size=16)
+    sampler = LengthSampler(
+        corpus.lengths, corpus.groups, seed=SEED, sizes=BatchSizes.constant(num_sequences=16)
+    )
     sampler.next_batch()
     batch = sampler.next_batch()
     plan = IterationPlan.from_json(json.loads((plans / "iteration_0000002.json").read_text()))

@@ -12,6 +12,7 @@ from tests.unit.argument_command import parse
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
 _TOKENS = ("--global-batch-size",)
+_ITERATIONS = ("--train-iters",)
 _BAD_INPUT = [
     ("--strategy 3*tp2", (), ["3 replicas use 6 ranks but the job has 8", "2*idle"]),
     ("--strategy 5*tp2", (), ["5 replicas use 10 ranks but the job has 8", "start 10 ranks"]),
@@ -78,6 +79,86 @@ _BAD_INPUT = [
     ("--null-tokenizer-pad-id 1000", (), ["is 1000", "--vocab-size 200", "at most 199"]),
     ("", _TOKENS, ["the global batch has no size", "--global-batch-tokens"]),
     ("--global-batch-tokens 512", (), ["--global-batch-size 8", "512", "give one of them"]),
+    ("--train-samples 80", (), ["--train-iters 10 and --train-samples 80 both end training"]),
+    (
+        "--lr-decay-samples 80 --rampup-batch-size 4 4 8",
+        (),
+        [
+            "--train-iters 10 counts iterations",
+            "--lr-decay-samples 80, --rampup-batch-size 4 4 8 samples; give --train-samples",
+        ],
+    ),
+    (
+        "--train-samples 80 --lr-warmup-iters 2",
+        _ITERATIONS,
+        ["--train-samples 80 counts samples and --lr-warmup-iters 2 iterations"],
+    ),
+    (
+        "--train-samples 80 --lr-warmup-samples 40 --lr-decay-samples 40",
+        _ITERATIONS,
+        ["after 40 samples", "--lr-warmup-samples is 40"],
+    ),
+    (
+        "--train-samples 7",
+        _ITERATIONS,
+        ["--train-samples is 7 and --global-batch-size 8; give more samples"],
+    ),
+    (
+        "--train-samples 80 --lr-decay-style WSD",
+        _ITERATIONS,
+        ["a number of samples that is missing; give --lr-wsd-decay-samples"],
+    ),
+    (
+        "--train-samples 80 --rampup-batch-size 2 4 16",
+        _ITERATIONS,
+        ["grows from 2 sequences by 4 at a time", "give for example --global-batch-size 6"],
+    ),
+    (
+        "--train-samples 80 --rampup-batch-size 8 2 16",
+        _ITERATIONS,
+        ["does not reach --global-batch-size 8", "--global-batch-size 10"],
+    ),
+    (
+        "--train-samples 80 --rampup-batch-size 2 0 16",
+        _ITERATIONS,
+        ["--rampup-batch-size 2 0 16", "at least 1"],
+    ),
+    (
+        "--train-samples 80 --rampup-batch-size 2 2 16 --global-batch-tokens 1000",
+        (*_ITERATIONS, *_TOKENS),
+        ["samples of 128 tokens", "--global-batch-tokens 1000; give for example", "768"],
+    ),
+    (
+        "--train-samples 80 --rampup-batch-size 2 2 16 --step-batch-size-schedule 0:2,1K:8",
+        _ITERATIONS,
+        ["both let the global batch grow"],
+    ),
+    (
+        "--train-samples 80 --step-batch-size-schedule 0:2,1K:4",
+        _ITERATIONS,
+        ["ends with global batches of 4 sequences but --global-batch-size is 8"],
+    ),
+    (
+        "--train-samples 80 --step-batch-size-schedule 0:4,1K:2",
+        _ITERATIONS,
+        ["--step-batch-size-schedule '0:4,1K:2'", "holds 4 sequences from 0", "ascending"],
+    ),
+    (
+        "--train-samples 80 --step-batch-size-schedule 1K:2",
+        _ITERATIONS,
+        ["first schedule entry must have threshold 0, got 7", "with 0 first"],
+    ),
+    (
+        "--train-samples 80 --step-batch-size-schedule 0:x",
+        _ITERATIONS,
+        ["--step-batch-size-schedule '0:x'", "could not convert string to float: 'X'"],
+    ),
+    ("--rampup-batch-size 4 -1 8", (), ["--rampup-batch-size must be at least 0 but is -1"]),
+    (
+        "--decoupled-lr 1e-4 --min-lr 5e-4",
+        (),
+        ["falls from --decoupled-lr 0.0001 to --decoupled-min-lr 0.0005"],
+    ),
     ("--global-batch-tokens 100", _TOKENS, ["128 tokens", "is 100", "128 or more"]),
     ("--global-batch-size 0", (), ["--global-batch-size must be at least 1 but is 0"]),
     ("--max-tokens-per-micro-batch 100", (), ["128 tokens", "is 100", "--seq-length 100 or less"]),

@@ -148,7 +148,8 @@ def test_every_default_that_differs_from_upstreams_is_listed(tmp_path: Path) -> 
     }
     internal = {
         # Nominal for upstream's loop, or derived by upstream's checks from what is given.
-        *("micro_batch_size", "global_batch_size", "rank", "world_size", "local_rank"),
+        *("micro_batch_size", "global_batch_size", "eval_global_batch_size", "rank"),
+        *("world_size", "local_rank"),
         *("ffn_hidden_size", "kv_channels", "padded_vocab_size", "num_query_groups"),
         *("save_interval", "sequence_parallel", "add_qkv_bias", "recompute_activations"),
         *("start_weight_decay", "end_weight_decay", "split"),

@@ -51,6 +51,8 @@ _HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {dir}/f
 _TIK = "--tokenizer-type TikTokenizer --tokenizer-model {dir}/file"
 _BPE = "--tokenizer-type GPT2BPETokenizer --vocab-file {dir}/file --merge-file {dir}/file"
 
+_BY_SAMPLES: dict[str, Any] = {"also": "--train-samples 80", "without": ("--train-iters",)}
+
 ROWS: dict[str, Row] = {
     # model
     "--num-layers": _model("6", "num_layers", 6),
@@ -112,8 +114,15 @@ ROWS: dict[str, Row] = {
     "--disable-jit-fuser": _args("", "disable_jit_fuser", True, cuda=True),
     # batch and loop
     "--global-batch-size": _args("7", "global_batch_size", 7),
+    "--rampup-batch-size": Row(
+        "2 2 12", "sizes.steps", ((0, 2), (4, 4), (8, 6), (12, 8)), **_BY_SAMPLES
+    ),
+    "--step-batch-size-schedule": Row(
+        "0:4,1K:8", "sizes.steps", ((0, 4), (1000 // 128, 8)), **_BY_SAMPLES
+    ),
     "--seq-length": _args("96", "seq_length", 96),
     "--train-iters": _args("12", "train_iters", 12),
+    "--train-samples": _args("96", "train_samples", 96, **_BY_SAMPLES),
     "--seed": _args("7", "seed", 7),
     "--calculate-per-token-loss": _model("", "calculate_per_token_loss", True, always=True),
     "--reset-position-ids": _args("", "reset_position_ids", True, always=True),
@@ -125,6 +134,9 @@ ROWS: dict[str, Row] = {
     "--eval-interval": _args("4", "eval_interval", 4),
     "--eval-iters": _args("3", "eval_iters", 3),
     "--start-eval-at-iter": _args("8", "start_eval_at_iter", 8, also="--eval-interval 4"),
+    "--eval-global-batch-size": Row(
+        "4", "evaluation_sizes.steps", ((0, 4),), also="--eval-interval 4"
+    ),
     "--manual-gc": _args("", "manual_gc", True),
     "--manual-gc-interval": _args("5", "manual_gc_interval", 5, also="--manual-gc"),
     "--no-manual-gc-eval": _args("", "manual_gc_eval", False, also="--manual-gc"),
@@ -132,9 +144,18 @@ ROWS: dict[str, Row] = {
     "--optimizer": _args("adam", "optimizer", "adam", always=True),
     "--lr": _args("0.02", "lr", 0.02),
     "--min-lr": _args("1e-4", "min_lr", 1e-4),
+    "--decoupled-lr": _args("0.02", "decoupled_lr", 0.02),
+    "--decoupled-min-lr": _args("1e-4", "decoupled_min_lr", 1e-4, also="--decoupled-lr 0.1"),
     "--lr-decay-style": _args("cosine", "lr_decay_style", "cosine"),
     "--lr-decay-iters": _args("8", "lr_decay_iters", 8),
     "--lr-warmup-iters": _args("3", "lr_warmup_iters", 3),
+    "--lr-decay-samples": _args("40", "lr_decay_samples", 40, **_BY_SAMPLES),
+    "--lr-warmup-samples": _args("8", "lr_warmup_samples", 8, **_BY_SAMPLES),
+    "--lr-wsd-decay-samples": _args(
+        *("9", "lr_wsd_decay_samples", 9),
+        also="--train-samples 80 --lr-decay-style WSD --lr-wsd-decay-samples 7",
+        without=("--train-iters",),
+    ),
     "--lr-warmup-fraction": _args("0.1", "lr_warmup_fraction", 0.1),
     "--lr-warmup-init": _args("1e-5", "lr_warmup_init", 1e-5),
     "--lr-wsd-decay-style": _args(

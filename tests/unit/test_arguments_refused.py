@@ -107,8 +107,7 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
     [
         ("--emulate-device p.json", "emulation", "torchrun -m benchmarks.emulated_training"),
         ("--emulate-scale 0.5", "emulation", "torchrun -m benchmarks.emulated_training"),
-        ("--rampup-batch-size 1 1 1", "changing batch size", "--global-batch-size"),
-        ("--train-samples 100", "training by samples", "--train-iters"),
+        ("--iterations-to-skip 3", "skipped data", "every iteration trains"),
         ("--perform-rl-step", "RL", "reinforcement"),
         ("--checkpoint-activations", "former names", "--recompute-granularity"),
         ("--encoder-seq-length 8", "former names", "--seq-length"),
@@ -121,7 +120,7 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
         ("--max-seqlen-per-dp-cp-rank 8", "layout of the job", "--strategy"),
         ("--use-checkpoint-args", "checkpoints", "--finetune"),
         ("--fp16", "half precision with loss scaling", "--bf16"),
-        ("--decoupled-lr 0.1", "other optimizers", "AdamW"),
+        ("--freeze-all-layers", "other optimizers", "AdamW"),
         ("--use-megatron-fsdp", "fully sharded data parallelism", "more tp or pp"),
         ("--init-method-xavier-uniform", "initialisation", "--seed"),
         ("--mock-data", "other data", "--data-path"),

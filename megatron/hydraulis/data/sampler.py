@@ -3,9 +3,11 @@
 What is drawn depends on the lengths and the seed alone, never on ranks or strategies.
 """
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +50,90 @@ class GlobalBatch:
         return sum(self.lengths)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """How many sequences, or at most how many tokens, each global batch of a run holds.
+
+    The size of a batch follows from what the batches before it consumed, so that it is the same on
+    every rank, under every strategy and after a restart.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    """(number consumed, size from then on), both ascending, beginning with 0 consumed."""
+    in_tokens: bool = False
+    """Whether tokens are counted, instead of sequences."""
+
+    def __post_init__(self) -> None:
+        if not self.steps or self.steps[0][0] != 0 or self.steps[0][1] < 1:
+            raise ConfigurationError(
+                f"sizes of global batches begin with 0 {self.unit} consumed and are at least 1 but "
+                f"are {self.steps}; correct the first step"
+            )
+        for (before, smaller), (consumed, size) in itertools.pairwise(self.steps):
+            if consumed <= before or size <= smaller:
+                raise ConfigurationError(
+                    f"a global batch grows with what is consumed but holds {smaller:,} {self.unit} "
+                    f"from {before:,} consumed on and {size:,} from {consumed:,} on; list both in "
+                    "ascending order"
+                )
+
+    @classmethod
+    def constant(cls, *, num_sequences: int | None = None, num_tokens: int | None = None) -> Self:
+        """One size for the whole run: one of the two."""
+        if (num_sequences is None) == (num_tokens is None):
+            raise ConfigurationError(
+                f"a global batch is measured in sequences or in tokens but --global-batch-size is "
+                f"{num_sequences} and --global-batch-tokens {num_tokens}; give one"
+            )
+        if num_sequences is not None and num_sequences < 1:
+            raise ConfigurationError(
+                f"a global batch has at least 1 sequence but --global-batch-size is "
+                f"{num_sequences}; raise it"
+            )
+        return cls(((0, num_sequences or num_tokens or 0),), in_tokens=num_tokens is not None)
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return "tokens" if self.in_tokens else "sequences"
+
+    @property
+    def smallest(self) -> int:
+        """The first size."""
+        return self.steps[0][1]
+
+    @property
+    def largest(self) -> int:
+        """The last size."""
+        return self.steps[-1][1]
+
+    @property
+    def number_varies(self) -> bool:
+        """Whether batches may differ in their number of sequences."""
+        return self.in_tokens or len(self.steps) > 1
+
+    def num_consumed(self, batch: GlobalBatch) -> int:
+        """What a batch consumes, in the unit of the sizes."""
+        return batch.num_tokens if self.in_tokens else batch.num_sequences
+
+    def after(self, num_consumed: int) -> int:
+        """The size of the batch that follows this number of consumed sequences or tokens."""
+        return self.steps[bisect.bisect_right(self.steps, num_consumed, key=lambda s: s[0]) - 1][1]
+
+    def num_batches(self, num_consumed: int, until: int) -> int:
+        """Full batches that raise the number consumed to `until` or more.
+
+        Exact in sequences; in tokens a lower bound, because batches are not quite full.
+        """
+        num_batches = 0
+        ends = [consumed for consumed, _ in self.steps[1:]] + [until]
+        for end, (_, size) in zip(ends, self.steps, strict=True):
+            num_full = max(-(-(min(end, until) - num_consumed) // size), 0)
+            num_batches += num_full
+            num_consumed += num_full * size
+        return num_batches
+
+
 @dataclass(frozen=True)
 class SequenceGroup:
     """A run of sequence ids that are shuffled among themselves: one dataset of a corpus."""
@@ -73,12 +159,13 @@ class LengthSampler:
         lengths: (num_sequences,) trained tokens of each sequence.
         groups: the corpus's datasets and weights, which partition the sequences.
         seed: seed of the order, at least 0.
-        global_batch_size: number of sequences of a batch; or
-        global_batch_tokens: maximum number of tokens of a batch. A sequence that does not fit waits
-            for the next one, in order; when ``MAX_WAITING_SEQUENCES`` wait, the batch is closed.
+        sizes: of the batches. A sequence that does not fit in a budget of tokens waits for the next
+            batch, in order; when ``MAX_WAITING_SEQUENCES`` wait, the batch is closed.
+        num_consumed_sequences: by another program, before the first batch.
+        num_consumed_tokens: likewise.
 
     Raises:
-        ConfigurationError: both or neither batch size, or a sequence longer than the budget.
+        ConfigurationError: a sequence longer than the smallest budget.
         DataError: no sequences.
     """
 
@@ -88,43 +175,37 @@ class LengthSampler:
         groups: Sequence[SequenceGroup],
         *,
         seed: int,
-        global_batch_size: int | None = None,
-        global_batch_tokens: int | None = None,
+        sizes: BatchSizes,
+        num_consumed_sequences: int = 0,
+        num_consumed_tokens: int = 0,
     ) -> None:
         self._order = SequenceOrder(groups, seed=seed)
-        if (global_batch_size is None) == (global_batch_tokens is None):
-            raise ConfigurationError(
-                f"a global batch is measured in sequences or in tokens but --global-batch-size is "
-                f"{global_batch_size} and --global-batch-tokens {global_batch_tokens}; give one"
-            )
-        if global_batch_size is not None and global_batch_size < 1:
-            raise ConfigurationError(
-                f"a global batch has at least 1 sequence but --global-batch-size is "
-                f"{global_batch_size}; raise it"
-            )
         longest = int(lengths.max())
-        if global_batch_tokens is not None and longest > global_batch_tokens:
+        if sizes.in_tokens and longest > sizes.smallest:
             raise ConfigurationError(
                 f"a global batch must hold the longest sequence: {longest} tokens are more than "
-                f"--global-batch-tokens {global_batch_tokens}; raise it, or lower --seq-length "
+                f"--global-batch-tokens {sizes.smallest}; raise it, or lower --seq-length "
                 f"with --long-sequences split, truncate or drop"
             )
         self._lengths = lengths
         self._shortest = int(lengths.min())
-        self._size = global_batch_size
-        self._num_budget_tokens = global_batch_tokens
+        self._sizes = sizes
         self._waiting: list[int] = []
         self._num_batches = 0
+        self._num_sequences = num_consumed_sequences
+        self._num_tokens = num_consumed_tokens
 
     def next_batch(self) -> GlobalBatch:
         """The next global batch; never empty."""
-        if self._size is not None:
-            ids = self._take(self._size)
+        if self._sizes.in_tokens:
+            ids = self._fill(self._sizes.after(self._num_tokens))
         else:
-            assert self._num_budget_tokens is not None
-            ids = self._fill(self._num_budget_tokens)
+            ids = self._take(self._sizes.after(self._num_sequences))
+        batch = GlobalBatch(tuple(ids), tuple(int(self._lengths[i]) for i in ids))
         self._num_batches += 1
-        return GlobalBatch(tuple(ids), tuple(int(self._lengths[i]) for i in ids))
+        self._num_sequences += batch.num_sequences
+        self._num_tokens += batch.num_tokens
+        return batch
 
     def _take(self, num_sequences: int) -> list[int]:
         # A checkpoint written under a token budget may leave sequences waiting.
@@ -165,6 +246,8 @@ class LengthSampler:
             "order": self._order.state_dict(),
             "waiting": list(self._waiting),
             "num_batches": self._num_batches,
+            "num_sequences": self._num_sequences,
+            "num_tokens": self._num_tokens,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,6 +260,9 @@ class LengthSampler:
         self._order.load_state_dict(state["order"])
         self._waiting = [int(i) for i in state["waiting"]]
         self._num_batches = int(state["num_batches"])
+        # Earlier versions, whose batches did not grow, wrote neither.
+        self._num_sequences = int(state.get("num_sequences", 0))
+        self._num_tokens = int(state.get("num_tokens", 0))
 
 
 class EvaluationSampler(LengthSampler):
@@ -189,9 +275,10 @@ class EvaluationSampler(LengthSampler):
         self,
         lengths: npt.NDArray[np.integer[Any]],
         groups: Sequence[SequenceGroup],
-        **global_batch: int | None,
+        *,
+        sizes: BatchSizes,
     ) -> None:
-        super().__init__(lengths, groups, seed=EVALUATION_SEED, **global_batch)
+        super().__init__(lengths, groups, seed=EVALUATION_SEED, sizes=sizes)
         self._start = self.state_dict()
 
     def reset(self) -> None:

@@ -25,6 +25,7 @@ from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
 from megatron.training.models import GPTModelConfig
 
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags import checks
 from megatron.hydraulis.flags.config import HydraulisConfig
@@ -36,6 +37,7 @@ from megatron.hydraulis.flags.defaults import (
     set_defaults,
 )
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags, Problems
+from megatron.hydraulis.flags.samples import evaluation_sizes, training_sizes
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.pool import num_ranks_of
@@ -63,6 +65,9 @@ class Resolved:
     """Settings that no option gives and that differ from upstream's defaults."""
     settings: tuple[str, ...]
     """The attributes of args that honoured options set."""
+    sizes: BatchSizes
+    """Of the global batches of training."""
+    evaluation_sizes: BatchSizes
     shape: ModelShape
     vocabulary: Vocabulary
 
@@ -115,11 +120,10 @@ def parse_arguments(
             ranks_per_node=_ranks_per_node(hydraulis, is_started=num_ranks == num_started),
         )
     with problems.collected():
-        checks.check_batch(args, hydraulis, batch_size_given=flags.was_given("global_batch_size"))
+        checks.check_batch(args, hydraulis)
+    with problems.collected():
+        sizes = training_sizes(args, hydraulis.global_batch_tokens)
     set_defaults(flags, hydraulis.run_dir, has_cuda=has_cuda)
-    if hydraulis.global_batch_tokens is not None:
-        # Nominal: the number of sequences varies, and the step corrects the consumed samples.
-        args.global_batch_size = 1
     for check in (
         checks.check_model,
         checks.check_recompute,
@@ -146,7 +150,8 @@ def parse_arguments(
         vocabulary = resolve_vocabulary(args)
     problems.raise_any()
 
-    _validate_as_one_group(args)
+    sizes_of_evaluation = evaluation_sizes(args, sizes)
+    _validate_as_one_group(args, sizes)
     args.padded_vocab_size = vocabulary.padded_size
     shape = _model_shape(args)
     with problems.collected():
@@ -168,6 +173,8 @@ def parse_arguments(
         unknown=flags.unknown,
         differences=differences(flag_parser, flags, before, uses_tp=pool.tp_lcm > 1),
         settings=flag_parser.honoured_dests,
+        sizes=sizes,
+        evaluation_sizes=sizes_of_evaluation,
         shape=shape,
         vocabulary=vocabulary,
     )
@@ -254,6 +261,8 @@ def install_globals(resolved: Resolved) -> None:
 
     Builds tokenizer, timers and, on the last rank, the TensorBoard and W&B writers.
     """
+    # Upstream's loop counts nominal batches; the sampler makes those of the schedule.
+    resolved.args.step_batch_size_schedule = None
     set_global_variables(resolved.args)
 
 
@@ -311,10 +320,13 @@ def _ranks_per_node(hydraulis: HydraulisConfig, *, is_started: bool) -> int | No
     return int(value) if value.isdigit() else None
 
 
-def _validate_as_one_group(args: argparse.Namespace) -> None:
+def _validate_as_one_group(args: argparse.Namespace, sizes: BatchSizes) -> None:
     """Run upstream's validate_args on a job of one rank."""
+    if sizes.number_varies:
+        # Nominal: the step corrects the consumed samples.
+        args.global_batch_size = 1
     # Upstream's parse_args, whose own parser cannot be handed in, sets these from the environment.
-    args._is_global_batch_size_explicitly_specified = True
+    args._is_global_batch_size_explicitly_specified = args.step_batch_size_schedule is None
     args.world_size = 1
     # Upstream allows --async-save only with its persistent worker, which needs CUDA; ours does not.
     args.use_persistent_ckpt_worker = args.async_save

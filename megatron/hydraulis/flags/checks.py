@@ -14,6 +14,7 @@ from megatron.hydraulis.cost_model.context import CP_COMM_TYPES, all_to_all_refu
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
+from megatron.hydraulis.flags.samples import check_counting
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
@@ -32,7 +33,8 @@ _TOKENIZED_ELSEWHERE = "--tokenizer-type NullTokenizer --vocab-size N"
 
 def check_required(args: argparse.Namespace, *, attempted: Collection[str]) -> None:
     """Raise ConfigurationError for missing flags, without those attempted with a wrong value."""
-    missing = [dest for dest in _REQUIRED if getattr(args, dest) is None and dest not in attempted]
+    given = {*attempted, *(["train_iters"] if "train_samples" in attempted else [])}
+    missing = [dest for dest in _REQUIRED if getattr(args, dest) is None and dest not in given]
     if missing:
         flags = ", ".join(option_of(dest) for dest in missing)
         hint = ""
@@ -45,23 +47,10 @@ def check_required(args: argparse.Namespace, *, attempted: Collection[str]) -> N
         )
 
 
-def check_batch(
-    args: argparse.Namespace, hydraulis: HydraulisConfig, *, batch_size_given: bool
-) -> None:
-    """Raise ConfigurationError unless the global batch has one size, which holds any sequence."""
-    budget = hydraulis.global_batch_tokens
-    if budget is None and not batch_size_given:
-        raise ConfigurationError(
-            "the global batch has no size; give --global-batch-size in sequences or "
-            "--global-batch-tokens in tokens"
-        )
-    if budget is not None and batch_size_given:
-        raise ConfigurationError(
-            f"--global-batch-size {args.global_batch_size} and --global-batch-tokens {budget} "
-            f"both size the global batch; give one of them"
-        )
+def check_batch(args: argparse.Namespace, hydraulis: HydraulisConfig) -> None:
+    """Raise ConfigurationError unless global batches and micro-batches hold any sequence."""
     limits = (
-        ("a global batch", "--global-batch-tokens", budget),
+        ("a global batch", "--global-batch-tokens", hydraulis.global_batch_tokens),
         (
             "a micro-batch",
             "--max-tokens-per-micro-batch",
@@ -138,39 +127,51 @@ def check_spec(spec: list[str] | None) -> None:
 
 def check_learning_rate(args: argparse.Namespace) -> None:
     """Raise ConfigurationError for a schedule of learning rate or decay that upstream refuses."""
-    if not 0.0 <= args.min_lr <= args.lr:
+    check_counting(args)
+    rates = [("--lr", args.lr, "--min-lr", args.min_lr)]
+    if args.decoupled_lr is not None:
+        least = args.min_lr if args.decoupled_min_lr is None else args.decoupled_min_lr
+        rates.append(("--decoupled-lr", args.decoupled_lr, "--decoupled-min-lr", least))
+    for option, rate, min_option, min_rate in rates:
+        if not 0.0 <= min_rate <= rate:
+            raise ConfigurationError(
+                f"the learning rate falls from {option} {rate} to {min_option} {min_rate}, which "
+                f"must lie between 0 and {option}; change one of them"
+            )
+        if args.lr_warmup_init > rate:
+            raise ConfigurationError(
+                f"the warm-up rises to {option} {rate} but --lr-warmup-init is "
+                f"{args.lr_warmup_init}; give at most {rate}"
+            )
+    unit, counted = (
+        ("iters", "iterations") if args.train_samples is None else ("samples", "samples")
+    )
+    decay, warmup, wsd = (
+        getattr(args, f"lr_{part}_{unit}") for part in ("decay", "warmup", "wsd_decay")
+    )
+    if decay is None:
+        decay = getattr(args, f"train_{unit}")
+    if args.lr_warmup_fraction is not None and warmup:
         raise ConfigurationError(
-            f"the learning rate falls from --lr {args.lr} to --min-lr {args.min_lr}, which must "
-            f"lie between 0 and --lr; change one of them"
-        )
-    if args.lr_warmup_init > args.lr:
-        raise ConfigurationError(
-            f"the warm-up rises to --lr {args.lr} but --lr-warmup-init is {args.lr_warmup_init}; "
-            f"give at most {args.lr}"
-        )
-    decay_iters = args.lr_decay_iters if args.lr_decay_iters is not None else args.train_iters
-    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
-        raise ConfigurationError(
-            f"--lr-warmup-fraction {args.lr_warmup_fraction} and --lr-warmup-iters "
-            f"{args.lr_warmup_iters} both set the warm-up; give one of them"
+            f"--lr-warmup-fraction {args.lr_warmup_fraction} and --lr-warmup-{unit} "
+            f"{warmup} both set the warm-up; give one of them"
         )
     fraction = args.lr_warmup_fraction or 0.0
-    if max(args.lr_warmup_iters, fraction * decay_iters) >= decay_iters:
+    if max(warmup, fraction * decay) >= decay:
         raise ConfigurationError(
-            f"the warm-up must end before the decay does, after {decay_iters} iterations, but "
-            f"--lr-warmup-iters is {args.lr_warmup_iters} and --lr-warmup-fraction {fraction}; "
+            f"the warm-up must end before the decay does, after {decay} {counted}, but "
+            f"--lr-warmup-{unit} is {warmup} and --lr-warmup-fraction {fraction}; "
             f"shorten the warm-up"
         )
-    wsd_iters = args.lr_wsd_decay_iters
-    if args.lr_decay_style == "WSD" and wsd_iters is not None and wsd_iters > decay_iters:
+    if args.lr_decay_style == "WSD" and wsd is None:
         raise ConfigurationError(
-            f"--lr-wsd-decay-iters {wsd_iters} is the last part of the schedule of {decay_iters} "
-            f"iterations; give at most {decay_iters}"
+            f"--lr-decay-style WSD anneals over a number of {counted} that is missing; "
+            f"give --lr-wsd-decay-{unit}"
         )
-    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+    if args.lr_decay_style == "WSD" and wsd > decay:
         raise ConfigurationError(
-            "--lr-decay-style WSD anneals over a number of iterations that is missing; "
-            "give --lr-wsd-decay-iters"
+            f"--lr-wsd-decay-{unit} {wsd} is the last part of the schedule of {decay} "
+            f"{counted}; give at most {decay}"
         )
     if args.weight_decay_incr_style != "constant":
         ends = (args.start_weight_decay, args.end_weight_decay)

@@ -111,13 +111,17 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         # Upstream would write to the folder of checkpoints.
         "wandb_save_dir": str(run_dir / "wandb"),
     }
+    # A batch holds at least a sequence, or of a budget a token.
+    most_iterations = flags.args.train_iters or (
+        (flags.args.train_samples or 0) * (flags.args.seq_length or 1)
+    )
     if flags.args.save is not None:
         # Never reached: upstream saves at the end of training, too.
-        defaults["save_interval"] = (flags.args.train_iters or 0) + 1
+        defaults["save_interval"] = most_iterations + 1
     if flags.args.eval_interval is None:
         # Upstream uses the interval even without evaluation: set one that is never reached, and
         # evaluate nothing after the last iteration either.
-        defaults["eval_interval"] = (flags.args.train_iters or 0) + 1
+        defaults["eval_interval"] = most_iterations + 1
         defaults["eval_iters"] = 0
     if not has_cuda:
         defaults |= _CPU_DEFAULTS

@@ -10,6 +10,7 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint, communicators_text
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.defaults import Difference
+from megatron.hydraulis.flags.samples import num_iterations
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import ranks_text
@@ -106,6 +107,10 @@ def describe(
         }
         | {"sequence_parallel": resolved.hydraulis.sequence_parallel},
         **option_texts(resolved.taken, resolved.unknown, resolved.differences),
+        "batch_sizes": {
+            "unit": resolved.sizes.unit,
+            "steps": [list(step) for step in resolved.sizes.steps],
+        },
         "explicit_options": sorted(resolved.explicit),
         "settings": {key: value for key, value in arguments.items() if key in resolved.settings},
         "upstream_defaults": {
@@ -136,19 +141,46 @@ def batch_text(resolved: Resolved, mean_length: float) -> str:
 
     mean_length: of the corpus's sequences (tokens).
     """
-    seq_length = resolved.args.seq_length
-    num_tokens = resolved.hydraulis.global_batch_tokens
-    if num_tokens is not None:
-        return (
-            f"{num_tokens:,} tokens, about {num_tokens / mean_length:,.0f} sequences; Megatron "
-            f"takes as many with --global-batch-size {max(num_tokens // seq_length, 1)}"
+    seq_length, sizes = resolved.args.seq_length, resolved.sizes
+    size = sizes.largest
+    if sizes.in_tokens:
+        text = (
+            f"{size:,} tokens, about {size / mean_length:,.0f} sequences; Megatron takes as many "
+            f"with --global-batch-size {max(size // seq_length, 1)}"
         )
-    num_sequences = resolved.args.global_batch_size
-    num_rows_tokens = num_sequences * seq_length
+    else:
+        text = (
+            f"{size:,} sequences, about {size * mean_length:,.0f} tokens; Megatron takes {size:,} "
+            f"rows of {seq_length:,} tokens, which is --global-batch-tokens {size * seq_length} "
+            "here"
+        )
+    if len(sizes.steps) == 1:
+        return text
     return (
-        f"{num_sequences:,} sequences, about {num_sequences * mean_length:,.0f} tokens; Megatron "
-        f"takes {num_sequences:,} rows of {seq_length:,} tokens, which is --global-batch-tokens "
-        f"{num_rows_tokens} here"
+        f"{text}; it begins with {sizes.smallest:,} and grows {len(sizes.steps) - 1} times, last "
+        f"after {sizes.steps[-1][0]:,} {sizes.unit}"
+    )
+
+
+def length_text(resolved: Resolved, mean_length: float) -> str:
+    """How long training by samples is, here and in Megatron; empty for one by iterations.
+
+    mean_length: of the corpus's sequences (tokens).
+    """
+    args, sizes = resolved.args, resolved.sizes
+    if args.train_samples is None:
+        return ""
+    num_samples, num_tokens = args.train_samples, args.train_samples * args.seq_length
+    iterations = f"{num_iterations(args, sizes):,} iterations"
+    if sizes.in_tokens:
+        return (
+            f"{num_tokens:,} tokens, the {num_samples:,} samples of Megatron, in at least "
+            f"{iterations}"
+        )
+    return (
+        f"{num_samples:,} sequences, about {num_samples * mean_length:,.0f} tokens, in "
+        f"{iterations}; Megatron's samples are {num_tokens:,} tokens, which --global-batch-tokens "
+        "counts here"
     )
 
 

@@ -66,13 +66,16 @@ _TOPICS = {
         --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
         --no-persist-layer-norm --no-gradient-accumulation-fusion --disable-jit-fuser""",
     "Batch and length of training": """
-        --global-batch-size --seq-length --train-iters --seed --calculate-per-token-loss
+        --global-batch-size --rampup-batch-size --step-batch-size-schedule --seq-length
+        --train-iters --train-samples --seed --calculate-per-token-loss
         --reset-position-ids --reset-attention-mask --exit-interval --exit-duration-in-mins
         --exit-signal-handler --exit-signal --eval-interval --eval-iters --start-eval-at-iter
-        --manual-gc --manual-gc-interval --no-manual-gc-eval""",
+        --eval-global-batch-size --manual-gc --manual-gc-interval --no-manual-gc-eval""",
     "Optimizer": """
-        --optimizer --lr --min-lr --lr-decay-style --lr-decay-iters --lr-warmup-iters
+        --optimizer --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-decay-style
+        --lr-decay-iters --lr-decay-samples --lr-warmup-iters --lr-warmup-samples
         --lr-warmup-fraction --lr-warmup-init --lr-wsd-decay-style --lr-wsd-decay-iters
+        --lr-wsd-decay-samples
         --weight-decay --start-weight-decay --end-weight-decay --weight-decay-incr-style --clip-grad
         --adam-beta1 --adam-beta2 --adam-eps --use-distributed-optimizer --bf16
         --accumulate-allreduce-grads-in-fp32""",
@@ -127,7 +130,14 @@ _DIFFERENT = {
     "--eval-interval": "iterations between evaluations on the validation part",
     "--eval-iters": "global batches of an evaluation, 100 if only --eval-interval is given; "
     "without either, nothing is evaluated",
-    "--lr-warmup-fraction": "iterations of warmup, as a share of --lr-decay-iters",
+    "--train-samples": "samples of the whole run, instead of --train-iters: sequences or, with "
+    "--global-batch-tokens, --seq-length tokens each",
+    "--rampup-batch-size": "START INCREMENT SAMPLES: the global batch begins with START samples "
+    "and grows by INCREMENT in equal stretches of SAMPLES samples; needs --train-samples",
+    "--step-batch-size-schedule": "'0:256 1M:512': samples of a global batch from a number of "
+    "tokens on, of which --seq-length count as a sample; needs --train-samples",
+    "--eval-global-batch-size": "samples of a global batch of evaluation",
+    "--lr-warmup-fraction": "warmup, as a share of --lr-decay-iters or --lr-decay-samples",
     "--seq-length": "longest sequence in tokens; --long-sequences says what happens to longer ones",
     "--async-save": "a fork of each rank writes while training goes on",
     "--load": "folder of the checkpoint to continue from; a folder without one is an error, except "
@@ -205,10 +215,11 @@ _NEEDS = {
         "--recompute-method --recompute-num-layers"
     ),
     Need("exit_signal_handler", "--exit-signal-handler"): "--exit-signal",
-    Need("eval_interval", "--eval-interval"): "--start-eval-at-iter",
+    Need("eval_interval", "--eval-interval"): "--start-eval-at-iter --eval-global-batch-size",
+    Need("decoupled_lr", "--decoupled-lr"): "--decoupled-min-lr",
     Need("manual_gc", "--manual-gc"): "--manual-gc-interval --no-manual-gc-eval",
     Need("lr_decay_style", "--lr-decay-style WSD", values=("WSD",)): (
-        "--lr-wsd-decay-style --lr-wsd-decay-iters"
+        "--lr-wsd-decay-style --lr-wsd-decay-iters --lr-wsd-decay-samples"
     ),
     Need(
         "weight_decay_incr_style",
@@ -415,6 +426,7 @@ _TAKEN_FOR = {
     "the run detects ranks that hang by itself": """
         --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters""",
     "paths are those of mounted file systems": "--disable-msc",
+    "any number of ranks trains a global batch of any size": "--decrease-batch-size-if-needed",
     "memory is released when a micro-batch needs it": "--empty-unused-memory-level",
     "the host waits for the device once an iteration": "--train-sync-interval",
     "signals end the run; --exit-signal-handler saves first": """
@@ -508,17 +520,10 @@ _REFUSED = (
         r"(encoder|decoder)-seq-length|onnx-safe",
     ),
     Refused(
-        "changing batch size",
-        "the global batch has one size for the whole run",
-        "set it by --global-batch-size or --global-batch-tokens",
-        r"rampup-batch-size|step-batch-size-schedule|decrease-batch-size-if-needed|"
-        r"phase-transition-iterations|eval-global-batch-size",
-    ),
-    Refused(
-        "training by samples",
-        "a run is counted in iterations, whose number of samples may vary",
-        "use --train-iters, --lr-decay-iters, --lr-warmup-iters, --lr-wsd-decay-iters",
-        r"(train|lr-\w[\w-]*)-samples|iterations-to-skip|sample-rate",
+        "skipped data",
+        "every iteration trains on the sequences that follow, in one order for the whole run",
+        _REMOVE,
+        r"phase-transition-iterations|iterations-to-skip|sample-rate",
     ),
     Refused(
         "RL",
@@ -586,9 +591,9 @@ _REFUSED = (
     ),
     Refused(
         "other optimizers",
-        "all parameters are updated by AdamW with one schedule of learning rate and decay",
+        "all parameters are updated by AdamW, and all but biases and norms decay",
         _REMOVE,
-        r"decoupled-.*|freeze-all-layers|apply-wd-to-qk-layernorm|no-weight-decay-cond-type|"
+        r"freeze-all-layers|apply-wd-to-qk-layernorm|no-weight-decay-cond-type|"
         r"dump-param-to-param-group-map",
     ),
     Refused(

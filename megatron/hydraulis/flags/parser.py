@@ -322,10 +322,11 @@ class FlagParser:
         bounds = RANGES.get(self._actions[given.option].option_strings[0])
         if isinstance(row, Taken) or bounds is None or given.values == ():
             return True
-        line = bounds.problem(given.option, value)
-        if line is not None:
+        values = value if isinstance(value, list) else [value]
+        lines = [line for each in values if (line := bounds.problem(given.option, each))]
+        for line in lines:
             problems.add(line)
-        return line is None
+        return not lines
 
     def _show_honoured_only(self) -> None:
         """Show only honoured options in --help, with our text where upstream's is not true here."""

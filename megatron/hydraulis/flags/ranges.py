@@ -48,14 +48,17 @@ _FROM_1 = Range(1, _LARGEST_INTEGER)
 _FROM_0 = Range(0, _LARGEST_INTEGER)
 _POSITIVE = Range(0.0, _LARGEST_REAL, above_low=True)
 _NOT_NEGATIVE = Range(0.0, _LARGEST_REAL)
+_LARGEST_NUM_SAMPLES = 2**53
+"""Upstream's schedule counts them in float64."""
 
 _OPTIONS: dict[Range, str] = {
     _FROM_1: """
         --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
         --kv-channels --max-position-embeddings --rotary-base --rotary-seq-len-interpolation-factor
         --recompute-num-layers --make-vocab-size-divisible-by --vocab-size --padded-vocab-size
-        --seq-length --train-iters --global-batch-size --exit-interval --exit-duration-in-mins
-        --lr-decay-iters --lr-wsd-decay-iters --save-interval --ckpt-step --eval-interval
+        --seq-length --train-iters --global-batch-size --eval-global-batch-size --exit-interval
+        --exit-duration-in-mins --lr-decay-iters --lr-wsd-decay-iters --save-interval --ckpt-step
+        --eval-interval
         --log-interval --tensorboard-log-interval --tensorboard-queue-size
         --distributed-timeout-minutes --tensor-model-parallel-size --pipeline-model-parallel-size
         --context-parallel-size
@@ -64,6 +67,8 @@ _OPTIONS: dict[Range, str] = {
     _FROM_0: """
         --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval
         --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead""",
+    Range(1, _LARGEST_NUM_SAMPLES): "--train-samples --lr-decay-samples --lr-wsd-decay-samples",
+    Range(0, _LARGEST_NUM_SAMPLES): "--lr-warmup-samples --rampup-batch-size",
     Range(-1, _LARGEST_INTEGER): "--null-tokenizer-pad-id",
     Range(1, _LARGEST_SEED): "--seed",
     Range(0, 2): "--timing-log-level",
@@ -71,8 +76,8 @@ _OPTIONS: dict[Range, str] = {
         --norm-epsilon --init-method-std --rope-scaling-factor --adam-eps --plan-time-limit
         --refit-drift""",
     _NOT_NEGATIVE: """
-        --lr --min-lr --lr-warmup-init --weight-decay --start-weight-decay --end-weight-decay
-        --clip-grad""",
+        --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay
+        --start-weight-decay --end-weight-decay --clip-grad""",
     Range(0.0, 1.0, below_high=True): "--adam-beta1 --adam-beta2",
     Range(0.0, 1.0): "--lr-warmup-fraction --hidden-dropout --attention-dropout",
     Range(0.0, 1.0, above_low=True): "--rotary-percent",

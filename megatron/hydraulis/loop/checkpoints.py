@@ -76,6 +76,8 @@ class RunCheckpoints:
         """Number of iterations that earlier starts have trained."""
         self.sampler_state: Mapping[str, Any] | None = None
         """State of the training data's sampler; None to begin with the first sequence."""
+        self.num_consumed_elsewhere = 0
+        """Samples that plain Megatron has trained, rows of --seq-length tokens."""
 
     # --- replaced: save_checkpoint ----------------------------------------------------------
 
@@ -277,6 +279,7 @@ class RunCheckpoints:
     def _take_state(self, loaded: LoadedCheckpoint, args: Namespace) -> None:
         manifest = loaded.manifest
         if manifest is None:
+            self.num_consumed_elsewhere = loaded.upstream.num_consumed_sequences
             self._say(
                 f"warning: {loaded.path} was written by plain Megatron: the order of the data is "
                 "another here and starts with its first sequence"
@@ -293,6 +296,11 @@ class RunCheckpoints:
             raise CheckpointError(
                 f"{loaded.path}: the state of the run lacks {error}; load another checkpoint"
             ) from error
+        if args.train_samples is not None and "num_tokens" not in self.sampler_state:
+            raise CheckpointError(
+                f"{loaded.path}: an earlier version wrote it, which did not count the tokens that "
+                "were consumed, so that --train-samples cannot end the run; give --train-iters"
+            )
         _set_rng_state(loaded.path)
 
     def _report_loaded(self, loaded: LoadedCheckpoint) -> None:
@@ -334,8 +342,12 @@ def _is_plain(value: Any) -> bool:
 def _optimizer_entry(optimizer: ShardedAdamW) -> dict[str, Any]:
     """The optimizer's state in the form of upstream's distributed optimizer."""
     num_steps = int(optimizer.num_steps.item())
+    settings = optimizer.settings
+    # Upstream tells groups apart by their rates, which it writes into each.
+    rates = {"max_lr": settings.lr, "min_lr": settings.min_lr}
     groups = [
-        {key: value for key, value in group.items() if key not in ("params", "decays")}
+        rates
+        | {key: value for key, value in group.items() if key != "params"}
         | {"step": num_steps, "is_expert_parallel": False, "is_decoupled_lr": False}
         for group in optimizer.param_groups
     ]
@@ -388,6 +400,6 @@ def _set_scheduler(scheduler: Any, state: Mapping[str, Any] | None, path: Path) 
         reason = str(error).removeprefix("OptimizerParamScheduler: ")
         raise ConfigurationError(
             f"the learning-rate schedule is not that of {path}: {reason}; give its flags again "
-            "(--train-iters and --global-batch-size among them), or choose by "
+            "(--train-iters or --train-samples and --global-batch-size among them), or choose by "
             "--override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
         ) from error

@@ -27,7 +27,12 @@ from megatron.hydraulis.errors import (
 )
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
-from megatron.hydraulis.flags.describe import batch_text, format_description, option_lines
+from megatron.hydraulis.flags.describe import (
+    batch_text,
+    format_description,
+    length_text,
+    option_lines,
+)
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
 from megatron.hydraulis.loop.checkpoints import RunCheckpoints
@@ -132,6 +137,9 @@ class Job:
         print(format_description(self._planning.description_of(self._resolved)))
         assert corpora[0] is not None
         print(f"global batch {batch_text(self._resolved, corpora[0].mean_length)}")
+        length = length_text(self._resolved, corpora[0].mean_length)
+        if length:
+            print(f"training     {length}")
         for corpus in corpora:
             if corpus is not None:
                 print(f"{corpus.name + ' data':<12} {corpus.report}")
@@ -171,11 +179,11 @@ class Job:
 
     def _check_batch(self, train: Corpus) -> None:
         """Raise ConfigurationError for a global batch that is larger than the training data."""
-        option, size = "--global-batch-size", self._resolved.args.global_batch_size
-        most, unit = train.num_sequences, "sequences"
-        if self._resolved.hydraulis.global_batch_tokens is not None:
-            option, size = "--global-batch-tokens", self._resolved.hydraulis.global_batch_tokens
-            most, unit = train.report.num_tokens, "tokens"
+        sizes = self._resolved.sizes
+        size, unit = sizes.largest, sizes.unit
+        option, most = "--global-batch-size", train.num_sequences
+        if sizes.in_tokens:
+            option, most = "--global-batch-tokens", train.report.num_tokens
         if size > most:
             raise ConfigurationError(
                 f"a global batch is at most one epoch of the training data but {option} is {size} "
@@ -316,6 +324,9 @@ class Job:
             print(line, flush=True)
         assert corpora[0] is not None
         print(f"global batch: {batch_text(self._resolved, corpora[0].mean_length)}", flush=True)
+        length = length_text(self._resolved, corpora[0].mean_length)
+        if length:
+            print(f"training: {length}", flush=True)
         for corpus in corpora:
             if corpus is not None:
                 print(f"{corpus.name} data: {corpus.report}", flush=True)
@@ -374,6 +385,7 @@ class Job:
             parts.metrics,
             parts.trace,
             parts.refit,
+            sizes=self._resolved.sizes,
             checkpoints=parts.checkpoints,
             memory=parts.memory,
             guard=parts.guard,
@@ -414,6 +426,8 @@ class Job:
                 beta2=args.adam_beta2,
                 eps=args.adam_eps,
                 clip_grad=args.clip_grad,
+                decoupled_lr=args.decoupled_lr,
+                decoupled_min_lr=args.decoupled_min_lr,
             ),
             seed=args.seed,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
@@ -430,7 +444,7 @@ class Job:
         wish = self._resolved.hydraulis.memory_trial
         if wish == "off" or (wish == "auto" and not self._has_cuda):
             return
-        args, hydraulis = self._resolved.args, self._resolved.hydraulis
+        sizes = self._resolved.sizes
         longest = max(int(corpus.lengths.max()) for corpus in corpora if corpus is not None)
         assert self._engine is not None
         memory.try_out(
@@ -438,7 +452,7 @@ class Job:
             forward_step,
             memory_meter(int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))),
             longest_tokens=longest,
-            most_tokens=hydraulis.global_batch_tokens or args.global_batch_size * longest,
+            most_tokens=sizes.largest * (1 if sizes.in_tokens else longest),
             vocab_size=self._resolved.vocabulary.size,
         )
         self._planning = memory.planning
@@ -449,15 +463,19 @@ class Job:
     ) -> PlannedData:
         args, hydraulis = self._resolved.args, self._resolved.hydraulis
         checkpoints, planning = parts.checkpoints, self._planning
-        batch_tokens = hydraulis.global_batch_tokens
-        size = {
-            "global_batch_size": None if batch_tokens else args.global_batch_size,
-            "global_batch_tokens": batch_tokens,
-        }
         sampler = (
-            LengthSampler(corpus.lengths, corpus.groups, seed=args.seed, **size)
+            LengthSampler(
+                corpus.lengths,
+                corpus.groups,
+                seed=args.seed,
+                sizes=self._resolved.sizes,
+                num_consumed_sequences=checkpoints.num_consumed_elsewhere,
+                num_consumed_tokens=checkpoints.num_consumed_elsewhere * args.seq_length,
+            )
             if is_training
-            else EvaluationSampler(corpus.lengths, corpus.groups, **size)
+            else EvaluationSampler(
+                corpus.lengths, corpus.groups, sizes=self._resolved.evaluation_sizes
+            )
         )
         if is_training and checkpoints.sampler_state is not None:
             sampler.load_state_dict(checkpoints.sampler_state)

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_timers
 
 from megatron.hydraulis.data.corpus import Corpus
+from megatron.hydraulis.data.sampler import BatchSizes, GlobalBatch
 from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError, listed
 from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.samples import sample_tokens
 from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
 from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
 from megatron.hydraulis.loop.hang_guard import HangGuard
@@ -65,6 +67,7 @@ class TrainingLoop:
 
     Args:
         hydraulis: our flags.
+        sizes: of the global batches of training.
         make_iterators: builds training, validation and test data once the loop asks for them.
         metrics: where records go; None on ranks that do not log.
         trace: of this rank; None where nothing is traced.
@@ -82,10 +85,12 @@ class TrainingLoop:
         trace: RunTrace | None = None,
         refit: RunRefit | None = None,
         *,
+        sizes: BatchSizes,
         checkpoints: RunCheckpoints,
         memory: MemorySafety,
         guard: HangGuard,
     ) -> None:
+        self._sizes = sizes
         self._guard = guard
         self._memory = memory
         self._checkpoints = checkpoints
@@ -94,10 +99,9 @@ class TrainingLoop:
         )
         self._refit = refit
         self._trace = trace
-        self._hydraulis = hydraulis
         self._make_iterators = make_iterators
         self._metrics = metrics
-        self._eta: EtaEstimator | None = None
+        self._eta = EtaEstimator()
         self._interval = LogInterval()
         self._num_sequences = 0
         """Size of the last global batch."""
@@ -127,10 +131,11 @@ class TrainingLoop:
         """Our iterators; upstream's dataset provider is not asked."""
         args = get_args()
         train, valid, test = self._make_iterators()
+        if train is not None:
+            self._set_end(args, train)
         args.do_train = train is not None and args.train_iters > 0
         args.do_valid = valid is not None and args.eval_iters > 0
         args.do_test = test is not None and args.eval_iters > 0
-        self._eta = EtaEstimator(args.train_iters)
         return train, valid, test
 
     # --- replaced: train_step ---------------------------------------------------------------
@@ -166,8 +171,7 @@ class TrainingLoop:
             num_allowed=self._max_skipped_in_a_row,
         )
         if outcome.updated:
-            # Nominal under a token budget, so that the schedule counts iterations.
-            opt_param_scheduler.step(increment=args.global_batch_size)
+            opt_param_scheduler.step(increment=self._schedule_steps(args, planned.batch))
         self._num_consumed = args.consumed_train_samples + planned.batch.num_sequences
         # Upstream is about to count a full nominal batch.
         args.consumed_train_samples += planned.batch.num_sequences - args.global_batch_size
@@ -185,6 +189,7 @@ class TrainingLoop:
     ) -> tuple[PlannedBatch, StepOutcome]:
         """The next batch, run; once more with lower limits if memory runs out."""
         planned = self._next(number, data)
+        self._set_end(get_args(), data)
         if self._refit is not None:
             self._refit.begin()
         phase = self._guard.around(_upstreams_timer)
@@ -282,7 +287,7 @@ class TrainingLoop:
                 "seqlen_squared_sum_in_batch": squares,
             }
             nominal = args.data_parallel_size
-            if self._num_sequences and self._hydraulis.global_batch_tokens is not None:
+            if self._num_sequences and self._sizes.number_varies:
                 # batch size = micro batch (1) x this x micro-batches of the nominal batch (1)
                 args.data_parallel_size = self._num_sequences
             self._is_logging = True
@@ -305,14 +310,35 @@ class TrainingLoop:
         def print_with_suffix(message: str) -> None:
             is_line = self._is_logging and " elapsed time per iteration (ms):" in message
             record = self._interval.mean_record if is_line else None
-            if record is not None and self._eta is not None:
+            if record is not None:
+                num_left = get_args().train_iters - record.iteration
                 message = _BATCH_SIZE.sub(
                     f" global batch size: {record.num_sequences:5d} |", message, count=1
                 )
-                message += iteration_suffix(record, self._eta.remaining_s(record.iteration))
+                message += iteration_suffix(record, self._eta.remaining_s(num_left))
             print_rank_last(message)
 
         return print_with_suffix
+
+    def _schedule_steps(self, args: Namespace, batch: GlobalBatch) -> float:
+        """By how much a batch advances upstream's schedule, which counts samples."""
+        if args.train_samples is None:
+            # A nominal batch where sizes vary: the schedule counts iterations.
+            return int(args.global_batch_size)
+        return self._sizes.num_consumed(batch) / sample_tokens(args, self._sizes)
+
+    def _set_end(self, args: Namespace, data: PlannedData) -> None:
+        """Tell upstream's loop the last iteration of training by samples whose number varies.
+
+        Under a token budget it is the earliest possible one, which rises as batches are not full.
+        """
+        if args.train_samples is None or not self._sizes.number_varies:
+            return
+        batches = data.reader.batches
+        args.train_iters = batches.iteration + self._sizes.num_batches(
+            batches.state[f"num_{self._sizes.unit}"],
+            args.train_samples * sample_tokens(args, self._sizes),
+        )
 
     def _check_consumed(self, args: Namespace) -> None:
         """Raise HydraulisError unless upstream has counted as many samples as the plans hold."""
@@ -389,7 +415,6 @@ class TrainingLoop:
         )
         self._num_sequences = record.num_sequences
         self._interval.add(record, planned.batch.lengths)
-        assert self._eta is not None
         self._eta.observe(iteration_time_s)
         if self._metrics is not None:
             self._metrics.write(record)

@@ -24,9 +24,7 @@ class EtaEstimator:
     and groups.
     """
 
-    def __init__(self, num_iterations: int) -> None:
-        """`num_iterations` is the iteration the run ends with (upstream's ``--train-iters``)."""
-        self._num_iterations = num_iterations
+    def __init__(self) -> None:
         self._first_s: float | None = None
         self._recent_s: deque[float] = deque(maxlen=ETA_WINDOW)
 
@@ -37,12 +35,11 @@ class EtaEstimator:
         else:
             self._recent_s.append(iteration_time_s)
 
-    def remaining_s(self, iteration: int) -> float | None:
-        """Seconds from the end of `iteration` to the end of the run; None without observations."""
+    def remaining_s(self, num_left: int) -> float | None:
+        """Seconds that the iterations left will take; None without observations."""
         if self._first_s is None:
             return None
-        num_left = max(self._num_iterations - iteration, 0)
-        return num_left * statistics.median(self._recent_s or [self._first_s])
+        return max(num_left, 0) * statistics.median(self._recent_s or [self._first_s])
 
 
 def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:

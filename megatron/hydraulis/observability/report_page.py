@@ -298,6 +298,15 @@ def _rank_table(run: Run) -> str:
     )
 
 
+def _global_batch(run: Run, hydraulis: Mapping[str, Any]) -> str:
+    sizes = [size for _, size in run.setting("batch_sizes", "steps") or ()]
+    if len(sizes) > 1:
+        return f"{sizes[0]:,} to {sizes[-1]:,} {run.setting('batch_sizes', 'unit')}"
+    if hydraulis.get("global_batch_tokens"):
+        return f"{hydraulis['global_batch_tokens']:,} tokens"
+    return f"{run.setting('settings', 'global_batch_size')} sequences"
+
+
 def _configuration(run: Run) -> str:
     if not run.config:
         return ""
@@ -306,12 +315,7 @@ def _configuration(run: Run) -> str:
         ("ranks", f"{run.config.get('num_ranks')}, {run.config.get('ranks_per_node')} per node"),
         ("cost model", str(run.config.get("cost_model"))),
         ("model", _model(run.config.get("model") or {})),
-        (
-            "global batch",
-            f"{hydraulis['global_batch_tokens']:,} tokens"
-            if hydraulis.get("global_batch_tokens")
-            else f"{run.setting('settings', 'global_batch_size')} sequences",
-        ),
+        ("global batch", _global_batch(run, hydraulis)),
         ("longest sequence", f"{run.setting('settings', 'seq_length')} tokens"),
         ("plans ahead", str(hydraulis.get("plan_ahead"))),
         ("seed", str(run.setting("settings", "seed"))),

@@ -14,9 +14,13 @@ from torch.optim.adamw import adamw
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.optimizer.shards import CanonicalShards
+from megatron.hydraulis.transfer.canonical import ParameterSpec
 
 Run = tuple[int, int]
 """Elements [start, stop) of the flat shards."""
+
+_DECAYING, _NOT_DECAYING, _DECOUPLED = range(3)
+"""Indices of parameter groups: weights, biases and norms, embedding and output layer."""
 
 NORM_CHUNK_ELEMENTS = 1 << 22
 """Elements of the gradient whose norm is computed at once: 32 MiB in fp64."""
@@ -34,6 +38,10 @@ class AdamWSettings:
     eps: float = 1e-8
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
+    decoupled_lr: float | None = None
+    """Learning rate of embedding and output layer; None for that of all others."""
+    decoupled_min_lr: float | None = None
+    """Their least learning rate; None for that of all others."""
 
     def __post_init__(self) -> None:
         if self.lr < 0 or self.min_lr < 0:
@@ -64,12 +72,17 @@ class ShardedAdamW:
         """Second moments, flat as the shards."""
         self.num_steps = torch.zeros((), dtype=torch.float32, device=shards.parameters.device)
         """Updates made; fp32 as in torch's own AdamW."""
-        self._runs = _runs_of_buckets(shards)
+        self._runs = self._runs_of_buckets()
         self.param_groups: list[dict[str, Any]] = [
-            self._group(True, settings.weight_decay),
-            self._group(False, 0.0),
+            self._group(_DECAYING, wd_mult=1.0),
+            self._group(_NOT_DECAYING, wd_mult=0.0),
         ]
         """Upstream's scheduler writes ``lr`` and ``weight_decay`` here."""
+        if settings.decoupled_lr is not None:
+            rates = {"max_lr": settings.decoupled_lr}
+            if settings.decoupled_min_lr is not None:
+                rates["min_lr"] = settings.decoupled_min_lr
+            self.param_groups.append(self._group(_DECOUPLED, wd_mult=1.0, **rates))
         self._loss_scale = torch.ones(1)  # on the host: upstream's loop reads it every iteration
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -117,8 +130,8 @@ class ShardedAdamW:
             self._shards.gradients.mul_(limit / (gradient_norm + 1.0e-6))
         self.num_steps += 1
         for bucket, runs in enumerate(self._runs):
-            for group in self.param_groups:
-                self._update(runs[group["decays"]], group)
+            for index, group in enumerate(self.param_groups):
+                self._update(runs[index], group)
             yield bucket
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,26 +152,48 @@ class ShardedAdamW:
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update(saved)
 
-    def _group(self, decays: bool, weight_decay: float) -> dict[str, Any]:
-        """A parameter group of upstream's, with the names of torch's AdamW."""
+    def _group(self, index: int, *, wd_mult: float, **rates: float) -> dict[str, Any]:
+        """A parameter group of upstream's, with the names of torch's AdamW.
+
+        rates: ``max_lr`` and ``min_lr`` if they are not the scheduler's.
+        """
         settings = self.settings
         return {
             "params": [
                 self._shards.parameters[start:stop]
                 for runs in self._runs
-                for start, stop in runs[decays]
+                for start, stop in runs[index]
             ],
-            "decays": decays,
-            "wd_mult": 1.0 if decays else 0.0,
-            "weight_decay": weight_decay,
+            "wd_mult": wd_mult,
+            "weight_decay": settings.weight_decay * wd_mult,
             "lr_mult": 1.0,
-            "lr": settings.lr,
-            "max_lr": settings.lr,
-            "min_lr": settings.min_lr,
+            "lr": rates.get("max_lr", settings.lr),
             "betas": (settings.beta1, settings.beta2),
             "eps": settings.eps,
-            "default_config": True,
+            "default_config": not rates,
+            **rates,
         }
+
+    def _runs_of_buckets(self) -> list[tuple[list[Run], ...]]:
+        """By bucket and parameter group: runs of adjacent owned rectangles."""
+        parameters = self._shards.layout.parameters
+        found: list[tuple[list[Run], ...]] = []
+        for bucket in self._shards.layout.buckets:
+            runs: tuple[list[Run], ...] = ([], [], [])
+            for part in self._shards.rectangles_of(bucket):
+                of_group = runs[self._group_index(parameters[part.parameter])]
+                stop = part.shard_offset + part.num_elements
+                if of_group and of_group[-1][1] == part.shard_offset:
+                    of_group[-1] = (of_group[-1][0], stop)
+                else:
+                    of_group.append((part.shard_offset, stop))
+            found.append(runs)
+        return found
+
+    def _group_index(self, parameter: ParameterSpec) -> int:
+        if self.settings.decoupled_lr is not None and parameter.is_embedding_or_output:
+            return _DECOUPLED
+        return _DECAYING if parameter.decays else _NOT_DECAYING
 
     def _update(self, runs: Sequence[Run], group: dict[str, Any]) -> None:
         if not runs:
@@ -183,20 +218,3 @@ class ShardedAdamW:
             eps=group["eps"],
             maximize=False,
         )
-
-
-def _runs_of_buckets(shards: CanonicalShards) -> list[dict[bool, list[Run]]]:
-    """By bucket and weight decay: runs of adjacent owned rectangles."""
-    parameters = shards.layout.parameters
-    found: list[dict[bool, list[Run]]] = []
-    for bucket in shards.layout.buckets:
-        runs: dict[bool, list[Run]] = {True: [], False: []}
-        for part in shards.rectangles_of(bucket):
-            of_kind = runs[parameters[part.parameter].decays]
-            stop = part.shard_offset + part.num_elements
-            if of_kind and of_kind[-1][1] == part.shard_offset:
-                of_kind[-1] = (of_kind[-1][0], stop)
-            else:
-                of_kind.append((part.shard_offset, stop))
-        found.append(runs)
-    return found

@@ -178,6 +178,7 @@ def _spec(
         tp_dim=parameter.partition_dim if is_cut else None,
         stride=parameter.partition_stride if is_cut else 1,
         decays=parameter.dim() > 1 and not name.endswith(".bias"),
+        is_embedding_or_output=getattr(parameter, "is_embedding_or_output_parameter", False),
     )
 
 

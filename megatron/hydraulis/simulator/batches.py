@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.hydraulis.cost_model.limits import Limits
-from megatron.hydraulis.data.sampler import LengthSampler, SequenceGroup
+from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler, SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
@@ -56,15 +56,14 @@ def sample_batches(
     """Global batches as the training program samples them, with documents cut to `longest` tokens.
 
     lengths: shape (num_sequences,), the corpus. A batch has batch_size sequences, or up to
-    batch_tokens tokens. Raises ConfigurationError as LengthSampler does.
+    batch_tokens tokens. Raises ConfigurationError as BatchSizes and LengthSampler do.
     """
     cut = np.minimum(np.asarray(lengths), longest)
     sampler = LengthSampler(
         cut,
         [SequenceGroup(0, len(cut), 1.0)],
         seed=seed,
-        global_batch_tokens=batch_tokens,
-        global_batch_size=batch_size,
+        sizes=BatchSizes.constant(num_sequences=batch_size, num_tokens=batch_tokens),
     )
     return [sampler.next_batch().lengths for _ in range(num_batches)]
 

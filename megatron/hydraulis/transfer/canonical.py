@@ -83,6 +83,8 @@ class ParameterSpec:
     """2 for a parameter of two stacked halves that are cut separately (gate and up)."""
     decays: bool = True
     """Whether weight decay applies; False for biases and norms."""
+    is_embedding_or_output: bool = False
+    """Whether upstream's ``--decoupled-lr`` is its learning rate."""
 
     def __post_init__(self) -> None:
         if not self.shape or any(size < 1 for size in self.shape):

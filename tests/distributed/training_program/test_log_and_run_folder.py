@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.data.sampler import LengthSampler
+from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler
 from megatron.hydraulis.strategy import Strategy
 from tests.support.tiny_corpus import (
     PADDED_VOCAB_SIZE,
@@ -134,7 +134,10 @@ def test_plans_are_valid_and_hold_the_sampled_batches(
 ) -> None:
     strategy = Strategy.parse("tp2+2*tp1", 4)
     sampler = LengthSampler(
-        training_corpus.lengths, training_corpus.groups, seed=SEED, global_batch_size=BATCH_SIZE
+        training_corpus.lengths,
+        training_corpus.groups,
+        seed=SEED,
+        sizes=BatchSizes.constant(num_sequences=BATCH_SIZE),
     )
     plans = main_run.plans
     assert [plan.iteration for plan in plans] == [0, 1, 2, 3]

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.data.sampler import LengthSampler
+from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler
 from megatron.hydraulis.strategy import Strategy
 from tests.support.training_log import scalars, validation_losses
 from tests.support.training_run import (
@@ -83,7 +83,10 @@ def test_a_token_budget_counts_sequences_and_loses_none(
     budget_run: Run, training_corpus: Corpus
 ) -> None:
     sampler = LengthSampler(
-        training_corpus.lengths, training_corpus.groups, seed=SEED, global_batch_tokens=BATCH_TOKENS
+        training_corpus.lengths,
+        training_corpus.groups,
+        seed=SEED,
+        sizes=BatchSizes.constant(num_tokens=BATCH_TOKENS),
     )
     strategy = Strategy.parse("2*tp1", 2)
     num_consumed = 0

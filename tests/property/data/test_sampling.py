@@ -5,7 +5,12 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.hydraulis.data.sampler import MAX_WAITING_SEQUENCES, LengthSampler, SequenceGroup
+from megatron.hydraulis.data.sampler import (
+    MAX_WAITING_SEQUENCES,
+    BatchSizes,
+    LengthSampler,
+    SequenceGroup,
+)
 
 length_lists = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 seeds = st.integers(0, 2**32)
@@ -35,7 +40,9 @@ def test_token_budget_conserves_sequences(
 ) -> None:
     lengths, groups = corpus
     budget = int(lengths.max()) + spare
-    sampler = LengthSampler(lengths, groups, seed=seed, global_batch_tokens=budget)
+    sampler = LengthSampler(
+        lengths, groups, seed=seed, sizes=BatchSizes.constant(num_tokens=budget)
+    )
     consumed: list[int] = []
     for _ in range(num_batches):
         oldest = sampler.state_dict()["waiting"][:1]
@@ -50,7 +57,9 @@ def test_token_budget_conserves_sequences(
     drawn_of = [g["epoch"] * g["num_sequences"] + g["position"] for g in state["order"]["groups"]]
     assert sum(drawn_of) == len(consumed) + len(waiting)
 
-    one_by_one = LengthSampler(lengths, groups, seed=seed, global_batch_size=1)
+    one_by_one = LengthSampler(
+        lengths, groups, seed=seed, sizes=BatchSizes.constant(num_sequences=1)
+    )
     drawn = [one_by_one.next_batch().sequence_ids[0] for _ in range(len(consumed) + len(waiting))]
     assert Counter(drawn) == Counter(consumed) + Counter(waiting)
 
@@ -69,8 +78,12 @@ def test_resume_continues_the_stream(
     def fresh() -> LengthSampler:
         if by_tokens:
             budget = int(lengths.max()) + spare
-            return LengthSampler(lengths, groups, seed=seed, global_batch_tokens=budget)
-        return LengthSampler(lengths, groups, seed=seed, global_batch_size=spare + 1)
+            return LengthSampler(
+                lengths, groups, seed=seed, sizes=BatchSizes.constant(num_tokens=budget)
+            )
+        return LengthSampler(
+            lengths, groups, seed=seed, sizes=BatchSizes.constant(num_sequences=spare + 1)
+        )
 
     uninterrupted, resumed = fresh(), fresh()
     for _ in range(num_before):
@@ -90,6 +103,8 @@ def test_an_unweighted_blend_visits_everything_once_an_epoch(
         groups.append(SequenceGroup(first, len(part), len(part)))
         first += len(part)
     lengths = np.array([n for part in parts for n in part], dtype=np.int64)
-    sampler = LengthSampler(lengths, groups, seed=seed, global_batch_size=first)
+    sampler = LengthSampler(
+        lengths, groups, seed=seed, sizes=BatchSizes.constant(num_sequences=first)
+    )
     for _ in range(3):
         assert sorted(sampler.next_batch().sequence_ids) == list(range(first))

@@ -9,6 +9,7 @@ from megatron.core.datasets import helpers_cpp
 
 from megatron.hydraulis.data.sampler import (
     MAX_WAITING_SEQUENCES,
+    BatchSizes,
     EvaluationSampler,
     LengthSampler,
     SequenceGroup,
@@ -36,13 +37,8 @@ def sampler(
     global_batch_size: int | None = None,
     global_batch_tokens: int | None = None,
 ) -> LengthSampler:
-    return LengthSampler(
-        lengths,
-        groups,
-        seed=seed,
-        global_batch_size=global_batch_size,
-        global_batch_tokens=global_batch_tokens,
-    )
+    sizes = BatchSizes.constant(num_sequences=global_batch_size, num_tokens=global_batch_tokens)
+    return LengthSampler(lengths, groups, seed=seed, sizes=sizes)
 
 
 def ids(source: LengthSampler | EvaluationSampler, num_batches: int) -> list[int]:
@@ -226,36 +222,41 @@ def test_empty_corpus() -> None:
 
 
 def test_evaluation_visits_everything_and_restarts_in_the_same_order() -> None:
-    source = EvaluationSampler(LENGTHS, ONE_GROUP, global_batch_size=5)
+    source = EvaluationSampler(LENGTHS, ONE_GROUP, sizes=BatchSizes.constant(num_sequences=5))
     drawn = ids(source, 4)
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
     source.reset()
     assert source.state_dict()["num_batches"] == 0
     assert ids(source, 4) == drawn
-    assert ids(EvaluationSampler(LENGTHS, ONE_GROUP, global_batch_size=4), 5) == drawn
+    assert (
+        ids(EvaluationSampler(LENGTHS, ONE_GROUP, sizes=BatchSizes.constant(num_sequences=4)), 5)
+        == drawn
+    )
 
 
 def test_evaluation_is_shuffled_by_a_fixed_seed() -> None:
     # A change of it makes validation losses incomparable with those of earlier runs.
-    source = EvaluationSampler(LENGTHS, ONE_GROUP, global_batch_size=10)
+    source = EvaluationSampler(LENGTHS, ONE_GROUP, sizes=BatchSizes.constant(num_sequences=10))
     assert ids(source, 1) == [0, 8, 9, 3, 7, 5, 1, 2, 6, 4]
 
 
 def test_a_short_evaluation_samples_the_whole_dataset() -> None:
     lengths = np.ones(10_000, dtype=np.int64)
-    source = EvaluationSampler(lengths, (SequenceGroup(0, 10_000, 1.0),), global_batch_size=100)
+    source = EvaluationSampler(
+        lengths, (SequenceGroup(0, 10_000, 1.0),), sizes=BatchSizes.constant(num_sequences=100)
+    )
     tenths = {i // 1000 for i in ids(source, 1)}
     assert tenths == set(range(10))
 
 
 def test_evaluation_of_a_blend_draws_by_weight() -> None:
-    source = EvaluationSampler(LENGTHS, TWO_GROUPS, global_batch_size=8)
+    source = EvaluationSampler(LENGTHS, TWO_GROUPS, sizes=BatchSizes.constant(num_sequences=8))
     drawn = ids(source, 1)
     assert sum(i < 4 for i in drawn) == 6
 
 
 def test_evaluation_within_a_token_budget_resumes() -> None:
-    source = EvaluationSampler(LENGTHS, ONE_GROUP, global_batch_tokens=10)
+    source = EvaluationSampler(LENGTHS, ONE_GROUP, sizes=BatchSizes.constant(num_tokens=10))
     ids(source, 3)
     state = source.state_dict()
     expected = ids(source, 4)

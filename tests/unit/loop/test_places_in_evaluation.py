@@ -18,7 +18,9 @@ def test_every_batch_is_a_separate_place(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(step, "get_timers", MagicMock())
     guard = MagicMock()
     unused: Any = MagicMock()
-    loop = TrainingLoop(unused, unused, None, checkpoints=unused, memory=unused, guard=guard)
+    loop = TrainingLoop(
+        unused, unused, None, sizes=unused, checkpoints=unused, memory=unused, guard=guard
+    )
     data = MagicMock()
     data.next_batch.side_effect = [
         SimpleNamespace(

@@ -1,0 +1,171 @@
+"""How a command line counts: sizes of global batches, and samples.
+
+A sample is a sequence or, with ``--global-batch-tokens``, ``--seq-length`` tokens as in Megatron.
+"""
+
+import argparse
+
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+from megatron.hydraulis.data.sampler import BatchSizes
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.config import option_of
+
+_BY_ITERATIONS: tuple[str, ...] = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+_BY_SAMPLES: tuple[str, ...] = (
+    "lr_decay_samples",
+    "lr_warmup_samples",
+    "lr_wsd_decay_samples",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+)
+
+
+def check_counting(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError unless all options count iterations, or all count samples."""
+    if args.train_iters is not None and args.train_samples is not None:
+        raise ConfigurationError(
+            f"--train-iters {args.train_iters} and --train-samples {args.train_samples} both end "
+            "training; give one of them"
+        )
+    end, unit, others = "train_iters", "iterations", _BY_SAMPLES
+    other_end, other_unit = "--train-samples", "samples"
+    if args.train_iters is None:
+        end, unit, others = "train_samples", "samples", _BY_ITERATIONS
+        other_end, other_unit = "--train-iters", "iterations"
+    wrong = [_typed(args, dest) for dest in others if getattr(args, dest)]
+    if wrong:
+        raise ConfigurationError(
+            f"a run counts iterations or samples, but {_typed(args, end)} counts {unit} and "
+            f"{', '.join(wrong)} {other_unit}; give {other_end} instead of {option_of(end)}, or "
+            f"options that count {unit}"
+        )
+
+
+def _typed(args: argparse.Namespace, dest: str) -> str:
+    value = getattr(args, dest)
+    values = value if isinstance(value, list) else [value]
+    return " ".join((option_of(dest), *map(str, values)))
+
+
+def sample_tokens(args: argparse.Namespace, sizes: BatchSizes) -> int:
+    """What a sample is in the unit of the sizes: 1 sequence, or --seq-length tokens."""
+    return int(args.seq_length) if sizes.in_tokens else 1
+
+
+def num_iterations(args: argparse.Namespace, sizes: BatchSizes) -> int:
+    """Iterations of training by samples; under a budget of tokens the least number."""
+    if not sizes.number_varies:
+        return int(
+            args.train_samples // sizes.largest
+        )  # upstream leaves out a batch that is not full
+    return sizes.num_batches(0, args.train_samples * sample_tokens(args, sizes))
+
+
+def training_sizes(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes:
+    """Sizes of the global batches of training.
+
+    Args:
+        args: as parsed.
+        num_budget_tokens: ``--global-batch-tokens``.
+
+    Raises ConfigurationError for options that are missing or contradict each other.
+    """
+    num_sequences, schedule = args.global_batch_size, args.step_batch_size_schedule
+    if num_budget_tokens is not None and num_sequences is not None:
+        raise ConfigurationError(
+            f"--global-batch-size {num_sequences} and --global-batch-tokens {num_budget_tokens} "
+            f"both size the global batch; give one of them"
+        )
+    if schedule is not None and args.rampup_batch_size is not None:
+        raise ConfigurationError(
+            f"{_typed(args, 'rampup_batch_size')} and --step-batch-size-schedule '{schedule}' both "
+            "let the global batch grow; give one of them"
+        )
+    if schedule is not None:
+        return _scheduled(args, num_budget_tokens)
+    if num_sequences is None and num_budget_tokens is None:
+        raise ConfigurationError(
+            "the global batch has no size; give --global-batch-size in sequences or "
+            "--global-batch-tokens in tokens"
+        )
+    if args.rampup_batch_size is not None:
+        return _ramp(args, num_budget_tokens)
+    if num_sequences is not None and num_sequences > (args.train_samples or num_sequences):
+        raise ConfigurationError(
+            f"training is one global batch or more but --train-samples is {args.train_samples} and "
+            f"--global-batch-size {num_sequences}; give more samples"
+        )
+    return BatchSizes.constant(num_sequences=num_sequences, num_tokens=num_budget_tokens)
+
+
+def evaluation_sizes(args: argparse.Namespace, training: BatchSizes) -> BatchSizes:
+    """Size of the global batches of evaluation: the largest of training unless given."""
+    size = training.largest
+    if args.eval_global_batch_size is not None:
+        size = args.eval_global_batch_size * sample_tokens(args, training)
+    return BatchSizes(((0, size),), training.in_tokens)
+
+
+def _scheduled(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes:
+    """The sizes of --step-batch-size-schedule, read by upstream's own calculator."""
+    typed = f"--step-batch-size-schedule '{args.step_batch_size_schedule}'"
+    try:
+        steps = StepBatchsizeNumMicroBatchesCalculator(
+            micro_batch_size=1,
+            data_parallel_size=1,
+            decrease_batch_size_if_needed=False,
+            rank=-1,  # logs nothing
+            schedule=args.step_batch_size_schedule,
+            seq_length=args.seq_length,
+        ).schedule
+        in_tokens = num_budget_tokens is not None
+        scale = args.seq_length if in_tokens else 1
+        sizes = BatchSizes(tuple((at * scale, size * scale) for at, size in steps), in_tokens)
+    except (AssertionError, ValueError, OverflowError, ConfigurationError) as error:
+        raise ConfigurationError(
+            f"{typed}: sizes from numbers of tokens on cannot be read: {error}; write for example "
+            "'0:256 1M:512', with 0 first"
+        ) from error
+    option, full = "--global-batch-size", args.global_batch_size
+    if in_tokens:
+        option, full = "--global-batch-tokens", num_budget_tokens
+    if full is not None and full != sizes.largest:
+        raise ConfigurationError(
+            f"{typed} ends with global batches of {sizes.largest} {sizes.unit} but {option} is "
+            f"{full}; give {option} {sizes.largest}"
+        )
+    return sizes
+
+
+def _ramp(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes:
+    """The sizes of --rampup-batch-size.
+
+    By the rule of upstream's earlier versions (0.19.2 has the option but does not act on it): after
+    c samples of the ramp's R the size is START + INCREMENT * floor(c / (R / number of increments)).
+    """
+    start, increment, num_samples = args.rampup_batch_size
+    typed = _typed(args, "rampup_batch_size")
+    if min(start, increment, num_samples) < 1:
+        raise ConfigurationError(
+            f"{typed}: START, INCREMENT and SAMPLES of the ramp are at least 1; raise the one that "
+            "is 0"
+        )
+    in_tokens = num_budget_tokens is not None
+    scale = args.seq_length if in_tokens else 1
+    full = num_budget_tokens if in_tokens else args.global_batch_size
+    num_increments, remainder = divmod(full - start * scale, increment * scale)
+    if num_increments < 1 or remainder:
+        unit = f"samples of {scale} tokens" if in_tokens else "sequences"
+        option = "--global-batch-tokens" if in_tokens else "--global-batch-size"
+        fitting = (start + increment * max(num_increments, 1)) * scale
+        raise ConfigurationError(
+            f"{typed} grows from {start} {unit} by {increment} at a time, which does not reach "
+            f"{option} {full}; give for example {option} {fitting}"
+        )
+    steps = {
+        # Of equal numbers the last counts.
+        -(-index * num_samples * scale // num_increments): (start + index * increment) * scale
+        for index in range(num_increments + 1)
+    }
+    return BatchSizes(tuple(steps.items()), in_tokens)

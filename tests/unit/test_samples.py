@@ -1,0 +1,178 @@
+"""Training by samples: sizes, iterations and learning rates against upstream's own functions."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core import num_microbatches_calculator as upstreams_batches
+from megatron.training import training
+from megatron.training.global_vars import set_args, unset_global_variables
+
+from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler, SequenceGroup
+from megatron.hydraulis.flags.arguments import Resolved
+from megatron.hydraulis.flags.describe import batch_text, length_text
+from tests.unit.argument_command import parse
+
+SCHEDULE = "0:2 2K:4 5K:8"
+"""Of rows of 128 tokens: 2, 4 from 15 samples on, 8 from 39 on."""
+RATES = (
+    *("--lr", "1e-2", "--min-lr", "1e-3", "--lr-warmup-init", "1e-4"),
+    *("--decoupled-lr", "3e-2", "--decoupled-min-lr", "2e-3"),
+    *("--weight-decay-incr-style", "cosine"),
+    *("--start-weight-decay", "0.01", "--end-weight-decay", "0.2"),
+)
+
+
+def resolve(folder: Path, *flags: str) -> Resolved:
+    """A run by samples, with the size of the batch among the flags."""
+    return parse(folder, *flags, without=("--train-iters", "--global-batch-size"))
+
+
+@pytest.fixture
+def upstream() -> Iterator[None]:
+    """Upstream's process-wide variables, unset before and after."""
+    upstreams_batches.unset_num_microbatches_calculator()
+    unset_global_variables()
+    yield
+    upstreams_batches.unset_num_microbatches_calculator()
+    unset_global_variables()
+
+
+class Scheduled:
+    """Upstream's schedule over a parameter group with its rates and one with decoupled ones."""
+
+    def __init__(self, args: Namespace) -> None:
+        decoupled = {"max_lr": args.decoupled_lr, "min_lr": args.decoupled_min_lr}
+        self.groups: list[dict[str, Any]] = [{}, decoupled]
+        self.scheduler = training.get_optimizer_param_scheduler(
+            SimpleNamespace(param_groups=self.groups)
+        )
+
+    def step(self, increment: float) -> tuple[float, ...]:
+        self.scheduler.step(increment)
+        return tuple(group[key] for group in self.groups for key in ("lr", "weight_decay"))
+
+
+def upstreams_run(args: Namespace) -> tuple[list[int], list[tuple[float, ...]]]:
+    """Sizes of the batches and rates after each, as upstream's training loop has them."""
+    args = Namespace(**vars(args))
+    args.global_batch_size = args.global_batch_size if args.step_batch_size_schedule is None else 1
+    set_args(args)
+    upstreams_batches.init_num_microbatches_calculator(
+        rank=1,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=1,
+        data_parallel_size=1,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+    scheduled = Scheduled(args)
+    sizes: list[int] = []
+    rates = []
+    for _ in range(args.train_iters):
+        upstreams_batches.update_num_microbatches(sum(sizes), consistency_check=True)
+        sizes.append(upstreams_batches.get_num_microbatches())
+        rates.append(scheduled.step(sizes[-1]))
+    return sizes, rates
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--global-batch-size 6 --lr-decay-style cosine --lr-warmup-samples 20",
+        "--global-batch-size 6 --lr-decay-samples 70 --lr-warmup-fraction 0.2",
+        f"--step-batch-size-schedule {SCHEDULE.replace(' ', ',')} --lr-warmup-samples 13 "
+        "--lr-decay-style WSD --lr-wsd-decay-samples 30 --lr-wsd-decay-style minus_sqrt",
+    ],
+)
+def test_sizes_iterations_and_rates_are_upstreams(
+    flags: str, tmp_path: Path, upstream: None
+) -> None:
+    resolved = resolve(tmp_path, "--train-samples", "100", *flags.split(), *RATES)
+    theirs, their_rates = upstreams_run(resolved.args)
+    sizes = resolved.sizes
+    if sizes.number_varies:
+        assert len(theirs) == sizes.num_batches(0, 100)
+    sampler = LengthSampler(np.full(7, 5), [SequenceGroup(0, 7, 1.0)], seed=1, sizes=sizes)
+    batches = [sampler.next_batch() for _ in theirs]
+    assert [batch.num_sequences for batch in batches] == theirs
+    unset_global_variables()
+    args = Namespace(**vars(resolved.args) | {"step_batch_size_schedule": None})
+    set_args(args)
+    scheduled = Scheduled(args)
+    assert [scheduled.step(sizes.num_consumed(batch)) for batch in batches] == their_rates
+
+
+def ramp_of_earlier_versions(
+    start: int, increment: int, ramp: int, full: int, consumed: int
+) -> int:
+    """The rule of upstream's RampupBatchsizeNumMicroBatchesCalculator, until it was removed."""
+    if consumed > ramp:
+        return full
+    return start + int(consumed / (ramp / ((full - start) / increment))) * increment
+
+
+@pytest.mark.parametrize("ramp", [(2, 2, 12, 8), (1, 1, 100, 8), (4, 8, 3, 36), (16, 16, 640, 64)])
+def test_a_ramp_is_that_of_earlier_versions(ramp: tuple[int, ...], tmp_path: Path) -> None:
+    start, increment, num_samples, full = ramp
+    typed = ("--rampup-batch-size", str(start), str(increment), str(num_samples))
+    ends = ("--train-samples", "1000")
+    rows = resolve(tmp_path, *ends, *typed, "--global-batch-size", str(full)).sizes
+    tokens = resolve(tmp_path, *ends, *typed, "--global-batch-tokens", str(full * 128)).sizes
+    for consumed in range(num_samples + 3):
+        wanted = ramp_of_earlier_versions(start, increment, num_samples, full, consumed)
+        assert rows.after(consumed) == wanted
+        assert tokens.after(consumed * 128) == wanted * 128
+
+
+def test_samples_are_tokens_under_a_token_budget(tmp_path: Path) -> None:
+    sizes = resolve(
+        tmp_path,
+        *("--train-samples", "100", "--step-batch-size-schedule", SCHEDULE),
+        *("--global-batch-tokens", "1024", "--eval-interval", "3", "--eval-global-batch-size", "3"),
+    )
+    assert sizes.sizes == BatchSizes(((0, 256), (15 * 128, 512), (39 * 128, 1024)), in_tokens=True)
+    assert sizes.evaluation_sizes == BatchSizes(((0, 384),), in_tokens=True)
+
+
+def test_sampling_goes_on_with_the_size_at_which_it_was_interrupted() -> None:
+    sizes = BatchSizes(((0, 2), (5, 3), (11, 8)))
+
+    def fresh() -> LengthSampler:
+        return LengthSampler(np.arange(1, 31), [SequenceGroup(0, 30, 1.0)], seed=3, sizes=sizes)
+
+    whole, again = fresh(), fresh()
+    batches = [whole.next_batch() for _ in range(6)]
+    assert [batch.num_sequences for batch in batches] == [2, 2, 2, 3, 3, 8]
+    states = []
+    for batch in batches:
+        assert again.next_batch() == batch
+        states.append(again.state_dict())
+        again = fresh()
+        again.load_state_dict(states[-1])
+    assert [state["num_sequences"] for state in states] == [2, 4, 6, 9, 12, 20]
+    assert states[2]["num_tokens"] == sum(batch.num_tokens for batch in batches[:3])
+
+
+def test_log_and_dry_run_say_how_long_training_is_here_and_in_megatron(tmp_path: Path) -> None:
+    by_size = resolve(tmp_path, "--train-samples", "100", "--global-batch-size", "8")
+    assert length_text(by_size, 50.0) == (
+        "100 sequences, about 5,000 tokens, in 12 iterations; Megatron's samples are 12,800 "
+        "tokens, which --global-batch-tokens counts here"
+    )
+    by_tokens = resolve(
+        tmp_path,
+        *("--train-samples", "100", "--step-batch-size-schedule", SCHEDULE),
+        *("--global-batch-tokens", "1024"),
+    )
+    assert length_text(by_tokens, 50.0) == (
+        "12,800 tokens, the 100 samples of Megatron, in at least 22 iterations"
+    )
+    assert batch_text(by_tokens, 50.0).endswith(
+        "; it begins with 256 and grows 2 times, last after 4,992 tokens"
+    )
+    assert length_text(parse(tmp_path), 50.0) == ""
