@@ -37,6 +37,7 @@ from benchmarks.command import (
     use_cpu,
     write_figures,
 )
+from benchmarks.inputs import llama_shape
 from benchmarks.paired_statistics import RatioEstimate, paired_ratio
 from benchmarks.rank_set import RankSet
 from benchmarks.step_report import Spent, spent_now
@@ -129,7 +130,7 @@ class EngineRank:
         for index, replica in enumerate(self._pool.strategy(iteration.strategy).replicas):
             if self._engine.rank in replica.ranks:
                 rng = np.random.default_rng((DATA_SEED, iteration.number, index))
-                lengths, vocab_size = self._workload.lengths, self._workload.vocab_size
+                lengths, vocab_size = self._workload.lengths, self._workload.shape.vocab_size
                 return [
                     pack(
                         [rng.integers(0, vocab_size, size=n + 1) for n in lengths],
@@ -204,8 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = results_console(WIDTH)
     use_cpu()
     workload = Workload(
-        hidden_size=options.hidden_size,
-        ffn_hidden_size=options.hidden_size * 11 // 4,
+        shape=llama_shape(
+            hidden_size=options.hidden_size, ffn_hidden_size=options.hidden_size * 11 // 4
+        ),
         lengths=SEQUENCES_OF_A_MICRO_BATCH,
         num_micro_batches=options.tokens // sum(SEQUENCES_OF_A_MICRO_BATCH),
     )

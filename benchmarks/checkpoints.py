@@ -33,6 +33,7 @@ from benchmarks.command import (
     use_cpu,
     write_figures,
 )
+from benchmarks.inputs import llama_shape
 from benchmarks.paired_statistics import RatioEstimate, paired_ratio
 from benchmarks.rank_set import RankSet
 from benchmarks.workload import Workload
@@ -273,7 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = results_console()
     use_cpu()
     workload = Workload(
-        num_layers=options.layers, hidden_size=384, ffn_hidden_size=1024, vocab_size=8192
+        shape=llama_shape(
+            num_layers=options.layers, hidden_size=384, ffn_hidden_size=1024, vocab_size=8192
+        )
     )
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as root,

@@ -41,7 +41,14 @@ from benchmarks.emulated_device import (
     EmulatedForwardStep,
     EmulationCount,
 )
-from benchmarks.inputs import BATCH_TOKENS, CONTEXT_TOKENS, COST_PROFILE, DATA, WIKIPEDIA
+from benchmarks.inputs import (
+    BATCH_TOKENS,
+    CONTEXT_TOKENS,
+    COST_PROFILE,
+    DATA,
+    WIKIPEDIA,
+    llama_shape,
+)
 from benchmarks.paired_statistics import RatioEstimate, ratio_of_totals
 from benchmarks.rank_set import RankSet
 from benchmarks.workload import DATA_SEED, WEIGHT_SEED, Workload
@@ -99,12 +106,14 @@ def tiny_model(pool: Pool) -> Workload:
     """The smallest model that every strategy of the pool can cut."""
     num_parts = pool.tp_lcm
     return Workload(
-        num_layers=math.lcm(*(scheme.pp for s in pool.strategies for scheme in s.schemes)),
-        hidden_size=WIDTH_PER_ATOM * num_parts,
-        ffn_hidden_size=WIDTH_PER_ATOM * num_parts,
-        num_attention_heads=num_parts,
-        num_query_groups=num_parts,
-        vocab_size=WIDTH_PER_ATOM * num_parts,
+        shape=llama_shape(
+            num_layers=math.lcm(*(scheme.pp for s in pool.strategies for scheme in s.schemes)),
+            hidden_size=WIDTH_PER_ATOM * num_parts,
+            ffn_hidden_size=WIDTH_PER_ATOM * num_parts,
+            num_attention_heads=num_parts,
+            num_query_groups=num_parts,
+            vocab_size=WIDTH_PER_ATOM * num_parts,
+        ),
         lengths=(max(scheme.tp for strategy in pool.strategies for scheme in strategy.schemes),),
     )
 
@@ -140,10 +149,11 @@ class EmulatedRank:
         if mine is None:
             return []
         rng = np.random.default_rng((DATA_SEED, plan.iteration))
+        vocab_size = self._model.shape.vocab_size
         return [
             self._device.shorten(
                 pack(
-                    [rng.integers(0, self._model.vocab_size, size=n + 1) for n in batch.lengths],
+                    [rng.integers(0, vocab_size, size=n + 1) for n in batch.lengths],
                     mine.scheme.tp,
                 ),
                 mine.scheme,

@@ -85,7 +85,7 @@ class HydraulisSide:
         assert arena is not None  # no rank is idle
         layout, rank = engine.layout, engine.rank
         roles = roles_of(
-            self._strategy, self._workload.num_layers, engine.definition.tied_embeddings
+            self._strategy, self._workload.shape.num_layers, engine.definition.tied_embeddings
         )
         exchanged = regroup_bytes(
             [gather_plan(layout, bucket, roles, rank=rank) for bucket in layout.buckets],

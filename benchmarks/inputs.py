@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.lengths.counts import read_length_counts, read_lengths
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +28,29 @@ LARGE_BATCH_TOKENS = 1_600_000
 LARGE_CUTS_TOKENS = (32_768, 21_888, 14_592)
 """The context, and the token limits of tp8 and of tp4pp4: each leaves one scheme more that holds
 every sequence."""
+
+
+def llama_shape(
+    *,
+    num_layers: int = 4,
+    hidden_size: int = 256,
+    ffn_hidden_size: int = 704,
+    num_attention_heads: int = 8,
+    num_query_groups: int = 4,
+    vocab_size: int = 4096,
+) -> ModelShape:
+    """The sizes of a LLaMA-like model; by default of one that a CPU trains."""
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=num_attention_heads,
+        num_query_groups=num_query_groups,
+        kv_channels=hidden_size // num_attention_heads,
+        vocab_size=vocab_size,
+        gated_mlp=True,
+        tied_embeddings=False,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,8 +140,8 @@ class PlainMegatronSide:
         stage = self._groups.pp.rank()
         return GPTModel(
             config=workload.transformer(tp=tp, pp=pp),
-            transformer_layer_spec=workload.layers(workload.num_layers // pp),
-            vocab_size=workload.vocab_size,
+            transformer_layer_spec=workload.layers(workload.shape.num_layers // pp),
+            vocab_size=workload.shape.vocab_size,
             max_sequence_length=max(workload.lengths),
             pre_process=stage == 0,
             post_process=stage == pp - 1,

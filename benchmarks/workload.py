@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from benchmarks.inputs import llama_shape
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
@@ -30,12 +31,7 @@ class Workload:
     strategy does the same work and Megatron's fixed shapes are no disadvantage.
     """
 
-    num_layers: int = 4
-    hidden_size: int = 256
-    ffn_hidden_size: int = 704
-    num_attention_heads: int = 8
-    num_query_groups: int = 4
-    vocab_size: int = 4096
+    shape: ModelShape = field(default_factory=llama_shape)
     lengths: tuple[int, ...] = (64, 40, 24)
     """Trained tokens of the sequences of each micro-batch."""
     num_micro_batches: int = 8
@@ -52,29 +48,14 @@ class Workload:
         """Tokens of one pack."""
         return sum(self.lengths)
 
-    @property
-    def shape(self) -> ModelShape:
-        """The model by its sizes."""
-        return ModelShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            num_query_groups=self.num_query_groups,
-            kv_channels=self.hidden_size // self.num_attention_heads,
-            vocab_size=self.vocab_size,
-            gated_mlp=True,
-            tied_embeddings=False,
-        )
-
     def transformer(self, *, tp: int = 1, pp: int = 1) -> TransformerConfig:
         """Upstream's configuration; of the whole model if both degrees are 1."""
         return TransformerConfig(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            num_query_groups=self.num_query_groups,
+            num_layers=self.shape.num_layers,
+            hidden_size=self.shape.hidden_size,
+            ffn_hidden_size=self.shape.ffn_hidden_size,
+            num_attention_heads=self.shape.num_attention_heads,
+            num_query_groups=self.shape.num_query_groups,
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             sequence_parallel=tp > 1,
@@ -103,9 +84,9 @@ class Workload:
         """The model for our engine."""
         return ModelDefinition(
             transformer=self.transformer(),
-            layer_spec=self.layers(self.num_layers),
-            vocab_size=self.vocab_size,
-            padded_vocab_size=self.vocab_size,
+            layer_spec=self.layers(self.shape.num_layers),
+            vocab_size=self.shape.vocab_size,
+            padded_vocab_size=self.shape.vocab_size,
             max_sequence_length=max(self.lengths),
         )
 
@@ -134,8 +115,9 @@ class Workload:
         """One replica's share of an iteration's global batch. Raises ValueError as above."""
         per_replica = self.micro_batches_per_replica(num_replicas)
         rng = np.random.default_rng((DATA_SEED, iteration))
+        vocab_size = self.shape.vocab_size
         packs = [
-            pack([rng.integers(0, self.vocab_size, size=length + 1) for length in self.lengths])
+            pack([rng.integers(0, vocab_size, size=length + 1) for length in self.lengths])
             for _ in range(self.num_micro_batches)
         ]
         own = packs[replica * per_replica : (replica + 1) * per_replica]

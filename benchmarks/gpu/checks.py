@@ -402,7 +402,7 @@ class _Maker:
 
 
 def _text(sizes: Sizes) -> str:
-    return f"a model of {sizes.model.num_parameters / 1e9:.2g} B parameters"
+    return f"a model of {sizes.model.shape.num_parameters / 1e9:.2g} B parameters"
 
 
 def _are(num: int) -> str:

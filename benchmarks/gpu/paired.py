@@ -69,18 +69,13 @@ def overlap(place: Place, text: str) -> None:
 
 
 def _workload(place: Place) -> Workload:
-    sizes, model = place.sizes, place.sizes.paired_model
-    here = current_environment(dtype=torch.bfloat16, head_size=model.hidden_size // model.num_heads)
+    sizes, shape = place.sizes, place.sizes.paired_model.shape
+    here = current_environment(dtype=torch.bfloat16, head_size=shape.kv_channels)
     name = choose("auto", here).name
     if place.rank == 0:
         print(f"core attention of both sides: {name}", flush=True)
     return Workload(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_heads,
-        num_query_groups=model.num_groups,
-        vocab_size=model.vocab_size,
+        shape=shape,
         lengths=sizes.paired_lengths,
         num_micro_batches=sizes.micro_batches_per_rank * place.num_ranks,
         dtype=torch.bfloat16,

@@ -198,7 +198,7 @@ def _micro_batches(
         share = micro_batch.share_of(position.cp, replica.scheme.cp)
         rngs = [np.random.default_rng((SEED, i)) for i in share.sequences]
         sequences = [
-            rng.integers(0, place.sizes.model.vocab_size, size=lengths[i] + 1)
+            rng.integers(0, place.sizes.model.shape.vocab_size, size=lengths[i] + 1)
             for rng, i in zip(rngs, share.sequences, strict=True)
         ]
         packed = pack(

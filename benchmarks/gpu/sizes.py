@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import dataclass, replace
 
+from benchmarks.inputs import llama_shape
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 
@@ -23,45 +24,30 @@ ROOMY_BYTES, TIGHT_BYTES = 70e9, 36e9
 class Model:
     """A Llama-like model in bf16."""
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_groups: int
-    vocab_size: int
+    shape: ModelShape
     seq_length: int
     """Tokens of the longest sequence."""
     recomputes: bool = False
     """Whether layers run their forward again instead of keeping activations."""
 
-    @property
-    def num_parameters(self) -> int:
-        """With the embeddings."""
-        return ModelShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.num_heads,
-            num_query_groups=self.num_groups,
-            kv_channels=self.hidden_size // self.num_heads,
-            vocab_size=self.vocab_size,
-            gated_mlp=True,
-            tied_embeddings=False,
-        ).num_parameters
+    def of_layers(self, num_layers: int) -> Model:
+        """The same with another depth."""
+        return replace(self, shape=replace(self.shape, num_layers=num_layers))
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Of training."""
+        shape = self.shape
         return (
-            *("--num-layers", str(self.num_layers), "--hidden-size", str(self.hidden_size)),
-            *("--ffn-hidden-size", str(self.ffn_hidden_size)),
-            *("--num-attention-heads", str(self.num_heads), "--group-query-attention"),
-            *("--num-query-groups", str(self.num_groups)),
+            *("--num-layers", str(shape.num_layers), "--hidden-size", str(shape.hidden_size)),
+            *("--ffn-hidden-size", str(shape.ffn_hidden_size)),
+            *("--num-attention-heads", str(shape.num_attention_heads), "--group-query-attention"),
+            *("--num-query-groups", str(shape.num_query_groups)),
             *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--bf16"),
             *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
             *("--attention-dropout", "0", "--hidden-dropout", "0"),
             *("--seq-length", str(self.seq_length), "--tokenizer-type", "NullTokenizer"),
-            *("--vocab-size", str(self.vocab_size)),
+            *("--vocab-size", str(shape.vocab_size)),
             *(_RECOMPUTE if self.recomputes else ()),
         )
 
@@ -113,18 +99,20 @@ _REAL_TOKENS = 32_768
 _MIXED = (16_384, 4096, 4096, 2048, 2048, 1024, *(512,) * 4, *(128,) * 8)
 """A long tail; padded, every sequence is as long as the longest."""
 _MODEL = Model(
-    num_layers=24,
-    hidden_size=2048,
-    ffn_hidden_size=5632,
-    num_heads=16,
-    num_groups=8,
-    vocab_size=32_000,
+    shape=llama_shape(
+        num_layers=24,
+        hidden_size=2048,
+        ffn_hidden_size=5632,
+        num_attention_heads=16,
+        num_query_groups=8,
+        vocab_size=32_000,
+    ),
     seq_length=16_384,
 )
 
 REAL = Sizes(
     model=_MODEL,
-    paired_model=replace(_MODEL, num_layers=12, seq_length=8192),
+    paired_model=replace(_MODEL.of_layers(12), seq_length=8192),
     num_iterations=20,
     num_not_counted=4,
     batch_tokens=8 * 16_384,
@@ -155,12 +143,9 @@ REAL = Sizes(
 )
 
 _TOY = Model(
-    num_layers=2,
-    hidden_size=64,
-    ffn_hidden_size=96,
-    num_heads=8,
-    num_groups=8,
-    vocab_size=512,
+    shape=llama_shape(
+        num_layers=2, hidden_size=64, ffn_hidden_size=96, num_query_groups=8, vocab_size=512
+    ),
     seq_length=64,
 )
 
@@ -200,11 +185,11 @@ def sizes_of(*, is_small: bool, memory_bytes: float = ROOMY_BYTES) -> Sizes:
         return SMALL
     if memory_bytes >= ROOMY_BYTES:
         return REAL
-    layers = REAL.model.num_layers if memory_bytes >= TIGHT_BYTES else 8
+    layers = REAL.model.shape.num_layers if memory_bytes >= TIGHT_BYTES else 8
     return replace(
         REAL,
-        model=replace(REAL.model, num_layers=layers, recomputes=True),
-        paired_model=replace(REAL.paired_model, num_layers=4),
+        model=replace(REAL.model.of_layers(layers), recomputes=True),
+        paired_model=REAL.paired_model.of_layers(4),
         options=("--memory-bytes", str(int(memory_bytes))),
     )
 

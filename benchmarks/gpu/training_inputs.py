@@ -28,7 +28,7 @@ def write_corpus(sizes: Sizes, prefix: Path) -> None:
     rng = np.random.default_rng(0)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for length in document_lengths(sizes, rng, sizes.num_documents) + 1:
-        tokens = rng.integers(0, sizes.model.vocab_size, int(length))
+        tokens = rng.integers(0, sizes.model.shape.vocab_size, int(length))
         builder.add_document(torch.from_numpy(tokens), [int(length)])
     builder.finalize(f"{prefix}.idx")
 

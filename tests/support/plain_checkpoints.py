@@ -16,6 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from benchmarks.inputs import llama_shape
 from benchmarks.plain_megatron import PlainMegatronSide
 from benchmarks.workload import Workload
 from hydraulis_patches.cpu_backend import CpuTorch
@@ -28,12 +29,14 @@ CUDA_MODULES = (
 """Modules of upstream's own writer that name CUDA; ours uses none of them."""
 
 PLAIN_WORKLOAD = Workload(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=64,
+    shape=llama_shape(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=2,
+        vocab_size=64,
+    ),
     lengths=(17, 9, 6),
     num_micro_batches=4,
 )

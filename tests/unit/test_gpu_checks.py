@@ -222,9 +222,9 @@ def test_the_pool_of_four_is_that_of_the_quickstart() -> None:
 
 def test_models_follow_the_memory_of_a_gpu() -> None:
     roomy, tight, least = (sizes_of(is_small=False, memory_bytes=x) for x in (80e9, 40e9, 24e9))
-    assert 1.2e9 < roomy.model.num_parameters < 1.4e9
-    assert tight.model.num_parameters == roomy.model.num_parameters
-    assert least.model.num_parameters < 0.6e9
+    assert 1.2e9 < roomy.model.shape.num_parameters < 1.4e9
+    assert tight.model.shape.num_parameters == roomy.model.shape.num_parameters
+    assert least.model.shape.num_parameters < 0.6e9
     assert "--recompute-granularity" not in roomy.model.flags
     parser = argparse.ArgumentParser()
     add_size_options(parser)
@@ -244,7 +244,7 @@ def test_the_programs_take_their_flags(sizes: Sizes, tmp_path: Path) -> None:
     write_corpus(replace(sizes, num_documents=3), tmp_path / "corpus")
     resolved = parse_arguments(training_flags(sizes, tmp_path), num_ranks=1, rank=0)
     assert resolved.hydraulis.memory_trial == "on"
-    assert resolved.shape.num_parameters == sizes.model.num_parameters
+    assert resolved.shape.num_parameters == sizes.model.shape.num_parameters
 
 
 def test_packs_of_the_attention_benchmark_have_equal_tokens() -> None:
