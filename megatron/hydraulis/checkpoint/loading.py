@@ -136,9 +136,12 @@ def load_first_whole(
     model: Mapping[str, Any],
     *,
     with_optimizer: bool = True,
+    accept: Callable[[Path, Manifest], None] = lambda path, manifest: None,
     log: Callable[[str], None] = print,
 ) -> LoadedCheckpoint:
     """Collective: load the first that can be loaded, with a warning for every other.
+
+    Arguments as for `load_checkpoint`.
 
     Raises:
         CheckpointError: none can be loaded.
@@ -147,7 +150,9 @@ def load_first_whole(
     errors = []
     for path in paths:
         try:
-            return load_checkpoint(path, engine, model, with_optimizer=with_optimizer)
+            return load_checkpoint(
+                path, engine, model, with_optimizer=with_optimizer, accept=accept
+            )
         except CheckpointError as error:
             if len(paths) == 1:
                 raise
@@ -160,7 +165,12 @@ def load_first_whole(
 
 
 def load_checkpoint(
-    path: Path, engine: Engine, model: Mapping[str, Any], *, with_optimizer: bool = True
+    path: Path,
+    engine: Engine,
+    model: Mapping[str, Any],
+    *,
+    with_optimizer: bool = True,
+    accept: Callable[[Path, Manifest], None] = lambda path, manifest: None,
 ) -> LoadedCheckpoint:
     """Collective: check a checkpoint, then fill the engine's parameters and moments from it.
 
@@ -169,6 +179,7 @@ def load_checkpoint(
         engine: may have other strategies and ranks than the run that wrote the checkpoint.
         model: of this run, as in `Manifest.model`.
         with_optimizer: load moments and fp32 master; parameters alone otherwise.
+        accept: called on every rank before anything is loaded; may raise ConfigurationError.
 
     Raises:
         CheckpointError: it is damaged or incomplete; what the shards then hold is undefined.
@@ -186,6 +197,7 @@ def load_checkpoint(
     def check() -> tuple[StoredCheckpoint, UpstreamState, dict[str, Any], Any]:
         if manifest is not None:
             _check_same_model(path, model_differences(manifest.model, model))
+            accept(path, manifest)
         checkpoint = StoredCheckpoint(path)
         upstream = upstream_state(checkpoint)
         if manifest is None:

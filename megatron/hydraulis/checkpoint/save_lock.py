@@ -34,13 +34,17 @@ class Writer:
     """A process that writes to the folder: rank 0 of a job."""
 
     job: str
-    """Equal for all starts of a job, of which only the latest can be running."""
+    """Equal for all starts of a job."""
     host: str
     process: int
     process_namespace: str
     """In which the process id holds: two containers of a host may have the same."""
     token: str
     """Different for every start."""
+    step: str = ""
+    """Of Slurm's job, which may run several steps at a time; empty without Slurm."""
+    num_requeues: str = ""
+    """How often Slurm has queued the job again; before that it ends all its steps."""
 
     @classmethod
     def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Writer:
@@ -49,25 +53,45 @@ class Writer:
         job = f"process {os.getppid()} on {host}"
         if environment.get("TORCHELASTIC_RUN_ID", "none") != "none":
             job = f"torchrun's run {environment['TORCHELASTIC_RUN_ID']}"
+        step = num_requeues = ""
         if "SLURM_JOB_ID" in environment:
             job = f"Slurm's job {environment['SLURM_JOB_ID']}"
-        return cls(job, host, os.getpid(), _process_namespace(), uuid.uuid4().hex)
+            step = environment.get("SLURM_STEP_ID", "")
+            num_requeues = environment.get("SLURM_RESTART_COUNT", "0")
+        return cls(
+            job, host, os.getpid(), _process_namespace(), uuid.uuid4().hex, step, num_requeues
+        )
+
+    def gives_way_to(self, other: Writer) -> bool:
+        """Whether this writer has surely ended if the other one starts."""
+        if (self.host, self.process_namespace) == (socket.gethostname(), _process_namespace()):
+            return not self._is_running
+        if self.job != other.job:
+            return False
+        return self.step == other.step or self.num_requeues != other.num_requeues
 
     @property
-    def is_gone(self) -> bool:
-        """Whether the process was on this host and has ended; False if that cannot be known."""
-        if (self.host, self.process_namespace) != (socket.gethostname(), _process_namespace()):
-            return False
+    def _is_running(self) -> bool:
+        """Whether a process with this number runs on this host."""
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:
-            return True
-        except OSError:
             return False
-        return False
+        except OSError:
+            return True
+        return True
 
     def __str__(self) -> str:
-        return f"{self.job} (process {self.process} on {self.host})"
+        step = f", step {self.step}" if self.step else ""
+        return f"{self.job}{step} (process {self.process} on {self.host})"
+
+
+def writer_of(folder: Path) -> Writer | None:
+    """Who has the lock of a folder, running or not; None if nobody has."""
+    try:
+        return _holder_in((folder / LOCK_FILE_NAME).read_text(errors="replace"))
+    except OSError:
+        return None
 
 
 class SaveLock:
@@ -102,7 +126,8 @@ class SaveLock:
     def acquire(self, *, take_over: bool = False) -> None:
         """Take the lock; from another job only after watching it for `STALE_S`.
 
-        An earlier start of the same job and a process of this host that has ended give way at once.
+        An earlier start of the same job step and a process of this host that has ended give way at
+        once.
 
         Args:
             take_over: take it from any job, and log from which.
@@ -116,13 +141,11 @@ class SaveLock:
             return
         text = self._read()
         holder = _holder_in(text)
-        gives_way = holder is not None and (holder.job == self._writer.job or holder.is_gone)
-        if not gives_way:
-            named = f"--save {self._folder} is in use by {holder or 'an unnamed job'}"
+        if holder is None or not holder.gives_way_to(self._writer):
             if take_over:
-                self._log(f"warning: {named}; it is taken over (--take-over-save)")
+                self._log(f"warning: {self._in_use(text)}; it is taken over (--take-over-save)")
             else:
-                self._watch(text, named)
+                self._watch(text)
         self._write()
         self._begin()
 
@@ -147,8 +170,12 @@ class SaveLock:
             self.check()
             self._path.unlink()
 
-    def _watch(self, text: str | None, named: str) -> None:
+    def _in_use(self, text: str | None) -> str:
+        return f"--save {self._folder} is in use by {_holder_in(text) or 'an unnamed job'}"
+
+    def _watch(self, text: str | None) -> None:
         """Return when the lock has not changed for `STALE_S`, or is gone."""
+        named = self._in_use(text)
         self._log(
             f"{named}: waiting for a sign of life for {self._stale_s:g} s (--take-over-save skips "
             "this)"
@@ -160,8 +187,9 @@ class SaveLock:
             if found is None:
                 return
             if text is not None and found != text:
+                # Now it names a job that was about to write its name before.
                 raise ConfigurationError(
-                    f"{named}, which is running; end it, name another --save, or add "
+                    f"{self._in_use(found)}, which is running; end it, name another --save, or add "
                     "--take-over-save if nothing of it can write any more"
                 )
         self._log(

@@ -1,12 +1,14 @@
 """A corpus: sequences of bounded length cut from the documents of one or several datasets."""
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.hydraulis.data.fingerprint import DatasetFingerprint
 from megatron.hydraulis.data.index import LONG_SEQUENCES, DatasetIndex, LongSequences, bin_path
 from megatron.hydraulis.data.sampler import SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, DataError
@@ -20,6 +22,12 @@ machine, 2026-11-21.
 
 VOCABULARY_STRETCH_TOKENS = 1 << 18
 """Tokens read at once: enough for a disk, and few enough for a processor's cache."""
+
+FINGERPRINT_TOKENS = 1 << 18
+"""Maximum number of tokens of a dataset, and of its lengths, that a fingerprint is made from."""
+
+FINGERPRINT_STRETCH_TOKENS = 1 << 12
+"""Tokens read at once for a fingerprint: 64 reads of a dataset, spread over its file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,9 +253,39 @@ class Corpus:
                 budget_tokens=VOCABULARY_CHECK_TOKENS,
             )
             mine = stretches[share::num_shares]
-            for stretch, lowest, highest in _extreme_tokens(documents.index, mine):
-                if not self._fits(lowest, highest):
+            for stretch, tokens in _read_stretches(documents.index, mine):
+                if not self._fits(int(tokens.min()), int(tokens.max())):
                     self._check_sequences(dataset, stretch)
+
+    def fingerprints(self) -> tuple[DatasetFingerprint, ...]:
+        """What each dataset holds and how often it is drawn from.
+
+        Reads at most ``FINGERPRINT_TOKENS`` of each. Raises DataError for data that cannot be read.
+        """
+        groups = self.groups
+        total_weight = sum(group.weight for group in groups)
+        datasets = [d for d, report in enumerate(self.reports) if report.num_sequences]
+        return tuple(
+            DatasetFingerprint(
+                prefix=str(self.prefixes[dataset]),
+                share=group.weight / total_weight,
+                num_sequences=group.num_sequences,
+                num_tokens=self.reports[dataset].num_tokens,
+                lengths=self._hash_of_lengths(group),
+                tokens=self._hash_of_tokens(dataset),
+            )
+            for dataset, group in zip(datasets, groups, strict=True)
+        )
+
+    def _hash_of_lengths(self, group: SequenceGroup) -> str:
+        end = group.first_sequence + group.num_sequences
+        stretches = _fingerprint_stretches(group.first_sequence, end)
+        return _sha256(self.lengths[stretch.start : stretch.stop] for stretch in stretches)
+
+    def _hash_of_tokens(self, dataset: int) -> str:
+        documents = self._ranges[dataset]
+        stretches = _fingerprint_stretches(*documents.token_range)
+        return _sha256(tokens for _, tokens in _read_stretches(documents.index, stretches))
 
     def _check_sequences(self, dataset: int, stretch: range) -> None:
         """Read all sequences of the documents that a stretch of the ``.bin`` touches."""
@@ -379,10 +417,24 @@ def spread_stretches(
     return tuple(range(start, min(start + stretch_tokens, end_token)) for start in starts)
 
 
-def _extreme_tokens(
+def _fingerprint_stretches(first: int, end: int) -> tuple[range, ...]:
+    return spread_stretches(
+        first, end, stretch_tokens=FINGERPRINT_STRETCH_TOKENS, budget_tokens=FINGERPRINT_TOKENS
+    )
+
+
+def _sha256(parts: Iterable[npt.NDArray[np.integer[Any]]]) -> str:
+    """Hash of whole numbers, whatever the type that they are stored in."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _read_stretches(
     index: DatasetIndex, stretches: tuple[range, ...]
-) -> Iterator[tuple[range, int, int]]:
-    """Each non-empty stretch with its lowest and highest token id.
+) -> Iterator[tuple[range, npt.NDArray[np.integer[Any]]]]:
+    """Each non-empty stretch of the ``.bin`` with its tokens.
 
     Reads rather than maps the file: a page fault per 4 KiB is slow on a network file system.
 
@@ -401,7 +453,7 @@ def _extreme_tokens(
                         f"its size was checked but ends after {stretch.start + len(tokens)} now; "
                         f"leave the files of a running job alone"
                     )
-                yield stretch, int(tokens.min()), int(tokens.max())
+                yield stretch, tokens
     except OSError as error:
         raise DataError(
             f"dataset '{index.prefix}': cannot read {path}: {error.strerror}"

@@ -250,15 +250,20 @@ class LengthSampler:
             "num_tokens": self._num_tokens,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, counts_only: bool = False) -> None:
         """Continue where ``state_dict`` was taken; the batch size may have changed.
+
+        Args:
+            state: from ``state_dict``.
+            counts_only: of other data: begin with the first sequence, but count on.
 
         Raises:
             ConfigurationError: the state was written under another seed.
             DataError: the state belongs to another corpus.
         """
-        self._order.load_state_dict(state["order"])
-        self._waiting = [int(i) for i in state["waiting"]]
+        if not counts_only:
+            self._order.load_state_dict(state["order"])
+            self._waiting = [int(i) for i in state["waiting"]]
         self._num_batches = int(state["num_batches"])
         # Earlier versions, whose batches did not grow, wrote neither.
         self._num_sequences = int(state.get("num_sequences", 0))

@@ -262,6 +262,8 @@ _NEEDED = {
     "keep_last": "save",
     "take_over_save": "save",
     "load_fallback": "load",
+    "allow_other_data": "load",
+    "allow_changed_settings": "load",
     "max_skipped_in_a_row": "skip_nan_iterations",
     "refit_drift": "refit_cost_profile",
 }

@@ -137,6 +137,16 @@ class HydraulisConfig:
     """If the checkpoint that --load names is damaged or incomplete, load the newest earlier one
     that is complete, with a warning. Default: stop with an error."""
 
+    allow_other_data: bool = False
+    """Resume although the training data are not those of the checkpoint: at the same place if
+    datasets and shares have the same sizes, else with their first sequence. Default: other data
+    are an error."""
+
+    allow_changed_settings: bool = False
+    """Resume although settings on which the update depends, such as --clip-grad, --bf16 or the
+    global batch, are not those of the checkpoint. The learning-rate schedule has Megatron's own
+    flags. Default: such a change is an error; the log names all others."""
+
     trace: Path | None = field(default=None, metadata=_flag("DIR"))
     """Folder for a trace for Perfetto or Chrome: planned and measured spans of every rank.
     Default: not written."""
@@ -300,6 +310,8 @@ FIELDS_BY_TOPIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "keep_last",
             "take_over_save",
             "load_fallback",
+            "allow_other_data",
+            "allow_changed_settings",
             "skip_nan_iterations",
             "max_skipped_in_a_row",
         ),

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,19 @@ from megatron.hydraulis.checkpoint.loading import (
     load_first_whole,
     read_rng_state,
 )
-from megatron.hydraulis.checkpoint.manifest import model_of
+from megatron.hydraulis.checkpoint.manifest import Manifest, model_of
 from megatron.hydraulis.checkpoint.names import sharding_metadata, stored_parameters
-from megatron.hydraulis.checkpoint.save_lock import SaveLock, Writer
+from megatron.hydraulis.checkpoint.save_lock import SaveLock, Writer, writer_of
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
-from megatron.hydraulis.errors import CheckpointError, ConfigurationError
+from megatron.hydraulis.data.fingerprint import (
+    DatasetFingerprint,
+    data_differences,
+    keeps_place,
+)
+from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
 from megatron.hydraulis.flags.arguments import Resolved
+from megatron.hydraulis.flags.changes import changed_settings
+from megatron.hydraulis.flags.describe import block_lines
 from megatron.hydraulis.loop.batch_reader import PlannedData
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planning import Planning
@@ -63,11 +70,15 @@ class RunCheckpoints:
     Args:
         resolved: the command line.
         planning: of the run.
+        data: the training data, equal on all ranks.
     """
 
-    def __init__(self, resolved: Resolved, planning: Planning) -> None:
+    def __init__(
+        self, resolved: Resolved, planning: Planning, data: Sequence[DatasetFingerprint]
+    ) -> None:
         self._resolved = resolved
         self._planning = planning
+        self._data = tuple(data)
         self._saver: CheckpointSaver | None = None
         self._lock: SaveLock | None = None
         """On rank 0, of the folder that it saves to."""
@@ -76,6 +87,8 @@ class RunCheckpoints:
         """Number of iterations that earlier starts have trained."""
         self.sampler_state: Mapping[str, Any] | None = None
         """State of the training data's sampler; None to begin with the first sequence."""
+        self.begins_other_data = False
+        """Whether the state's place in the data is none in those of this run."""
         self.num_consumed_elsewhere = 0
         """Samples that plain Megatron has trained, rows of --seq-length tokens."""
 
@@ -118,6 +131,7 @@ class RunCheckpoints:
                     "num_skipped": self.counters.num_skipped,
                     "num_skipped_in_a_row": self.counters.num_skipped_in_a_row,
                     "sampler": train_data_iterator.reader.batches.state,
+                    "data": list(map(asdict, self._data)),
                     "planner": {
                         "pool": {s.name: str(s) for s in self._planning.pool.strategies},
                         "num_marked_plans": self.counters.num_marked_plans,
@@ -171,6 +185,7 @@ class RunCheckpoints:
             ddp_model[0].engine,
             self._model(),
             with_optimizer=not (args.finetune or args.no_load_optim),
+            accept=(lambda path, manifest: None) if args.finetune else self._accept,
             log=partial(print, flush=True),
         )
         if args.finetune or loaded.path.name == RELEASE:
@@ -211,9 +226,11 @@ class RunCheckpoints:
             if starts_over:
                 start = "with --finetune the run starts from iteration 1"
                 fix += " without --finetune"
+            writer = writer_of(folder.root)
+            of_writer = "" if writer is None else f", and belongs to {writer}"
             raise ConfigurationError(
-                f"--save {save} holds checkpoints, the newest {existing[-1].name}, but {start} and "
-                f"would replace them; {fix}, or another --save"
+                f"--save {save} holds checkpoints, the newest {existing[-1].name}{of_writer}, but "
+                f"{start} and would replace them; {fix}, or another --save"
             )
 
         def take() -> None:
@@ -276,6 +293,46 @@ class RunCheckpoints:
             "with iteration 1"
         )
 
+    def _accept(self, path: Path, manifest: Manifest) -> None:
+        """Raise ConfigurationError unless the run may go on with these data and settings."""
+        hydraulis = self._resolved.hydraulis
+        self._accept_data(path, _data_of(manifest), is_allowed=hydraulis.allow_other_data)
+        here = self._planning.description_of(self._resolved)
+        changes = changed_settings(manifest.configuration, here)
+        of_update = [str(change) for change in changes if change.changes_update]
+        # A new optimizer and schedule go with new settings.
+        is_allowed = hydraulis.allow_changed_settings or self._resolved.args.no_load_optim
+        if of_update and not is_allowed:
+            raise ConfigurationError(
+                f"{path} was trained with other settings, on which the update depends: "
+                f"{listed(of_update, most=len(of_update))}; give the former ones, or add "
+                "--allow-changed-settings to go on with the new ones"
+            )
+        for line in block_lines("changed", f"settings since {path}", list(map(str, changes))):
+            self._say(line)
+
+    def _accept_data(
+        self, path: Path, saved: Sequence[DatasetFingerprint] | None, *, is_allowed: bool
+    ) -> None:
+        if saved is None:
+            self._say(f"{path} does not record its data: these may be others")
+            return
+        differences = data_differences(saved, self._data)
+        if not differences:
+            return
+        if not is_allowed:
+            raise ConfigurationError(
+                f"{path} was trained on other data: {listed(differences)}; give the same data, "
+                "--split, --seq-length and --long-sequences, or add --allow-other-data"
+            )
+        goes_on = "training goes on at the same place in them"
+        if not keeps_place(saved, self._data):
+            goes_on = "training goes on with their first sequence"
+        self._say(
+            f"warning: {path} was trained on other data: {listed(differences)}; {goes_on} "
+            "(--allow-other-data)"
+        )
+
     def _take_state(self, loaded: LoadedCheckpoint, args: Namespace) -> None:
         manifest = loaded.manifest
         if manifest is None:
@@ -288,6 +345,10 @@ class RunCheckpoints:
         state = manifest.state
         try:
             self.sampler_state = dict(state["sampler"])
+            saved_data = _data_of(manifest)
+            self.begins_other_data = saved_data is not None and not keeps_place(
+                saved_data, self._data
+            )
             args.consumed_valid_samples = int(state["consumed_valid_samples"])
             self.counters.num_marked_plans = int(state["planner"]["num_marked_plans"])
             self.counters.num_skipped = int(state["num_skipped"])
@@ -322,6 +383,18 @@ class RunCheckpoints:
     def _say(self, message: str) -> None:
         if dist.get_rank() == 0:
             print(message, flush=True)
+
+
+def _data_of(manifest: Manifest) -> tuple[DatasetFingerprint, ...] | None:
+    """The data that a run was trained on; None if an earlier version wrote the checkpoint."""
+    entries = manifest.state.get("data")
+    try:
+        return None if entries is None else tuple(DatasetFingerprint(**each) for each in entries)
+    except TypeError as error:
+        raise CheckpointError(
+            f"the state of the run lists its data in another form ({error}); load another "
+            "checkpoint"
+        ) from error
 
 
 def _pool_text(pool: Mapping[str, str]) -> str:

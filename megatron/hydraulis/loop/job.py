@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from hydraulis_patches.training_loop import apply_training_loop
+from megatron.hydraulis.checkpoint.collective_errors import on_rank_0
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus
+from megatron.hydraulis.data.fingerprint import DatasetFingerprint
 from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import (
@@ -244,11 +246,18 @@ class Job:
         """Train, with upstream's pretrain() around our step. Collective."""
         if self._has_cuda:
             self._agree_on_device(corpora)
-        if dist.get_rank() == 0:
-            self._start_run_folder(corpora)
-            self._print_notices(corpora)
-        dist.barrier()
-        parts = self._make_parts(store)
+        checkpoints = self._make_checkpoints(corpora)
+        # Before anything of another job that writes to the same folders is moved.
+        checkpoints.open_save_folder()
+        try:
+            if dist.get_rank() == 0:
+                self._start_run_folder(corpora)
+                self._print_notices(corpora)
+            dist.barrier()
+            parts = self._make_parts(store, checkpoints)
+        except BaseException:
+            checkpoints.abandon()
+            raise
         try:
             self._pretrain(parts, corpora, store)
         except SystemExit:  # an exit condition of upstream
@@ -331,7 +340,16 @@ class Job:
             if corpus is not None:
                 print(f"{corpus.name} data: {corpus.report}", flush=True)
 
-    def _make_parts(self, store: dist.Store) -> _Parts:
+    def _make_checkpoints(self, corpora: Corpora) -> RunCheckpoints:
+        """Collective."""
+        train, args = corpora[0], self._resolved.args
+        assert train is not None
+        data: tuple[DatasetFingerprint, ...] = ()
+        if args.save is not None or args.load is not None:
+            data = on_rank_0(train.fingerprints, "the training data cannot be read")
+        return RunCheckpoints(self._resolved, self._planning, data)
+
+    def _make_parts(self, store: dist.Store, checkpoints: RunCheckpoints) -> _Parts:
         """Collective."""
         args, hydraulis = self._resolved.args, self._resolved.hydraulis
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -355,9 +373,7 @@ class Job:
                 model=self._profiled_model,
                 has_cuda=self._has_cuda,
             )
-        checkpoints = RunCheckpoints(self._resolved, self._planning)
         guard = HangGuard(store, rank, num_ranks, 60.0 * args.distributed_timeout_minutes)
-        checkpoints.open_save_folder()
         return _Parts(metrics, trace, memory, refit, checkpoints, guard)
 
     def _pretrain(self, parts: _Parts, corpora: Corpora, store: dist.Store) -> None:
@@ -478,7 +494,9 @@ class Job:
             )
         )
         if is_training and checkpoints.sampler_state is not None:
-            sampler.load_state_dict(checkpoints.sampler_state)
+            sampler.load_state_dict(
+                checkpoints.sampler_state, counts_only=checkpoints.begins_other_data
+            )
         batches = SampledBatches(
             sampler, first_iteration=checkpoints.first_iteration if is_training else 0
         )

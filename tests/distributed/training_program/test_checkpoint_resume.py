@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +24,12 @@ from megatron.hydraulis.checkpoint.manifest import Manifest
 from megatron.hydraulis.checkpoint.save_lock import LOCK_FILE_NAME, SaveLock, Writer
 from megatron.hydraulis.checkpoint.torch_dist import StoredCheckpoint
 from megatron.hydraulis.errors import CheckpointError
+from megatron.hydraulis.loop import checkpoints, entry
 from megatron.hydraulis.loop.entry import EXIT_STATUS_OF_ERROR
+from megatron.hydraulis.observability.records import METRICS_FILE_NAME
 from tests.support.checkpoints import whole_tensors
 from tests.support.forked_job import run_job
-from tests.support.tiny_corpus import tiny_command
+from tests.support.tiny_corpus import VOCAB_SIZE, tiny_command, write_corpus
 from tests.support.training_run import (
     BATCH_SIZE,
     MAIN_FLAGS,
@@ -194,6 +203,18 @@ REFUSED = {
     "another schedule": ("--load {saved} --ckpt-step 2 --lr 0.5", "learning rate"),
     "another seed": ("--load {saved} --ckpt-step 2 --seed 5", "resume with --seed"),
     "no such iteration": ("--load {saved} --ckpt-step 3", "no checkpoint of iteration 3"),
+    "other tokens": (
+        "--load {saved} --ckpt-step 2 --data-path {shifted}",
+        "was trained on other data: dataset '{shifted}' has other tokens; give the same data",
+    ),
+    "other lengths": (
+        "--load {saved} --ckpt-step 2 --long-sequences truncate --seq-length 64",
+        "was trained on other data: dataset '",
+    ),
+    "other settings": (
+        "--load {saved} --ckpt-step 2 --adam-beta1 0.8 --bf16 --eval-iters 1",
+        "on which the update depends: --adam-beta1 0.9 -> 0.8, --bf16 False -> True; give",
+    ),
     "another model": ("--load {saved} --norm-epsilon 0.1", "layernorm_epsilon is 1e-05 there"),
 }
 
@@ -204,6 +225,8 @@ def test_a_checkpoint_that_cannot_be_resumed_ends_with_one_line(
 ) -> None:
     typed, message = REFUSED[name]
     places = {"saved": saved, "empty": tmp_path / "empty", "other": tmp_path / "other"}
+    places["shifted"] = tmp_path / "shifted"
+    write_corpus(places["shifted"], num_tokens=VOCAB_SIZE - 1)
     base = tiny_command(
         *(corpus_prefix, tmp_path / "run", "--strategy", "tp1", *MAIN_FLAGS),
         *("--seed", str(SEED), "--split", SPLIT, "--train-iters", str(TRAIN_ITERS)),
@@ -242,3 +265,103 @@ def test_a_folder_that_another_job_writes_to_is_refused_and_can_be_taken_over(
     finally:
         lock.release()
     assert sorted(os.listdir(save)) == ["iter_0000003", LATEST_FILE_NAME]
+
+
+def resume(launch: Launch, checkpoint: Path, *extra: str) -> Run:
+    load = ("--load", str(checkpoint), "--ckpt-step", str(SAVED_AT))
+    return launch("tp1", 1, *load, *MAIN_FLAGS, *extra)
+
+
+def test_other_data_of_the_same_sizes_go_on_at_the_same_place_if_asked_for(
+    launch: Launch, uninterrupted: Run, saved: Path, tmp_path: Path
+) -> None:
+    data = ("--data-path", write_corpus(tmp_path / "shifted", num_tokens=VOCAB_SIZE - 1))
+    run = resume(launch, saved, *data, "--allow-other-data")
+    assert lengths_of(run) == {i: lengths_of(uninterrupted)[i] for i in (2, 3)}
+    assert run.losses != uninterrupted.losses[SAVED_AT:]
+    assert "has other tokens; training goes on at the same place in them" in run.outcome.stdout
+
+
+def test_other_shares_of_a_blend_are_refused_or_begin_with_the_first_sequence(
+    launch: Launch, tmp_path: Path
+) -> None:
+    first, second = (write_corpus(tmp_path / name) for name in "ab")
+    save = tmp_path / "save"
+    blend = ("--data-path", "3", first, "7", second)
+    run = launch(
+        *("tp1", 1, *blend, "--save", str(save), "--save-interval", str(SAVED_AT)), *MAIN_FLAGS
+    )
+    other = ("--data-path", "0.5", first, "0.5", second)
+    load = ("--load", str(save), "--ckpt-step", str(SAVED_AT))
+    refused = run_job([*run.argv, *load, *other, "--save", str(tmp_path / "x")], 1, tmp_path / "o")
+    assert refused.statuses == (EXIT_STATUS_OF_ERROR,)
+    assert f"dataset '{first}' has a share of 0.3 there and 0.5 here" in refused.stderr
+    assert "add --allow-other-data" in refused.stderr
+    again = resume(launch, save, *other, "--allow-other-data")
+    assert "training goes on with their first sequence" in again.outcome.stdout
+    from_the_start = launch("tp1", 1, *other, "--train-iters", "2", *MAIN_FLAGS)
+    assert list(lengths_of(again).values()) == list(lengths_of(from_the_start).values())
+
+
+def test_changed_settings_of_the_update_need_a_flag_and_all_are_logged(
+    launch: Launch, uninterrupted: Run, saved: Path
+) -> None:
+    changes = ("--clip-grad", "0.01", "--log-interval", "2")
+    run = resume(launch, saved, *changes, "--allow-changed-settings")
+    assert "  --clip-grad 1.0 -> 0.01\n" in run.outcome.stdout
+    assert "  --log-interval 1 -> 2\n" in run.outcome.stdout
+    assert "--train-iters" not in run.outcome.stdout.partition("changed ")[2].partition("[")[0]
+    assert run.losses[0] == pytest.approx(uninterrupted.losses[SAVED_AT], rel=ROUNDING)
+    assert run.losses[1] != pytest.approx(uninterrupted.losses[SAVED_AT + 1], rel=1e-4)
+
+
+def test_a_checkpoint_without_a_record_of_its_data_loads(
+    launch: Launch, uninterrupted: Run, saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "earlier"
+    shutil.copytree(saved, folder, ignore=shutil.ignore_patterns("iter_0000004"))
+    path = CheckpointFolder(folder).path_of(SAVED_AT)
+    manifest = Manifest.read(path)
+    state = {key: value for key, value in manifest.state.items() if key != "data"}
+    dataclasses.replace(manifest, state=state, configuration={}).write(path)
+    run = resume(launch, folder)
+    assert run.losses == pytest.approx(uninterrupted.losses[SAVED_AT:], rel=ROUNDING)
+    assert "does not record its data: these may be others" in run.outcome.stdout
+
+
+def test_of_two_jobs_the_second_is_refused_until_the_first_is_killed(
+    corpus_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "SaveLock", partial(SaveLock, heartbeat_s=0.2))
+    save, killed = tmp_path / "save", tmp_path / "killed"
+    argv = tiny_command(
+        *(corpus_prefix, tmp_path / "run", "--strategy", "tp1", *MAIN_FLAGS),
+        *("--train-iters", "2", "--save", str(save), "--load", str(save)),
+    )
+
+    def until_killed(loss_mask: torch.Tensor, output: torch.Tensor) -> Any:
+        while not killed.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def first_program(argv: Sequence[str]) -> None:
+        entry.main(argv, entry.UserHooks(loss_func=until_killed))
+
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(run_job, argv, 1, tmp_path / "first", program=first_program)
+        try:
+            metrics = tmp_path / "run" / METRICS_FILE_NAME
+            while not metrics.exists():
+                assert not first.done(), first.result().stderr
+                time.sleep(0.05)
+            second = run_job(argv, 1, tmp_path / "second")
+        finally:
+            killed.touch()
+    assert second.statuses == (EXIT_STATUS_OF_ERROR,)
+    assert f"error: --save {save} is in use by process {os.getpid()} on" in second.stderr
+    assert "which is running; end it, name another --save" in second.stderr
+    assert metrics.exists(), "the second job moved the first one's run folder"
+    assert first.result().statuses == (-signal.SIGKILL,)
+    third = run_job(argv, 1, tmp_path / "third")
+    assert third.statuses == (0,)
+    assert "in use by" not in third.stdout + third.stderr

@@ -149,10 +149,38 @@ def test_the_lock_of_an_ended_process_of_this_host_is_taken_at_once(locks: Locks
     locks.leave(dataclasses.replace(here, job="another", process=ended.pid))
     locks.lock(here).acquire()
     assert locks.messages == []
-    assert not here.is_gone
-    assert not OTHER.is_gone  # unknown on this host
-    elsewhere = dataclasses.replace(here, process=ended.pid, process_namespace="a container's")
-    assert not elsewhere.is_gone
+    elsewhere = dataclasses.replace(
+        here, job="another", process=ended.pid, process_namespace="a container's"
+    )
+    assert not elsewhere.gives_way_to(here)  # unknown on this host
+
+
+def test_two_processes_that_one_shell_started_are_two_jobs(locks: Locks) -> None:
+    first, second = Writer.of_this_process({}), Writer.of_this_process({})
+    assert first.job == second.job
+    locks.lock(first).acquire()
+    with pytest.raises(ConfigurationError, match=rf"process {os.getpid()} on .*which is running"):
+        locks.lock(second).acquire()
+
+
+def test_two_steps_of_a_slurm_job_are_two_writers_until_it_is_queued_again(locks: Locks) -> None:
+    def writer(step: str, num_requeues: str, host: str = "node3") -> Writer:
+        environment = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": step}
+        found = Writer.of_this_process(environment | {"SLURM_RESTART_COUNT": num_requeues})
+        return dataclasses.replace(found, host=host)
+
+    locks.lock(writer("0", "0")).acquire()
+    with pytest.raises(ConfigurationError, match=r"Slurm's job 12, step 0 .* which is running"):
+        locks.lock(writer("1", "0", "node4")).acquire()
+    assert writer("0", "0").gives_way_to(writer("0", "0", "node4"))  # torchrun's restart
+    assert writer("1", "0").gives_way_to(writer("0", "1", "node4"))  # requeued
+
+
+def test_a_job_that_was_about_to_write_its_name_is_named(locks: Locks) -> None:
+    locks.path.write_text("")
+    threading.Timer(BEAT_S, locks.leave, [OTHER]).start()
+    with pytest.raises(ConfigurationError, match=r"by Slurm's job 7 .*, which is running"):
+        locks.lock(OURS).acquire()
 
 
 def test_the_name_of_a_job_is_from_slurm_or_torchrun() -> None:
