@@ -1,15 +1,19 @@
 """The model's vocabulary follows from tokenizer and flags, never from the strategy."""
 
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from megatron.hydraulis.data.tokenizer import TokenizerFingerprint, tokenizer_path
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags import defaults
 from megatron.hydraulis.flags.defaults import Vocabulary, padded_vocabulary_size
+from megatron.hydraulis.json_object import write_json
 from tests.unit.argument_command import parse
 
 _NUM_WORDS = 50
@@ -61,6 +65,29 @@ def test_a_given_padded_size_is_used_unchanged(tmp_path: Path) -> None:
 def test_size_of_a_tokenizer_from_files(tmp_path: Path, tokenizer_folder: str) -> None:
     typed = _hugging_face(tokenizer_folder)
     assert _resolve(tmp_path, *typed, without=("--vocab-size",)) == Vocabulary(_NUM_WORDS, 128)
+
+
+def test_data_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer_folder: str) -> None:
+    """The ids fit, but most of them mean other words."""
+    typed = _hugging_face(tokenizer_folder)
+    words = [f"w{index}" for index in range(_NUM_WORDS - 2)] + ["<unk>", "<eos>"]
+
+    def made_by(*tokens: str) -> None:
+        tokenizer = SimpleNamespace(inv_vocab=dict(enumerate(tokens)), vocab_size=len(tokens))
+        fingerprint = TokenizerFingerprint.of(tokenizer)
+        assert fingerprint is not None
+        write_json(tokenizer_path(str(tmp_path / "corpus")), asdict(fingerprint))
+
+    made_by(*words)
+    assert _resolve(tmp_path, *typed, without=("--vocab-size",)).size == _NUM_WORDS
+    made_by(*words[:20])  # the tokenizer has got more words since
+    assert _resolve(tmp_path, *typed, without=("--vocab-size",)).size == _NUM_WORDS
+    made_by("w1", "w0", *words[2:])
+    with pytest.raises(ConfigurationError, match="made with another tokenizer, of 50 tokens"):
+        _resolve(tmp_path, *typed, without=("--vocab-size",))
+    assert _resolve(tmp_path).size == 200  # NullTokenizer is for ids whatever they mean
+    Path(tokenizer_path(str(tmp_path / "corpus"))).unlink()
+    assert _resolve(tmp_path, *typed, without=("--vocab-size",)).size == _NUM_WORDS
 
 
 def test_a_larger_vocab_size_gives_the_model_more_tokens(

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,10 +34,13 @@ from megatron.hydraulis.data.index import bin_path, idx_path
 from megatron.hydraulis.data.tokenizer import (
     TEXT_TOKENIZER_TYPES,
     DocumentEncoder,
+    TokenizerFingerprint,
     TokenizerSettings,
     build_tokenizer,
+    tokenizer_path,
 )
 from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 from megatron.hydraulis.terminal import print_next
 
@@ -342,7 +345,7 @@ def preprocess(
     # the first call of on_progress.
     with (
         OrderedWorkers(partial(_encode_chunk, encoder), num_workers) as workers,
-        DatasetWriter(output_prefix, encoder.token_type) as writer,
+        DatasetWriter(output_prefix, encoder.token_type, encoder.fingerprint) as writer,
     ):
         for encoded in workers.map(_chunks(files, json_key)):
             writer.add_documents(encoded.tokens, encoded.lengths)
@@ -391,17 +394,24 @@ class DatasetWriter:
     Args:
         prefix: path of the dataset without suffix; folders are made.
         token_type: type the ids are stored in.
+        tokenizer: what the ids mean, if known.
 
     Raises:
         DataError: the files cannot be written.
     """
 
-    def __init__(self, prefix: str | Path, token_type: type[np.integer]) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        token_type: type[np.integer],
+        tokenizer: TokenizerFingerprint | None = None,
+    ) -> None:
         self._prefix = str(prefix)
         # In the target's folder, because a rename does not cross file systems.
         partial = f"{self._prefix}.{os.getpid()}.partial"
         self._partial_bin, self._partial_idx = bin_path(partial), idx_path(partial)
         self._token_type = token_type
+        self._tokenizer = tokenizer
         self._builder: Any = None
 
     def __enter__(self) -> Self:
@@ -439,7 +449,10 @@ class DatasetWriter:
                 _flush_to_disk(path)
             # Without an index there is no dataset, so a crash in between cannot pair a new .bin
             # with an old .idx.
-            Path(idx_path(self._prefix)).unlink(missing_ok=True)
+            for path in (idx_path(self._prefix), tokenizer_path(self._prefix)):
+                Path(path).unlink(missing_ok=True)
+            if self._tokenizer is not None:
+                write_json(tokenizer_path(self._prefix), asdict(self._tokenizer))
             os.replace(self._partial_bin, bin_path(self._prefix))
             os.replace(self._partial_idx, idx_path(self._prefix))
         return lengths

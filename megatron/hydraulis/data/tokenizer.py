@@ -1,6 +1,7 @@
 """Text to token ids with Megatron's own tokenizers."""
 
 import argparse
+import hashlib
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from megatron.hydraulis.data.documents import RawDocument
 from megatron.hydraulis.errors import ConfigurationError, DataError
+from megatron.hydraulis.json_object import JsonObject, read_json
 
 TEXT_TOKENIZER_TYPES = (
     "HuggingFaceTokenizer",
@@ -138,6 +140,61 @@ def build_tokenizer(settings: TokenizerSettings | argparse.Namespace) -> Any:
         ) from error
 
 
+@dataclass(frozen=True)
+class TokenizerFingerprint:
+    """What the token ids of a dataset mean; written next to it as ``prefix.tokenizer.json``."""
+
+    num_tokens: int
+    """Size of the tokenizer's vocabulary."""
+    vocabulary: str
+    """SHA-256 of its tokens in the order of their ids."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, num_tokens: int | None = None) -> "TokenizerFingerprint | None":
+        """That of the first num_tokens ids, by default of all; None if tokens cannot be listed."""
+        try:
+            token_of = tokenizer.inv_vocab
+            size = int(tokenizer.vocab_size) if num_tokens is None else num_tokens
+        except Exception:  # libraries raise their own kinds, and NullTokenizer has no tokens
+            return None
+        digest = hashlib.sha256()
+        for token in range(size):
+            digest.update(f"{token_of.get(token)!r}\n".encode())
+        return cls(size, digest.hexdigest())
+
+    @classmethod
+    def read(cls, prefix: str) -> "TokenizerFingerprint | None":
+        """That of the dataset ``prefix``; None if there is none. Raises DataError."""
+        path = tokenizer_path(prefix)
+        if not os.path.exists(path):
+            return None
+        content = JsonObject(read_json(path, "tokenizer", DataError), path, DataError)
+        return cls(content.integer("num_tokens"), content.text("vocabulary"))
+
+
+def tokenizer_path(prefix: str) -> str:
+    """Path of the file that says which tokenizer made the dataset ``prefix``."""
+    return prefix + ".tokenizer.json"
+
+
+def check_made_with(tokenizer: Any, prefixes: Sequence[str]) -> None:
+    """Raise ConfigurationError for a dataset whose ids mean other tokens than the tokenizer's.
+
+    Tokens that the tokenizer has in addition do not matter, nor does a dataset without a record.
+    """
+    for prefix in prefixes:
+        recorded = TokenizerFingerprint.read(prefix)
+        if recorded is None:
+            continue
+        here = TokenizerFingerprint.of(tokenizer, recorded.num_tokens)
+        if here is not None and here != recorded:
+            raise ConfigurationError(
+                f"dataset '{prefix}' was made with another tokenizer, of {recorded.num_tokens} "
+                f"tokens, and this one, of {tokenizer.vocab_size}, has others for its ids; give "
+                f"the tokenizer of the data, or remove {tokenizer_path(prefix)}"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class DocumentEncoder:
     """Turns documents into token ids of the type that the dataset stores.
@@ -170,6 +227,10 @@ class DocumentEncoder:
     @property
     def vocab_size(self) -> int:
         return int(self.tokenizer.vocab_size)
+
+    @property
+    def fingerprint(self) -> TokenizerFingerprint | None:
+        return TokenizerFingerprint.of(self.tokenizer)
 
     @property
     def token_type(self) -> type[np.integer]:

@@ -1,6 +1,7 @@
 """Defaults that differ from upstream's, and the size of the vocabulary."""
 
 import argparse
+import contextlib
 import copy
 import importlib.util
 import math
@@ -8,7 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.hydraulis.data.tokenizer import build_tokenizer, check_tokenizer_model
+from megatron.core.datasets.utils import get_blend_from_list
+
+from megatron.hydraulis.data.tokenizer import (
+    build_tokenizer,
+    check_made_with,
+    check_tokenizer_model,
+)
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.flags.config import option_of
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
@@ -210,13 +217,13 @@ def padded_vocabulary_size(size: int, divisible_by: int) -> int:
 
 
 def resolve_vocabulary(args: argparse.Namespace) -> Vocabulary:
-    """Load the tokenizer and derive the size of the model's vocabulary.
+    """Load the tokenizer, compare it with that of the data, and derive the size of the vocabulary.
 
     --padded-vocab-size is used unchanged if given. Otherwise the vocabulary, or a larger
     --vocab-size, is padded to a multiple of --make-vocab-size-divisible-by.
 
-    Raises ConfigurationError when the tokenizer is missing or cannot be read, or its vocabulary is
-    larger than the model's.
+    Raises ConfigurationError when the tokenizer is missing, cannot be read or did not make the
+    data, or its vocabulary is larger than the model's.
     """
     _check_sources(args)
     size = _tokenizer_size(args)
@@ -267,6 +274,18 @@ def _tokenizer_size(args: argparse.Namespace) -> int:
         return int(args.vocab_size)
     try:
         # Upstream writes the padded size into the arguments it is given.
-        return int(build_tokenizer(copy.copy(args)).vocab_size)
+        tokenizer = build_tokenizer(copy.copy(args))
+        check_made_with(tokenizer, _prefixes(args))
     except DataError as error:
         raise ConfigurationError(str(error)) from error
+    return int(tokenizer.vocab_size)
+
+
+def _prefixes(args: argparse.Namespace) -> list[str]:
+    """Of all datasets that the flags name."""
+    blends = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
+    prefixes: list[str] = []
+    for blend in filter(None, blends):
+        with contextlib.suppress(AssertionError):  # a wrong blend, which check_data names
+            prefixes += get_blend_from_list(blend)[0]
+    return prefixes

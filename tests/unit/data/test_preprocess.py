@@ -21,7 +21,12 @@ from megatron.hydraulis.data.preprocess import (
     PreprocessReport,
     preprocess,
 )
-from megatron.hydraulis.data.tokenizer import DocumentEncoder, TokenizerSettings, build_tokenizer
+from megatron.hydraulis.data.tokenizer import (
+    DocumentEncoder,
+    TokenizerFingerprint,
+    TokenizerSettings,
+    build_tokenizer,
+)
 from megatron.hydraulis.errors import DataError
 from tests.support.full_disk import largest_file
 
@@ -116,6 +121,23 @@ def test_failure_keeps_an_earlier_dataset(
     with pytest.raises(DataError, match=r"z\.txt: text is UTF-8 but byte 0 is 0xff"):
         run(folder, prefix, encoder)
     assert [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")] == before
+    assert written(prefix.parent) == ["x.bin", "x.idx"]
+
+
+def test_the_tokenizer_of_the_data_is_recorded_and_replaced_with_them(
+    tmp_path: Path, folder: Path, encoder: DocumentEncoder, tokenizer_folder: Path
+) -> None:
+    prefix = tmp_path / "out" / "x"
+    settings = TokenizerSettings(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer_folder)
+    )
+    tokenizer = build_tokenizer(settings)
+    run(folder, prefix, DocumentEncoder(tokenizer))
+    recorded = TokenizerFingerprint.read(str(prefix))
+    assert recorded == TokenizerFingerprint.of(tokenizer)
+    assert recorded is not None
+    assert recorded.num_tokens == tokenizer.vocab_size
+    run(folder, prefix, encoder)  # NullTokenizer, whose ids mean no tokens
     assert written(prefix.parent) == ["x.bin", "x.idx"]
 
 
