@@ -77,6 +77,8 @@ def test_the_flag_fits_what_other_flags_describe(tmp_path: Path) -> None:
     assert str(
         parse(tmp_path, "--strategy", "tp2+2*tp1", "--elastic", num_ranks=3).pool.strategies[0]
     ) == ("tp2+tp1")
+    fewer = parse(tmp_path, "--elastic", "--ranks-per-node", "4", num_ranks=3)
+    assert str(fewer.pool.strategies[0]) == "3*tp1"
     sizes = ("--tensor-model-parallel-size", "2")
     resolved = parse(tmp_path, *sizes, "--elastic", num_ranks=3)
     assert str(resolved.pool.strategies[0]) == "tp2+idle"

@@ -411,11 +411,11 @@ def resolve_pool(
     Raises ConfigurationError when the pool is for another job; StrategyError when a strategy cannot
     be read or placed.
     """
-    if hydraulis.ranks_per_node is not None and hydraulis.ranks_per_node > num_ranks:
+    per_node = hydraulis.ranks_per_node
+    if per_node is not None and per_node > num_ranks and not hydraulis.elastic:
         raise ConfigurationError(
-            f"a node has no more ranks than the job but --ranks-per-node is "
-            f"{hydraulis.ranks_per_node} and the job has {num_ranks}; give at most {num_ranks}, or "
-            "leave it out"
+            f"a node has no more ranks than the job but --ranks-per-node is {per_node} and the job "
+            f"has {num_ranks}; give at most {num_ranks}, or leave it out"
         )
     if hydraulis.strategy is None and hydraulis.strategy_pool is None:
         tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
