@@ -33,7 +33,6 @@ from megatron.hydraulis.checkpoint.loading import find_checkpoints, load_first_w
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.index import read_index
 from megatron.hydraulis.errors import HydraulisError
-from megatron.hydraulis.planner.plan import PlanText
 from megatron.hydraulis.planner.planners import GreedyPlanner, RecordedPlans, plan_path, write_plan
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.checkpoints import fill_moments, make_engine, save_engine
@@ -318,8 +317,8 @@ def _plan(root: Path) -> Kind:
     folder = root / "plan"
     pool, model = _pool_of_strategies(), ProfileCostModel.from_json(_profile_content(), what="")
     sound = GreedyPlanner(Pool.of(pool.strategy("mixed")), model).plan(LENGTHS)
-    write_plan(folder, 0, PlanText.of(sound))
-    write_plan(folder.with_name("other"), 0, PlanText.of(sound))
+    for place in (folder, folder.with_name("other")):
+        write_plan(place, 0, sound, range(len(LENGTHS)))
 
     def judge(damaged: Path) -> str:
         found = RecordedPlans(damaged).plan(LENGTHS)

@@ -97,7 +97,7 @@ class BatchReader:
         strategy = self._pool.strategy(plan.strategy)
         plan.validate(batch.lengths, strategy, partial(self._limits.max_tokens, strategy))
         if self._plan_dir is not None:
-            write_plan(self._plan_dir, iteration, published)
+            write_plan(self._plan_dir, iteration, plan, batch.sequence_ids)
         replica = plan.replica_of(self._rank)
         packed = [] if replica is None else self._pack(batch, replica)
         return PlannedBatch(

@@ -81,4 +81,5 @@ def _to_json(plan: Plan, findings: Findings) -> dict[str, Any]:
         "claimed_bound_s": {stage: claim.bound_s for stage, claim in plan.claims.items()},
         "proved_bound_s": findings.proved_bound_s,
         "strategy_bounds_s": findings.strategy_bounds_s,
+        "sequence_ids": plan.sequence_ids,
     }

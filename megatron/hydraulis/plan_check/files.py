@@ -63,6 +63,8 @@ class Rule(Enum):
     """their lengths are those of the batch,"""
     MISSING_SEQUENCE = "missing-sequence"
     """and none is missing."""
+    SEQUENCE_IDS = "sequence-ids"
+    """If the plan lists ids in the corpus, there is one for every sequence."""
     CONTEXT_GROUPS = "context-groups"
     """The groups of a micro-batch divide the cp ranks of a scheme with ``~``, and its sequences,
     into runs: aligned powers of two of cp ranks, for which the profile has a row."""
@@ -232,6 +234,15 @@ class Plan:
     predicted_time_s: float
     claims: dict[str, StageClaim]
     """By the name of the stage, if the plan has them."""
+    sequence_ids: list[int] | None = None
+    """In the corpus, by place in the batch, if training recorded the plan."""
+
+    def named(self, sequence: int) -> str:
+        """A place in the batch for messages, with the id in the corpus if it is known."""
+        ids = self.sequence_ids or []
+        return (
+            f"{sequence} ({ids[sequence]} of the corpus)" if sequence < len(ids) else str(sequence)
+        )
 
 
 def read_lengths(path: str) -> list[int]:
@@ -366,6 +377,11 @@ def read_plan(path: str) -> Plan:
                 for stage in ("dispatch", "packing")
                 if content[stage] is not None
             },
+            sequence_ids=(
+                [_whole(number) for number in content["sequence_ids"]]
+                if "sequence_ids" in content
+                else None
+            ),
         )
     except KeyError as error:
         raise BrokenRule(Rule.PLAN_FORMAT, f"the plan needs {error} but lacks it") from error

@@ -145,21 +145,28 @@ def _check_sequences(plan: Plan, lengths: Sequence[int]) -> None:
                     )
                 if sequence in seen:
                     raise BrokenRule(
-                        Rule.REPEATED_SEQUENCE, f"{where} has sequence {sequence} once more"
+                        Rule.REPEATED_SEQUENCE,
+                        f"{where} has sequence {plan.named(sequence)} once more",
                     )
                 seen.add(sequence)
                 if length != lengths[sequence]:
                     raise BrokenRule(
                         Rule.SEQUENCE_LENGTH,
-                        f"{where} has sequence {sequence} with {length} tokens but it has "
-                        f"{lengths[sequence]}",
+                        f"{where} has sequence {plan.named(sequence)} with {length} tokens but it "
+                        f"has {lengths[sequence]}",
                     )
     missing = set(range(len(lengths))) - seen
     if missing:
         raise BrokenRule(
             Rule.MISSING_SEQUENCE,
             f"{len(missing)} of {len(lengths)} sequences are in no micro-batch, the first of "
-            f"them {min(missing)}",
+            f"them {plan.named(min(missing))}",
+        )
+    if plan.sequence_ids is not None and len(plan.sequence_ids) != len(lengths):
+        raise BrokenRule(
+            Rule.SEQUENCE_IDS,
+            f"the plan lists {len(plan.sequence_ids)} ids but the batch has {len(lengths)} "
+            "sequences",
         )
 
 

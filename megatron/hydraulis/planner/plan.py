@@ -14,7 +14,8 @@ A scheme also has ``layers`` (a list) and ``splits_cp`` (true) where they differ
 A micro-batch of a scheme that splits its cp ranks may have ``groups``, a list of ``[offset, size,
 number of sequences]`` that cuts both its cp ranks and its sequences into runs. Where rows are
 rounded up, a micro-batch has ``rows``: tokens of the row of each group, or of the only one.
-The key ``version`` may be absent; it is 1.
+``sequences`` are places in the global batch; a plan that training recorded has ``sequence_ids``:
+the id in the corpus of the sequence at each place. The key ``version`` may be absent; it is 1.
 """
 
 import hashlib
@@ -119,6 +120,9 @@ class IterationPlan:
     packing: StageReport | None = None
     plan_time_s: float = 0.0
     """Time spent planning; not part of the digest."""
+    sequence_ids: tuple[int, ...] | None = None
+    """Ids in the corpus, by place in the batch; not part of the digest. None until the plan is
+    recorded, as planning knows lengths alone."""
 
     def __post_init__(self) -> None:
         check_time("predicted_time_s of the iteration", self.predicted_time_s)
@@ -143,6 +147,11 @@ class IterationPlan:
                         f"micro-batches; remove it from one"
                     )
                 seen_sequences.update(micro_batch.sequences)
+        if self.sequence_ids is not None and len(self.sequence_ids) != len(seen_sequences):
+            raise self._error(
+                f"every sequence has an id but there are {len(self.sequence_ids)} ids of "
+                f"{len(seen_sequences)} sequences; record the plan again"
+            )
         if _is_below(self.predicted_time_s, self.makespan_s):
             raise self._error(
                 f"an iteration takes at least its makespan but {self.predicted_time_s} s are "
@@ -289,6 +298,7 @@ class IterationPlan:
         """SHA-256, in hex, of the canonical JSON without the seconds spent planning."""
         content = self.to_json()
         del content["plan_time_s"]
+        content.pop("sequence_ids", None)
         for stage in ("dispatch", "packing"):
             if content[stage] is not None:
                 del content[stage]["seconds"]
@@ -305,7 +315,7 @@ class IterationPlan:
             "replicas": [replica.to_json() for replica in self.replicas],
             "dispatch": None if self.dispatch is None else self.dispatch.to_json(),
             "packing": None if self.packing is None else self.packing.to_json(),
-        }
+        } | ({} if self.sequence_ids is None else {"sequence_ids": list(self.sequence_ids)})
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "IterationPlan":
@@ -323,6 +333,7 @@ class IterationPlan:
             dispatch=_report_from_json(plan, "dispatch"),
             packing=_report_from_json(plan, "packing"),
             plan_time_s=plan.number("plan_time_s"),
+            sequence_ids=plan.integers("sequence_ids") if plan.has("sequence_ids") else None,
         )
         plan.check_all_read()
         return result

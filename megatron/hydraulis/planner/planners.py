@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,6 @@ from megatron.hydraulis.planner.plan import (
     IterationPlan,
     PlanExplanation,
     Planner,
-    PlanText,
     StageReport,
     StrategyOutcome,
 )
@@ -328,12 +328,18 @@ def plan_path(folder: Path, iteration: int) -> Path:
     return folder / PLAN_FILES.replace("*", f"{iteration + 1:07d}")
 
 
-def write_plan(folder: Path, iteration: int, plan: PlanText) -> None:
-    """Record a plan, creating the folder if needed; PlanError if it cannot be written."""
+def write_plan(
+    folder: Path, iteration: int, plan: IterationPlan, sequence_ids: Sequence[int]
+) -> None:
+    """Record a plan, creating the folder if needed; PlanError if it cannot be written.
+
+    sequence_ids: in the corpus, of the sequences of the batch.
+    """
     path = plan_path(folder, iteration)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(path, f"{plan.text}\n")
+        content = replace(plan, sequence_ids=tuple(sequence_ids)).to_json()
+        replace_text(path, f"{json.dumps(content)}\n")
     except OSError as error:
         raise PlanError(
             f"iteration {iteration + 1}: the plan cannot be written to {path}: "

@@ -85,6 +85,15 @@ def other_length(plan: Content) -> None:
     batches(plan, 0)[0]["lengths"][0] -= 1
 
 
+def other_length_of_a_sequence_with_an_id(plan: Content) -> None:
+    other_length(plan)
+    plan["sequence_ids"] = [500 + place for place in range(len(LENGTHS))]
+
+
+def an_id_too_few(plan: Content) -> None:
+    plan["sequence_ids"] = list(range(len(LENGTHS) - 1))
+
+
 def too_many_tokens(plan: Content) -> None:
     first, second = batches(plan, 1)[:2]
     first["sequences"] += second["sequences"]
@@ -164,6 +173,12 @@ DAMAGES: list[tuple[Callable[[Content], None], Rule, str]] = [
     (repeated_sequence, Rule.REPEATED_SEQUENCE, "once more"),
     (missing_sequence, Rule.MISSING_SEQUENCE, "of 12 sequences are in no micro-batch"),
     (other_length, Rule.SEQUENCE_LENGTH, "sequence 0 with 2999 tokens but it has 3000"),
+    (
+        other_length_of_a_sequence_with_an_id,
+        Rule.SEQUENCE_LENGTH,
+        "0 (500 of the corpus) with 2999",
+    ),
+    (an_id_too_few, Rule.SEQUENCE_IDS, "lists 11 ids but the batch has 12 sequences"),
     (groups_without_splitting, Rule.CONTEXT_GROUPS, "of which the profile knows groups of none"),
     (too_many_tokens, Rule.TOKEN_LIMIT, "but the limit is 900"),
     (row_too_short, Rule.ROWS, "must be a multiple of 4 from 3"),

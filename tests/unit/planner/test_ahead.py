@@ -133,10 +133,17 @@ def test_the_process_imports_neither_torch_nor_megatron_core() -> None:
 def test_recorded_plans_are_replayed(planner: GreedyPlanner, tmp_path: Path) -> None:
     plans = [planner.plan((*LENGTHS, 5 + i), iteration=i) for i in range(2)]
     for iteration, plan in enumerate(plans):
-        write_plan(tmp_path / "plans", iteration, PlanText.of(plan))
+        write_plan(tmp_path / "plans", iteration, plan, range(90, 90 + plan.num_sequences))
     recorded = RecordedPlans(tmp_path / "plans")
     for iteration, plan in enumerate(plans):
-        assert recorded.plan((*LENGTHS, 5 + iteration), iteration=iteration).digest == plan.digest
+        found = recorded.plan((*LENGTHS, 5 + iteration), iteration=iteration)
+        assert found.digest == plan.digest
+        assert found.sequence_ids == tuple(range(90, 90 + plan.num_sequences))
+    without_ids = plan_path(tmp_path / "plans", 1)
+    without_ids.write_text(PlanText.of(plans[1]).text)  # as earlier versions wrote them
+    assert recorded.plan((*LENGTHS, 6), iteration=1) == plans[1]
+    with pytest.raises(PlanError, match="2 ids of"):
+        write_plan(tmp_path / "plans", 0, plans[0], (1, 2))
     with pytest.raises(PlanError, match="is for other sequences than this run samples"):
         recorded.plan((*LENGTHS, 6), iteration=0)
     with pytest.raises(PlanError, match=r"iteration 3: .* was not recorded"):
