@@ -42,16 +42,21 @@ PLAIN_WORKLOAD = Workload(
 )
 
 
+def put_writer_on_cpu() -> None:
+    """Let upstream's own writer of checkpoints run on a CPU, in the whole process."""
+    torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign,assignment]
+    for name in CUDA_MODULES:
+        module = importlib.import_module(name)
+        module.torch = CpuTorch()  # type: ignore[attr-defined]
+    # Upstream would start a process for it, which a daemon may not.
+    filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+
+
 class PlainMegatron:
     """One rank; see `PlainMegatronSide`. It needs a separate process."""
 
     def __init__(self, *, tp: int, pp: int, workload: Workload = PLAIN_WORKLOAD) -> None:
-        torch.Tensor.cuda = torch.Tensor.cpu  # type: ignore[method-assign,assignment]
-        for name in CUDA_MODULES:
-            module = importlib.import_module(name)
-            module.torch = CpuTorch()  # type: ignore[attr-defined]
-        # Upstream would start a process for it, which a daemon may not.
-        filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+        put_writer_on_cpu()
         self.side = PlainMegatronSide(
             workload, tp=tp, pp=pp, overlaps_gradients=False, has_fused_adamw=True
         )

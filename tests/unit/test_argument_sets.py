@@ -1,7 +1,6 @@
 """Public argument sets of others start as they are, or are refused for features not built."""
 
 import dataclasses
-import shlex
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from megatron.hydraulis.flags.convert import read_launch_command
 from megatron.hydraulis.flags.describe import batch_text
 from megatron.hydraulis.flags.options import HONOURED
 from megatron.hydraulis.flags.ranges import RANGES
+from tests.support.launch_arguments import SETS, header_of, options_of
 from tests.unit.argument_command import base_command, flag_parser, parse, write_corpus
 
-SETS = sorted((Path(__file__).parents[1] / "data" / "launch_arguments").glob("*.txt"))
 OURS = {field.name for field in dataclasses.fields(HydraulisConfig)}
 REFUSED_FOR = (
     "--num-experts",
@@ -35,11 +34,10 @@ MODEL_ONLY = (
 """What a set asks to be added that describes a model alone."""
 
 
-def _parse_set(path: Path, corpus: str) -> Resolved:
-    lines = path.read_text().splitlines()
-    header = [line for line in lines if line.startswith("#")]
+def _parse_set(name: str, corpus: str) -> Resolved:
+    header = header_of(name)
     num_ranks = int(next(line.split()[2] for line in header if line.startswith("# ranks")))
-    argv = [word for line in lines if line not in header for word in shlex.split(line)]
+    argv = [word for option in options_of(name) for word in option]
     if any("model arguments only" in line for line in header):
         argv += MODEL_ONLY.split()
     data = f"--data-path {corpus} --tokenizer-type NullTokenizer --vocab-size 32000"
@@ -58,25 +56,20 @@ STARTING = {
 def test_argument_sets_of_others_start_or_are_refused_for_named_features(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
     starting = {}
-    for path in SETS:
+    for name in SETS:
         try:
-            starting[path.stem] = _parse_set(path, corpus)
+            starting[name] = _parse_set(name, corpus)
         except ConfigurationError as error:
             lines = [line.strip() for line in str(error).splitlines()]
-            assert any(line.startswith(REFUSED_FOR) for line in lines), path.name
+            assert any(line.startswith(REFUSED_FOR) for line in lines), name
     assert len(SETS) == 27
     assert set(starting) == STARTING
 
 
 @pytest.mark.parametrize("name", sorted(STARTING))
 def test_what_a_set_says_of_the_model_reaches_the_model(name: str, tmp_path: Path) -> None:
-    path = next(path for path in SETS if path.stem == name)
-    typed = {}
-    for line in path.read_text().splitlines():
-        if line.startswith("--"):
-            option, *values = shlex.split(line)
-            typed[option] = values
-    args = _parse_set(path, write_corpus(tmp_path)).args
+    typed = {option: values for option, *values in options_of(name)}
+    args = _parse_set(name, write_corpus(tmp_path)).args
     uses_rope = "--use-rotary-position-embeddings" in typed
     assert (
         args.position_embedding_type
