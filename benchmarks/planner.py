@@ -1,15 +1,14 @@
-"""Quality, speed and memory of the planner on one core.
+"""Quality and speed of the planner on one core.
 
     python -m benchmarks.planner
 
-`README.md` says what the tables show. With the same seed everything but the times and bytes is the
-same on any machine.
+`README.md` says what the tables show. With the same seed everything but the times is
+the same on any machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import sys
@@ -20,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import psutil
 from rich.console import Console
 from rich.progress import Progress
 
@@ -36,13 +34,7 @@ from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_LARGE_SEEDS = 3
-NUM_MEMORY_BATCHES = 50
-MEMORY_BATCH_TOKENS = 20_000
-MEMORY_BATCH_CUT_TOKENS = 7_808
-FIRST_MARK = 1_000
-"""Number of plans after which memory is read first."""
 MS_PER_S = 1e3
-BYTES_PER_MB = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,36 +180,6 @@ class Benchmark:
         self._console.print(table)
         return figures
 
-    def memory(self) -> Any:
-        """Resident bytes and Python's blocks after numbers of plans in one process."""
-        batches = [
-            self._lengths.batch(seed, MEMORY_BATCH_TOKENS, MEMORY_BATCH_CUT_TOKENS)
-            for seed in self._seeds(NUM_MEMORY_BATCHES)
-        ]
-        last = self._options.plans
-        marks = {min(FIRST_MARK, last), *range(FIRST_MARK, last, 3 * FIRST_MARK), last}
-        planner = CertifiedPlanner(self._pool, self._model)
-        table = figures_table(
-            "Memory of one process", (), ("plans", "resident MB", "Python blocks")
-        )
-        figures = []
-        for number in self._progress.track(range(1, last + 1), description="memory"):
-            planner.plan(batches[number % len(batches)], iteration=number)
-            if number in marks:
-                gc.collect()
-                resident_bytes = psutil.Process().memory_info().rss
-                num_blocks = sys.getallocatedblocks()
-                table.add_row(str(number), f"{resident_bytes / BYTES_PER_MB:.1f}", str(num_blocks))
-                figures.append(
-                    {
-                        "num_plans": number,
-                        "resident_bytes": resident_bytes,
-                        "num_blocks": num_blocks,
-                    }
-                )
-        self._console.print(table)
-        return figures
-
     def _seeds(self, num: int) -> range:
         return range(self._options.seed, self._options.seed + num)
 
@@ -266,7 +228,6 @@ SECTIONS = {
     "instance-b": Benchmark.instance_b,
     "wikipedia": Benchmark.wikipedia,
     "large": Benchmark.large,
-    "memory": Benchmark.memory,
 }
 
 
@@ -291,13 +252,12 @@ def _range(values: Sequence[float], digits: int = 0) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen sections."""
-    parser = make_parser("planner", "Quality, speed and memory of the planner on one core.")
+    parser = make_parser("planner", "Quality and speed of the planner on one core.")
     parser.add_argument(
         "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="what to measure"
     )
     parser.add_argument("--batches", type=int, default=30, help="batches from Wikipedia")
     parser.add_argument("--rounds", type=int, default=5, help="how often each batch is timed")
-    parser.add_argument("--plans", type=int, default=10_000, help="plans of the memory section")
     parser.add_argument("--seed", type=int, default=0, help="of the first batch")
     parser.add_argument("--core", type=int, help="core to run on; the last one if not given")
     options = parser.parse_args(arguments)

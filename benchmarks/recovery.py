@@ -49,10 +49,10 @@ class Recovery:
 class Job:
     """A job under torchrun; its lines are kept with their time."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], num_ranks: int) -> None:
         self._lines: list[tuple[float, str]] = []
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(NUM_RANKS), "--max-restarts", "1000"]
+        launcher += ["--nproc-per-node", str(num_ranks), "--max-restarts", "1000"]
         self.process = subprocess.Popen(
             [*launcher, str(ROOT / "pretrain_gpt.py"), *argv],
             stdout=subprocess.PIPE,
@@ -132,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 folder / "run",
                 *("--strategy", "tp2+2*tp1", "--split", "100,0,0", "--train-iters", "1000000"),
                 *("--save", save, "--load", save, "--save-interval", "1", "--keep-last", "2"),
-            )
+            ),
+            NUM_RANKS,
         )
         try:
             found = measure(job, options.rounds, console.print)

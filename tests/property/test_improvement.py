@@ -1,14 +1,11 @@
 """Moves, swaps and repacking: never slower, no sequence lost, deterministic."""
 
-import gc
 import importlib
 import itertools
-import os
 import pkgutil
-import tracemalloc
-from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +13,7 @@ from hypothesis import strategies as st
 import megatron.hydraulis.planner as planner_package
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
 from megatron.hydraulis.plan_check.rules import simulated_time_ms
+from megatron.hydraulis.planner.ahead import PlannerProcess
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.greedy import dispatch, longest_first
 from megatron.hydraulis.planner.improve import (
@@ -286,47 +284,27 @@ def test_same_batch_and_seed_same_plan(case: tuple[list[int], Pool, int], seed: 
     assert planner(pool, limit, seed=seed).plan(lengths).digest == digest
 
 
-def test_planning_keeps_no_memory_of_earlier_batches() -> None:
-    """Planning the same batches repeatedly does not grow in memory."""
-    certified = planner(Pool.of(Strategy.parse("pp2+2*tp1", 4)), 90)
+def test_the_planner_process_keeps_no_memory_of_earlier_batches() -> None:
+    """In Python or outside: plans, bounds of pipelines, programs of the solver."""
     draws = np.random.default_rng(0)
-    batches = [draws.integers(1, LONGEST, 9).tolist() for _ in range(2)]
+    pool = Pool.of(Strategy.parse("pp2", 2))
+    process = PlannerProcess(CertifiedPlanner(pool, TableCostModel(default_limit=128)))
 
-    def plan_all(num_times: int) -> int:
-        for lengths in batches * num_times:
-            certified.plan(lengths)
-        gc.collect()
-        return tracemalloc.get_traced_memory()[0]
+    def resident_bytes_after(iterations: range) -> int:
+        for iteration in iterations:
+            # Few long sequences have the largest bounds and the fastest plans.
+            process.request(iteration, draws.integers(64, 128, 4).tolist())
+        process.result(iterations[-1])
+        return psutil.Process(process.pid).memory_info().rss
 
-    plan_all(1)  # fill the caches of pipelines and long sequences
-    tracemalloc.start()
+    num_first, num_more = 40, 60
     try:
-        base_bytes = plan_all(1)
-        kept_bytes = plan_all(16) - base_bytes
+        before = resident_bytes_after(range(num_first))
+        after = resident_bytes_after(range(num_first, num_first + num_more))
     finally:
-        tracemalloc.stop()
-    # A plan takes several kB, its search a hundred times as much; numpy caches small arrays,
-    # about 30 kB, however often batches are planned.
-    assert kept_bytes < 2000 * 16 * len(batches)
-
-
-def test_the_solver_keeps_no_memory() -> None:
-    """Memory outside Python: a HiGHS object left by every program would take 50 MB."""
-    certified = planner(Pool.of(Strategy.parse("tp2+2*tp1", 4)), 90)
-    draws = np.random.default_rng(0)
-
-    def resident_bytes() -> int:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGESIZE")
-
-    def plan_some(num: int) -> None:
-        for _ in range(num):
-            certified.plan(draws.integers(1, LONGEST, 9).tolist())
-
-    plan_some(10)
-    base_bytes = resident_bytes()
-    plan_some(25)
-    assert resident_bytes() - base_bytes < 25e6
+        process.kill()
+    # The orders of one batch's long micro-batches take 56 kB, a HiGHS object 2 MB.
+    assert after - before < 10_000 * num_more
 
 
 def test_caches_between_plans_are_bounded() -> None:

@@ -79,7 +79,8 @@ _MAX_LONG_THAT_FIT = 5
 # With so many small micro-batches at an end, fill or drain are counted as nothing.
 _MAX_BEFORE = 5
 _MAX_AFTER = 10
-_MAX_CACHED_ORDERS = 256
+# Batches differ, so an entry serves only the plan that made it: at most 19, of up to 0.5 MB.
+_MAX_CACHED_ORDERS = 32
 
 
 @dataclass(frozen=True, slots=True)
