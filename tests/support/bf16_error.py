@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -17,23 +17,33 @@ MOST_OF_ONE_PROCESS = 2.0
 LEAST_ERROR = 2**-9
 """Half a unit in the last place of bf16: a smaller error would mean that nothing was rounded."""
 
-Gradients = Sequence[Mapping[str, np.ndarray]]
+Tensors = Mapping[str, np.ndarray]
+Gradients = Sequence[Tensors]
 
 
-def errors(model: SmallModel, found: Mapping[str, np.ndarray], iteration: int) -> dict[str, float]:
-    """2-norms relative to the exact gradient's: of everything, and of each kind of parameter.
+def of_all_layers(name: str) -> str:
+    """The kind of a parameter: that of one layer may have 32 elements, whose error depends on
+    chance."""
+    return re.sub(r"layers\.\d+", "layers", name)
 
-    A kind is a parameter of all layers together: that of one layer may have 32 elements, whose
-    error depends on chance.
-    """
+
+def differences(
+    found: Tensors, exact: Tensors, kind_of: Callable[[str], str] = of_all_layers
+) -> dict[str, float]:
+    """2-norms relative to the exact tensors': of everything, and of each kind of parameter."""
     squares: dict[str, list[float]] = {}
-    for name, exact in law_reference(model).gradients[iteration].items():
-        error = found[name][: exact.shape[0]] - exact
-        for kind in ("everything", re.sub(r"layers\.\d+", "layers", name)):
+    for name, value in exact.items():
+        error = found[name][: value.shape[0]] - value
+        for kind in ("everything", kind_of(name)):
             sums = squares.setdefault(kind, [0.0, 0.0])
             sums[0] += float(np.square(error).sum())
-            sums[1] += float(np.square(exact).sum())
+            sums[1] += float(np.square(value).sum())
     return {kind: (error / size) ** 0.5 for kind, (error, size) in squares.items()}
+
+
+def errors(model: SmallModel, found: Tensors, iteration: int) -> dict[str, float]:
+    """Differences from the exact gradients of an iteration."""
+    return differences(found, law_reference(model).gradients[iteration])
 
 
 def gradients_of(job: Job, num_ranks: int, device: Device = "cpu") -> Gradients:
