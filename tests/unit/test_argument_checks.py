@@ -285,3 +285,65 @@ def test_errors_of_upstreams_model_configuration_are_reported(
     monkeypatch.setattr("megatron.hydraulis.flags.arguments.gpt_model_config", refuse)
     with pytest.raises(ConfigurationError, match="Megatron refuses these flags: rotary_interleav"):
         parse(tmp_path, "--position-embedding-type", "rope", "--rotary-interleaved")
+
+
+def test_the_whole_command_line_is_checked_at_once(tmp_path: Path) -> None:
+    """From the words to the pool; nothing is said of what depends on a wrong or missing flag."""
+    typed = (
+        "--lr-warmup-iters -1 --adam-eps nan --no-such-option --num-experts 8 --plan-ahead -2 "
+        "--strategy 2*tp8 --elastic --regroup-owners-for x --refit-drift 0.2 --min-lr 1 "
+        "--clip-grad -1 --exit-signal-handler --exit-signal SIGKILL --data-path nowhere "
+        "--padded-vocab-size 100"
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        parse(tmp_path, *typed.split(), num_ranks=8, without=("--train-iters", "--data-path"))
+    first, *lines = str(caught.value).splitlines()
+    says = [
+        "--no-such-option is unknown",
+        "--lr-warmup-iters must be at least 0",
+        "--adam-eps must be a number",
+        "--num-experts is not honoured",
+        "--plan-ahead must be at least 0",
+        "--clip-grad must be at least 0",
+        "a flag without a default is missing; give --train-iters",
+        "--regroup-owners-for x counts on them",
+        "there is no --strategy-pool",
+        "SIGKILL cannot be caught",
+        "--min-lr 1.0, which must lie between",
+        "there is no nowhere.idx",
+        "--padded-vocab-size is 100",
+    ]
+    assert first == f"{len(says)} problems with these flags:"
+    for line, words in zip(lines, says, strict=True):
+        assert words in line
+
+
+def test_what_strategy_and_model_make_wrong_is_listed_with_the_rest(tmp_path: Path) -> None:
+    typed = "--strategy 2*tp4 --refit-drift 0.2 --ffn-hidden-size 90 --cp-comm-type no_such"
+    with pytest.raises(ConfigurationError) as caught:
+        parse(tmp_path, *typed.split())
+    drift, width, exchange = str(caught.value).splitlines()[1:]
+    assert "only with --refit-cost-profile" in drift
+    assert "tp must divide the ffn hidden size" in width
+    assert "--cp-comm-type takes 1 of" in exchange
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("--seq-length 0", "--num-layers -1", "--hidden-size x", "--num-query-groups 0"),
+        *("--global-batch-size 0", "--train-iters 0", "--lr nan", "--seed 0", "--vocab-size x"),
+        *("--num-attention-heads 0", "--max-tokens-per-micro-batch 0", "--ranks-per-node 0"),
+        *("--lr-decay-style x", "--tokenizer-type x", "--position-embedding-type x"),
+        *("--eval-interval 0", "--log-interval 0", "--save-interval 0", "--plan-ahead -1"),
+        *("--distributed-backend x", "--transformer-impl x", "--recompute-granularity x"),
+        *("--cp-comm-type x", "--kv-channels 0", "--ffn-hidden-size 0", "--min-lr -1"),
+        *("--tensor-model-parallel-size 0", "--exit-signal x", "--long-sequences x"),
+    ],
+)
+def test_a_wrong_value_alone_gives_one_line(wrong: str, tmp_path: Path) -> None:
+    extra = ("--group-query-attention", "--save", str(tmp_path / "save"), "--exit-signal-handler")
+    with pytest.raises(ConfigurationError) as caught:
+        parse(tmp_path, *extra, *wrong.split())
+    assert "\n" not in str(caught.value)
+    assert wrong.split()[0] in str(caught.value)

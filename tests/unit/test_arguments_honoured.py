@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
 from megatron.hydraulis.flags.options import HONOURED
-from megatron.hydraulis.flags.parser import Problems
+from megatron.hydraulis.flags.problems import Problems
 from tests.unit.argument_command import flag_parser, parse, write_corpus
 
 # A layer spec of a user, for --spec.

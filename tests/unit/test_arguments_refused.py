@@ -16,7 +16,8 @@ from megatron.hydraulis.flags.options import (
     refusals,
     row_of,
 )
-from megatron.hydraulis.flags.parser import ParsedFlags, Problems
+from megatron.hydraulis.flags.parser import ParsedFlags
+from megatron.hydraulis.flags.problems import Problems
 from tests.unit.argument_command import flag_parser
 
 
@@ -108,6 +109,7 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
         ("--emulate-device p.json", "emulation", "torchrun -m benchmarks.emulated_training"),
         ("--emulate-scale 0.5", "emulation", "torchrun -m benchmarks.emulated_training"),
         ("--iterations-to-skip 3", "skipped data", "every iteration trains"),
+        ("--use-kitchen-attention", "attention of Kitchen", "--core-attention chooses"),
         ("--perform-rl-step", "RL", "reinforcement"),
         ("--checkpoint-activations", "former names", "--recompute-granularity"),
         ("--encoder-seq-length 8", "former names", "--seq-length"),

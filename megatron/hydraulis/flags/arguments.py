@@ -36,7 +36,8 @@ from megatron.hydraulis.flags.defaults import (
     resolve_vocabulary,
     set_defaults,
 )
-from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags, Problems
+from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
+from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.samples import evaluation_sizes, training_sizes
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool
@@ -93,11 +94,11 @@ def parse_arguments(
     problems = Problems()
     flags = flag_parser.parse(argv, problems)
     args = flags.args
+    missing = checks.missing_flags(args, attempted=flags.attempted)
     with problems.collected():
-        checks.check_required(args, attempted=flags.attempted)
-    problems.raise_any()
+        checks.check_required(missing)
     has_cuda = torch.cuda.is_available()
-    before = dict(vars(args))
+    before, run_dir = dict(vars(args)), args.run_dir
     taken = (
         *flags.taken,
         *checks.drop_kept_modules(args),
@@ -106,59 +107,63 @@ def parse_arguments(
         *_done_otherwise(flags),
         *_missing_here(flags, has_cuda=has_cuda),
     )
+    problems.hide(args, {*flags.wrong, *missing})
+    hydraulis, pool, sizes, vocabulary = None, None, None, None
     with problems.collected():
         hydraulis = _take_our_flags(flags)
-    problems.raise_any()
-    with problems.collected():
-        num_started, num_ranks = num_ranks, _num_ranks(hydraulis, num_ranks)
-    problems.raise_any()
-    with problems.collected():
-        pool, pool_changes = checks.resolve_pool(
-            args,
-            hydraulis,
-            num_ranks=num_ranks,
-            ranks_per_node=_ranks_per_node(hydraulis, is_started=num_ranks == num_started),
-        )
-    with problems.collected():
-        checks.check_batch(args, hydraulis)
-    with problems.collected():
-        sizes = training_sizes(args, hydraulis.global_batch_tokens)
-    set_defaults(flags, hydraulis.run_dir, has_cuda=has_cuda)
+    if hydraulis is not None:
+        problems.hide(hydraulis, flags.wrong)
+        num_started = num_ranks
+        with problems.collected():
+            num_ranks = _num_ranks(hydraulis, num_started)
+            pool, pool_changes = checks.resolve_pool(
+                args,
+                hydraulis,
+                num_ranks=num_ranks,
+                ranks_per_node=_ranks_per_node(hydraulis, is_started=num_ranks == num_started),
+            )
+        with problems.collected():
+            checks.check_batch(args, hydraulis)
+        with problems.collected():
+            sizes = training_sizes(args, hydraulis.global_batch_tokens)
+        with problems.collected():
+            given = {given.dest for given in flags.given}
+            checks.check_needed(args, hydraulis, given=given)
+    set_defaults(flags, run_dir, has_cuda=has_cuda)
     for check in (
         checks.check_model,
         checks.check_recompute,
         checks.check_signal,
         checks.check_learning_rate,
+        checks.check_schedule_lengths,
+        checks.check_weight_decay,
         partial(checks.check_device, has_cuda=has_cuda),
         partial(checks.check_layers, has_cuda=has_cuda),
         checks.check_schedule_source,
-        partial(
-            checks.check_needed,
-            hydraulis=hydraulis,
-            given={given.dest for given in flags.given},
-        ),
+        checks.check_spec,
+        *((checks.check_data,) if needs_data else ()),
     ):
         with problems.collected():
             check(args)
-    with problems.collected():
-        checks.check_spec(args.spec)
-    if needs_data:
-        with problems.collected():
-            checks.check_data(args)
     args.rank = rank  # for upstream's tokenizers
     with problems.collected():
         vocabulary = resolve_vocabulary(args)
-    problems.raise_any()
 
-    sizes_of_evaluation = evaluation_sizes(args, sizes)
-    _validate_as_one_group(args, sizes)
+    if hydraulis is None or pool is None or sizes is None or vocabulary is None:
+        problems.raise_any()
+        raise AssertionError("what is missing had a problem")
+    try:
+        sizes_of_evaluation = evaluation_sizes(args, sizes)
+        _validate_as_one_group(args, sizes)
+    except (ConfigurationError, AttributeError):
+        problems.raise_any()  # upstream's words are for what our checks let pass
+        raise
     args.padded_vocab_size = vocabulary.padded_size
-    shape = _model_shape(args)
     with problems.collected():
         checks.check_vocabulary_parts(pool, vocabulary.padded_size)
-        pool.check_model(shape)
+        pool.check_model(_model_shape(args))
     with problems.collected():
-        checks.check_context(args, pool, shape)
+        checks.check_context(args, pool, _model_shape(args))
     problems.raise_any()
     with _upstream_errors():
         gpt_model_config(args)
@@ -175,7 +180,7 @@ def parse_arguments(
         settings=flag_parser.honoured_dests,
         sizes=sizes,
         evaluation_sizes=sizes_of_evaluation,
-        shape=shape,
+        shape=_model_shape(args),
         vocabulary=vocabulary,
     )
 
@@ -282,8 +287,9 @@ def _take_our_flags(flags: ParsedFlags) -> HydraulisConfig:
     """Move our attributes out of the parsed arguments."""
     values = {}
     for field in dataclasses.fields(HydraulisConfig):
-        values[field.name] = getattr(flags.args, field.name)
-        delattr(flags.args, field.name)
+        if hasattr(flags.args, field.name):  # unless it has a problem
+            values[field.name] = getattr(flags.args, field.name)
+            delattr(flags.args, field.name)
     wishes = [
         given.option
         for given in flags.given

@@ -31,10 +31,14 @@ _REQUIRED = (
 _TOKENIZED_ELSEWHERE = "--tokenizer-type NullTokenizer --vocab-size N"
 
 
-def check_required(args: argparse.Namespace, *, attempted: Collection[str]) -> None:
-    """Raise ConfigurationError for missing flags, without those attempted with a wrong value."""
+def missing_flags(args: argparse.Namespace, *, attempted: Collection[str]) -> tuple[str, ...]:
+    """Attributes of the required flags that are missing, without those given a wrong value."""
     given = {*attempted, *(["train_iters"] if "train_samples" in attempted else [])}
-    missing = [dest for dest in _REQUIRED if getattr(args, dest) is None and dest not in given]
+    return tuple(dest for dest in _REQUIRED if getattr(args, dest) is None and dest not in given)
+
+
+def check_required(missing: Collection[str]) -> None:
+    """Raise ConfigurationError for required flags that are missing."""
     if missing:
         flags = ", ".join(option_of(dest) for dest in missing)
         hint = ""
@@ -102,8 +106,9 @@ def check_signal(args: argparse.Namespace) -> None:
         )
 
 
-def check_spec(spec: list[str] | None) -> None:
-    """Raise ConfigurationError unless a layer spec can be imported."""
+def check_spec(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError unless the layer spec can be imported."""
+    spec = args.spec
     if spec is None:
         return
     if len(spec) != 2:
@@ -126,8 +131,7 @@ def check_spec(spec: list[str] | None) -> None:
 
 
 def check_learning_rate(args: argparse.Namespace) -> None:
-    """Raise ConfigurationError for a schedule of learning rate or decay that upstream refuses."""
-    check_counting(args)
+    """Raise ConfigurationError for learning rates that upstream refuses."""
     rates = [("--lr", args.lr, "--min-lr", args.min_lr)]
     if args.decoupled_lr is not None:
         least = args.min_lr if args.decoupled_min_lr is None else args.decoupled_min_lr
@@ -143,6 +147,11 @@ def check_learning_rate(args: argparse.Namespace) -> None:
                 f"the warm-up rises to {option} {rate} but --lr-warmup-init is "
                 f"{args.lr_warmup_init}; give at most {rate}"
             )
+
+
+def check_schedule_lengths(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for a warm-up or an annealing that does not fit the schedule."""
+    check_counting(args)
     unit, counted = (
         ("iters", "iterations") if args.train_samples is None else ("samples", "samples")
     )
@@ -173,6 +182,10 @@ def check_learning_rate(args: argparse.Namespace) -> None:
             f"--lr-wsd-decay-{unit} {wsd} is the last part of the schedule of {decay} "
             f"{counted}; give at most {decay}"
         )
+
+
+def check_weight_decay(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for a weight decay that does not rise."""
     if args.weight_decay_incr_style != "constant":
         ends = (args.start_weight_decay, args.end_weight_decay)
         if None in ends or not 0.0 <= ends[0] <= ends[1]:

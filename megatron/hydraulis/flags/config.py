@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from megatron.hydraulis.data.index import LongSequences
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.ranges import RANGES
 from megatron.hydraulis.observability.trace import TraceWindow
 
@@ -188,21 +189,37 @@ class HydraulisConfig:
 
     def __post_init__(self) -> None:
         """Raise ConfigurationError for values out of range and flags that contradict each other."""
+        problems = Problems()
+        for check in (
+            self._check_ranges,
+            self._check_refit_flags,
+            self._check_elastic_flags,
+            self._check_pool_flags,
+            self._check_schedule,
+            self._check_trace_flags,
+            self._check_num_ranks,
+        ):
+            with problems.collected():
+                check()
+        problems.raise_any()
+
+    def _check_ranges(self) -> None:
         for field_ in fields(self):
             option = option_of(field_.name)
             bounds = RANGES.get(option)
             out_of_range = bounds and bounds.problem(option, getattr(self, field_.name))
             if out_of_range:
                 raise ConfigurationError(out_of_range)
-        self._check_refit_flags()
-        self._check_elastic_flags()
-        self._check_pool_flags()
+
+    def _check_trace_flags(self) -> None:
         if self.trace_iterations is not None and self.trace is None:
             raise ConfigurationError(
                 f"--trace-iterations {self.trace_iterations} says what --trace records but there "
                 f"is no --trace; add --trace DIR"
             )
         _ = self.trace_window
+
+    def _check_num_ranks(self) -> None:
         if self.num_ranks is not None and not self.dry_run:
             raise ConfigurationError(
                 f"--num-ranks {self.num_ranks} is for --dry-run only, a job has as many ranks as "
@@ -235,6 +252,8 @@ class HydraulisConfig:
                 f"--regroup-owners-for {self.regroup_owners_for!r} names a strategy of a pool but "
                 f"there is no --strategy-pool; give one, or remove --regroup-owners-for"
             )
+
+    def _check_schedule(self) -> None:
         if self.strategy_schedule is None:
             return
         if self.strategy_pool is None:

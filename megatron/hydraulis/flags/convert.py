@@ -383,7 +383,8 @@ def run(namespace: argparse.Namespace) -> int:
     from megatron.hydraulis.flags.config import default_run_dir
     from megatron.hydraulis.flags.defaults import differences, set_defaults
     from megatron.hydraulis.flags.describe import block_lines, option_lines, option_texts
-    from megatron.hydraulis.flags.parser import FlagParser, Problems
+    from megatron.hydraulis.flags.parser import FlagParser
+    from megatron.hydraulis.flags.problems import Problems
 
     launch = read_launch_command(_read(namespace.script), _variables(namespace.set))
     options = [*launch.options]
@@ -392,8 +393,9 @@ def run(namespace: argparse.Namespace) -> int:
     problems = Problems()
     parser = FlagParser()
     flags = parser.parse(options, problems)
+    attempted = {*flags.attempted, *_GIVEN_LATER}
     with problems.collected():
-        checks.check_required(flags.args, attempted={*flags.attempted, *_GIVEN_LATER})
+        checks.check_required(checks.missing_flags(flags.args, attempted=attempted))
     sizes = {
         "tp": flags.args.tensor_model_parallel_size,
         "cp": flags.args.context_parallel_size,

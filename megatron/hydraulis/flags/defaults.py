@@ -104,12 +104,17 @@ def differences(
 def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
     """Change attributes of ``flags.args`` that no given option sets."""
     _set_always(flags.args)
+    # A setting with a problem is hidden.
+    seq_length, train_iters, train_samples, eval_interval = (
+        getattr(flags.args, dest, None)
+        for dest in ("seq_length", "train_iters", "train_samples", "eval_interval")
+    )
     defaults: dict[str, object] = {
         "log_interval": 1,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "transformer_impl": "local",
-        "max_position_embeddings": flags.args.seq_length,
+        "max_position_embeddings": seq_length,
         "cp_comm_type": ["auto"],
         # Upstream's default is an error where local layers have no apex.
         "gradient_accumulation_fusion": has_cuda
@@ -119,13 +124,11 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         "wandb_save_dir": str(run_dir / "wandb"),
     }
     # A batch holds at least a sequence, or of a budget a token.
-    most_iterations = flags.args.train_iters or (
-        (flags.args.train_samples or 0) * (flags.args.seq_length or 1)
-    )
+    most_iterations = train_iters or (train_samples or 0) * (seq_length or 1)
     if flags.args.save is not None:
         # Never reached: upstream saves at the end of training, too.
         defaults["save_interval"] = most_iterations + 1
-    if flags.args.eval_interval is None:
+    if eval_interval is None:
         # Upstream uses the interval even without evaluation: set one that is never reached, and
         # evaluate nothing after the last iteration either.
         defaults["eval_interval"] = most_iterations + 1

@@ -535,7 +535,13 @@ _REFUSED = (
         "8- and 4-bit arithmetic",
         "fp8 and fp4 are not part of this program",
         "use --bf16",
-        r".*(fp8|fp4).*|use-kitchen-attention|te-precision-config-file",
+        r".*(fp8|fp4).*|te-precision-config-file",
+    ),
+    Refused(
+        "attention of Kitchen",
+        "--core-attention chooses among kernels that keep sequences apart, without Kitchen's",
+        _REMOVE,
+        r"use-kitchen-attention",
     ),
     Refused(
         "experts",

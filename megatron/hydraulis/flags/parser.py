@@ -1,9 +1,8 @@
 """Upstream's parser with our flags: reads a command line and lists all that is wrong with it."""
 
 import argparse
-import contextlib
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,6 +25,7 @@ from megatron.hydraulis.flags.options import (
     refusal,
     row_of,
 )
+from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.ranges import RANGES
 
 _USAGE = "torchrun [TORCHRUN OPTIONS] --no-python hydraulis train [FLAGS]"
@@ -40,38 +40,6 @@ _DESCRIPTION = (
 _METAVARS: Mapping[Any, str] = {int: "N", float: "X"}
 """Names of upstream's numbers in --help, where argparse would repeat the flag."""
 _IGNORE_UNKNOWN = "--ignore-unknown-options"
-
-
-class Problems:
-    """What is wrong with a command line, so that the user sees all of it at once."""
-
-    def __init__(self) -> None:
-        self._errors: list[ConfigurationError] = []
-
-    def add(self, collected: str) -> None:
-        """Add one problem: its rule, numbers and fix in one line."""
-        self._errors.append(ConfigurationError(collected))
-
-    @contextlib.contextmanager
-    def collected(self) -> Iterator[None]:
-        """Add the ConfigurationError that the block raises, if any, and go on after the block."""
-        try:
-            yield
-        except ConfigurationError as error:
-            self._errors.append(error)
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """One line for each, in the order in which they were found."""
-        return tuple(dict.fromkeys(map(str, self._errors)))
-
-    def raise_any(self) -> None:
-        """Raise the only one, or a ConfigurationError with one line for each."""
-        if len(self.lines) == 1:
-            raise self._errors[0]
-        if self.lines:
-            listed = "".join(f"\n  {line}" for line in self.lines)
-            raise ConfigurationError(f"{len(self.lines)} problems with these flags:{listed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +71,8 @@ class ParsedFlags:
     """What --ignore-unknown-options left out: (the option with its values, our equivalent)."""
     attempted: frozenset[str]
     """The attributes of all options that were given, rightly or wrongly."""
+    wrong: frozenset[str]
+    """Those of options whose value cannot be read or is out of range."""
 
     def was_given(self, dest: str) -> bool:
         """Whether any option that sets the attribute was given."""
@@ -229,6 +199,7 @@ class FlagParser:
         honoured: list[Given] = []
         taken: dict[str, tuple[str, str]] = {}
         """Option -> its last mention."""
+        wrong: set[str] = set()
         for given in everything:
             row = self._row(given.option)
             if isinstance(row, Refused) and self._switches_off(given):
@@ -240,6 +211,8 @@ class FlagParser:
                     taken[given.option] = (str(given), row.instead)
                 else:
                     honoured.append(given)
+            else:
+                wrong.add(given.dest)
         words = [word for given in honoured for word in (given.option, *given.values)]
         args = self._parser.parse_args(words)
         if args.use_rotary_position_embeddings:
@@ -255,7 +228,9 @@ class FlagParser:
         if problems is None:
             mine.raise_any()
         attempted = frozenset(given.dest for given in everything)
-        return ParsedFlags(args, tuple(honoured), tuple(taken.values()), unknown, attempted)
+        return ParsedFlags(
+            args, tuple(honoured), tuple(taken.values()), unknown, attempted, frozenset(wrong)
+        )
 
     def _row(self, option: str) -> Row | None:
         """The row of an option of upstream, or of a former one of ours; None for our own."""
