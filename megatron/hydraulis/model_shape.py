@@ -1,8 +1,9 @@
 """The sizes of a model, as far as planning needs them: no weights, no torch."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import JsonObject, read_json
@@ -23,12 +24,33 @@ def require_no_dropout(*rates: float) -> None:
 _FORMAT_VERSION = 1
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionWindow:
+    """What core attention costs where some layers have a sliding window."""
+
+    num_tokens: int
+    """Keys of a token in these layers, its own included."""
+    share: float
+    """Of the layers that have the window."""
+
+    def squared(self, lengths: Any) -> Any:
+        """``s² - share · max(0, s - w)²``, mean over the layers, in tokens².
+
+        A causal sequence of s tokens has about s²/2 pairs of query and key; a window of w tokens
+        leaves out (s - w)²/2 of them. Convex in s, and s² up to the window; so is every share.
+
+        lengths: a number or an array, in tokens.
+        """
+        beyond = (lengths - self.num_tokens) * (lengths > self.num_tokens)
+        return lengths * lengths - self.share * (beyond * beyond)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """The sizes of a decoder-only Transformer.
 
-    Raises ConfigurationError for a size that is not positive and for attention heads that are not
-    a multiple of the query groups.
+    Raises ConfigurationError for a size that is not positive, for attention heads that are not a
+    multiple of the query groups, and for windowed layers that do not go with their window.
     """
 
     num_layers: int
@@ -44,11 +66,17 @@ class ModelShape:
     """Entries of the embedding *with* padding."""
     gated_mlp: bool
     tied_embeddings: bool
+    output_gate: bool = False
+    """Whether attention's output is multiplied by a gate, which the queries' matrix makes too."""
+    num_windowed_layers: int = 0
+    """Layers whose tokens attend to a window."""
+    window_tokens: int = 0
+    """Tokens to which a token of these layers attends, itself included; 0 without such layers."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("gated_mlp", "tied_embeddings") and value < 1:
+            if field.type is int and field.default is MISSING and value < 1:
                 raise ConfigurationError(
                     f"model: every size must be at least 1 but {field.name} is {value}; "
                     f"give a positive {field.name}"
@@ -59,6 +87,13 @@ class ModelShape:
                 f"{self.num_attention_heads} heads are not a multiple of "
                 f"{self.num_query_groups} query groups; "
                 f"use {math.gcd(self.num_attention_heads, self.num_query_groups)} query groups"
+            )
+        num_windowed, window = self.num_windowed_layers, self.window_tokens
+        if not 0 <= num_windowed <= self.num_layers or (num_windowed > 0) != (window > 0):
+            raise ConfigurationError(
+                f"model: some of {self.num_layers} layers have a window of at least 1 token, or "
+                f"none has, but num_windowed_layers is {num_windowed} and window_tokens {window}; "
+                f"correct them"
             )
 
     @classmethod
@@ -90,7 +125,17 @@ class ModelShape:
             vocab_size=model.integer("vocab_size"),
             gated_mlp=model.flag("gated_mlp"),
             tied_embeddings=model.flag("tied_embeddings"),
+            output_gate=model.flag("output_gate", default=False),
+            num_windowed_layers=model.integer("num_windowed_layers", default=0),
+            window_tokens=model.integer("window_tokens", default=0),
         )
+
+    @property
+    def window(self) -> AttentionWindow | None:
+        """What a window changes in the time of attention; None without one."""
+        if not self.num_windowed_layers:
+            return None
+        return AttentionWindow(self.window_tokens, self.num_windowed_layers / self.num_layers)
 
     @property
     def query_size(self) -> int:
@@ -99,9 +144,10 @@ class ModelShape:
 
     @property
     def num_matrix_parameters_per_layer(self) -> int:
-        """Entries of one layer's matrices: query, key, value, projection, fc1, fc2."""
+        """Entries of one layer's matrices: query, gate, key, value, projection, fc1, fc2."""
         key_value_size = 2 * self.num_query_groups * self.kv_channels
-        attention = self.hidden_size * (self.query_size + key_value_size + self.query_size)
+        num_query_matrices = 3 if self.output_gate else 2  # queries, output, gate
+        attention = self.hidden_size * (num_query_matrices * self.query_size + key_value_size)
         return attention + self.num_mlp_parameters_per_layer
 
     @property

@@ -1,13 +1,14 @@
 """Bounds and plans against the optimum: no bound is above it, no plan below it."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.planner.bounds import (
     dispatch_bound_ms,
     fewest_micro_batches,
@@ -81,7 +82,14 @@ class Instance:
 
 def scheme_cost(figures: ReplicaFigures) -> SchemeCost:
     return SchemeCost(
-        Coefficients(figures.a_ms_per_token2, figures.b_ms_per_token, figures.c_ms),
+        Coefficients(
+            figures.a_ms_per_token2,
+            figures.b_ms_per_token,
+            figures.c_ms,
+            AttentionWindow(figures.window_tokens, figures.windowed_share)
+            if figures.windowed_share
+            else None,
+        ),
         figures.max_tokens,
         figures.num_stages,
     )
@@ -96,10 +104,17 @@ def lengths_of(max_size: int) -> st.SearchStrategy[list[int]]:
     )
 
 
+WINDOWS = [(0, 0.0), (0, 0.0), (7, 1.0), (25, 0.5), (59, 0.75)]
+"""Tokens of a window and the share of layers that have it."""
+
+
 def figures(num_stages: st.SearchStrategy[int]) -> st.SearchStrategy[ReplicaFigures]:
     """Costs in which any term may be 0; limits around one and two of the longest sequences."""
     return st.builds(
-        ReplicaFigures,
+        lambda window, **values: ReplicaFigures(
+            **values, window_tokens=window[0], windowed_share=window[1]
+        ),
+        window=st.sampled_from(WINDOWS),
         a_ms_per_token2=st.sampled_from([0.0, 1e-3, 0.05]),
         b_ms_per_token=st.sampled_from([0.0, 0.1, 1.0]),
         c_ms=st.sampled_from([0.0, 2.0, 30.0]),
@@ -275,12 +290,7 @@ def test_a_larger_limit_does_not_raise_the_bound_above_the_optimum(
 ) -> None:
     larger = Instance(
         instance.lengths,
-        [
-            ReplicaFigures(
-                r.a_ms_per_token2, r.b_ms_per_token, r.c_ms, r.max_tokens + more, r.num_stages
-            )
-            for r in instance.replicas
-        ],
+        [replace(r, max_tokens=r.max_tokens + more) for r in instance.replicas],
     )
     # The bound is below every plan that the smaller limit allows, including the best one.
     assert larger.searched().bound_ms <= instance.optimum_ms * (1 + ROUNDING)
@@ -292,12 +302,7 @@ def test_the_bound_of_a_larger_limit_is_below_the_plan_of_a_smaller_one(
     lengths: list[int], replicas: list[ReplicaFigures], more: int
 ) -> None:
     assume(max(lengths) <= max(r.max_tokens for r in replicas))
-    larger = [
-        ReplicaFigures(
-            r.a_ms_per_token2, r.b_ms_per_token, r.c_ms, r.max_tokens + more, r.num_stages
-        )
-        for r in replicas
-    ]
+    larger = [replace(r, max_tokens=r.max_tokens + more) for r in replicas]
     found_ms = Instance(lengths, replicas).searched().found_ms
     # That plan is within the larger limit as well.
     assert not Instance(lengths, larger).relaxation().is_impossible(found_ms * (1 + ROUNDING))

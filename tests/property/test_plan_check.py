@@ -75,6 +75,8 @@ def scheme_figures() -> st.SearchStrategy[SchemeFigures]:
         c_ms=st.sampled_from([0.0, 2.0, 15.0]),
         max_tokens=st.sampled_from([12, 25, 60]),
         num_stages=st.integers(1, 3),
+        window_tokens=st.sampled_from([1, 5]),
+        windowed_share=st.sampled_from([0.0, 0.5, 1.0]),
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.planner.costs import GroupCost, SchemeCost, WaveCosts
 from megatron.hydraulis.planner.plan import IterationPlan, Packing
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
@@ -32,11 +33,12 @@ def wave_costs(draw: st.DrawFn, most_width: int = 8, *, num_stages: int = 1) -> 
     c = draw(st.sampled_from((0.0, 1.0, 30.0)))
     exchange, latency = draw(st.sampled_from((0.0, 0.02))), draw(st.sampled_from((0.0, 0.5)))
     tp = draw(st.sampled_from((1, 2)))
+    window = draw(st.sampled_from((None, AttentionWindow(9, 0.5))))
     groups = []
     size = 1
     while size <= width:
         wide = math.log2(size)
-        times = Coefficients(a / size, b / size + exchange * wide, c + latency * wide)
+        times = Coefficients(a / size, b / size + exchange * wide, c + latency * wide, window)
         limit = COLUMN_TOKENS * size
         # The profile may have only some sizes.
         if size < width and draw(st.integers(0, 5)) == 0:
@@ -75,7 +77,7 @@ def check_waves(costs: WaveCosts, lengths: Sequence[int], packing: Packing) -> l
             seen += share.sequences
             a, b = group.coefficients.a_ms_per_token2, group.coefficients.b_ms_per_token
             of_wave.append(
-                a * sum(s * s for s in share.lengths)
+                a * sum(map(group.coefficients.squared, share.lengths))
                 + b * sum(share.lengths)
                 + group.coefficients.c_ms
             )

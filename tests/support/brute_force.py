@@ -32,6 +32,15 @@ class ReplicaFigures:
     c_ms: float
     max_tokens: int
     num_stages: int = 1
+    window_tokens: int = 0
+    windowed_share: float = 0.0
+    """Of the layers, those whose tokens attend to window_tokens, their own included."""
+
+    def attended(self, length: int) -> float:
+        """Twice the pairs that attention computes, mean over layers: s² without windows."""
+        seen = min(length, self.window_tokens)
+        in_window = seen * seen + 2 * seen * (length - seen)
+        return (1 - self.windowed_share) * length * length + self.windowed_share * in_window
 
 
 def figures_of(cost: Any) -> ReplicaFigures:
@@ -67,7 +76,7 @@ def best_replica_times_ms(lengths: Sequence[int], figures: ReplicaFigures) -> Fl
         members = [length for i, length in enumerate(lengths) if share >> i & 1]
         tokens[share] = sum(members)
         works_ms[share] = (
-            figures.a_ms_per_token2 * sum(length * length for length in members)
+            figures.a_ms_per_token2 * sum(map(figures.attended, members))
             + figures.b_ms_per_token * sum(members)
             + figures.c_ms
         )

@@ -73,6 +73,8 @@ class AnalyticCostModel:
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
     """Whether queries and keys are normalised; affects memory only."""
+    keeps_gate: bool = False
+    """Whether a gated activation runs as several kernels; affects memory only."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine; affects memory only."""
     pool: PoolFootprint | None = None
@@ -109,6 +111,7 @@ class AnalyticCostModel:
             recompute=self.recompute,
             cp_comm_type=self.cp_comm_type,
             qk_norms=self.qk_norms,
+            keeps_gate=self.keeps_gate,
             has_te_layers=self.has_te_layers,
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,
@@ -130,6 +133,7 @@ class AnalyticCostModel:
             a_ms_per_token2=self._stage_s_per_token2(scheme, longest) * _MS_PER_S,
             b_ms_per_token=(per_token_s + boundary_s) * _MS_PER_S,
             c_ms=(self._stage_overhead_s(scheme, longest) + boundary_latency_s) * _MS_PER_S,
+            window=self.shape.window,
         )
 
     def balanced_scheme(self, scheme: Scheme, *, min_tokens: int) -> Scheme:

@@ -22,7 +22,7 @@ without model and cluster it is 0. With m = 1: a/cp, b/cp + x, c and M·cp.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.hydraulis.cluster import Cluster
@@ -250,10 +250,10 @@ class ContextCosts:
             return times
         per_width = row.scheme.cp / scheme.cp
         shared_ms = max(0.0, times.b_ms_per_token - self._exchange_ms_per_token(row.scheme))
-        return Coefficients(
+        return replace(
+            times,
             a_ms_per_token2=times.a_ms_per_token2 * per_width,
             b_ms_per_token=shared_ms * per_width + self._exchange_ms_per_token(scheme),
-            c_ms=times.c_ms,
         )
 
     def max_tokens(self, scheme: Scheme) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import AttentionWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Sample:
     """A measured micro-batch. Raises ConfigurationError for numbers that are not positive."""
 
     sum_of_squares: float
-    """Σ s_i², tokens²."""
+    """Σ s_i², of which windows leave a part, in tokens²."""
     num_tokens: float
     """Σ s_i, or tokens of the row where padding counts."""
     time_ms: float
@@ -40,11 +41,19 @@ class Sample:
             )
 
     @classmethod
-    def of(cls, lengths: Iterable[int], time_ms: float, row_tokens: int | None = None) -> Sample:
-        """From the lengths of the sequences, in tokens, and the row if its padding counts."""
+    def of(
+        cls,
+        lengths: Iterable[int],
+        time_ms: float,
+        row_tokens: int | None = None,
+        window: AttentionWindow | None = None,
+    ) -> Sample:
+        """From the lengths of the sequences, in tokens, the row if its padding counts, and the
+        window of the model's layers."""
         lengths = tuple(lengths)
         num_tokens = sum(lengths) if row_tokens is None else row_tokens
-        return cls(float(sum(n * n for n in lengths)), float(num_tokens), time_ms)
+        squares = sum(n * n if window is None else window.squared(n) for n in lengths)
+        return cls(float(squares), float(num_tokens), time_ms)
 
     def predicted_ms(self, coefficients: Coefficients) -> float:
         """Time by the coefficients."""

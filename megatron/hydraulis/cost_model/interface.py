@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 MOST_MS = 1e100
@@ -16,7 +17,8 @@ class Coefficients:
     """Time of one micro-batch on one pipeline stage, forward and backward together.
 
     ``t = a·Σ s_i² + b·Σ s_i + c`` over the lengths s_i of the sequences in it, in tokens: the
-    time model of Hydraulis (arXiv 2412.07894).
+    time model of Hydraulis (arXiv 2412.07894). A sliding window leaves less of s_i², see
+    `AttentionWindow.squared`.
 
     Raises ConfigurationError when a coefficient is negative, not finite, or not below MOST_MS.
     """
@@ -27,6 +29,8 @@ class Coefficients:
     """Matrix products and communication: grow with the tokens."""
     c_ms: float
     """Constant cost of a micro-batch."""
+    window: AttentionWindow | None = None
+    """Of the model's layers; the same for all schemes of a job."""
 
     def __post_init__(self) -> None:
         for value in (self.a_ms_per_token2, self.b_ms_per_token, self.c_ms):
@@ -37,9 +41,21 @@ class Coefficients:
                     f"c = {self.c_ms} ms; correct the cost profile"
                 )
 
-    def sequence_time_ms(self, length: int) -> float:
-        """What one sequence adds to its micro-batch: ``a·s² + b·s``."""
-        return (self.a_ms_per_token2 * length + self.b_ms_per_token) * length
+    def squared(self, lengths: Any) -> Any:
+        """What of s² attention computes, in tokens²; lengths: a number or an array, in tokens."""
+        return lengths * lengths if self.window is None else self.window.squared(lengths)
+
+    def sequence_time_ms(self, length: Any) -> Any:
+        """What one sequence adds to its micro-batch: ``a·s² + b·s``; length: as in `squared`."""
+        if self.window is None:
+            return (self.a_ms_per_token2 * length + self.b_ms_per_token) * length
+        return self.token_time_ms(length) * length
+
+    def token_time_ms(self, length: Any) -> Any:
+        """`sequence_time_ms` per token, which is least for the shortest sequence."""
+        if self.window is None:
+            return self.a_ms_per_token2 * length + self.b_ms_per_token
+        return self.a_ms_per_token2 * (self.window.squared(length) / length) + self.b_ms_per_token
 
     def time_ms(self, lengths: Iterable[int], row_tokens: int | None = None) -> float:
         """Time of a micro-batch of sequences of these lengths, on one stage.
@@ -47,10 +63,10 @@ class Coefficients:
         row_tokens: of the row, which replace Σ s_i where padding is to count. Lengths are summed as
         integers, so the order of the sequences does not matter.
         """
-        num_tokens = sum_of_squares = 0
+        window, num_tokens, sum_of_squares = self.window, 0, 0
         for length in lengths:
             num_tokens += length
-            sum_of_squares += length * length
+            sum_of_squares += length * length if window is None else window.squared(length)
         if row_tokens is not None:
             num_tokens = row_tokens
         return self.a_ms_per_token2 * sum_of_squares + self.b_ms_per_token * num_tokens + self.c_ms

@@ -395,6 +395,8 @@ class _StepModel:
             return 2 * causal_flops / self.matmul_rate + moved / device.memory_bytes_per_s
         reached = length / (length + self.constants.half_rate_tokens)
         rate = device.peak_flops_per_s * device.attention_fraction * kernel.attention_fraction
+        if shape.window is not None:
+            causal_flops *= shape.window.squared(length) / (length * length)
         return causal_flops / (rate * reached)
 
     def logits_s(self) -> float:

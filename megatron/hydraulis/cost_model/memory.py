@@ -90,6 +90,9 @@ _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * _FP32_BYTES
 # As wide as the MLP, in the backward of its activation, less the input of fc2, which is freed.
 _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
+# Of a gate of several kernels: the output of fc1, its first half within limits, sigmoid and product
+# of that, the second half with its offset, and the input of fc2.
+_SEPARATE_GATE_TENSORS = 7
 NUM_STAGING_SLOTS = 2
 """Of the runtime: one bucket is copied while the next one travels."""
 NUM_GROUPS_OF_ALL = 2
@@ -265,6 +268,8 @@ class MemoryModel:
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
     """Whether queries and keys are normalised."""
+    keeps_gate: bool = False
+    """Whether the activation of a gated MLP runs as several kernels, which keep their inputs."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine, in bf16 with its fused core attention."""
     ranks_per_node: int | None = None
@@ -452,7 +457,10 @@ class MemoryModel:
 
     def _mlp_per_token(self, scheme: Scheme) -> float:
         """The output of fc1 and the input of fc2."""
-        return (3 if self.shape.gated_mlp else 2) * self._token(scheme).mlp
+        num_tensors = 3 if self.shape.gated_mlp else 2
+        if self.keeps_gate:
+            num_tensors = _SEPARATE_GATE_TENSORS
+        return num_tensors * self._token(scheme).mlp
 
     def _kept_by_attention_per_token(self, scheme: Scheme) -> float:
         token = self._token(scheme)
@@ -461,6 +469,8 @@ class MemoryModel:
         if self.qk_norms:  # their inputs keep the linear layer's output, and the values in it
             kept += self._given_to_attention_per_token(scheme) + 2 * per_head
             kept -= token.key if scheme.cp == 1 else 0.0
+        if self.shape.output_gate:  # its sigmoid, in fp32, and the product with the output
+            kept += token.query * (_FP32_BYTES / self.parameter_bytes + 1)
         return kept + token.query if self._exchanges_heads(scheme) else kept
 
     def _attended_per_token(self, scheme: Scheme) -> float:
@@ -474,7 +484,8 @@ class MemoryModel:
         """The linear layer's output, and a copy of the queries if they are not contiguous in it."""
         token = self._token(scheme)
         is_grouped = token.key < token.query
-        return token.query + 2 * token.key + (token.query if is_grouped else 0.0)
+        gate = token.query if self.shape.output_gate else 0.0
+        return token.query + gate + 2 * token.key + (token.query if is_grouped else 0.0)
 
     def _again_per_token(self, scheme: Scheme, num_layers: int) -> float:
         """What is recomputed for the backward of the last layer, besides what was kept."""

@@ -9,24 +9,25 @@ A cost profile is a JSON file::
                   "c_ms": 65.4, "max_tokens": 12416}],
      "strategies": [{"name": "S6", "regroup_ms": 30.0, "optimizer_ms": 12.0}]}
 
-The time of a micro-batch on one stage, forward and backward, is ``a·Σs² + b·Σs + c``; max_tokens is
-the most tokens of a micro-batch. A scheme whose layers are not split evenly has its own row, with
-``"layers": [14, 16]``. ``version`` and ``strategies`` are optional: a strategy that is not listed
-has no overhead. ``model`` says what the times are of (`ProfiledModel`); older profiles lack it.
+The time of a micro-batch on one stage, forward and backward, is ``a·Σs² + b·Σs + c``, less what
+the sliding windows of ``model`` leave out of s²; max_tokens is the most tokens of a micro-batch.
+A scheme whose layers are not split evenly has its own row, with ``"layers": [14, 16]``. ``version``
+and ``strategies`` are optional: a strategy that is not listed has no overhead.
+``model`` says what the times are of (`ProfiledModel`); older profiles lack it.
 ``measurement``, an optional object that no prediction uses, records how well the
 coefficients fit, the versions of the software, and the speed of regrouping: see docs/profiling.md.
 """
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import MOST_MS, Coefficients
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
-from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.model_shape import AttentionWindow, ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 _FORMAT_VERSION = 1
@@ -99,6 +100,11 @@ class ProfiledModel:
 
     def to_json(self) -> dict[str, Any]:
         """The sizes and the known settings; from_json is its inverse."""
+        return {name: value for name, value in self.values.items() if value or name not in _LATER}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Sizes and known settings by name."""
         settings = {name: getattr(self, name) for name in _SETTINGS}
         return asdict(self.shape) | {name: text for name, text in settings.items() if text}
 
@@ -111,6 +117,8 @@ class ProfiledModel:
         return profiled
 
 
+_LATER = tuple(each.name for each in fields(ModelShape) if each.default is not MISSING)
+"""Sizes that earlier profiles do not have; they are written where they are not 0."""
 _SETTINGS = tuple(each.name for each in fields(ProfiledModel) if each.name != "shape")
 
 
@@ -225,7 +233,7 @@ class ProfileCostModel:
                     flush=True,
                 )
             return
-        made_for, needed = self.model.to_json(), used.to_json()
+        made_for, needed = self.model.values, used.values
         different = [
             f"{name} {made_for[name]} instead of {needed[name]}"
             for name in made_for
@@ -264,29 +272,28 @@ class ProfileCostModel:
         profile = JsonObject(content, what, ConfigurationError)
         profile.check_version(_FORMAT_VERSION)
         strategies = profile.array("strategies") if profile.has("strategies") else []
-        model = cls(
+        made_for = None
+        if profile.has("model"):
+            model = profile.nested(profile.value("model"), f"model of {profile.what}")
+            made_for = ProfiledModel.from_json(model)
+        window = None if made_for is None else made_for.shape.window
+        read = cls(
             device=profile.text("device"),
             source=profile.text("source"),
             date=profile.text("date"),
             schemes=tuple(
-                _scheme_row(profile.nested(entry, f"scheme {index} of {what}"))
+                _scheme_row(profile.nested(entry, f"scheme {index} of {what}"), window)
                 for index, entry in enumerate(profile.array("schemes"))
             ),
             strategies=tuple(
                 _strategy_row(profile.nested(entry, f"strategy {index} of {what}"))
                 for index, entry in enumerate(strategies)
             ),
-            model=(
-                ProfiledModel.from_json(
-                    profile.nested(profile.value("model"), f"model of {profile.what}")
-                )
-                if profile.has("model")
-                else None
-            ),
+            model=made_for,
             measurement=_measurement(profile),
         )
         profile.check_all_read()
-        return model
+        return read
 
     def to_json(self) -> dict[str, Any]:
         """The content of a cost profile; from_json is its inverse."""
@@ -329,13 +336,14 @@ def _check_distinct(noun: str, names: list[str]) -> None:
             )
 
 
-def _scheme_row(entry: JsonObject) -> ProfiledScheme:
+def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledScheme:
     row = ProfiledScheme(
         scheme=Scheme.from_json(entry),
         coefficients=Coefficients(
             a_ms_per_token2=entry.number("a_ms_per_token2"),
             b_ms_per_token=entry.number("b_ms_per_token"),
             c_ms=entry.number("c_ms"),
+            window=window,
         ),
         max_tokens=entry.integer("max_tokens"),
     )

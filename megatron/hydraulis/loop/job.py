@@ -405,6 +405,7 @@ class Job:
             checkpoints=parts.checkpoints,
             memory=parts.memory,
             guard=parts.guard,
+            window=self._resolved.shape.window,
         )
         apply_training_loop(loop, has_cuda=self._has_cuda)
         install_globals(self._resolved)

@@ -204,8 +204,9 @@ class OnlineRefit:
                     time_ms = _slowest_stage_ms(replica, share.group, place, times.rank_times_ms)
                     groups_ms.append(time_ms)
                     if time_ms > 0.0 and share.lengths:
+                        window = self._base.coefficients(scheme).window
                         by_scheme[scheme].append(
-                            Sample.of(share.lengths, time_ms, share.row_tokens)
+                            Sample.of(share.lengths, time_ms, share.row_tokens, window)
                         )
                 slowest_ms.append(max(groups_ms))
             makespan_ms = max(makespan_ms, pipeline_time_ms(slowest_ms, replica.scheme.pp))
@@ -219,14 +220,15 @@ class OnlineRefit:
         fitted = []
         for scheme, ratio in self._drifts().items():
             before = self._base.coefficients(scheme)
-            prior = Coefficients(
+            prior = replace(
+                before,
                 a_ms_per_token2=before.a_ms_per_token2 * ratio,
                 b_ms_per_token=before.b_ms_per_token * ratio,
                 c_ms=before.c_ms * ratio,
             )
             samples = [sample for each in self._samples[scheme] for sample in each]
             fit = fit_near(samples, prior, prior_weight=self._settings.prior_weight)
-            fitted.append((scheme, fit.coefficients))
+            fitted.append((scheme, replace(fit.coefficients, window=before.window)))
         overheads_ms = tuple(
             (name, statistics.median(window))
             for name, window in self._overheads_ms.items()

@@ -30,6 +30,7 @@ from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.refit import RunRefit
 from megatron.hydraulis.loop.tracing import RunTrace
+from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.observability.console import EtaEstimator, iteration_suffix
 from megatron.hydraulis.observability.records import IterationRecord, MetricsWriter
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
@@ -89,6 +90,7 @@ class TrainingLoop:
         checkpoints: RunCheckpoints,
         memory: MemorySafety,
         guard: HangGuard,
+        window: AttentionWindow | None = None,
     ) -> None:
         self._sizes = sizes
         self._guard = guard
@@ -102,7 +104,7 @@ class TrainingLoop:
         self._make_iterators = make_iterators
         self._metrics = metrics
         self._eta = EtaEstimator()
-        self._interval = LogInterval()
+        self._interval = LogInterval(window)
         self._num_sequences = 0
         """Size of the last global batch."""
         self._num_consumed: int | None = None
@@ -442,14 +444,16 @@ def _upstreams_timer(phase: str) -> Iterator[None]:
 class LogInterval:
     """The iterations between two lines of the log: with ``--log-interval`` n, n iterations."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: AttentionWindow | None = None) -> None:
+        self._window = window
         self._records: list[IterationRecord] = []
         self._sums: list[tuple[float, float]] = []
 
     def add(self, record: IterationRecord, lengths: tuple[int, ...]) -> None:
         """Add an iteration and the lengths of its sequences, in tokens."""
         self._records.append(record)
-        squares = sum(length * length for length in lengths)
+        window = self._window
+        squares = sum(n * n if window is None else window.squared(n) for n in lengths)
         self._sums.append((float(sum(lengths)), float(squares)))
 
     def clear(self) -> None:

@@ -121,7 +121,10 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class SchemeFigures:
-    """Time ``a·Σs² + b·Σs + c`` of a micro-batch on a stage, its limit, and the stages."""
+    """Time ``a·Σs² + b·Σs + c`` of a micro-batch on a stage, its limit, and the stages.
+
+    Where some layers attend to a window of w tokens, s² is less by their share of ``(s - w)²``.
+    """
 
     a_ms_per_token2: float
     b_ms_per_token: float
@@ -134,6 +137,9 @@ class SchemeFigures:
     """If the cp ranks split: figures of the groups of each size that the profile has."""
     longest_tokens: int | None = None
     """The longest sequence that fits, if that is not max_tokens."""
+    window_tokens: int = 0
+    windowed_share: float = 0.0
+    """Of the layers, those with the window."""
 
     @property
     def longest(self) -> int:
@@ -175,11 +181,18 @@ class SchemeFigures:
             max_tokens=max(self.cp // g.cp * g.max_tokens for g in self.groups),
             num_stages=self.num_stages,
             longest_tokens=max(g.max_tokens for g in self.groups),
+            window_tokens=self.window_tokens,
+            windowed_share=self.windowed_share,
         )
+
+    def attended(self, length: float) -> float:
+        """What attention computes of a sequence's s², in tokens²."""
+        beyond = max(0.0, length - self.window_tokens)
+        return length * length - self.windowed_share * beyond * beyond
 
     def time_ms(self, lengths: list[int], row: int | None = None) -> float:
         """Forward and backward of a micro-batch on one stage; row: tokens of a listed row."""
-        squares = sum(length * length for length in lengths)
+        squares = sum(map(self.attended, lengths))
         computed = sum(lengths) if row is None else row
         return self.a_ms_per_token2 * squares + self.b_ms_per_token * computed + self.c_ms
 
@@ -300,7 +313,8 @@ def read_pool(pool_path: str, profile_path: str) -> dict[str, StrategyFigures]:
 def _strategies(pool: Any, profile: Any) -> dict[str, StrategyFigures]:
     _check_version(pool)
     _check_version(profile)
-    rows = _once("scheme", [(_shape(row), row) for row in profile["schemes"]])
+    window = _window(profile.get("model", {}))
+    rows = _once("scheme", [(_shape(row), row | window) for row in profile["schemes"]])
     overheads_ms = _once(
         "strategy of the profile",
         [
@@ -350,7 +364,20 @@ def _figures(shape: Shape, rows: dict[Shape, Any], limit: Any) -> SchemeFigures:
         tp=shape.tp,
         cp=shape.cp,
         groups=tuple(groups),
+        window_tokens=row["window_tokens"],
+        windowed_share=row["windowed_share"],
     )
+
+
+def _window(model: dict[str, Any]) -> dict[str, float]:
+    """The window of a profile's model, by the names of `SchemeFigures`."""
+    num_windowed = _whole(model.get("num_windowed_layers", 0))
+    if not num_windowed:
+        return {"window_tokens": 0, "windowed_share": 0.0}
+    return {
+        "window_tokens": _whole(model["window_tokens"]),
+        "windowed_share": num_windowed / _whole(model["num_layers"]),
+    }
 
 
 def _once[Key, Value](noun: str, entries: list[tuple[Key, Value]]) -> dict[Key, Value]:

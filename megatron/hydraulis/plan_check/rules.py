@@ -423,7 +423,8 @@ def _shared_bound_ms(
         [
             np.where(
                 sizes <= longest[figures],
-                figures.a_ms_per_token2 * sizes**2 + figures.b_ms_per_token * sizes,
+                figures.a_ms_per_token2 * np.array(list(map(figures.attended, sizes)))
+                + figures.b_ms_per_token * sizes,
                 np.inf,
             )
             for figures in schemes

@@ -49,7 +49,8 @@ class SchemeCost:
 
     def sequence_time_ms(self, length: int) -> float:
         """What one sequence adds to its micro-batch on one stage."""
-        return self.coefficients.sequence_time_ms(length)
+        time_ms: float = self.coefficients.sequence_time_ms(length)
+        return time_ms
 
     def time_ms(self, lengths: Sequence[int]) -> float:
         """Time of a micro-batch on one stage, in a row that is rounded up.
@@ -60,8 +61,8 @@ class SchemeCost:
 
     def largest_time_ms(self, longest: int) -> float:
         """Upper limit for a micro-batch: filled with sequences of the longest length."""
-        a, b = self.coefficients.a_ms_per_token2, self.coefficients.b_ms_per_token
-        return (a * min(longest, self.max_tokens) + b) * self.max_tokens + self.coefficients.c_ms
+        per_token_ms: float = self.coefficients.token_time_ms(min(longest, self.max_tokens))
+        return per_token_ms * self.max_tokens + self.coefficients.c_ms
 
 
 def _time_ms(coefficients: Coefficients, rows: RowRounding | None, lengths: Sequence[int]) -> float:
@@ -310,6 +311,7 @@ class WaveCosts:
             / self.width,
             b_ms_per_token=min(g.size * g.coefficients.b_ms_per_token for g in usable) / self.width,
             c_ms=min(group.coefficients.c_ms for group in usable),
+            window=usable[0].coefficients.window,
         )
 
     def wave_time_ms(self, groups: Iterable[tuple[int, Sequence[int]]]) -> float:

@@ -237,9 +237,7 @@ class LongSequences:
         return found
 
     def _works_ms(self, replica_class: ReplicaClass) -> FloatArray:
-        coefficients = replica_class.cost.coefficients
-        a, b = coefficients.a_ms_per_token2, coefficients.b_ms_per_token
-        works_ms: FloatArray = (a * self._low + b) * self._low
+        works_ms: FloatArray = replica_class.cost.coefficients.sequence_time_ms(self._low)
         return works_ms
 
 

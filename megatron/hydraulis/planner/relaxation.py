@@ -262,8 +262,8 @@ class Relaxation:
     def _uses(self, mode: Mode) -> list[tuple[FloatArray, float]]:
         """Resources of a mode: what a token of each bucket uses, and how much a replica has."""
         cost = self.classes[mode.replica_class].cost
-        a, b = cost.coefficients.a_ms_per_token2, cost.coefficients.b_ms_per_token
-        work_share = (a * self._low + b) * self._low / max(mode.work_ms, _LEAST_WORK_MS)
+        work_ms: FloatArray = cost.coefficients.sequence_time_ms(self._low)
+        work_share = work_ms / max(mode.work_ms, _LEAST_WORK_MS)
         token_share = self._low / cost.max_tokens
         # A sequence has at least and at most so many tokens.
         shortest, longest = self._low, self._high

@@ -200,7 +200,7 @@ class _Program:
         coefficients, room_tokens = cell.group.coefficients, cell.group.room_tokens
         buckets = list(cell.tokens)
         low, high = self._low[buckets], self._high[buckets]
-        per_token_ms = coefficients.a_ms_per_token2 * low + coefficients.b_ms_per_token
+        per_token_ms = coefficients.token_time_ms(low)
         tokens = float(self._num_tokens)
 
         def add(counted: FloatArray, of_cell: dict[int, float]) -> None:

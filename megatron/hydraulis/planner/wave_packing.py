@@ -98,10 +98,7 @@ class LengthTable:
         array = np.array(self.lengths, dtype=np.float64)
         whole = np.array(self.lengths, dtype=np.int64)
         # Shape (num_sizes, num_lengths), transposed below.
-        works_ms = [
-            (g.coefficients.a_ms_per_token2 * array + g.coefficients.b_ms_per_token) * array
-            for g in costs.groups
-        ]
+        works_ms = [g.coefficients.sequence_time_ms(array) for g in costs.groups]
         tokens = [-(-whole // g.multiple) * g.multiple for g in costs.groups]
         for of_size, padded, group in zip(works_ms, tokens, costs.groups, strict=True):
             of_size[padded > group.room_tokens] = np.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients
@@ -38,6 +39,7 @@ def profile_of(
 
     Raises ConfigurationError when no scheme is left.
     """
+    window = model.shape.window
     rows: list[ProfiledScheme] = []
     notes: dict[str, Any] = {}
     for scheme, points in schemes.items():
@@ -45,13 +47,14 @@ def profile_of(
         if not fitting:
             notes[str(scheme)] = {"fits": False, "why_not": points[0].why_not if points else ""}
             continue
-        fit = fit_coefficients([Sample.of(p.point.lengths, p.time_ms) for p in fitting])
+        samples = [Sample.of(p.point.lengths, p.time_ms, window=window) for p in fitting]
+        fit = fit_coefficients(samples)
         sizes = {point.point.num_tokens for point in fitting}
         refused = {point.point.num_tokens for point in points if not point.fits}
         rows.append(
             ProfiledScheme(
                 scheme=scheme,
-                coefficients=fit.coefficients,
+                coefficients=replace(fit.coefficients, window=window),
                 max_tokens=scheme.rounded_down(max(sizes - refused, default=0)),
             )
         )

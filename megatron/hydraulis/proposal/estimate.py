@@ -52,6 +52,7 @@ class Estimator:
     def __init__(self, candidates: Candidates, batches: Sequence[Sequence[int]]) -> None:
         self._candidates = candidates
         costs = candidates.costs
+        squared = costs[0].coefficients.squared  # the window is the model's, not a scheme's
         edges = _edges(batches, [cost.longest for cost in costs])
         shape = (len(batches), len(edges))
         tokens, squares, longest = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -59,13 +60,13 @@ class Estimator:
             lengths = np.asarray(batch, dtype=np.float64)
             places = np.searchsorted(edges, lengths)
             np.add.at(tokens[row], places, lengths)
-            np.add.at(squares[row], places, lengths * lengths)
+            np.add.at(squares[row], places, squared(lengths))
             np.maximum.at(longest[row], places, lengths)
         a, b, c, stages, _ = _columns(costs)
         held = np.array([float(cost.longest) for cost in costs])
         # (num_batches, num_buckets, num_schemes)
         self._work_ms = a * squares[..., None] + b * tokens[..., None]
-        one_ms = a * longest[..., None] ** 2 + b * longest[..., None] + c
+        one_ms = a * squared(longest)[..., None] + b * longest[..., None] + c
         is_empty = (longest == 0.0)[..., None]
         self._pass_ms = np.where(longest[..., None] <= held, stages * one_ms, np.inf)
         self._pass_ms[np.broadcast_to(is_empty, self._pass_ms.shape)] = 0.0
@@ -238,16 +239,17 @@ def _work_shares(
     lengths = np.concatenate([np.asarray(batch, dtype=np.float64) for batch in batches])
     num_micro_batches = np.arange(1, _MOST_MICRO_BATCHES + 1, dtype=np.float64)
     a, b, c, stages, limits = _columns(costs)
+    squared = costs[0].coefficients.squared
     fastest_ms = float((b * lengths.min()).min()) + 1e-3
     slowest_ms = max(
-        float((a * np.square(batch, dtype=np.float64).sum() + b * sum(batch) + c).max())
+        float((a * squared(np.array(batch, dtype=np.float64)).sum() + b * sum(batch) + c).max())
         for batch in batches
     )
     grid_ms = np.geomspace(fastest_ms, max(slowest_ms, 2.0 * fastest_ms), _NUM_GRID_TIMES)
     shares = np.empty((_NUM_GRID_TIMES, len(costs)))
     for place in range(len(costs)):
         fitting = lengths[lengths <= limits[place]]
-        length = float(fitting @ fitting / fitting.sum()) if len(fitting) else 0.0
+        length = float(squared(fitting).sum() / fitting.sum()) if len(fitting) else 0.0
         room_ms = num_micro_batches * _FULL * limits[place] * (a[place] * length + b[place])
         filled = num_micro_batches / (num_micro_batches + stages[place] - 1.0)
         work_ms = grid_ms[:, None] * filled - num_micro_batches * c[place]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron.hydraulis.cluster import Cluster, Link
@@ -66,7 +66,8 @@ class StageCosts:
         entries = _stage_entries(self.shape, scheme)
         most_layers, most_entries = max(layers), max(entries)
         return tuple(
-            Coefficients(
+            replace(
+                slowest,
                 a_ms_per_token2=slowest.a_ms_per_token2 * num_layers / most_layers,
                 b_ms_per_token=slowest.b_ms_per_token * num_entries / most_entries,
                 c_ms=slowest.c_ms * num_layers / most_layers,

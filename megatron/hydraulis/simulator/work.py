@@ -21,32 +21,32 @@ class MicroBatchWork:
 
     num_tokens: int
     """Trained tokens."""
-    sum_of_squares: int
-    """Σ s² over the rows' segments as attention computes them, in tokens²."""
+    segments: tuple[int, ...]
+    """Lengths of the rows' segments as attention computes them, in tokens."""
     num_padding: int = 0
     """Computed tokens that are not trained."""
-    groups: tuple[tuple[int, int, int], ...] = ()
-    """cp, tokens and Σ s² of each group of a wave, whose cp ranks run in groups; 0 for a group
-    without sequences. A wave takes as long as its slowest group."""
+    groups: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    """cp, tokens and segments of each group of a wave, whose cp ranks run in groups; 0 and none for
+    a group without sequences. A wave takes as long as its slowest group."""
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 1 or self.sum_of_squares < 1 or self.num_padding < 0:
+        if self.num_tokens < 1 or not self.segments or self.num_padding < 0:
             raise PlanError(
                 f"a micro-batch has at least 1 trained token and no negative padding but there are "
-                f"{self.num_tokens} tokens, {self.sum_of_squares} tokens² and {self.num_padding} "
-                f"of padding; leave empty micro-batches out"
+                f"{self.num_tokens} tokens, {len(self.segments)} segments and {self.num_padding} "
+                f"tokens of padding; leave empty micro-batches out"
             )
 
     @classmethod
     def packed(cls, lengths: Sequence[int], *, num_padding: int = 0) -> MicroBatchWork:
         """Sequences without attention to each other, and padding without attention."""
-        return cls(sum(lengths), sum(length * length for length in lengths), num_padding)
+        return cls(sum(lengths), tuple(lengths), num_padding)
 
     @classmethod
     def padded(cls, lengths: Sequence[int], row_tokens: int) -> MicroBatchWork:
         """A row of row_tokens for every sequence, with attention over the entire row."""
         num_computed = len(lengths) * row_tokens
-        return cls(sum(lengths), num_computed * row_tokens, num_computed - sum(lengths))
+        return cls(sum(lengths), (row_tokens,) * len(lengths), num_computed - sum(lengths))
 
     @property
     def num_computed(self) -> int:
@@ -62,7 +62,7 @@ class MicroBatchWork:
             (
                 share.group.size,
                 share.num_tokens if share.row_tokens is None else share.row_tokens,
-                sum(s * s for s in share.lengths),
+                share.lengths,
             )
             for share in shares
         )
@@ -88,19 +88,14 @@ class MicroBatchWork:
         if not self.groups:
             return [self.time_ms(coefficients) for coefficients in stages(scheme)]
         groups_ms = [
-            [_time_ms(each, *sums) for each in stages(scheme.of_context_group(cp))]
-            for cp, *sums in self.groups
+            [each.time_ms(segments, num_tokens) for each in stages(scheme.of_context_group(cp))]
+            for cp, num_tokens, segments in self.groups
         ]
         return [max(of_stage) for of_stage in zip(*groups_ms, strict=True)]
 
     def time_ms(self, coefficients: Coefficients) -> float:
         """Forward and backward on a stage of these coefficients, without groups."""
-        return _time_ms(coefficients, self.num_computed, self.sum_of_squares)
-
-
-def _time_ms(coefficients: Coefficients, num_tokens: int, sum_of_squares: int) -> float:
-    a, b = coefficients.a_ms_per_token2, coefficients.b_ms_per_token
-    return a * sum_of_squares + b * num_tokens + coefficients.c_ms
+        return coefficients.time_ms(self.segments, self.num_computed)
 
 
 @dataclass(frozen=True, slots=True)

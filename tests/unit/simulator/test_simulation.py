@@ -8,6 +8,7 @@ import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, PlanError
+from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.results import account
@@ -246,9 +247,13 @@ class TestStages:
 
 def test_padding_is_computed_and_counted_separately() -> None:
     padded = MicroBatchWork.padded([3, 5], 5)
-    assert (padded.num_tokens, padded.num_padding, padded.sum_of_squares) == (8, 2, 50)
+    assert (padded.num_tokens, padded.num_padding, padded.segments) == (8, 2, (5, 5))
     assert padded.time_ms(Coefficients(1.0, 10.0, 0.5)) == 50 + 100 + 0.5
-    assert MicroBatchWork.packed([3, 5], num_padding=2).sum_of_squares == 34
+    packed = MicroBatchWork.packed([3, 5], num_padding=2)
+    assert packed.segments == (3, 5)
+    # A window of 2 tokens in half of the layers leaves out (1 + 9) / 2.
+    windowed = Coefficients(1.0, 10.0, 0.5, AttentionWindow(2, 0.5))
+    assert packed.time_ms(windowed) == 34 - 5 + 100 + 0.5
 
 
 def test_the_same_works_take_the_same_times() -> None:
@@ -294,7 +299,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(PlanError, match="1 lists for 2 replicas"):
         work_of("2*tp1", [[1]], num_ranks=2)
     with pytest.raises(PlanError, match="at least 1 trained token"):
-        MicroBatchWork(0, 1)
+        MicroBatchWork(0, (1,))
     with pytest.raises(PlanError, match=r"plan_time_s is -1\.0"):
         IterationWork(work_of("tp1", [[1]], num_ranks=1).strategy, ((),), -1.0)
 
