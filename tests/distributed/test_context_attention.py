@@ -1,5 +1,7 @@
 """Attention of a context-parallel group equals that of one rank, forward and backward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,16 +61,30 @@ def test_heads_that_do_not_divide_are_gathered() -> None:
         check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], "a2a", 6, 6))
 
 
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one"])
+@pytest.mark.parametrize("window", [1, 3, 600])
+@pytest.mark.parametrize("way", ["all_gather", "a2a"])
+@pytest.mark.parametrize("lengths", ["unequal", "longer than a block"])
+def test_windows_and_offsets_equal_one_rank(
+    lengths: str, way: str, window: int, softmax_type: str
+) -> None:
+    case = SharedAttention(GROUPS["cp1 and cp2"], LENGTHS[lengths], way, num_groups=2)
+    check(replace(case, window=window, softmax_type=softmax_type))
+
+
 @pytest.mark.parametrize("way", ["all_gather", "a2a"])
 def test_low_precision(way: str) -> None:
     check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], way, dtype=torch.float32), 1e-5)
     check(SharedAttention(GROUPS["cp4"], LENGTHS["unequal"], way, dtype=torch.bfloat16), 0.05)
 
 
+@pytest.mark.parametrize("window", [None, 0, 4])
 @pytest.mark.parametrize("way", ["all_gather", "a2a"])
 @pytest.mark.parametrize("lengths", ["unequal", "below 2·cp"])
-def test_each_pack_runs_one_kernel(way: str, lengths: str) -> None:
-    case = SharedVarlen(GROUPS["cp1 and cp2"], LENGTHS[lengths], way, num_heads=4, num_groups=2)
+def test_each_pack_runs_one_kernel(way: str, lengths: str, window: int | None) -> None:
+    case = SharedVarlen(
+        GROUPS["cp1 and cp2"], LENGTHS[lengths], way, num_heads=4, num_groups=2, window=window
+    )
     for errors in pool_of(4).run(varlen_against_whole, case):
         assert max(errors) < FP64_TOLERANCE, errors
 

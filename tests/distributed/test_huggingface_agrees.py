@@ -1,18 +1,29 @@
-"""Hugging Face's Llama, unpacked and on one process, gives our loss and gradients.
+"""Hugging Face's models, unpacked and on one process, give our loss and gradients.
 
 Both compute in fp32. Two iterations: at the initial weights, where all norms are 1, and at those
 that the engine's first update made.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from tests.support.comparison import assert_same, wrong_tensors
 from tests.support.gloo_pool import pool_of
-from tests.support.huggingface import llama_gradients, to_llama
+from tests.support.huggingface import (
+    gpt_oss,
+    llama_gradients,
+    mistral,
+    nemotron,
+    qwen3_next,
+    smollm3,
+    to_llama,
+)
 from tests.support.law import FP64_SETTINGS, MAIN_MODEL, law_job
 from tests.support.models import Job, RankRun, SmallModel, assemble, run_initial_weights, run_job
 
@@ -42,12 +53,69 @@ def llama_job(num_ranks: int, text: str, model: SmallModel) -> Job:
 def test_llama_gives_the_same_loss_and_gradients(
     num_ranks: int, text: str, model: SmallModel
 ) -> None:
+    check(num_ranks, text, model)
+
+
+FAMILIES: dict[str, tuple[SmallModel, Callable[[SmallModel], torch.nn.Module]]] = {
+    "Mistral": (replace(LLAMA, variant=(("window_size", (6, 0)),)), mistral),
+    "Nemotron": (
+        replace(
+            LLAMA,
+            swiglu=False,
+            normalization="LayerNorm",
+            variant=(("activation_func", squared_relu), ("layernorm_zero_centered_gamma", True)),
+        ),
+        nemotron,
+    ),
+    "SmolLM3": (replace(LLAMA, variant=(("no_rope_freq", 2),)), smollm3),
+    "Qwen3-Next without experts": (
+        replace(
+            LLAMA,
+            qk_layernorm=True,
+            variant=(("attention_output_gate", True), ("layernorm_zero_centered_gamma", True)),
+        ),
+        qwen3_next,
+    ),
+    "GPT-OSS without experts": (
+        replace(
+            LLAMA,
+            bias=True,
+            variant=(
+                ("window_size", (6, 0)),
+                ("window_attn_skip_freq", 2),
+                ("softmax_type", "learnable"),
+                ("activation_func", quick_gelu),
+                ("glu_linear_offset", 1.0),
+                ("activation_func_clamp_value", 0.5),
+            ),
+        ),
+        gpt_oss,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("num_ranks", "text"), [(3, "tp2+tp1"), (4, "cp2pp2")])
+def test_variants_of_other_families_give_the_same_loss_and_gradients(
+    num_ranks: int, text: str, name: str
+) -> None:
+    model, build = FAMILIES[name]
+    check(num_ranks, text, model, build)
+
+
+def check(
+    num_ranks: int,
+    text: str,
+    model: SmallModel,
+    build: Callable[[SmallModel], torch.nn.Module] | None = None,
+) -> None:
+    """Two iterations in a strategy against Llama, or another model of Hugging Face."""
     job = llama_job(num_ranks, text, model)
     runs: list[RankRun] = pool_of(num_ranks).run(run_job, job)
     starts: list[RankRun] = pool_of(num_ranks).run(run_initial_weights, job)
     weights = assemble(starts, [start.parameters[0] for start in starts])
     for i in range(2):
-        expected = llama_gradients(to_llama(weights, model), model, job.batches[i])
+        expected = llama_gradients(to_llama(weights, model), model, job.batches[i], build)
         found = to_llama(assemble(runs, [run.gradients[i] for run in runs]), model)
         assert_same(found, expected.gradients, TOLERANCE, f"iteration {i}")
         assert runs[0].losses[i] == pytest.approx(expected.loss, rel=TOLERANCE)

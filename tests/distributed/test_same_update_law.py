@@ -241,6 +241,22 @@ def _second_cp_rank_forgotten() -> Iterator[None]:
 
 
 @contextmanager
+def _offset_of_second_cp_rank_forgotten() -> Iterator[None]:
+    right = Engine._run
+
+    def run(self: Engine, runtime: Any, batches: Any, *others: Any) -> Any:
+        reports = right(self, runtime, batches, *others)
+        if any(batch.context_rank == 1 for batch in batches):
+            for bound in runtime.arena.bound.values():
+                if bound.name.endswith("softmax_offset"):
+                    bound.gradient.zero_()
+        return reports
+
+    with _running(run):
+        yield
+
+
+@contextmanager
 def _mean_of_each_micro_batch() -> Iterator[None]:
     def mean_loss(mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss, num_tokens, report = loss_func(mask, output)
@@ -264,6 +280,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "gate and up not cut apart": _halves_not_cut_apart,
     "tied output end forgotten": _tied_output_end_forgotten,
     "second cp rank forgotten": _second_cp_rank_forgotten,
+    "offset of second cp rank forgotten": _offset_of_second_cp_rank_forgotten,
     "mean of each micro-batch": _mean_of_each_micro_batch,
 }
 
@@ -423,6 +440,15 @@ class TestMutationsAreDetected:
     def test_second_cp_rank_forgotten(self) -> None:
         wrong = self.wrong("second cp rank forgotten", 2, "cp2", MODELS["two query groups"])
         assert wrong == set(law_reference(MODELS["two query groups"]).gradients[0])
+
+    @pytest.mark.parametrize("way", ["all_gather", "a2a"])
+    def test_offset_of_second_cp_rank_forgotten(self, way: str) -> None:
+        model = replace(SHORT_MODEL, variant=(("softmax_type", "learnable"),), cp_comm_type=way)
+        wrong = self.wrong("offset of second cp rank forgotten", 2, "cp2", model)
+        assert wrong == {
+            f"decoder.layers.{layer}.self_attention.core_attention.softmax_offset"
+            for layer in range(model.num_layers)
+        }
 
     def test_mean_of_each_micro_batch(self) -> None:
         wrong = self.wrong("mean of each micro-batch", 2, "2*tp1", MAIN_MODEL)

@@ -35,6 +35,8 @@ class SharedAttention:
     num_heads: int = 4
     num_groups: int = 4
     dtype: torch.dtype = torch.float64
+    window: int | None = None
+    softmax_type: str = "vanilla"
 
     def attention(self) -> ContextAttention:
         """The core attention of one layer."""
@@ -46,6 +48,8 @@ class SharedAttention:
         )
         config = model.transformer()
         config.cp_comm_type = self.cp_comm_type
+        config.window_size = None if self.window is None else (self.window, 0)
+        config.softmax_type = self.softmax_type
         return ContextAttention(config, 1, AttnMaskType.causal, "self")
 
     def tensors(self, num_tokens: int) -> list[Tensor]:

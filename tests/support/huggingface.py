@@ -1,9 +1,10 @@
-"""The same weights in Hugging Face's Llama: code that shares nothing with Megatron or this project.
+"""The same weights in Hugging Face's models: code that shares nothing with Megatron or with ours.
 
 Differences of layout, all linear, so that weights and gradients map in the same way:
 
 - Megatron's ``linear_qkv`` stacks, for each query group, the rows of the group's query heads, of
-  its key head and of its value head; Llama has three matrices, heads in order.
+  their gates, of its key head and of its value head; Llama has three matrices, heads in order, and
+  Qwen3-Next puts the gate of each head behind it.
 - Megatron's ``linear_fc1`` stacks gate and up.
 - Megatron's vocabulary is padded; Llama's is not.
 
@@ -13,12 +14,28 @@ neighbouring pairs), so heads' rows keep their order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 from tests.support.models import SmallModel
 
@@ -41,27 +58,33 @@ def to_llama(tensors: Tensors, model: SmallModel) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for name, value in tensors.items():
         if name in _OUTER_NAMES:
-            is_vocabulary = name != "decoder.final_layernorm.weight"
+            is_vocabulary = "layernorm" not in name
             found[_OUTER_NAMES[name]] = value[: model.vocab_size] if is_vocabulary else value
             continue
         _, _, layer, *rest = name.split(".")
         prefix, local_name = f"model.layers.{layer}.", ".".join(rest)
-        if local_name == "self_attention.linear_qkv.weight":
+        module, _, kind = local_name.rpartition(".")
+        if module == "self_attention.linear_qkv":
             query, key, value_rows = _split_qkv(value, model)
-            found[prefix + "self_attn.q_proj.weight"] = query
-            found[prefix + "self_attn.k_proj.weight"] = key
-            found[prefix + "self_attn.v_proj.weight"] = value_rows
-        elif local_name == "mlp.linear_fc1.weight":
+            found[prefix + f"self_attn.q_proj.{kind}"] = query
+            found[prefix + f"self_attn.k_proj.{kind}"] = key
+            found[prefix + f"self_attn.v_proj.{kind}"] = value_rows
+        elif module == "mlp.linear_fc1" and model.transformer().gated_linear_unit:
             gate, up = np.split(value, 2)
-            found[prefix + "mlp.gate_proj.weight"] = gate
-            found[prefix + "mlp.up_proj.weight"] = up
+            found[prefix + f"mlp.gate_proj.{kind}"] = gate
+            found[prefix + f"mlp.up_proj.{kind}"] = up
+        elif kind == "softmax_offset":
+            found[prefix + "self_attn.sinks"] = value
         else:
-            found[prefix + _LAYER_NAMES[local_name]] = value
+            found[prefix + f"{_LAYER_NAMES[module]}.{kind}"] = value
     return found
 
 
 def llama_gradients(
-    weights: Tensors, model: SmallModel, batch: Sequence[np.ndarray]
+    weights: Tensors,
+    model: SmallModel,
+    batch: Sequence[np.ndarray],
+    build: Callable[[SmallModel], torch.nn.Module] | None = None,
 ) -> LlamaGradients:
     """Forward and backward in fp32, sequence by sequence, unpacked and unpadded.
 
@@ -69,8 +92,9 @@ def llama_gradients(
         weights: by Llama's names.
         model: the sizes.
         batch: (length + 1,) tokens each.
+        build: makes another of Hugging Face's models.
     """
-    llama = _build(model)
+    llama: Any = (build or _build)(model)
     named = dict(llama.named_parameters())
     assert named.keys() == weights.keys(), sorted(named.keys() ^ weights.keys())
     with torch.no_grad():
@@ -94,13 +118,17 @@ def llama_gradients(
 _OUTER_NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
+    "decoder.final_layernorm.bias": "model.norm.bias",
     "output_layer.weight": "lm_head.weight",
 }
 _LAYER_NAMES = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "input_layernorm": "input_layernorm",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": "mlp.up_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
 }
 
 
@@ -108,28 +136,116 @@ def _split_qkv(value: np.ndarray, model: SmallModel) -> tuple[np.ndarray, np.nda
     """(heads · size, hidden), (groups · size, hidden) twice."""
     head_size = model.hidden_size // model.num_heads
     num_query_rows = model.num_heads // model.num_groups * head_size
-    groups = value.reshape(model.num_groups, num_query_rows + 2 * head_size, model.hidden_size)
-    borders = [num_query_rows, num_query_rows + head_size]
-    query, key, value_rows = (
-        part.reshape(-1, model.hidden_size) for part in np.split(groups, borders, axis=1)
+    rest = value.shape[1:]  # of a bias none
+    has_gate = model.transformer().attention_output_gate
+    num_rows = (2 if has_gate else 1) * num_query_rows
+    groups = value.reshape(model.num_groups, num_rows + 2 * head_size, *rest)
+    query, key, value_rows = np.split(groups, [num_rows, num_rows + head_size], axis=1)
+    if has_gate:
+        halves = query.reshape(model.num_groups, 2, -1, head_size, *rest)
+        query = halves.swapaxes(1, 2)
+    return query.reshape(-1, *rest), key.reshape(-1, *rest), value_rows.reshape(-1, *rest)
+
+
+def _sizes(model: SmallModel) -> dict[str, Any]:
+    """Those that all families call alike, and the plain rotation of the engine's base."""
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_groups,
+        "head_dim": model.hidden_size // model.num_heads,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+        },
+        "tie_word_embeddings": model.tied,
+        # Not the fused attention that the engine calls.
+        "attn_implementation": "eager",
+        "pad_token_id": None,
+    }
+
+
+def _epsilon(model: SmallModel) -> float:
+    return model.transformer().layernorm_epsilon
+
+
+def _build(model: SmallModel) -> torch.nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**_sizes(model), rms_norm_eps=_epsilon(model))).float()
+
+
+def mistral(model: SmallModel) -> torch.nn.Module:
+    """With a window in all layers; it counts a token's own key."""
+    window = model.transformer().window_size
+    assert window is not None
+    config = MistralConfig(
+        **_sizes(model), rms_norm_eps=_epsilon(model), sliding_window=window[0] + 1
     )
-    return query, key, value_rows
+    return MistralForCausalLM(config).float()
 
 
-def _build(model: SmallModel) -> LlamaForCausalLM:
-    config = model.transformer()
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.ffn_hidden_size,
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_heads,
-            num_key_value_heads=model.num_groups,
-            rms_norm_eps=config.layernorm_epsilon,
-            tie_word_embeddings=model.tied,
+def nemotron(model: SmallModel) -> torch.nn.Module:
+    """With squared ReLU and layer norms around one."""
+    return NemotronForCausalLM(NemotronConfig(**_sizes(model), norm_eps=_epsilon(model))).float()
+
+
+def smollm3(model: SmallModel) -> torch.nn.Module:
+    """With layers that have no positions."""
+    no_rope = model.transformer().no_rope_freq
+    assert isinstance(no_rope, list)
+    config = SmolLM3Config(
+        **_sizes(model),
+        rms_norm_eps=_epsilon(model),
+        no_rope_layers=[1 - skips for skips in no_rope],
+    )
+    return SmolLM3ForCausalLM(config).float()
+
+
+def qwen3_next(model: SmallModel) -> torch.nn.Module:
+    """With gated attention and norms around one, in full layers without experts."""
+    config = Qwen3NextConfig(
+        **_sizes(model),
+        rms_norm_eps=_epsilon(model),
+        layer_types=["full_attention"] * model.num_layers,
+        mlp_only_layers=list(range(model.num_layers)),
+    )
+    return Qwen3NextForCausalLM(config).float()
+
+
+def gpt_oss(model: SmallModel) -> torch.nn.Module:
+    """With windows in every other layer, learnable offsets, and a single expert as the MLP."""
+    settings = model.transformer()
+    assert settings.window_size is not None
+    config = GptOssConfig(
+        **_sizes(model),
+        rms_norm_eps=_epsilon(model),
+        sliding_window=settings.window_size[0] + 1,
+        swiglu_limit=settings.activation_func_clamp_value,
+        num_local_experts=1,
+        num_experts_per_tok=1,
+    )
+    built = GptOssForCausalLM(config)
+    for layer in built.model.layers:
+        layer.mlp = _DenseGptOss(layer.mlp.experts)
+    return built.float()
+
+
+class _DenseGptOss(torch.nn.Module):
+    """The MLP of one of GPT-OSS's experts, its gate and up rows apart."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        sizes = experts.hidden_size, experts.intermediate_size
+        self.gate_proj, self.up_proj = (torch.nn.Linear(*sizes) for _ in range(2))
+        self.down_proj = torch.nn.Linear(*sizes[::-1])
+        self._apply_gate = functools.partial(
+            type(experts)._apply_gate,
+            SimpleNamespace(alpha=experts.alpha, limit=experts.limit),
         )
-    ).float()
-    # Not the fused attention that the engine calls.
-    llama.set_attn_implementation("eager")
-    return llama
+
+    def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, None]:
+        interleaved = torch.stack([self.gate_proj(given), self.up_proj(given)], dim=-1).flatten(-2)
+        return self.down_proj(self._apply_gate(interleaved)), None

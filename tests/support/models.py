@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import gelu, silu
 
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
@@ -47,6 +49,9 @@ class SmallModel:
     position_embedding: str = "rope"
     core_attention: CoreAttentionName = "sdpa"
     cp_comm_type: str | None = None
+    decays_qk_norms: bool = False
+    variant: tuple[tuple[str, Any], ...] = ()
+    """Other fields of upstream's configuration, with their values."""
     has_te_layers: bool = False
     """On CUDA; the reference on the CPU has local layers."""
     fuses_rope: bool = False
@@ -65,7 +70,7 @@ class SmallModel:
             bf16=self.dtype == torch.bfloat16,
             normalization=self.normalization,
             gated_linear_unit=self.swiglu,
-            activation_func=torch.nn.functional.silu if self.swiglu else torch.nn.functional.gelu,
+            **({"activation_func": silu if self.swiglu else gelu} | dict(self.variant)),
             add_bias_linear=self.bias,
             add_qkv_bias=self.bias,
             qk_layernorm=self.qk_layernorm,
@@ -100,6 +105,7 @@ class SmallModel:
             tied_embeddings=self.tied,
             sequence_parallel=self.sequence_parallel,
             core_attention=self.core_attention,
+            decays_qk_norms=self.decays_qk_norms,
         )
 
 
@@ -213,13 +219,17 @@ def _starts(count: int, size: int) -> list[int]:
 
 
 def use_fp64_loss() -> None:
-    """Upstream's cross entropy rounds to fp32; comparisons to 1e-10 must not."""
+    """Upstream's cross entropy and output gate round to fp32; comparisons to 1e-10 must not."""
 
     def calculate_logits_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits, torch.max(logits, dim=-1)[0]
 
+    def apply_output_gate(self: Attention, given: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return given * torch.sigmoid(gate.reshape(given.shape))
+
     VocabParallelCrossEntropy.calculate_logits_max = staticmethod(calculate_logits_max)
+    Attention._apply_output_gate = apply_output_gate
 
 
 def run_job(job: Job) -> RankRun:

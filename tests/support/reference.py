@@ -6,13 +6,19 @@ after sequence, unpadded and unpacked, torch's plain AdamW and clipping.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import dot_product_attention
+from megatron.core.transformer import utils as attention_masks
 
+from hydraulis_patches.cpu_backend import CpuTorch
 from megatron.hydraulis.runtime.catalogue import catalogue, initial_rows
 from megatron.hydraulis.runtime.process_groups import provide_memory_buffer, single_rank_collection
 from tests.support.gloo_pool import worker_groups
@@ -51,6 +57,8 @@ def build_upstream_model(
     dtype = dtype or model.dtype
     config = replace(model, dtype=dtype).transformer()
     config.use_cpu_initialization = True
+    # Upstream's norms on a CPU have no such switch, so the reference has weights that are 1 more.
+    config.layernorm_zero_centered_gamma = False
     reference = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(
@@ -65,8 +73,28 @@ def build_upstream_model(
     values = initial_parameters(model, seed)
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            parameter.copy_(values[name])
+            parameter.copy_(values[name] + _shift(model, name))
     return reference
+
+
+def _shift(model: SmallModel, name: str) -> float:
+    """What the reference has more than the engine in a weight."""
+    is_centred = model.transformer().layernorm_zero_centered_gamma
+    return 1.0 if is_centred and name.endswith("layernorm.weight") else 0.0
+
+
+def _decays(model: SmallModel, name: str, parameter: torch.Tensor) -> bool:
+    if model.decays_qk_norms and ("q_layernorm." in name or "k_layernorm." in name):
+        return True
+    return parameter.dim() > 1 and not name.endswith(".bias")
+
+
+def _cuda_on_cpu() -> Any:
+    """Upstream's attention with a window or an offset names CUDA."""
+    on_cpu = ExitStack()
+    for module in (dot_product_attention, attention_masks):
+        on_cpu.enter_context(patch.object(module, "torch", CpuTorch()))
+    return on_cpu
 
 
 def sequence_loss(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
@@ -89,11 +117,15 @@ def run_reference(job: Job, dtype: torch.dtype | None = None) -> ReferenceRun:
     """
     use_fp64_loss()
     provide_memory_buffer()
-    model = build_upstream_model(job.model, job.seed, dtype)
-    named = dict(model.named_parameters())
+    with _cuda_on_cpu():
+        return _run(job, build_upstream_model(job.model, job.seed, dtype))
+
+
+def _run(job: Job, model: torch.nn.Module) -> ReferenceRun:
+    named: dict[str, Any] = dict(model.named_parameters())
     settings = job.settings
-    decayed = [p for name, p in named.items() if p.dim() > 1 and not name.endswith(".bias")]
-    others = [p for name, p in named.items() if not (p.dim() > 1 and not name.endswith(".bias"))]
+    decayed = [p for name, p in named.items() if _decays(job.model, name, p)]
+    others = [p for name, p in named.items() if not _decays(job.model, name, p)]
     adamw = torch.optim.AdamW(
         [
             {"params": decayed, "weight_decay": settings.weight_decay},
@@ -117,7 +149,9 @@ def run_reference(job: Job, dtype: torch.dtype | None = None) -> ReferenceRun:
         gradients.append(_copies({name: p.grad for name, p in named.items()}))
         torch.nn.utils.clip_grad_norm_(named.values(), settings.clip_grad)
         adamw.step()
-        parameters.append(_copies({name: p.detach() for name, p in named.items()}))
+        parameters.append(
+            _copies({name: p.detach() - _shift(job.model, name) for name, p in named.items()})
+        )
         losses.append(total / num_tokens)
     return ReferenceRun(tuple(gradients), tuple(parameters), tuple(losses))
 

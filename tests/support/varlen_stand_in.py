@@ -37,12 +37,12 @@ def varlen_attn(
     """torch 2.13's signature and rules; (queries, heads, head size)."""
     assert cu_seq_k is not None
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert window_size == (-1, 0), "only causal attention is supported here"
+    assert window_size[1] == 0, "only causal attention is supported here"
     assert enable_gqa == (query.size(1) != key.size(1))
     borders, key_borders = cu_seq_q.tolist(), cu_seq_k.tolist()
     assert max_q == max(b - a for a, b in itertools.pairwise(borders))
     assert max_k == max(b - a for a, b in itertools.pairwise(key_borders))
-    flat = causal_attention(query, key, value, borders, key_borders, scale)
+    flat = causal_attention(query, key, value, borders, key_borders, scale, window_size[0])
     return flat.unflatten(1, query.shape[1:])
 
 
@@ -53,8 +53,10 @@ def causal_attention(
     borders: Sequence[int],
     key_borders: Sequence[int],
     scale: float | None,
+    window: int = -1,
 ) -> Tensor:
-    """(queries, heads · head size) by explicit scores; a segment's last query sees all its keys."""
+    """(queries, heads · head size) by explicit scores; a segment's last query sees its last key,
+    and as many before as the window has, -1 for all."""
     assert borders[-1] == query.size(0)
     assert key_borders[-1] == key.size(0)
     num_copies = query.size(1) // key.size(1)
@@ -65,7 +67,10 @@ def causal_attention(
         part = slice(key_borders[i], key_borders[i + 1])
         k, v = key[part].transpose(0, 1), value[part].transpose(0, 1)
         scores = q @ k.transpose(1, 2) * (query.size(2) ** -0.5 if scale is None else scale)
-        sees = torch.ones(q.size(1), k.size(1), dtype=torch.bool).tril(k.size(1) - q.size(1))
+        last = k.size(1) - q.size(1)
+        sees = torch.ones(q.size(1), k.size(1), dtype=torch.bool).tril(last)
+        if window >= 0:
+            sees = sees.triu(last - window)
         attended.append((scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v).transpose(0, 1))
     return torch.cat(attended).flatten(1)
 

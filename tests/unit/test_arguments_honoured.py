@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
@@ -83,6 +85,18 @@ ROWS: dict[str, Row] = {
     "--disable-bias-linear": _model("", "add_bias_linear", False),
     "--add-qkv-bias": _model("", "add_qkv_bias", True, also="--disable-bias-linear"),
     "--qk-layernorm": _model("", "qk_layernorm", True),
+    "--apply-layernorm-1p": _model("", "layernorm_zero_centered_gamma", True),
+    "--squared-relu": _model("", "activation_func", squared_relu),
+    "--quick-geglu": _model("", "activation_func", quick_gelu),
+    "--glu-linear-offset": _model("1", "glu_linear_offset", 1.0, also="--swiglu"),
+    "--activation-func-clamp-value": _model(
+        "7", "activation_func_clamp_value", 7.0, also="--quick-geglu"
+    ),
+    "--window-size": _model("6,0", "window_size", (6, 0)),
+    "--window-attn-skip-freq": _model("2", "window_attn_skip_freq", 2, also="--window-size 6,0"),
+    "--softmax-type": _model("learnable", "softmax_type", "learnable"),
+    "--attention-output-gate": _model("", "attention_output_gate", True),
+    "--no-rope-freq": _model("2", "no_rope_freq", [0, 1, 0, 1], also=_ROPE),
     "--untie-embeddings-and-output-weights": _model(
         "", "share_embeddings_and_output_weights", False
     ),
@@ -174,6 +188,9 @@ ROWS: dict[str, Row] = {
         "cosine", "weight_decay_incr_style", "cosine", also=_CHANGING_DECAY
     ),
     "--clip-grad": _args("0.5", "clip_grad", 0.5),
+    "--apply-wd-to-qk-layernorm": _args(
+        "", "apply_wd_to_qk_layernorm", True, also="--qk-layernorm"
+    ),
     "--adam-beta1": _args("0.8", "adam_beta1", 0.8),
     "--adam-beta2": _args("0.95", "adam_beta2", 0.95),
     "--adam-eps": _args("1e-5", "adam_eps", 1e-5),

@@ -130,7 +130,7 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
         ("--skip-train", "evaluation", "--eval-iters"),
         ("--error-injection-rate 1", "injected faults", "healthy"),
         ("--deterministic-mode", "determinism", "speed"),
-        ("--squared-relu", "model variants", "every strategy"),
+        ("--openai-gelu", "model variants", "every strategy"),
         ("--yaml-cfg file", "others", "does not act on it"),
     ],
 )
@@ -185,7 +185,7 @@ def test_patterns_take_the_options_of_this_upstream_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(
-    "typed", ["--num-experts 0", "--softmax-type vanilla", "--mtp-num-layers 0"]
+    "typed", ["--num-experts 0", "--linear-attention-freq 0", "--mtp-num-layers 0"]
 )
 def test_a_refused_option_with_the_value_that_switches_it_off_is_taken(typed: str) -> None:
     assert _parse(*typed.split()).taken == ((typed, "the feature is off, as by default"),)

@@ -50,9 +50,8 @@ MODEL_ARGUMENTS = (
 )
 """Megatron's arguments that change the model's tensors or what it computes."""
 
-NEVER_ON_HERE = (
+OFF_BY_DEFAULT = (
     "activation_func_clamp_value",
-    "apply_layernorm_1p",
     "apply_residual_connection_post_layernorm",
     "attention_output_gate",
     "experimental_attention_variant",
@@ -70,12 +69,16 @@ NEVER_ON_HERE = (
     "softmax_scale",
     "squared_relu",
     "use_mup",
+    "window_attn_skip_freq",
     "window_size",
 )
-"""Arguments that change what the model computes unless they are false, empty or absent. No flag of
-this program sets them, but runs of plain Megatron may."""
+"""Arguments that change what the model computes unless they are false, empty or absent. Some have
+no flag of this program, but runs of plain Megatron may have them."""
 
-_EARLIER_NAMES = {"norm_epsilon": "layernorm_epsilon"}
+_EARLIER_NAMES = {
+    "norm_epsilon": "layernorm_epsilon",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+}
 """Name in earlier versions of Megatron -> name today."""
 
 
@@ -230,7 +233,7 @@ def records_of(
 
 
 def model_of(args: Any) -> dict[str, Any]:
-    """The arguments of Megatron that make the model; of `NEVER_ON_HERE` those that are on."""
+    """The arguments of Megatron that make the model; of `OFF_BY_DEFAULT` those that are on."""
     given = dict(vars(args))
     for earlier, name in _EARLIER_NAMES.items():
         if earlier in given:
@@ -240,14 +243,16 @@ def model_of(args: Any) -> dict[str, Any]:
         model["num_query_groups"] = given["num_attention_heads"]
     if not model.get("use_rope_scaling", True):
         model.pop("rope_scaling_factor", None)  # without effect
-    return model | {name: given[name] for name in NEVER_ON_HERE if given.get(name)}
+    on = {name: given[name] for name in OFF_BY_DEFAULT if given.get(name)}
+    # As JSON returns them.
+    return model | {n: list(v) if isinstance(v, tuple) else v for n, v in on.items()}
 
 
 def model_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """In what the models differ, both as `model_of` returns them, possibly with more entries.
 
     An entry that only one of them has is no difference, since a checkpoint of another program may
-    have fewer, unless it is one of `NEVER_ON_HERE`.
+    have fewer, unless it is one of `OFF_BY_DEFAULT`.
     """
     differences = [
         f"{name} is {saved[name]} there and {value} here"
@@ -255,9 +260,9 @@ def model_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list
         if name in saved and saved[name] != value
     ]
     return differences + [
-        f"{name} is {saved[name]} there and off here"
-        for name in NEVER_ON_HERE
-        if name in saved and name not in here
+        f"{name} is {saved.get(name, 'off')} there and {here.get(name, 'off')} here"
+        for name in OFF_BY_DEFAULT
+        if (name in saved) != (name in here)
     ]
 
 

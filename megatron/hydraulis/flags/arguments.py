@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
@@ -132,6 +133,7 @@ def parse_arguments(
     set_defaults(flags, run_dir, has_cuda=has_cuda)
     for check in (
         checks.check_model,
+        checks.check_variants,
         checks.check_recompute,
         checks.check_signal,
         checks.check_learning_rate,
@@ -360,6 +362,12 @@ def _upstream_errors() -> Iterator[None]:
 
 
 def _model_shape(args: argparse.Namespace) -> ModelShape:
+    num_windowed = 0
+    if args.window_size is not None and args.window_size[0] >= 0:
+        num_windowed = sum(
+            is_layer_window_attention(args.window_size, args.window_attn_skip_freq, number)
+            for number in range(1, args.num_layers + 1)
+        )
     return ModelShape(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -370,6 +378,9 @@ def _model_shape(args: argparse.Namespace) -> ModelShape:
         ),
         kv_channels=args.kv_channels,
         vocab_size=args.padded_vocab_size,
-        gated_mlp=args.swiglu,
+        gated_mlp=args.swiglu or args.quick_geglu,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
+        output_gate=args.attention_output_gate,
+        num_windowed_layers=num_windowed,
+        window_tokens=args.window_size[0] + 1 if num_windowed else 0,
     )

@@ -97,6 +97,49 @@ def check_model(args: argparse.Namespace) -> None:
         )
 
 
+def check_variants(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for variants of layers that contradict each other or the model."""
+    activations = ("--swiglu", "--squared-relu", "--quick-geglu")
+    given = [option for option in activations if getattr(args, _dest(option))]
+    if len(given) > 1:
+        raise ConfigurationError(
+            f"the MLP has one activation but {' and '.join(given)} give {len(given)}; choose one"
+        )
+    if args.window_size is not None and (
+        len(args.window_size) != 2 or args.window_size[0] < -1 or args.window_size[1] != 0
+    ):
+        typed = ",".join(map(str, args.window_size))
+        raise ConfigurationError(
+            f"--window-size gives the tokens before and after its own that a token attends to, and "
+            f"none after it as the model is causal, but is {typed}; write N,0"
+        )
+    for option in ("--window-attn-skip-freq", "--no-rope-freq"):
+        _check_pattern(option, getattr(args, _dest(option)), args.num_layers)
+
+
+def _dest(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _check_pattern(option: str, value: int | list[int] | None, num_layers: int) -> None:
+    """A period of layers, or a list with 0 or 1 for each layer."""
+    if isinstance(value, int) and value < 1:
+        raise ConfigurationError(
+            f"{option} counts layers from 1 but is {value}; give a positive number or a list"
+        )
+    if isinstance(value, list) and (len(value) != num_layers or not set(value) <= {0, 1}):
+        raise ConfigurationError(
+            f"{option} has a 0 or a 1 for each of --num-layers {num_layers} layers but lists "
+            f"{len(value)} values, {', '.join(map(str, sorted(set(value))))} among them; correct "
+            f"the list"
+        )
+    if option == "--no-rope-freq" and isinstance(value, int) and num_layers % value:
+        raise ConfigurationError(
+            f"{option} {value} divides the layers but --num-layers is {num_layers}; give a divisor "
+            f"or a list"
+        )
+
+
 def check_signal(args: argparse.Namespace) -> None:
     """Raise ConfigurationError for an --exit-signal that no process can catch."""
     if args.exit_signal_handler and args.exit_signal in (signal.SIGKILL, signal.SIGSTOP):

@@ -65,8 +65,8 @@ _CHANGES_NO_UPDATE = {
     "save_interval": "one checkpoint, at the end",
     "distributed_backend": "this machine has no CUDA",
     "masked_softmax_fusion": "this machine has no CUDA",
-    "bias_swiglu_fusion": "this machine has no CUDA",
-    "bias_gelu_fusion": "this machine has no CUDA",
+    "bias_swiglu_fusion": "no CUDA here, or no fused kernel for the offset or limit",
+    "bias_gelu_fusion": "no CUDA here, or no fused kernel for the activation",
     "bias_dropout_fusion": "this machine has no CUDA",
     "disable_jit_fuser": "compiling takes longer than it saves without CUDA",
     "num_workers": "ranks read memory-mapped files without loader processes",
@@ -135,6 +135,10 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         defaults["eval_iters"] = 0
     if not has_cuda:
         defaults |= _CPU_DEFAULTS
+    if flags.args.squared_relu or flags.args.quick_geglu:
+        defaults["bias_gelu_fusion"] = False
+    if keeps_gate(flags.args):
+        defaults["bias_swiglu_fusion"] = False
     for dest, value in defaults.items():
         if not flags.was_given(dest):
             setattr(flags.args, dest, value)
@@ -143,6 +147,12 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
 def _has_te_layers(flags: ParsedFlags) -> bool:
     was_given = flags.was_given("transformer_impl")
     return was_given and flags.args.transformer_impl == "transformer_engine"
+
+
+def keeps_gate(args: argparse.Namespace) -> bool:
+    """Whether a gated activation runs as several kernels, as upstream has no fused one for it."""
+    has_settings = args.glu_linear_offset != 0.0 or args.activation_func_clamp_value is not None
+    return bool(args.quick_geglu or (args.swiglu and has_settings))
 
 
 def has_fused_weight_gradients() -> bool:

@@ -58,10 +58,15 @@ def _num_layer_parameters(
 ) -> int:
     num = shape.num_matrix_parameters_per_layer // tp
     num += 2 * num_per_norm_channel * shape.hidden_size
+    if args.softmax_type == "learnable":
+        num += shape.num_attention_heads // tp
     if args.qk_layernorm:
         num += 2 * num_per_norm_channel * shape.kv_channels
     if args.add_qkv_bias:
-        num += (shape.query_size + 2 * shape.num_query_groups * shape.kv_channels) // tp
+        num_query_matrices = 2 if shape.output_gate else 1
+        num += (
+            num_query_matrices * shape.query_size + 2 * shape.num_query_groups * shape.kv_channels
+        ) // tp
     if args.add_bias_linear:
         fc1_size = (2 if shape.gated_mlp else 1) * shape.ffn_hidden_size
         # The biases of the row-parallel layers, projection and fc2, are on every tp rank.

@@ -20,7 +20,7 @@ class Need:
     """A setting without which an option has no effect; it is then taken."""
 
     dest: str
-    """Attribute of the parsed arguments that has to be set."""
+    """Attribute of the parsed arguments that has to be set, or several of which one has."""
     flag: str
     """How a user sets it."""
     values: tuple[object, ...] | None = None
@@ -58,8 +58,10 @@ _TOPICS = {
         --rotary-base --rotary-percent --rotary-interleaved
         --rotary-seq-len-interpolation-factor --use-rope-scaling --rope-scaling-factor
         --normalization --norm-epsilon --swiglu --disable-bias-linear --add-qkv-bias
-        --qk-layernorm --untie-embeddings-and-output-weights --init-method-std
-        --make-vocab-size-divisible-by --hidden-dropout --attention-dropout
+        --qk-layernorm --apply-layernorm-1p --squared-relu --quick-geglu --glu-linear-offset
+        --activation-func-clamp-value --window-size --window-attn-skip-freq --softmax-type
+        --attention-output-gate --no-rope-freq --untie-embeddings-and-output-weights
+        --init-method-std --make-vocab-size-divisible-by --hidden-dropout --attention-dropout
         --recompute-granularity --recompute-activations --recompute-method
         --recompute-num-layers --recompute-modules --spec --transformer-impl --attention-backend
         --use-mcore-models --no-masked-softmax-fusion --no-bias-gelu-fusion
@@ -77,8 +79,8 @@ _TOPICS = {
         --lr-warmup-fraction --lr-warmup-init --lr-wsd-decay-style --lr-wsd-decay-iters
         --lr-wsd-decay-samples
         --weight-decay --start-weight-decay --end-weight-decay --weight-decay-incr-style --clip-grad
-        --adam-beta1 --adam-beta2 --adam-eps --use-distributed-optimizer --bf16
-        --accumulate-allreduce-grads-in-fp32""",
+        --apply-wd-to-qk-layernorm --adam-beta1 --adam-beta2 --adam-eps
+        --use-distributed-optimizer --bf16 --accumulate-allreduce-grads-in-fp32""",
     "Checkpoints": """
         --save --save-interval --async-save --load --ckpt-step --finetune --no-load-optim
         --exit-on-missing-checkpoint --dist-ckpt-optim-fully-reshardable
@@ -147,6 +149,14 @@ _DIFFERENT = {
     "optimizer and learning-rate schedule",
     "--cp-comm-type": "one of auto, p2p, all_gather, a2a for all layers; auto, the default, takes "
     "the one that moves the fewest bytes; p2p is run as all_gather",
+    "--window-size": "in windowed layers a token attends to this many tokens before it, and to "
+    "itself, as in 128,0",
+    "--window-attn-skip-freq": "every so many layers one attends to whole sequences; or a list "
+    "with 1 for each windowed layer and 0 for the others, as in [1,0]*12",
+    "--softmax-type": "off-by-one adds 1 to the denominator of the softmax, learnable a parameter "
+    "per head; both take --core-attention sdpa",
+    "--glu-linear-offset": "added to the linear half of a gated MLP",
+    "--activation-func-clamp-value": "limit of both halves of a gated MLP",
     "--sequence-parallel": "on wherever tp > 1, unless --no-sequence-parallel",
     "--use-rotary-position-embeddings": "--position-embedding-type rope",
     "--attention-backend": "chooses --core-attention where that is not given: local and unfused "
@@ -205,7 +215,12 @@ def _tokenizer(*names: str) -> Need:
 _NEEDS = {
     Need("position_embedding_type", "--position-embedding-type rope", values=("rope",)): """
         --rotary-base --rotary-percent --rotary-interleaved
-        --rotary-seq-len-interpolation-factor --use-rope-scaling""",
+        --rotary-seq-len-interpolation-factor --use-rope-scaling --no-rope-freq""",
+    Need("window_size", "--window-size"): "--window-attn-skip-freq",
+    Need("qk_layernorm", "--qk-layernorm"): "--apply-wd-to-qk-layernorm",
+    Need("swiglu quick_geglu", "--swiglu or --quick-geglu"): (
+        "--glu-linear-offset --activation-func-clamp-value"
+    ),
     Need("use_rope_scaling", "--use-rope-scaling"): "--rope-scaling-factor",
     Need("group_query_attention", "--group-query-attention"): "--num-query-groups",
     Need("padded_vocab_size", "no --padded-vocab-size", absent=True): (
@@ -560,8 +575,7 @@ _REFUSED = (
         "other attention",
         "attention here is causal softmax over packed sequences",
         _REMOVE,
-        r"experimental-attention-variant|linear-attention-freq|window-.*|softmax-type|"
-        r"attention-output-gate|qk-(l2-norm|clip)|no-rope-freq",
+        r"experimental-attention-variant|linear-attention-freq|qk-(l2-norm|clip)",
     ),
     Refused(
         "state-space and hybrid models",
@@ -599,7 +613,7 @@ _REFUSED = (
         "other optimizers",
         "all parameters are updated by AdamW, and all but biases and norms decay",
         _REMOVE,
-        r"freeze-all-layers|apply-wd-to-qk-layernorm|no-weight-decay-cond-type|"
+        r"freeze-all-layers|no-weight-decay-cond-type|"
         r"dump-param-to-param-group-map",
     ),
     Refused(

@@ -373,9 +373,9 @@ def _in_our_words(given: Given, message: str) -> str:
 
 
 def _is_met(need: Need, args: argparse.Namespace) -> bool:
-    value = getattr(args, need.dest)
+    values = [getattr(args, dest) for dest in need.dest.split()]
     if need.values is not None:
-        is_set = value in need.values
+        is_set = any(value in need.values for value in values)
     else:
-        is_set = value is not None and value is not False and value != []
+        is_set = any(value is not None and value is not False and value != [] for value in values)
     return is_set != need.absent

@@ -69,12 +69,13 @@ _OPTIONS: dict[Range, str] = {
         --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead""",
     Range(1, _LARGEST_NUM_SAMPLES): "--train-samples --lr-decay-samples --lr-wsd-decay-samples",
     Range(0, _LARGEST_NUM_SAMPLES): "--lr-warmup-samples --rampup-batch-size",
+    Range(-_LARGEST_REAL, _LARGEST_REAL): "--glu-linear-offset",
     Range(-1, _LARGEST_INTEGER): "--null-tokenizer-pad-id",
     Range(1, _LARGEST_SEED): "--seed",
     Range(0, 2): "--timing-log-level",
     _POSITIVE: """
-        --norm-epsilon --init-method-std --rope-scaling-factor --adam-eps --plan-time-limit
-        --refit-drift""",
+        --norm-epsilon --activation-func-clamp-value --init-method-std --rope-scaling-factor
+        --adam-eps --plan-time-limit --refit-drift""",
     _NOT_NEGATIVE: """
         --lr --min-lr --decoupled-lr --decoupled-min-lr --lr-warmup-init --weight-decay
         --start-weight-decay --end-weight-decay --clip-grad""",

@@ -58,6 +58,7 @@ class HydraulisModelConfig(GPTModelConfig):
     uses_sequence_parallel: bool = True
     model_provider: Callable[..., torch.nn.Module] | None = None
     core_attention: CoreAttentionName = "sdpa"
+    decays_qk_norms: bool = False
 
 
 class ModelContainerBuilder:
@@ -87,6 +88,7 @@ def choose_core_attention(resolved: Resolved, pool: Pool) -> CoreAttention:
         head_size=args.kv_channels,
         rows=row_kinds(pool, resolved.shape, args.seq_length),
         cp_comm_type=args.cp_comm_type[0],
+        softmax_type=args.softmax_type,
     )
     return choose(resolved.hydraulis.core_attention, here)
 
@@ -97,6 +99,7 @@ def model_config(resolved: Resolved, core_attention: CoreAttentionName) -> Hydra
     config.num_tokens_in_vocabulary = resolved.vocabulary.size
     config.uses_sequence_parallel = resolved.hydraulis.sequence_parallel
     config.core_attention = core_attention
+    config.decays_qk_norms = resolved.args.apply_wd_to_qk_layernorm
     return config
 
 
@@ -109,6 +112,7 @@ def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
         layer_spec=_layer_spec(config),
         built_layer_spec=te_layer_spec(config.transformer) if built_of_te else None,
         core_attention=config.core_attention,
+        decays_qk_norms=config.decays_qk_norms,
         vocab_size=config.num_tokens_in_vocabulary or config.vocab_size,
         padded_vocab_size=config.vocab_size,
         max_sequence_length=config.seq_length,

@@ -17,6 +17,7 @@ from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_schedule, recompute_of
 from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.flags.defaults import keeps_gate
 from megatron.hydraulis.flags.describe import describe
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
 from megatron.hydraulis.planner.plan import Planner
@@ -211,6 +212,7 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
         recompute=recompute_of(resolved.args),
         cp_comm_type=resolved.args.cp_comm_type[0],
         qk_norms=resolved.args.qk_layernorm,
+        keeps_gate=keeps_gate(resolved.args),
         has_te_layers=resolved.args.transformer_impl == "transformer_engine",
         pool=PoolFootprint.of(pool),
     )

@@ -1,7 +1,8 @@
 """Core attention over packed sequences: causal inside each sequence, none between sequences.
 
 With `SegmentAttention` one rank has the whole row, with `ContextAttention` each rank of the
-micro-batch's context-parallel group has a part.
+micro-batch's context-parallel group has a part. A layer may limit attention to a window of tokens,
+and the model may add an offset per head to the denominator of the softmax.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
@@ -35,6 +38,8 @@ half its height of keys too many per query."""
 MASK_QUANTUM = 16
 """Masks begin at a multiple of this in memory, in elements, as CUDA's memory-efficient kernel
 requires, which reads 16 bytes at a time."""
+OFFSET_CHANNELS = 8
+"""Channels that carry a learnable offset through the kernel: CUDA's take a multiple of 8."""
 
 
 @dataclass
@@ -68,7 +73,7 @@ def segment_lengths(packed_seq_params: PackedSeqParams) -> tuple[int, ...]:
 
 
 def once_a_row[Value](
-    packed_seq_params: PackedSeqParams, key: Hashable, compute: Callable[[], Value]
+    packed_seq_params: PackedSeqParams | SharedRow, key: Hashable, compute: Callable[[], Value]
 ) -> Value:
     """A value that all layers need for a row, computed by the first and cached in its description.
 
@@ -84,7 +89,9 @@ def once_a_row[Value](
 
 
 class PackedAttention(torch.nn.Module, ABC):
-    """Core attention over packed rows with upstream's signatures. It has no parameters.
+    """Core attention over packed rows with upstream's signatures.
+
+    Its only parameter is the offset of a learnable softmax, with upstream's name.
 
     Args:
         config: of the role.
@@ -93,7 +100,12 @@ class PackedAttention(torch.nn.Module, ABC):
         attention_type: 'self'.
         attention_dropout: must be 0.
         softmax_scale: 1 / √(head size) where None.
+
+    Raises:
+        ConfigurationError: a softmax with an offset, or dropout, which it does not have.
     """
+
+    takes_offset = False
 
     def __init__(
         self,
@@ -114,9 +126,33 @@ class PackedAttention(torch.nn.Module, ABC):
         self.attention_type = attention_type
         self.cp_comm_type: str = config.cp_comm_type or "auto"
         """Upstream passes it to core attention only where the model's cp is above 1."""
+        if config.softmax_type != "vanilla" and not self.takes_offset:
+            raise ConfigurationError(
+                f"--softmax-type {config.softmax_type} adds an offset to the softmax, which "
+                f"{type(self).__name__} does not; use --core-attention sdpa"
+            )
         head_size = config.kv_channels
         assert head_size is not None
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
+            if config.perform_initialization:
+                assert config.init_method is not None
+                config.init_method(offset)
+            self.softmax_offset = offset
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens before its own a token attends to; None for all of its sequence.
+
+        Read at every use: the layers of a stage get their numbers after they are built.
+        """
+        size, frequency = self.config.window_size, self.config.window_attn_skip_freq
+        if size is None or not is_layer_window_attention(size, frequency, self.layer_number):
+            return None
+        return None if size[0] < 0 else size[0]
 
     def forward(
         self,
@@ -169,10 +205,16 @@ class SegmentAttention(PackedAttention):
     a kernel per sequence, where `VarlenAttention` and `TEAttention` launch one per pack.
     """
 
+    takes_offset = True
+
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
     ) -> Tensor:
-        return self.attend(query, key, value, segment_lengths(packed_seq_params))
+        lengths = segment_lengths(packed_seq_params)
+        if not self._needs_masks:
+            return self.attend(query, key, value, lengths)
+        blocks = self._blocks_of_row(packed_seq_params, query)
+        return self._attend_by_blocks(query, key.split(lengths), value.split(lengths), blocks)
 
     def _attend_unpacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if query.size(1) != 1:
@@ -195,6 +237,10 @@ class SegmentAttention(PackedAttention):
         Returns:
             (tokens, heads, head size).
         """
+        if self._needs_masks:
+            keys, values = (each.split(list(lengths)) for each in (key, value))
+            blocks = self._blocks(whole_segments(lengths), query)
+            return self._attend_by_blocks(query, keys, values, blocks)
         segments = []
         parts = (each.split(list(lengths)) for each in (query, key, value))
         for q, k, v in zip(*parts, strict=True):
@@ -208,6 +254,83 @@ class SegmentAttention(PackedAttention):
             )
             segments.append(attended.squeeze(0).transpose(0, 1))
         return torch.cat(segments) if len(segments) > 1 else segments[0]
+
+    @property
+    def _has_offset(self) -> bool:
+        return self.config.softmax_type != "vanilla"
+
+    @property
+    def _needs_masks(self) -> bool:
+        return self.window is not None or self._has_offset
+
+    def _blocks(self, stretches: Iterable[Stretch], query: Tensor) -> QueryBlocks:
+        return QueryBlocks.of(stretches, self.window, query, has_offset=self._has_offset)
+
+    def _blocks_of_row(self, row: PackedSeqParams | SharedRow, query: Tensor) -> QueryBlocks:
+        """Those of a complete row, made by the first layer that has this window."""
+
+        def make() -> QueryBlocks:
+            lengths = row.lengths if isinstance(row, SharedRow) else segment_lengths(row)
+            return self._blocks(whole_segments(lengths), query)
+
+        return once_a_row(row, ("blocks of row", self.window, query.dtype), make)
+
+    def _attend_by_blocks(
+        self,
+        query: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        blocks: QueryBlocks,
+        heads: slice = slice(None),
+    ) -> Tensor:
+        """Attend with the queries of all blocks; keys and values by segment.
+
+        An offset of the softmax is the score of one key more, which is the first of every block and
+        has the value 0.
+
+        heads: of this tensor-parallel rank, to which the queries belong.
+        """
+        num_groups, head_size = keys[0].shape[1:]
+        if self._has_offset:
+            query, keys, values = self._with_offset(query, keys, values, heads)
+        attended = []
+        for block, q in zip(blocks.blocks, query.split(blocks.lengths), strict=True):
+            k, v = (blocks.attended(each[block.segment], block) for each in (keys, values))
+            mask = blocks.mask_of(block)
+            context = F.scaled_dot_product_attention(
+                q.transpose(0, 1).unsqueeze(0),
+                k.transpose(0, 1).unsqueeze(0),
+                v.transpose(0, 1).unsqueeze(0),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=q.size(1) != num_groups,
+            )
+            attended.append(context.squeeze(0).transpose(0, 1)[..., :head_size])
+        return torch.cat(attended)
+
+    def _with_offset(
+        self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], heads: slice
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Queries, and keys and values with one more before those of each segment.
+
+        The score of the additional key is the head's offset b. Where that is learnable, another
+        channel makes it: b / scale in queries, 1 in this key, 0 in the others.
+        """
+        _, num_groups, head_size = keys[0].shape
+        num_channels = 0
+        if self.config.softmax_type == "learnable":
+            num_channels = OFFSET_CHANNELS
+            offsets = (self.softmax_offset[heads] / self.softmax_scale).to(query.dtype)
+            channels = F.pad(offsets[:, None], (0, num_channels - 1))
+            query = torch.cat([query, channels.expand(query.size(0), -1, -1)], dim=-1)
+        first = keys[0].new_zeros(1, num_groups, head_size + num_channels)
+        first[..., head_size:] = 1.0
+        return (
+            query,
+            [torch.cat([first, F.pad(each, (0, num_channels))]) for each in keys],
+            [F.pad(each, (0, num_channels, 0, 0, 1, 0)) for each in values],
+        )
 
 
 class ContextAttention(SegmentAttention):
@@ -238,33 +361,18 @@ class ContextAttention(SegmentAttention):
 
     def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Any:
         part = torch.cat([key, value], dim=1)
-        return attend_and_forget(
-            lambda gathered: self._attend_by_blocks(query, gathered, row),
-            gather_row(part, row),
-            functools.partial(gathered_again, part.detach(), row),
-        )
+        key_of_blocks = ("blocks of part", self.window, query.dtype)
+        blocks = once_a_row(row, key_of_blocks, lambda: self._blocks(row.stretches, query))
 
-    def _attend_by_blocks(self, query: Tensor, keys_and_values: Tensor, row: SharedRow) -> Tensor:
-        """Queries of this rank's part; keys and values (R, 2 · query groups, head size)."""
-        num_groups = keys_and_values.size(1) // 2
-        # Split by segment first: the gradient of a slice is as large as the tensor it is cut from.
-        segments = keys_and_values.split(row.lengths)
-        attended = []
-        for block, q in zip(row.blocks, query.split(row.block_lengths), strict=True):
-            attendable = segments[block.segment][: block.num_keys].transpose(0, 1).unsqueeze(0)
-            k, v = attendable.split(num_groups, dim=1)
-            is_square = block.num_queries == block.num_keys
-            context = F.scaled_dot_product_attention(
-                q.transpose(0, 1).unsqueeze(0),
-                k,
-                v,
-                attn_mask=None if is_square else row.mask_of(block),
-                is_causal=is_square,
-                scale=self.softmax_scale,
-                enable_gqa=q.size(1) != num_groups,
-            )
-            attended.append(context.squeeze(0).transpose(0, 1))
-        return torch.cat(attended)
+        def attend(gathered: Tensor) -> Tensor:
+            # By segment: the gradient of a slice is as large as the tensor it is cut from.
+            segments = [each.split(key.size(1), dim=1) for each in gathered.split(row.lengths)]
+            keys, values = zip(*segments, strict=True)
+            return self._attend_by_blocks(query, keys, values, blocks)
+
+        return attend_and_forget(
+            attend, gather_row(part, row), functools.partial(gathered_again, part.detach(), row)
+        )
 
     def _attend_to_share_of_heads(
         self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow
@@ -284,25 +392,136 @@ class ContextAttention(SegmentAttention):
 
     def _attend_to_row(self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow) -> Tensor:
         """Attend with all tokens of the row and this rank's share of the heads."""
-        return self.attend(query, key, value, row.lengths)
+        if not self._needs_masks:
+            return self.attend(query, key, value, row.lengths)
+        blocks = self._blocks_of_row(row, query)
+        first_head = row.group.rank() * query.size(1)
+        heads = slice(first_head, first_head + query.size(1))
+        keys, values = key.split(row.lengths), value.split(row.lengths)
+        return self._attend_by_blocks(query, keys, values, blocks, heads)
+
+
+Stretch = tuple[int, int, int]
+"""Consecutive queries in a segment: its index, and begin and end of the queries in it."""
+
+
+def whole_segments(lengths: Sequence[int]) -> tuple[Stretch, ...]:
+    """The stretches of a rank that has all queries of the row."""
+    return tuple((segment, 0, length) for segment, length in enumerate(lengths))
 
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """Consecutive queries of this rank, which attend to a prefix of their segment."""
+    """Consecutive queries, and consecutive keys of their segment that they attend to."""
 
     segment: int
     num_queries: int
-    num_keys: int
-    """Up to and including the last query."""
+    first_key: int
+    stop_key: int
+    """The last query attends up to the key before."""
+
+    @property
+    def num_keys(self) -> int:
+        return self.stop_key - self.first_key
+
+
+@dataclass(frozen=True, eq=False)
+class QueryBlocks:
+    """Queries of a rank in the blocks in which they attend, in their order, and masks of keys."""
+
+    blocks: list[QueryBlock]
+    window: int | None
+    """How many tokens before its own a token attends to."""
+    has_offset: bool
+    """Whether each segment has one key more before its own, to which all its queries attend."""
+    dtype: torch.dtype
+    """Of the queries."""
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, stretches: Iterable[Stretch], window: int | None, query: Tensor, *, has_offset: bool
+    ) -> QueryBlocks:
+        """The blocks of some stretches, on the device of the queries."""
+        blocks = [
+            QueryBlock(
+                segment,
+                min(QUERY_BLOCK, stop - begin),
+                0 if window is None else max(0, begin - window),
+                min(begin + QUERY_BLOCK, stop),
+            )
+            for segment, start, stop in stretches
+            for begin in range(start, stop, QUERY_BLOCK)
+        ]
+        return cls(blocks, window, has_offset, query.dtype, query.device)
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Number of queries of each block."""
+        return [block.num_queries for block in self.blocks]
+
+    def attended(self, of_segment: Tensor, block: QueryBlock) -> Tensor:
+        """The keys, or values, that a block attends to."""
+        first, stop = block.first_key, block.stop_key
+        if not self.has_offset:
+            return of_segment[first:stop]
+        if first == 0:
+            return of_segment[: stop + 1]
+        return torch.cat([of_segment[:1], of_segment[first + 1 : stop + 1]])
+
+    def mask_of(self, block: QueryBlock) -> Tensor | None:
+        """(queries, keys): 0 where attended and −∞ elsewhere; None for the causal mask of as many
+        queries as keys, which kernels have themselves."""
+        num_queries, num_keys = block.num_queries, block.num_keys
+        if not self.has_offset:
+            is_square = num_queries == num_keys
+            if is_square and (self.window is None or num_keys <= self.window + 1):
+                return None
+            return self._band(num_queries, num_keys)
+        if self.window is None:
+            return self._band(num_queries, num_keys + 1)
+        if (num_queries, num_keys) not in self._padded_masks:
+            band = self._band(num_queries, num_keys)
+            self._padded_masks[num_queries, num_keys] = F.pad(band, (1, 0))
+        return self._padded_masks[num_queries, num_keys]
+
+    @functools.cached_property
+    def _padded_masks(self) -> dict[tuple[int, int], Tensor]:
+        """Masks that are no views, by numbers of queries and keys."""
+        return {}
+
+    def _band(self, num_queries: int, num_keys: int) -> Tensor:
+        """A view of `_mask` that begins at a multiple of `MASK_QUANTUM`."""
+        num_rows, num_columns = self._mask.shape
+        column = num_columns - num_keys
+        up = column % MASK_QUANTUM
+        row, column = num_rows - num_queries - up, column - up
+        return self._mask[row : row + num_queries, column : column + num_keys]
+
+    @functools.cached_property
+    def _mask(self) -> Tensor:
+        """The last query attends up to the last key, each earlier one to one less, and all to a
+        window before. The masks of blocks are views of it; it has a few more rows and columns than
+        the largest, since a view moved along the diagonal is the same. It has the queries' dtype,
+        or every block would keep a copy. Made at first use.
+        """
+        num_rows = max(self.lengths) + MASK_QUANTUM - 1
+        longest = max(block.num_keys for block in self.blocks) + self.has_offset
+        num_columns = math.ceil(longest / MASK_QUANTUM) * MASK_QUANTUM
+        unseen = torch.full(
+            (num_rows, num_columns), -math.inf, dtype=self.dtype, device=self.device
+        )
+        last = num_columns - num_rows
+        mask = unseen.triu(last + 1)
+        return mask if self.window is None else mask + unseen.tril(last - self.window - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Stretches:
-    """Runs of consecutive queries of this rank in a segment, each with the keys up to its end."""
+    """The stretches of this rank's queries, each with the keys up to its end."""
 
-    places: list[tuple[int, int, int]]
-    """Segment, and begin and end of the queries in it."""
+    keys: list[tuple[int, int, int]]
+    """Of each stretch: segment, and begin and end of the keys in it."""
     num_queries: list[int]
     num_keys: list[int]
     query_borders: Tensor
@@ -326,47 +545,23 @@ class SharedRow:
     """(R,) int64: index that reorders parts by rank into the row."""
     by_rank: Tensor
     """(R,) int64: index that reorders the row into parts by rank."""
-    blocks: list[QueryBlock]
+    stretches: tuple[Stretch, ...]
     """This rank's tokens in their order."""
-    block_lengths: list[int]
-    dtype: torch.dtype
-    """Of the queries."""
 
-    @functools.cached_property
-    def mask(self) -> Tensor:
-        """0 where attended and −∞ elsewhere: the last query attends to all keys, each earlier one
-        to one less. The masks of blocks are views of it; it has a few more rows and columns than
-        the largest, since a view moved along the diagonal is the same. It has the queries' dtype,
-        or every block would keep a copy. Made at first use: kernels for complete rows need none.
-        """
-        num_rows = max(block.num_queries for block in self.blocks) + MASK_QUANTUM - 1
-        longest = max(block.num_keys for block in self.blocks)
-        num_columns = math.ceil(longest / MASK_QUANTUM) * MASK_QUANTUM
-        device = self.by_rank.device
-        mask = torch.full((num_rows, num_columns), -math.inf, dtype=self.dtype, device=device)
-        return mask.triu_(num_columns - num_rows + 1)
+    def attended(self, window: int | None) -> Stretches:
+        """The keys of each stretch; computed once for all layers with this window."""
+        return once_a_row(self, ("stretches", window), lambda: self._attended(window))
 
-    @functools.cached_property
-    def stretches(self) -> Stretches:
-        """Made at first use."""
-        places = [
-            (segment, start, stop)
-            for segment, length in enumerate(self.lengths)
-            for start, stop in local_stretches(length, self.size, self.group.rank())
+    def _attended(self, window: int | None) -> Stretches:
+        keys = [
+            (segment, 0 if window is None else max(0, start - window), stop)
+            for segment, start, stop in self.stretches
         ]
-        num_queries = [stop - start for _, start, stop in places]
-        num_keys = [stop for _, _, stop in places]
+        num_queries = [stop - start for _, start, stop in self.stretches]
+        num_keys = [stop - first for _, first, stop in keys]
         sums = np.cumsum([[0, *num_queries], [0, *num_keys]], axis=1, dtype=np.int32)
         borders = to_device(torch.from_numpy(sums), self.by_rank.device)
-        return Stretches(places, num_queries, num_keys, borders[0], borders[1])
-
-    def mask_of(self, block: QueryBlock) -> Tensor:
-        """(queries, keys): a view that begins at a multiple of `MASK_QUANTUM`."""
-        num_rows, num_columns = self.mask.shape
-        column = num_columns - block.num_keys
-        up = column % MASK_QUANTUM
-        row, column = num_rows - block.num_queries - up, column - up
-        return self.mask[row : row + block.num_queries, column : column + block.num_keys]
+        return Stretches(keys, num_queries, num_keys, borders[0], borders[1])
 
 
 def context_size_of(packed_seq_params: PackedSeqParams) -> int:
@@ -377,22 +572,17 @@ def context_size_of(packed_seq_params: PackedSeqParams) -> int:
 
 def shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
     """The `SharedRow` of a row whose ``cp_group`` has several ranks; ``query`` of any layer."""
-    key = ("shared row", query.dtype)
-    return once_a_row(packed_seq_params, key, lambda: _shared_row(packed_seq_params, query))
+    return once_a_row(
+        packed_seq_params, "shared row", lambda: _shared_row(packed_seq_params, query.device)
+    )
 
 
-def _shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
+def _shared_row(packed_seq_params: PackedSeqParams, device: torch.device) -> SharedRow:
     lengths = segment_lengths(packed_seq_params)
     group = packed_seq_params.cp_group
     size = group.size()
-    blocks = [
-        QueryBlock(segment, min(QUERY_BLOCK, stop - begin), min(begin + QUERY_BLOCK, stop))
-        for segment, length in enumerate(lengths)
-        for start, stop in local_stretches(length, size, group.rank())
-        for begin in range(start, stop, QUERY_BLOCK)
-    ]
     by_rank = gathered_places(lengths, size)
-    places = to_device(torch.from_numpy(np.stack([by_rank, by_rank.argsort()])), query.device)
+    places = to_device(torch.from_numpy(np.stack([by_rank, by_rank.argsort()])), device)
     borders = packed_seq_params.cu_seqlens_q_padded
     return SharedRow(
         group=group,
@@ -401,9 +591,11 @@ def _shared_row(packed_seq_params: PackedSeqParams, query: Tensor) -> SharedRow:
         borders=packed_seq_params.cu_seqlens_q if borders is None else borders,
         by_place=places[1],
         by_rank=places[0],
-        blocks=blocks,
-        block_lengths=[block.num_queries for block in blocks],
-        dtype=query.dtype,
+        stretches=tuple(
+            (segment, start, stop)
+            for segment, length in enumerate(lengths)
+            for start, stop in local_stretches(length, size, group.rank())
+        ),
     )
 
 

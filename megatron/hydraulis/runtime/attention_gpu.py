@@ -29,10 +29,14 @@ from megatron.hydraulis.runtime.attention import (
 )
 from megatron.hydraulis.runtime.process_groups import to_device
 
-CAUSAL_WINDOW = (-1, 0)
-"""The causal window of ``varlen_attn``: all keys to the left of a query, none to its right. The
-last query of a segment is aligned with its last key: fewer queries than keys are the segment's end.
-"""
+
+def window_size(window: int | None) -> tuple[int, int]:
+    """A layer's window as kernels take it: how many keys before and after its own a query sees.
+
+    The last query of a segment is aligned with its last key: fewer queries than keys are the
+    segment's end.
+    """
+    return (-1 if window is None else window, 0)
 
 
 class VarlenAttention(ContextAttention):
@@ -41,6 +45,8 @@ class VarlenAttention(ContextAttention):
     The kernel is FlashAttention 2: bf16 or fp16; the order in which it adds up gradients of queries
     differs from run to run.
     """
+
+    takes_offset = False
 
     def _attend_packed(
         self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSeqParams
@@ -69,11 +75,11 @@ class VarlenAttention(ContextAttention):
         Keys that both stretches of a sequence attend to are copied twice: at most one and a half
         times the row. In return there is one kernel instead of one per block of queries.
         """
-        stretches = row.stretches
+        stretches = row.attended(self.window)
 
         def by_stretch(gathered: Tensor) -> Tensor:
             segments = gathered.split(row.lengths)
-            return torch.cat([segments[segment][:stop] for segment, _, stop in stretches.places])
+            return torch.cat([segments[i][first:stop] for i, first, stop in stretches.keys])
 
         def attend(keys_and_values: Tensor) -> Tensor:
             k, v = keys_and_values.split(key.size(1), dim=1)
@@ -117,7 +123,7 @@ class VarlenAttention(ContextAttention):
             most_queries,
             most_keys,
             scale=self.softmax_scale,
-            window_size=CAUSAL_WINDOW,
+            window_size=window_size(self.window),
             enable_gqa=query.size(1) != key.size(1),
         )
         assert isinstance(context, Tensor)  # a pair only if auxiliary outputs are requested
@@ -191,9 +197,10 @@ class TEAttention(PackedAttention):
                 _context_stream(query.device),
                 choose_te_way(self.cp_comm_type, query.size(1), key.size(1), size),
             )
-        context: Tensor = self.attention(
-            query, key, value, None, **packed_arguments(packed_seq_params)
-        )
+        arguments = packed_arguments(packed_seq_params)
+        if self.window is not None:
+            arguments["window_size"] = window_size(self.window)
+        context: Tensor = self.attention(query, key, value, None, **arguments)
         return context
 
     def _attend_unpacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -260,6 +267,8 @@ class RowKind:
     """Ranks that share the row."""
     num_tokens: int = 4096
     """Of the row, and of its longest sequence."""
+    window: int | None = None
+    """How many tokens before its own a token attends to; None for all of its sequence."""
 
 
 def te_obstacle(
@@ -277,6 +286,11 @@ def te_obstacle(
         )
     except ConfigurationError as error:
         return str(error)
+    if way == "p2p" and row.window is not None:
+        return (
+            f"a ring of {size} context-parallel ranks needs all keys but a layer has a window of "
+            f"{row.window} tokens"
+        )
     kernel = te_kernel(row, way, dtype=dtype, head_size=head_size)
     if kernel not in (None, "unfused"):
         return None
@@ -326,7 +340,7 @@ def te_kernel(
         "head_dim_qk": head_size,
         "head_dim_v": head_size,
         "attn_mask_type": TE_MASK,
-        "window_size": CAUSAL_WINDOW,
+        "window_size": window_size(row.window),
         "bottom_right_diagonal": False,
         "pad_between_seqs": pad_between_seqs,
         "context_parallel": way is not None,

@@ -102,7 +102,7 @@ def catalogue(
         model = build_model(definition, config, role, local_collection())
     return [
         CataloguedParameter(
-            _spec(name, parameter, tensor_parallel, definition.sequence_parallel),
+            _spec(name, parameter, definition, tensor_parallel),
             recorder.recipe(name, parameter),
         )
         for name, parameter in model.named_parameters()
@@ -157,7 +157,7 @@ def initial_rows(
 
 
 def _spec(
-    name: str, parameter: Any, tensor_parallel: bool, sequence_parallel: bool
+    name: str, parameter: Any, definition: ModelDefinition, tensor_parallel: bool
 ) -> ParameterSpec:
     if getattr(parameter, "average_gradients_across_tp_domain", False):
         raise ConfigurationError(
@@ -168,8 +168,10 @@ def _spec(
     contribution = (
         Contribution.SHARDED
         if is_cut
-        else _contribution(name, parameter, tensor_parallel, sequence_parallel)
+        else _contribution(name, parameter, tensor_parallel, definition.sequence_parallel)
     )
+    is_matrix = parameter.dim() > 1 and not name.endswith(".bias")
+    is_decayed_norm = definition.decays_qk_norms and any(norm in name for norm in QK_NORMS)
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
@@ -177,7 +179,7 @@ def _spec(
         contribution=contribution,
         tp_dim=parameter.partition_dim if is_cut else None,
         stride=parameter.partition_stride if is_cut else 1,
-        decays=parameter.dim() > 1 and not name.endswith(".bias"),
+        decays=is_matrix or is_decayed_norm,
         is_embedding_or_output=getattr(parameter, "is_embedding_or_output_parameter", False),
     )
 

@@ -53,6 +53,8 @@ class Environment:
     """Why Transformer Engine cannot or should not be used; None where it can."""
     why_no_varlen: str | None
     """Why this torch has no ``varlen_attn``; None where it has."""
+    softmax_type: str = "vanilla"
+    """Of the model."""
 
     def obstacle(self, name: CoreAttentionName) -> str | None:
         """Why a core attention cannot be used; None where it can."""
@@ -61,6 +63,10 @@ class Environment:
         capability = self.compute_capability
         if capability is None:
             return _NO_CUDA
+        if self.softmax_type != "vanilla":
+            return (
+                f"only sdpa adds an offset to the softmax but --softmax-type is {self.softmax_type}"
+            )
         if self.dtype not in _HALF_PRECISIONS:
             name_of_dtype = str(self.dtype).removeprefix("torch.")
             return f"its kernels take bf16 but the model computes in {name_of_dtype}"
@@ -124,9 +130,13 @@ def row_kinds(pool: Pool, shape: ModelShape, longest: int) -> tuple[RowKind, ...
     """
     schemes = {scheme for strategy in pool.strategies for scheme in strategy.schemes}
     groups = {(group.tp, group.cp) for scheme in schemes for group in scheme.group_schemes}
+    windows: list[int | None] = [None] if shape.num_windowed_layers < shape.num_layers else []
+    if shape.num_windowed_layers:
+        windows.append(shape.window_tokens - 1)
     return tuple(
-        RowKind(shape.num_attention_heads // tp, shape.num_query_groups // tp, cp, longest)
+        RowKind(shape.num_attention_heads // tp, shape.num_query_groups // tp, cp, longest, window)
         for tp, cp in sorted(groups)
+        for window in windows
     )
 
 
@@ -136,6 +146,7 @@ def current_environment(
     head_size: int,
     rows: Sequence[RowKind] = (RowKind(1, 1),),
     cp_comm_type: str = "auto",
+    softmax_type: str = "vanilla",
 ) -> Environment:
     """The environment of this process and its current CUDA device.
 
@@ -144,6 +155,7 @@ def current_environment(
         head_size: of a head.
         rows: kinds of rows that a core attention has to compute, see `row_kinds`.
         cp_comm_type: how ranks that share a row exchange, one of `CP_COMM_TYPES`.
+        softmax_type: of the model.
     """
     has_cuda = torch.cuda.is_available()
     has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
@@ -152,6 +164,7 @@ def current_environment(
         dtype=dtype,
         head_size=head_size,
         why_no_te=_why_no_te(rows, dtype, head_size, cp_comm_type) if has_cuda else _NO_CUDA,
+        softmax_type=softmax_type,
         why_no_varlen=(
             None if has_varlen else f"torch {torch.__version__} has no torch.nn.attention.varlen"
         ),

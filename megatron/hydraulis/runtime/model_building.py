@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers as parallel_layers
@@ -64,6 +65,8 @@ class ModelDefinition:
     """Layers that roles are built of instead of ``layer_spec``'s, with the same parameters, such as
     Transformer Engine's. Names, order and initial values are those of ``layer_spec``."""
     core_attention: CoreAttentionName = "sdpa"
+    decays_qk_norms: bool = False
+    """Whether weight decay applies to the norms of queries and keys, too."""
 
     def __post_init__(self) -> None:
         if self.vocab_size > self.padded_vocab_size:
@@ -274,6 +277,34 @@ def _with_replaced(spec: Any, replaced: Mapping[Any, Any]) -> Any:
     return spec
 
 
+class _ZeroCentredLayerNorm(torch.nn.LayerNorm):
+    """Multiplies by 1 + weight, as Transformer Engine and apex do for ``zero_centered_gamma``."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, given: Tensor) -> Tensor:
+        weight = 1 + self.weight
+        return F.layer_norm(given, self.normalized_shape, weight, self.bias, self.eps)
+
+
+class _ZeroCentredRMSNorm(torch.nn.RMSNorm):
+    """Likewise."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, given: Tensor) -> Tensor:
+        return F.rms_norm(given, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+_ZERO_CENTRED: Mapping[Any, Any] = {
+    torch.nn.LayerNorm: _ZeroCentredLayerNorm,
+    torch.nn.RMSNorm: _ZeroCentredRMSNorm,
+}
+
+
 class PackedNorm:
     """Torch's norm with support for sequence parallelism, which upstream's wrapper refuses."""
 
@@ -287,11 +318,10 @@ class PackedNorm:
                 f"normalization '{config.normalization}' is not supported by local layers; choose "
                 f"one of {', '.join(norms)}"
             )
+        kind = norms[config.normalization]
         if config.layernorm_zero_centered_gamma:
-            raise ConfigurationError(
-                "--apply-layernorm-1p needs Transformer Engine's norms; omit it here"
-            )
-        norm = norms[config.normalization](hidden_size, eps=eps)
+            kind = _ZERO_CENTRED[kind]
+        norm = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm

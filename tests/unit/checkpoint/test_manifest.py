@@ -9,7 +9,7 @@ import pytest
 
 from megatron.hydraulis.checkpoint.manifest import (
     MODEL_ARGUMENTS,
-    NEVER_ON_HERE,
+    OFF_BY_DEFAULT,
     Manifest,
     model_differences,
     model_of,
@@ -21,9 +21,9 @@ from tests.unit.argument_command import parse
 
 def test_upstream_has_all_of_these_arguments(tmp_path: Path) -> None:
     args = parse(tmp_path).args
-    missing = {name for name in (*MODEL_ARGUMENTS, *NEVER_ON_HERE) if not hasattr(args, name)}
-    assert missing == {"apply_layernorm_1p", "softmax_scale"}  # of other versions of upstream
-    assert [name for name in NEVER_ON_HERE if getattr(args, name, None)] == []
+    missing = {name for name in (*MODEL_ARGUMENTS, *OFF_BY_DEFAULT) if not hasattr(args, name)}
+    assert missing == {"softmax_scale"}  # of other versions of upstream
+    assert [name for name in OFF_BY_DEFAULT if getattr(args, name, None)] == []
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,8 @@ def test_upstream_has_all_of_these_arguments(tmp_path: Path) -> None:
             "--rotary-seq-len-interpolation-factor 2",
             ["rotary_seq_len_interpolation_factor is None there and 2 here"],
         ),
+        ("--window-size 8,0", ["window_size is off there and [8, 0] here"]),
+        ("--squared-relu", ["squared_relu is off there and True here"]),
         ("--lr 1e-4", []),
     ],
 )
@@ -60,7 +62,7 @@ def test_arguments_without_a_flag_here_are_attributed_to_plain_megatron() -> Non
     there = model_of(Namespace(num_layers=2, squared_relu=True, window_size=(64, 0)))
     assert model_differences(there, here) == [
         "squared_relu is True there and off here",
-        "window_size is (64, 0) there and off here",
+        "window_size is [64, 0] there and off here",
     ]
 
 

@@ -2,10 +2,11 @@ import dataclasses
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.runtime.attention_gpu import RowKind
+from megatron.hydraulis.runtime.attention_gpu import RowKind, VarlenAttention, te_obstacle
 from megatron.hydraulis.runtime.core_attention import (
     CORE_ATTENTIONS,
     MODULE_OF,
@@ -15,6 +16,7 @@ from megatron.hydraulis.runtime.core_attention import (
     row_kinds,
 )
 from megatron.hydraulis.strategy import Pool, Strategy
+from tests.support.models import SmallModel
 
 HOPPER = Environment(
     compute_capability=(9, 0),
@@ -116,4 +118,30 @@ def test_kinds_of_rows_of_a_pool() -> None:
         RowKind(4, 2, 1, 4096),
         RowKind(4, 2, 2, 4096),
         RowKind(4, 2, 4, 4096),
+    )
+    alone = Pool.of(Strategy.parse("tp1", 1))
+    some = dataclasses.replace(shape, num_windowed_layers=1, window_tokens=9)
+    assert row_kinds(alone, some, 64) == (RowKind(8, 4, 1, 64), RowKind(8, 4, 1, 64, 8))
+    every = dataclasses.replace(some, num_windowed_layers=4)
+    assert row_kinds(alone, every, 64) == (RowKind(8, 4, 1, 64, 8),)
+
+
+def test_only_the_reference_adds_an_offset_to_the_softmax() -> None:
+    here = dataclasses.replace(HOPPER, softmax_type="learnable")
+    assert choose("auto", here).name == "sdpa"
+    with pytest.raises(
+        ConfigurationError,
+        match=r"te cannot be used: only sdpa adds an offset .* is learnable; choose sdpa, or auto",
+    ):
+        choose("te", here)
+    config = SmallModel(variant=(("softmax_type", "off-by-one"),)).transformer()
+    with pytest.raises(ConfigurationError, match="VarlenAttention does not; use --core-attention"):
+        VarlenAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def test_transformer_engines_ring_takes_no_window() -> None:
+    ring = RowKind(2, 2, 2, 64, 8)
+    obstacle = te_obstacle(ring, dtype=torch.bfloat16, head_size=64, cp_comm_type="p2p")
+    assert obstacle == (
+        "a ring of 2 context-parallel ranks needs all keys but a layer has a window of 8 tokens"
     )

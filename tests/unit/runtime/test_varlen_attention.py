@@ -23,14 +23,18 @@ def test_the_stand_in_has_the_signature_of_the_real_one() -> None:
         assert real[name].default == parameter.default, name
 
 
+@pytest.mark.parametrize("window", [None, (0, 0), (3, 0)])
 @pytest.mark.parametrize("lengths", [[5, 1, 9, 2], [17]])
-def test_attends_as_segments_do(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attends_as_segments_do(
+    lengths: list[int], window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", varlen_stand_in.varlen_attn)
     generator = torch.Generator().manual_seed(1)
     shapes: list[tuple[int, ...]] = [(17, heads, 8) for heads in (4, 2, 2)]
     shapes.append((17, 32))
     given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     config = MODEL.transformer()
+    config.window_size = window
     own = VarlenAttention(config, 1, AttnMaskType.causal, "self")
     reference = SegmentAttention(config, 1, AttnMaskType.causal, "self")
     found = run_attention(own, given, packed(lengths, lengths))

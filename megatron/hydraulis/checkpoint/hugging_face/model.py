@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.hydraulis.checkpoint.byte_progress import size_text
-from megatron.hydraulis.checkpoint.manifest import NEVER_ON_HERE
+from megatron.hydraulis.checkpoint.manifest import OFF_BY_DEFAULT
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.model_shape import ModelShape
@@ -63,7 +63,7 @@ _REQUIRED: Mapping[str, tuple[object, str]] = {
     "rotary_percent": (1.0, "--rotary-percent"),
 }
 """Arguments of Megatron that must have one value, and their flags."""
-_MUST_BE_OFF = (*NEVER_ON_HERE, "rotary_interleaved", "spec")
+_MUST_BE_OFF = (*OFF_BY_DEFAULT, "rotary_interleaved", "spec")
 """Arguments of Megatron that change what is computed unless they are false, empty or absent."""
 _NO_COUNTERPART = (
     "Llama, Qwen2 and Qwen3 have no counterpart; only models of these families can be exported"

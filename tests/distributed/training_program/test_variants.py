@@ -1,0 +1,24 @@
+"""The training program with every small variant of a layer that goes with the others."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.training_run import ROUNDING, Launch
+
+pytestmark = pytest.mark.distributed
+
+FLAGS = (
+    *("--window-size", "9,0", "--window-attn-skip-freq", "2", "--softmax-type", "learnable"),
+    *("--quick-geglu", "--glu-linear-offset", "1", "--activation-func-clamp-value", "7"),
+    *("--apply-layernorm-1p", "--qk-layernorm", "--apply-wd-to-qk-layernorm"),
+    *("--attention-output-gate", "--no-rope-freq", "2"),
+)
+
+
+def test_another_strategy_resumes_a_model_of_variants(launch: Launch, tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path), "--save-interval", "2")
+    whole = launch("tp2+cp2", 4, *FLAGS, *save, without=["--swiglu"])
+    load = ("--load", str(tmp_path), "--ckpt-step", "2")
+    resumed = launch("pp2+tp2", 4, *FLAGS, *load, without=["--swiglu"])
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=ROUNDING)
