@@ -63,7 +63,8 @@ EXTRAS = {
     # Fused attention and layers on GPU. Must stay away from a machine without CUDA: importing it
     # raises there, and megatron.core with it. From the version on whose context parallelism takes
     # packed rows by every way to communicate.
-    "te": ["transformer-engine[pytorch]>=2.20"],
+    # It loads libcurand, which torch's wheels have ceased to bring and a node may not have.
+    "te": ["transformer-engine[pytorch]>=2.20", "nvidia-curand>=10.4"],
     "wandb": ["wandb"],
     "dev": [
         "hypothesis>=6.100",

@@ -86,3 +86,8 @@ comm -13 written asked | awk '
 gcc -O1 -fPIC -c missing.c -o missing.o
 g++ -shared -o libte_stand_in.so.new cudnn.o missing.o
 mv libte_stand_in.so.new libte_stand_in.so
+
+# Loaded by name on import, and no function of it is used. torch's packages do not bring it.
+mkdir -p curand
+gcc -shared -x c /dev/null -o curand/libcurand.so.new
+mv curand/libcurand.so.new curand/libcurand.so

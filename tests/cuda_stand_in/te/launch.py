@@ -33,6 +33,7 @@ def settings() -> dict[str, str]:
         "STAND_IN_TE": str(folder()),
         # cudnn-frontend looks up the runtime's functions there.
         "CUDNN_FRONTEND_CUDART_LIB_NAME": "libcuda.so.1",
+        "CURAND_HOME": str(folder() / "curand"),
     }
 
 
