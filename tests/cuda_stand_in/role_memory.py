@@ -17,6 +17,7 @@ from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.runtime.memory import CudaMemory
@@ -222,10 +223,17 @@ def definition_of(role: Role) -> ModelDefinition:
         padded_vocab_size=shape.vocab_size,
         max_sequence_length=LONGEST_TOKENS,
         built_layer_spec=te_layer_spec(transformer) if role.has_te else None,
-        core_attention="te" if role.has_te else "torch" if role.parameter_bytes == 2 else "sdpa",
+        core_attention=_core_attention(role),
         tied_embeddings=shape.tied_embeddings,
         sequence_parallel=role.sequence_parallel,
     )
+
+
+def _core_attention(role: Role) -> CoreAttentionName:
+    if role.parameter_bytes == 4:
+        return "sdpa"
+    # The others are refused, see `te_obstacle`.
+    return "te" if role.has_te and role.shape.kv_channels % 16 == 0 else "torch"
 
 
 def _batch(role: Role, num_tokens: int) -> PackedBatch:

@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.recompute import Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
+from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
 from megatron.hydraulis.runtime.memory import CudaMemory
 from megatron.hydraulis.strategy import Scheme
 from tests.cuda_stand_in import device
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
 from tests.cuda_stand_in.role_memory import Role, measure, try_out
+from tests.support.models import SmallModel
 
 GIB = 2**30
 DEVICE = device_constants("a100-80")
@@ -230,6 +233,37 @@ def test_a_trial_counts_unused_blocks_of_the_allocator() -> None:
     measured, tensors, in_use = run_alone(peaks_of_a_meter, num_ranks=1)[0]
     assert measured == in_use
     assert measured > tensors
+
+
+HEAD_SIZE, NUM_HEADS = 64, 8
+ONE_SEQUENCE, PACK = (16384,), (8192, *[128] * 64)
+"""Tokens of sequences in two packs of the same size."""
+
+
+def attention_bytes(lengths: tuple[int, ...]) -> int:
+    """Peak of the backward of torch's kernel, above what the forward leaves."""
+    model = SmallModel(hidden_size=NUM_HEADS * HEAD_SIZE, num_heads=NUM_HEADS, num_groups=NUM_HEADS)
+    attention = VarlenAttention(model.transformer(), 1, AttnMaskType.causal, "self")
+    options: Any = {"dtype": torch.bfloat16, "device": "cuda", "requires_grad": True}
+    shape = (sum(lengths), NUM_HEADS, HEAD_SIZE)
+    query, key, value = (torch.empty(shape, **options) for _ in range(3))
+    out = attention.attend(query, key, value, lengths)
+    gradient = torch.empty_like(out)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out.backward(gradient)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("major", [8, 9, 10])
+def test_attention_takes_memory_by_tokens_of_a_pack(major: int) -> None:
+    """And at most 128 more for each sequence, but not by sequences times the longest of them, as
+    cuDNN's kernel, which torch prefers from capability 9.0 on."""
+    one, pack = (
+        run_alone(attention_bytes, lengths, num_ranks=1, STAND_IN_MAJOR=major)[0]
+        for lengths in (ONE_SEQUENCE, PACK)
+    )
+    assert one <= pack <= one * (1 + 128 * len(PACK) / sum(PACK))
 
 
 NUM_ELEMENTS = 2**28

@@ -43,7 +43,8 @@ class VarlenAttention(ContextAttention):
     """`ContextAttention` with one kernel per pack instead of one per sequence. CUDA only.
 
     The kernel is FlashAttention 2: bf16 or fp16; the order in which it adds up gradients of queries
-    differs from run to run.
+    differs from run to run. At capability 9.0 and 10.0 torch 2.15 would prefer cuDNN's, whose
+    backward allocates the longest sequence for every sequence of the pack.
     """
 
     takes_offset = False
@@ -112,20 +113,22 @@ class VarlenAttention(ContextAttention):
         most_keys: int,
     ) -> Tensor:
         """(queries, heads, head size); borders are (segments + 1,) int32."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.attention.varlen import varlen_attn
 
-        context = varlen_attn(
-            query,
-            key,
-            value,
-            query_borders,
-            key_borders,
-            most_queries,
-            most_keys,
-            scale=self.softmax_scale,
-            window_size=window_size(self.window),
-            enable_gqa=query.size(1) != key.size(1),
-        )
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            context = varlen_attn(
+                query,
+                key,
+                value,
+                query_borders,
+                key_borders,
+                most_queries,
+                most_keys,
+                scale=self.softmax_scale,
+                window_size=window_size(self.window),
+                enable_gqa=query.size(1) != key.size(1),
+            )
         assert isinstance(context, Tensor)  # a pair only if auxiliary outputs are requested
         return context
 
@@ -134,6 +137,9 @@ TE_MASK = "padding_causal"
 """Causal inside each segment: the only causal mask that packed rows may have."""
 
 TEWay = Literal["p2p", "all_gather", "a2a"]
+
+_PACKED_BY_CUDNN = 16
+"""Head sizes whose multiples cuDNN's backward computes in memory for the tokens of a row."""
 
 
 class TEAttention(PackedAttention):
@@ -277,7 +283,9 @@ def te_obstacle(
     """Why `TEAttention` should not compute such rows; None if it should.
 
     Transformer Engine's own selection decides. Its unfused kernel, which it takes where the others
-    refuse, is refused here: its memory grows with the square of the row.
+    refuse, is refused here: its memory grows with the square of the row. So is cuDNN's where its
+    backward allocates the longest sequence for every sequence of the row, by the rules of
+    cudnn-frontend (1.32, ``scaled_dot_product_flash_attention.h``).
     """
     size = row.context_size
     try:
@@ -292,11 +300,19 @@ def te_obstacle(
             f"{row.window} tokens"
         )
     kernel = te_kernel(row, way, dtype=dtype, head_size=head_size)
-    if kernel not in (None, "unfused"):
+    if kernel is None:
+        takes = "no kernel"
+    elif kernel == "unfused":
+        takes = "only its unfused kernel, O(T²) in memory,"
+    elif kernel == "cuDNN" and head_size % _PACKED_BY_CUDNN:
+        takes = (
+            f"cuDNN's kernel, which takes memory for sequences times the longest of them unless "
+            f"heads are a multiple of {_PACKED_BY_CUDNN} (NVTE_FUSED_ATTN=0 leaves flash-attn),"
+        )
+    else:
         return None
     heads = f"{row.num_heads} heads ({row.num_groups} groups) of {head_size}"
     shared = "" if way is None else f" shared by {size} ranks ({way})"
-    takes = "no kernel" if kernel is None else "only its unfused kernel, O(T²) in memory,"
     return (
         f"Transformer Engine has {takes} for packed rows{shared} with {heads} on this GPU "
         "(NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 logs why)"

@@ -18,7 +18,7 @@ from typing import Any
 from tests.cuda_stand_in.te.launch import environment
 
 CAPABILITIES = (8, 9, 10)
-HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES = (64, 104, 128, 256)
 FLASH_ATTENTION = "2.8.3"
 ROWS: dict[str, dict[str, Any]] = {
     "alone": {},

@@ -271,20 +271,27 @@ NONE: tuple[Any, ...] = (False, None, False, None, False, [])
 
 
 @pytest.mark.parametrize(
-    ("selected", "obstacle"),
+    ("selected", "head_size", "obstacle"),
     [
-        (FLASH, None),
-        (CUDNN, None),
-        (UNFUSED, "has only its unfused kernel, .* shared by 2 ranks .p2p. with 4 heads .2 groups"),
-        (NONE, "has no kernel for packed rows shared by 2 ranks"),
+        (FLASH, 128, None),
+        (FLASH, 104, None),
+        (CUDNN, 128, None),
+        (CUDNN, 96, None),
+        (CUDNN, 104, "longest of them unless heads are a multiple of 16 .* of 104 on this GPU"),
+        (
+            UNFUSED,
+            128,
+            "has only its unfused kernel, .* shared by 2 ranks .p2p. with 4 heads .2 groups",
+        ),
+        (NONE, 128, "has no kernel for packed rows shared by 2 ranks"),
     ],
 )
 def test_a_refusal_by_its_selection_is_an_obstacle(
-    selection: Any, selected: tuple[Any, ...], obstacle: str | None
+    selection: Any, selected: tuple[Any, ...], head_size: int, obstacle: str | None
 ) -> None:
     selection.get_attention_backend = lambda asked: selected
     found = te_obstacle(
-        RowKind(4, 2, 2, 64), dtype=torch.bfloat16, head_size=128, cp_comm_type="p2p"
+        RowKind(4, 2, 2, 64), dtype=torch.bfloat16, head_size=head_size, cp_comm_type="p2p"
     )
     assert found is None if obstacle is None else re.search(obstacle, str(found))
 
