@@ -33,7 +33,9 @@ which frees the fused output of the linear layer unless norms of queries and key
 attention's output, and an fp32 number per head; 2f and f, the output of fc1 and the input of fc2 (f
 and f without a gate). An all-to-all over cp ranks keeps q more, the output before it is sent back,
 and keys and values once per copy of the heads. Besides its layers a stage keeps its output, the
-last one that of the final norm, and cosines and sines, which tp does not divide.
+last one that of the final norm, and cosines and sines, which tp does not divide. They are looked up
+in a table of fp32 angles, as long as the longest sequence of the row, at most the row. It exists
+during the forward, up to the loss; full recompute keeps it for the backward.
 
 Layers of Transformer Engine keep the same, but
 
@@ -366,7 +368,9 @@ class MemoryModel:
         kept += self._left_per_token(scheme, stage)
         matrix = shape.hidden_size * self.parameter_bytes / scheme.tp  # a column or row of one
         if is_last:
-            yield Moment("loss", state, kept + self._loss_per_token(scheme))
+            is_kept = self.recompute.num_layers_again(num_layers) > 0
+            table = 0.0 if is_kept else self._rotary_table_per_token(scheme)
+            yield Moment("loss", state, kept + table + self._loss_per_token(scheme))
             yield Moment(
                 "output layer",
                 state + matrix * shape.vocab_size,
@@ -433,8 +437,14 @@ class MemoryModel:
         layers = recompute.num_inputs_kept(num_layers) * token.hidden_part
         layers += (num_layers - num_again) * self._layer_per_token(scheme)
         outputs = (2 if is_last else 1) * token.hidden_part
-        rotation = 2 * self.shape.kv_channels * self.parameter_bytes
+        rotation: float = 2 * self.shape.kv_channels * self.parameter_bytes
+        if num_again:
+            rotation += self._rotary_table_per_token(scheme)
         return layers + outputs + rotation + _BATCH_BYTES_PER_TOKEN
+
+    def _rotary_table_per_token(self, scheme: Scheme) -> float:
+        """Angles of all positions of the row, which all of its cp ranks hold."""
+        return float(scheme.cp * self.shape.kv_channels * _FP32_BYTES)
 
     def _layer_per_token(self, scheme: Scheme) -> float:
         """What a layer keeps that is not fully recomputed."""
