@@ -57,10 +57,10 @@ class Scheduled:
         return tuple(group[key] for group in self.groups for key in ("lr", "weight_decay"))
 
 
-def upstreams_run(args: Namespace) -> tuple[list[int], list[tuple[float, ...]]]:
+def upstreams_run(resolved: Resolved) -> tuple[list[int], list[tuple[float, ...]]]:
     """Sizes of the batches and rates after each, as upstream's training loop has them."""
-    args = Namespace(**vars(args))
-    args.global_batch_size = args.global_batch_size if args.step_batch_size_schedule is None else 1
+    args = Namespace(**vars(resolved.args))
+    args.step_batch_size_schedule = resolved.growth.get("step_batch_size_schedule")
     set_args(args)
     upstreams_batches.init_num_microbatches_calculator(
         rank=1,
@@ -93,7 +93,7 @@ def test_sizes_iterations_and_rates_are_upstreams(
     flags: str, tmp_path: Path, upstream: None
 ) -> None:
     resolved = resolve(tmp_path, "--train-samples", "100", *flags.split(), *RATES)
-    theirs, their_rates = upstreams_run(resolved.args)
+    theirs, their_rates = upstreams_run(resolved)
     sizes = resolved.sizes
     if sizes.number_varies:
         assert len(theirs) == sizes.num_batches(0, 100)
@@ -101,7 +101,7 @@ def test_sizes_iterations_and_rates_are_upstreams(
     batches = [sampler.next_batch() for _ in theirs]
     assert [batch.num_sequences for batch in batches] == theirs
     unset_global_variables()
-    args = Namespace(**vars(resolved.args) | {"step_batch_size_schedule": None})
+    args = Namespace(**vars(resolved.args))
     set_args(args)
     scheduled = Scheduled(args)
     assert [scheduled.step(sizes.num_consumed(batch)) for batch in batches] == their_rates
@@ -136,6 +136,7 @@ def test_samples_are_tokens_under_a_token_budget(tmp_path: Path) -> None:
         *("--global-batch-tokens", "1024", "--eval-interval", "3", "--eval-global-batch-size", "3"),
     )
     assert sizes.sizes == BatchSizes(((0, 256), (15 * 128, 512), (39 * 128, 1024)), in_tokens=True)
+    assert sizes.growth["step_batch_size_schedule"] == SCHEDULE, "or a change would go unnoticed"
     assert sizes.evaluation_sizes == BatchSizes(((0, 384),), in_tokens=True)
 
 
@@ -156,6 +157,19 @@ def test_sampling_goes_on_with_the_size_at_which_it_was_interrupted() -> None:
         again.load_state_dict(states[-1])
     assert [state["num_sequences"] for state in states] == [2, 4, 6, 9, 12, 20]
     assert states[2]["num_tokens"] == sum(batch.num_tokens for batch in batches[:3])
+
+
+@pytest.mark.parametrize("in_tokens", [False, True])
+def test_what_megatron_has_consumed_counts(in_tokens: bool) -> None:
+    sampler = LengthSampler(
+        np.ones(30, dtype=int),
+        [SequenceGroup(0, 30, 1.0)],
+        seed=3,
+        sizes=BatchSizes(((0, 2), (5, 3), (11, 8)), in_tokens),
+        num_consumed_sequences=0 if in_tokens else 10,
+        num_consumed_tokens=10 if in_tokens else 0,
+    )
+    assert [sampler.next_batch().num_sequences for _ in range(2)] == [3, 8]
 
 
 def test_log_and_dry_run_say_how_long_training_is_here_and_in_megatron(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import io
 import os
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,6 +70,8 @@ class Resolved:
     sizes: BatchSizes
     """Of the global batches of training."""
     evaluation_sizes: BatchSizes
+    growth: Mapping[str, Any]
+    """Settings of batches that grow, as given, where args have nominal values."""
     shape: ModelShape
     vocabulary: Vocabulary
 
@@ -156,7 +158,8 @@ def parse_arguments(
         raise AssertionError("what is missing had a problem")
     try:
         sizes_of_evaluation = evaluation_sizes(args, sizes)
-        _validate_as_one_group(args, sizes)
+        growth = _make_nominal(args, sizes)
+        _validate_as_one_group(args)
     except (ConfigurationError, AttributeError):
         problems.raise_any()  # upstream's words are for what our checks let pass
         raise
@@ -182,6 +185,7 @@ def parse_arguments(
         settings=flag_parser.honoured_dests,
         sizes=sizes,
         evaluation_sizes=sizes_of_evaluation,
+        growth=growth,
         shape=_model_shape(args),
         vocabulary=vocabulary,
     )
@@ -268,8 +272,6 @@ def install_globals(resolved: Resolved) -> None:
 
     Builds tokenizer, timers and, on the last rank, the TensorBoard and W&B writers.
     """
-    # Upstream's loop counts nominal batches; the sampler makes those of the schedule.
-    resolved.args.step_batch_size_schedule = None
     set_global_variables(resolved.args)
 
 
@@ -328,13 +330,23 @@ def _ranks_per_node(hydraulis: HydraulisConfig, *, is_started: bool) -> int | No
     return int(value) if value.isdigit() else None
 
 
-def _validate_as_one_group(args: argparse.Namespace, sizes: BatchSizes) -> None:
-    """Run upstream's validate_args on a job of one rank."""
+def _make_nominal(args: argparse.Namespace, sizes: BatchSizes) -> dict[str, Any]:
+    """Let upstream's loop count batches of one sequence where their number varies.
+
+    The sampler makes the batches, and the step corrects the consumed samples. Returns what was
+    given of batches that grow.
+    """
+    names = ("global_batch_size", "step_batch_size_schedule")
+    growth = {name: getattr(args, name) for name in names if len(sizes.steps) > 1}
     if sizes.number_varies:
-        # Nominal: the step corrects the consumed samples.
-        args.global_batch_size = 1
+        args.global_batch_size, args.step_batch_size_schedule = 1, None
+    return growth
+
+
+def _validate_as_one_group(args: argparse.Namespace) -> None:
+    """Run upstream's validate_args on a job of one rank."""
     # Upstream's parse_args, whose own parser cannot be handed in, sets these from the environment.
-    args._is_global_batch_size_explicitly_specified = args.step_batch_size_schedule is None
+    args._is_global_batch_size_explicitly_specified = True
     args.world_size = 1
     # Upstream allows --async-save only with its persistent worker, which needs CUDA; ours does not.
     args.use_persistent_ckpt_worker = args.async_save

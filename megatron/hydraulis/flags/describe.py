@@ -90,7 +90,7 @@ def describe(
     pool, shape = resolved.pool, resolved.shape
     arguments = {
         key: _to_json(value)
-        for key, value in sorted(vars(resolved.args).items())
+        for key, value in sorted({**vars(resolved.args), **resolved.growth}.items())
         # Without the rank: this describes the job.
         if not key.startswith("_") and key != "rank"
     }

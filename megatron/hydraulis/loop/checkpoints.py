@@ -193,6 +193,7 @@ class RunCheckpoints:
             return 0, 0.0
         upstream = loaded.upstream
         if loaded.with_optimizer:
+            self._check_unit(loaded)
             _set_scheduler(opt_param_scheduler, upstream.scheduler, loaded.path)
         args.consumed_train_samples = upstream.num_consumed_sequences
         args.skipped_train_samples = 0
@@ -311,6 +312,21 @@ class RunCheckpoints:
         for line in block_lines("changed", f"settings since {path}", list(map(str, changes))):
             self._say(line)
 
+    def _check_unit(self, loaded: LoadedCheckpoint) -> None:
+        """Raise ConfigurationError unless both learning-rate schedules count the same."""
+        theirs = "samples"
+        if loaded.manifest is not None:
+            theirs = _unit_of_schedule(loaded.manifest.configuration)
+        ours = _unit_of_schedule(self._planning.description_of(self._resolved))
+        if theirs != ours:
+            fix = "--train-iters, with --global-batch-tokens"
+            if theirs == "samples":
+                fix = "--train-samples, and the schedule in samples of --seq-length tokens each"
+            raise ConfigurationError(
+                f"the learning-rate schedule of {loaded.path} counts {theirs} but that of this run "
+                f"counts {ours}; give {fix}"
+            )
+
     def _accept_data(
         self, path: Path, saved: Sequence[DatasetFingerprint] | None, *, is_allowed: bool
     ) -> None:
@@ -395,6 +411,16 @@ def _data_of(manifest: Manifest) -> tuple[DatasetFingerprint, ...] | None:
             f"the state of the run lists its data in another form ({error}); load another "
             "checkpoint"
         ) from error
+
+
+def _unit_of_schedule(configuration: Mapping[str, Any]) -> str:
+    """What the learning-rate schedule of a run counts; Megatron's counts samples.
+
+    configuration: as `flags.describe` returns it.
+    """
+    has_budget = configuration.get("hydraulis", {}).get("global_batch_tokens") is not None
+    by_samples = configuration.get("settings", {}).get("train_samples") is not None
+    return "iterations" if has_budget and not by_samples else "samples"
 
 
 def _pool_text(pool: Mapping[str, str]) -> str:

@@ -11,9 +11,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler
+from megatron.hydraulis.loop.entry import EXIT_STATUS_OF_ERROR
 from tests.distributed.training_program.test_checkpoint_resume import lengths_of
-from tests.support.tiny_corpus import SEQ_LENGTH
-from tests.support.training_run import PRINTED, ROUNDING, SEED, Launch, Run
+from tests.support.forked_job import run_job
+from tests.support.tiny_corpus import SEQ_LENGTH, tiny_command
+from tests.support.training_run import PRINTED, ROUNDING, SEED, SPLIT, Launch, Run
 
 pytestmark = pytest.mark.distributed
 
@@ -139,6 +141,22 @@ def test_a_run_that_is_stopped_inside_the_growth_resumes_as_in_one_piece(
     assert resumed.losses == pytest.approx(whole.losses[STOPPED_AT:], rel=ROUNDING)
     assert [record.grad_norm for record in resumed.records] == pytest.approx(
         [record.grad_norm for record in before], rel=20 * ROUNDING
+    )
+
+
+def test_a_schedule_in_samples_is_not_taken_for_one_in_iterations(
+    saved: Path, whole: Run, corpus_prefix: str, tmp_path: Path
+) -> None:
+    argv = tiny_command(
+        *(corpus_prefix, tmp_path / "run", "--strategy", "tp1", "--seed", str(SEED)),
+        *("--split", SPLIT, "--global-batch-tokens", str(4 * SEQ_LENGTH), "--train-iters", "9"),
+        *("--load", str(saved), "--allow-changed-settings", "--override-opt-param-scheduler"),
+        without=("--global-batch-size",),
+    )
+    outcome = run_job(argv, 1, tmp_path / "output")
+    assert outcome.statuses == (EXIT_STATUS_OF_ERROR,)
+    assert "counts samples but that of this run counts iterations; give --train-samples" in (
+        outcome.stderr
     )
 
 

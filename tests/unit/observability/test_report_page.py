@@ -175,6 +175,16 @@ def test_the_page_shows_the_figures_of_metrics_jsonl(
     assert all(one["finding"] in page.words for one in found["advice"])
 
 
+def test_the_page_shows_the_sizes_of_a_batch_that_grows(tmp_path: Path) -> None:
+    write_run(tmp_path, make_pool_records())
+    write_config(tmp_path, ("pairs", "long"))
+    assert "global batch 16 sequences" in PageReader(page_alone(tmp_path)).words
+    path = tmp_path / "config.json"
+    sizes = {"unit": "tokens", "steps": [[0, 1024], [4096, 2048], [9000, 8192]]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"batch_sizes": sizes}))
+    assert "global batch 1,024 to 8,192 tokens" in PageReader(page_alone(tmp_path)).words
+
+
 def test_json_writes_no_file_and_is_json_of_any_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
