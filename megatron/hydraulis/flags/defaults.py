@@ -151,7 +151,9 @@ def _has_te_layers(flags: ParsedFlags) -> bool:
 
 def keeps_gate(args: argparse.Namespace) -> bool:
     """Whether a gated activation runs as several kernels, as upstream has no fused one for it."""
-    has_settings = args.glu_linear_offset != 0.0 or args.activation_func_clamp_value is not None
+    # A setting with a problem is hidden.
+    offset = getattr(args, "glu_linear_offset", 0.0)
+    has_settings = offset != 0.0 or getattr(args, "activation_func_clamp_value", None) is not None
     return bool(args.quick_geglu or (args.swiglu and has_settings))
 
 
