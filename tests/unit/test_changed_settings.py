@@ -32,6 +32,23 @@ def test_every_changed_setting_is_named_those_of_the_update_first(tmp_path: Path
     assert changed_settings(here, here) == ()
 
 
+def test_the_schedule_of_the_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    before, here = described(tmp_path), described(tmp_path, "--lr", "0.5", "--weight-decay", "0")
+    changed = {change.name for change in changed_settings(before, here)}
+    assert changed >= {"lr", "weight_decay"}
+    assert changed_settings(before, here, keeps_schedule=True) == ()
+
+
+def test_intervals_that_no_option_gives_are_left_out(tmp_path: Path) -> None:
+    def changed(*extra: str) -> set[str]:
+        before = described(tmp_path, "--save", "x", "--train-iters", "20", *extra)
+        here = described(tmp_path, "--save", "x")
+        return {change.name for change in changed_settings(before, here)}
+
+    assert changed() == {"train_iters"}
+    assert changed("--save-interval", "5") == {"save_interval", "train_iters"}
+
+
 def test_settings_of_another_version_are_left_out(tmp_path: Path) -> None:
     here = described(tmp_path)
     del here["settings"]["clip_grad"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,21 +29,44 @@ _CHANGE_UPDATE = (
 """Settings on which the update depends and which upstream's learning-rate schedule, when it is
 loaded, does not compare. The data and the model are compared by themselves."""
 
+_OF_SCHEDULE = (
+    "end_weight_decay",
+    "lr",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_decay_style",
+    "lr_warmup_fraction",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "min_lr",
+    "start_weight_decay",
+    "weight_decay",
+    "weight_decay_incr_style",
+)
+"""Settings that the schedule of a checkpoint replaces if upstream's flag asks for it."""
+
 _OF_ONE_START = (
     "allow_changed_settings",
     "allow_other_data",
     "ckpt_step",
     "dry_run",
+    "exit_on_missing_checkpoint",
     "load",
     "load_fallback",
+    "no_load_optim",
     "num_ranks",
+    "override_opt_param_scheduler",
     "run_dir",
     "save",
     "take_over_save",
     "tensorboard_dir",
+    "use_checkpoint_opt_param_scheduler",
     "wandb_save_dir",
 )
 """Settings that say nothing of how the run trains, and differ in most restarts."""
+
+_FROM_NUM_ITERATIONS = ("eval_interval", "lr_decay_iters", "lr_decay_samples", "save_interval")
+"""Settings that follow from the length of training unless an option gives them."""
 
 _SECTIONS = ("settings", "hydraulis")
 
@@ -66,18 +89,28 @@ class Change:
         return f"{option_of(self.name)} {self.before} -> {self.after}"
 
 
-def changed_settings(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[Change, ...]:
+def changed_settings(
+    saved: Mapping[str, Any], here: Mapping[str, Any], *, keeps_schedule: bool = False
+) -> tuple[Change, ...]:
     """The settings in which two configurations differ, those that change the update first.
 
-    saved, here: as `describe` returns them. A setting that only one of them has, as another version
-    of this program wrote it, is left out.
+    A setting that only one of them has, as another version of this program wrote it, is left out.
+
+    Args:
+        saved: of the checkpoint, as `describe` returns it.
+        here: of this run.
+        keeps_schedule: whether the checkpoint's schedule of learning rate and decay is used.
     """
-    return tuple(sorted(_changes(saved, here), key=lambda change: not change.changes_update))
-
-
-def _changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Change]:
-    for section in _SECTIONS:
-        before, after = saved.get(section, {}), here[section]
-        for name in sorted(before.keys() & after.keys()):
-            if name not in _OF_ONE_START and before[name] != after[name]:
-                yield Change(name, before[name], after[name])
+    given = {*saved.get("explicit_options", ()), *here["explicit_options"]}
+    left_out = {
+        *_OF_ONE_START,
+        *(_OF_SCHEDULE if keeps_schedule else ()),
+        *(name for name in _FROM_NUM_ITERATIONS if option_of(name) not in given),
+    }
+    changes = [
+        Change(name, before, here[section][name])
+        for section in _SECTIONS
+        for name, before in sorted(saved.get(section, {}).items())
+        if name not in left_out and here[section].get(name, before) != before
+    ]
+    return tuple(sorted(changes, key=lambda change: not change.changes_update))

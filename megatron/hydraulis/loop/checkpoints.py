@@ -296,13 +296,15 @@ class RunCheckpoints:
 
     def _accept(self, path: Path, manifest: Manifest) -> None:
         """Raise ConfigurationError unless the run may go on with these data and settings."""
-        hydraulis = self._resolved.hydraulis
+        args, hydraulis = self._resolved.args, self._resolved.hydraulis
         self._accept_data(path, _data_of(manifest), is_allowed=hydraulis.allow_other_data)
         here = self._planning.description_of(self._resolved)
-        changes = changed_settings(manifest.configuration, here)
+        changes = changed_settings(
+            manifest.configuration, here, keeps_schedule=args.use_checkpoint_opt_param_scheduler
+        )
         of_update = [str(change) for change in changes if change.changes_update]
         # A new optimizer and schedule go with new settings.
-        is_allowed = hydraulis.allow_changed_settings or self._resolved.args.no_load_optim
+        is_allowed = hydraulis.allow_changed_settings or args.no_load_optim
         if of_update and not is_allowed:
             raise ConfigurationError(
                 f"{path} was trained with other settings, on which the update depends: "
