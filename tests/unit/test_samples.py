@@ -121,7 +121,9 @@ def test_a_ramp_is_that_of_earlier_versions(ramp: tuple[int, ...], tmp_path: Pat
     start, increment, num_samples, full = ramp
     typed = ("--rampup-batch-size", str(start), str(increment), str(num_samples))
     ends = ("--train-samples", "1000")
-    rows = resolve(tmp_path, *ends, *typed, "--global-batch-size", str(full)).sizes
+    resolved = resolve(tmp_path, *ends, *typed, "--global-batch-size", str(full))
+    assert dict(resolved.taken)[" ".join(typed)].startswith("the global batch grows; Megatron 0.19")
+    rows = resolved.sizes
     tokens = resolve(tmp_path, *ends, *typed, "--global-batch-tokens", str(full * 128)).sizes
     for consumed in range(num_samples + 3):
         wanted = ramp_of_earlier_versions(start, increment, num_samples, full, consumed)

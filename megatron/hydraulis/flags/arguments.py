@@ -218,6 +218,11 @@ def _done_otherwise(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
     args, found = flags.args, []
     if args.cp_comm_type == ["p2p"] and flags.was_given("cp_comm_type"):
         found.append(("--cp-comm-type p2p", "run as all_gather, the same bytes"))
+    found += [
+        (str(given), "the global batch grows; Megatron 0.19.2 ignores the option")
+        for given in flags.given
+        if given.dest == "rampup_batch_size"
+    ]
     return tuple(found)
 
 
