@@ -1,6 +1,7 @@
 """The sizes of a model, as far as planning needs them: no weights, no torch."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,18 @@ class AttentionWindow:
         """
         beyond = (lengths - self.num_tokens) * (lengths > self.num_tokens)
         return lengths * lengths - self.share * (beyond * beyond)
+
+
+def count_windowed_layers(num_layers: int, skip_frequency: int | Sequence[int] | None) -> int:
+    """Layers with a window of a model that has one, by --window-attn-skip-freq.
+
+    A number below 1 and a list of another length, which are refused elsewhere, give some number.
+    """
+    if skip_frequency is None:
+        return num_layers
+    if isinstance(skip_frequency, int):
+        return num_layers - num_layers // max(1, skip_frequency)
+    return sum(map(bool, skip_frequency[:num_layers]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

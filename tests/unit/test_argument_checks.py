@@ -14,6 +14,24 @@ pytestmark = pytest.mark.usefixtures("plain_environment")
 _TOKENS = ("--global-batch-size",)
 _ITERATIONS = ("--train-iters",)
 _BAD_INPUT = [
+    ("--swiglu --squared-relu", (), ["one activation", "--swiglu and --squared-relu give 2"]),
+    ("--window-size 8,1", (), ["--window-size", "none after it", "is 8,1", "write N,0"]),
+    ("--window-size 8", (), ["--window-size", "is 8;", "write N,0"]),
+    (
+        "--window-size 8,0 --window-attn-skip-freq 0",
+        (),
+        ["--window-attn-skip-freq counts layers from 1 but is 0"],
+    ),
+    (
+        "--window-size 8,0 --window-attn-skip-freq [1,0]*3",
+        (),
+        ["--window-attn-skip-freq has a 0 or a 1 for each of --num-layers 4", "lists 6 values"],
+    ),
+    (
+        "--position-embedding-type rope --no-rope-freq 3",
+        (),
+        ["--no-rope-freq 3 divides the layers but --num-layers is 4"],
+    ),
     ("--strategy 3*tp2", (), ["3 replicas use 6 ranks but the job has 8", "2*idle"]),
     ("--strategy 5*tp2", (), ["5 replicas use 10 ranks but the job has 8", "start 10 ranks"]),
     ("--tensor-model-parallel-size 3", (), ["3 ranks do not fill the job's 8", "change the deg"]),

@@ -191,6 +191,9 @@ ROWS: dict[str, Row] = {
     "--apply-wd-to-qk-layernorm": _args(
         "", "apply_wd_to_qk_layernorm", True, also="--qk-layernorm"
     ),
+    "--no-weight-decay-cond-type": _args(
+        "apply_wd_to_qk_layernorm", "apply_wd_to_qk_layernorm", True, also="--qk-layernorm"
+    ),
     "--adam-beta1": _args("0.8", "adam_beta1", 0.8),
     "--adam-beta2": _args("0.95", "adam_beta2", 0.95),
     "--adam-eps": _args("1e-5", "adam_eps", 1e-5),

@@ -1,10 +1,14 @@
 """Model shapes: counts of parameters and impossible sizes."""
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import count_windowed_layers
 from tests.support.planning import LLAMA_7B
 
 
@@ -20,6 +24,31 @@ def test_options_that_change_the_count() -> None:
     assert LLAMA_7B.num_parameters - plain.num_parameters == 32 * 4096 * 11008
     grouped = replace(LLAMA_7B, num_query_groups=8)
     assert LLAMA_7B.num_parameters - grouped.num_parameters == 32 * 2 * 4096 * 24 * 128
+    gated = replace(LLAMA_7B, output_gate=True)
+    assert gated.num_parameters - LLAMA_7B.num_parameters == 32 * 4096 * 4096
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 6, 40])
+def test_a_window_leaves_the_pairs_that_it_sees(length: int) -> None:
+    """By counting: s² stands for s(s + 1)/2 pairs, so the same difference is missing twice."""
+    window = replace(LLAMA_7B, window_tokens=5, num_windowed_layers=8).window
+    assert window is not None
+    seen = sum(min(place, 5) for place in range(1, length + 1))
+    unseen = length * (length + 1) // 2 - seen
+    # Of one windowed layer in four. (s - w)² and not (s - w)(s - w + 1), as s² is not s(s + 1).
+    expected = length**2 - 0.25 * (2 * unseen - max(0, length - 5))
+    assert window.squared(length) == pytest.approx(expected)
+    assert window.squared(np.array([length])) == pytest.approx([expected])
+
+
+@pytest.mark.parametrize(
+    ("frequency", "num"), [(None, 12), (2, 6), (5, 10), (1, 0), ([1, 0, 0] * 4, 4)]
+)
+def test_layers_with_a_window_are_those_of_upstream(frequency: Any, num: int) -> None:
+    assert count_windowed_layers(12, frequency) == num
+    assert num == sum(
+        is_layer_window_attention((8, 0), frequency, number) for number in range(1, 13)
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,6 +56,8 @@ def test_options_that_change_the_count() -> None:
     [
         ({"num_layers": 0}, "num_layers is 0"),
         ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"window_tokens": 8}, "num_windowed_layers is 0 and window_tokens 8"),
+        ({"window_tokens": 8, "num_windowed_layers": 33}, "some of 32 layers have a window"),
         ({"num_query_groups": 5}, "32 heads are not a multiple of 5 query groups"),
     ],
 )

@@ -128,6 +128,7 @@ def run(namespace: argparse.Namespace) -> int:
         sequence_parallel=namespace.sequence_parallel,
         recompute=recompute,
         cp_comm_type=namespace.cp_comm_type,
+        keeps_gate=namespace.quick_geglu,
         has_te_layers=namespace.transformer_impl == "transformer_engine",
         pool=pool,
     )

@@ -2,10 +2,11 @@
 
 import argparse
 import math
+import re
 
 from megatron.hydraulis.cost_model.device import DEVICE_NAMES
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
 
 # Upstream's defaults of the same flags.
 _FFN_OVER_HIDDEN = 4
@@ -18,6 +19,10 @@ _OTHERS = (
     "--num-query-groups",
     "--kv-channels",
     "--swiglu",
+    "--quick-geglu",
+    "--attention-output-gate",
+    "--window-size",
+    "--window-attn-skip-freq",
     "--untie-embeddings-and-output-weights",
     "--padded-vocab-size",
     "--vocab-size",
@@ -56,6 +61,19 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-channels", type=int, metavar="N", help="size of a head (default: hidden / heads)"
     )
     group.add_argument("--swiglu", action="store_true", help="gated MLP")
+    group.add_argument("--quick-geglu", action="store_true", help="gated MLP, without fused kernel")
+    group.add_argument(
+        "--attention-output-gate", action="store_true", help="gate of attention's output"
+    )
+    group.add_argument(
+        "--window-size", metavar="N,0", help="tokens before its own that a token attends to"
+    )
+    group.add_argument(
+        "--window-attn-skip-freq",
+        type=int,
+        metavar="N",
+        help="every N-th layer has no window (default: all have)",
+    )
     group.add_argument(
         "--untie-embeddings-and-output-weights",
         action="store_true",
@@ -134,6 +152,7 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
             "--group-query-attention and --num-query-groups come together but one of them is "
             "missing; give both or neither"
         )
+    window_tokens, num_windowed = _window_of(namespace)
     vocabulary = namespace.padded_vocab_size
     if vocabulary is None:
         vocabulary = math.ceil(namespace.vocab_size / multiple) * multiple
@@ -149,9 +168,26 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
         num_query_groups=namespace.num_query_groups if namespace.group_query_attention else heads,
         kv_channels=hidden // heads if namespace.kv_channels is None else namespace.kv_channels,
         vocab_size=vocabulary,
-        gated_mlp=namespace.swiglu,
+        gated_mlp=namespace.swiglu or namespace.quick_geglu,
         tied_embeddings=not namespace.untie_embeddings_and_output_weights,
+        output_gate=namespace.attention_output_gate,
+        num_windowed_layers=num_windowed,
+        window_tokens=window_tokens,
     )
+
+
+def _window_of(namespace: argparse.Namespace) -> tuple[int, int]:
+    """Tokens that a token of a windowed layer attends to, and how many layers these are."""
+    text, frequency = namespace.window_size, namespace.window_attn_skip_freq
+    if text is None and frequency is None:
+        return 0, 0
+    match = re.fullmatch(r"\(?(\d+),0\)?", text or "")
+    if match is None or (frequency is not None and frequency < 1):
+        raise ConfigurationError(
+            f"windows of layers are given by --window-size N,0, and --window-attn-skip-freq of at "
+            f"least 1, but these are {text} and {frequency}; correct them"
+        )
+    return int(match[1]) + 1, count_windowed_layers(namespace.num_layers, frequency)
 
 
 def _given_flags(namespace: argparse.Namespace) -> list[str]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
@@ -40,7 +39,7 @@ from megatron.hydraulis.flags.defaults import (
 from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.samples import evaluation_sizes, training_sizes
-from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.pool import num_ranks_of
 
@@ -381,10 +380,7 @@ def _upstream_errors() -> Iterator[None]:
 def _model_shape(args: argparse.Namespace) -> ModelShape:
     num_windowed = 0
     if args.window_size is not None and args.window_size[0] >= 0:
-        num_windowed = sum(
-            is_layer_window_attention(args.window_size, args.window_attn_skip_freq, number)
-            for number in range(1, args.num_layers + 1)
-        )
+        num_windowed = count_windowed_layers(args.num_layers, args.window_attn_skip_freq)
     return ModelShape(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,

@@ -79,7 +79,7 @@ _TOPICS = {
         --lr-warmup-fraction --lr-warmup-init --lr-wsd-decay-style --lr-wsd-decay-iters
         --lr-wsd-decay-samples
         --weight-decay --start-weight-decay --end-weight-decay --weight-decay-incr-style --clip-grad
-        --apply-wd-to-qk-layernorm --adam-beta1 --adam-beta2 --adam-eps
+        --apply-wd-to-qk-layernorm --no-weight-decay-cond-type --adam-beta1 --adam-beta2 --adam-eps
         --use-distributed-optimizer --bf16 --accumulate-allreduce-grads-in-fp32""",
     "Checkpoints": """
         --save --save-interval --async-save --load --ckpt-step --finetune --no-load-optim
@@ -217,7 +217,9 @@ _NEEDS = {
         --rotary-base --rotary-percent --rotary-interleaved
         --rotary-seq-len-interpolation-factor --use-rope-scaling --no-rope-freq""",
     Need("window_size", "--window-size"): "--window-attn-skip-freq",
-    Need("qk_layernorm", "--qk-layernorm"): "--apply-wd-to-qk-layernorm",
+    Need("qk_layernorm", "--qk-layernorm"): (
+        "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type"
+    ),
     Need("swiglu quick_geglu", "--swiglu or --quick-geglu"): (
         "--glu-linear-offset --activation-func-clamp-value"
     ),
@@ -613,7 +615,7 @@ _REFUSED = (
         "other optimizers",
         "all parameters are updated by AdamW, and all but biases and norms decay",
         _REMOVE,
-        r"freeze-all-layers|no-weight-decay-cond-type|"
+        r"freeze-all-layers|"
         r"dump-param-to-param-group-map",
     ),
     Refused(

@@ -198,3 +198,13 @@ def test_impossible_constants() -> None:
         replace(A800, matmul_fraction=1.5)
     with pytest.raises(ConfigurationError, match="2 or 4 bytes but 3"):
         replace(model(), parameter_bytes=3)
+
+
+def test_a_window_shortens_long_sequences_only() -> None:
+    windowed = replace(LLAMA_32B, num_windowed_layers=30, window_tokens=1000)
+    full, half = (model(shape).coefficients(Scheme(tp=8)) for shape in (LLAMA_32B, windowed))
+    assert half.time_ms((1000, 500)) == full.time_ms((1000, 500))
+    # Of 4000² tokens² a windowed layer computes 4000² - 3000².
+    attention = full.time_ms((4000,)) - full.b_ms_per_token * 4000 - full.c_ms
+    saved = full.time_ms((4000,)) - half.time_ms((4000,))
+    assert saved == pytest.approx(attention * (9 / 16) / 2)

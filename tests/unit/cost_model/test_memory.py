@@ -53,6 +53,15 @@ def test_what_raises_the_limit() -> None:
     assert 7.5 * base < memory().max_tokens(Scheme(tp=2, cp=8)) < 8 * base
 
 
+def test_what_variants_of_layers_keep_lowers_the_limit() -> None:
+    base = memory().max_tokens(Scheme(tp=2))
+    assert replace(memory(), keeps_gate=True).max_tokens(Scheme(tp=2)) < 0.8 * base
+    gated = replace(LLAMA_7B, output_gate=True)
+    assert memory(gated).max_tokens(Scheme(tp=2)) < 0.9 * base
+    windowed = replace(LLAMA_7B, num_windowed_layers=16, window_tokens=1024)
+    assert memory(windowed).max_tokens(Scheme(tp=2)) == base
+
+
 def per_token(model: MemoryModel, scheme: Scheme, stage: int = 0) -> dict[str, float]:
     return {moment.name: moment.bytes_per_token for moment in model.moments(scheme, stage)}
 
