@@ -403,7 +403,8 @@ def _rates_between_nodes(
             if not isinstance(group, dist.ProcessGroup):  # this rank is not in it
                 continue
             num_members = dist.get_world_size(group)
-            block = torch.zeros(NUM_BYTES_PER_RANK // num_members * num_members, device=device)
+            num_numbers = NUM_BYTES_PER_RANK // 4 // num_members * num_members
+            block = torch.zeros(num_numbers, device=device)
             received = torch.empty_like(block)
             time_s = math.inf
             with _limited(f"all_to_all between {pair[0]} and {pair[1]}", limit_s):
