@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read when torch is first imported, by the tests below and by the workers forked from here: more
 # threads than cores would only make gloo ranks wait for one another.
@@ -11,6 +12,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.distributions import build_distributions
 
 # No deadline and no complaint of slowness: both are statements about the machine's load.
 common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,3 +32,9 @@ def _no_worker_left_behind() -> Iterator[None]:
     gloo_pool = sys.modules.get("tests.support.gloo_pool")
     if gloo_pool is not None:
         gloo_pool.close_pools()
+
+
+@pytest.fixture(scope="session")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The project's wheel and source distribution."""
+    return build_distributions(tmp_path_factory.mktemp("distributions"))

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -165,6 +166,7 @@ def _count_line(counts: Counts, kind: str, words: list[str], sizes: dict[str, st
         counts.sent_bytes[what] += int(words[words.index("read") + 2])
 
 
+@cache
 def _kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), OTHER)
 

@@ -17,7 +17,9 @@ PACKED = (100, 17, 60)
 NUM_LAYERS = 32
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("tp", "cp"), [pytest.param(1, 1, marks=pytest.mark.nightly), (2, 1), (1, 2)]
+)
 def test_the_host_waits_for_no_layer_and_no_micro_batch(tp: int, cp: int, tmp_path: Path) -> None:
     """Twice an iteration: for the loss and for the gradient's norm. Upstream's packed rotation
     waits four times a layer."""
@@ -29,8 +31,15 @@ def test_the_host_waits_for_no_layer_and_no_micro_batch(tp: int, cp: int, tmp_pa
     assert count(replace(few, micro_batches=3), tmp_path).host_waits == 2
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("tp", "fused"),
+    [
+        (1, False),
+        (2, True),
+        pytest.param(1, True, marks=pytest.mark.nightly),
+        pytest.param(2, False, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_layer_launches_no_more_than_upstream(tp: int, fused: bool, tmp_path: Path) -> None:
     """Even if upstream uses our core attention instead of its unfused one."""
 

@@ -144,7 +144,7 @@ def left_bytes(role: Role, scheme: Scheme, num_tokens: int) -> float:
     return buffer_bytes + (2 * part_bytes if role.stage > 0 else 0.0)
 
 
-def check(role: Role) -> str:
+def check(role: Role, logs: Path | None = None) -> str:
     """A row of the table: the role at its planned limit, on a device without further memory."""
     model, pool = model_of(role), PoolFootprint.of(role.pool)
     scheme = role.scheme.of_context_group(role.context_size or role.scheme.cp)
@@ -156,6 +156,7 @@ def check(role: Role) -> str:
         num_tokens,
         num_ranks=role.num_ranks,
         ranks=[role.rank],
+        logs=logs,
         **DEVICE_SETTINGS,
     )[0]
     predicted = model.peak_bytes(scheme, role.stage, num_tokens)
@@ -178,8 +179,11 @@ def check(role: Role) -> str:
 
 
 @pytest.mark.parametrize("role", FEW, ids=str)
-def test_a_run_at_its_limit_takes_what_is_predicted(role: Role) -> None:
-    print(check(role))
+def test_a_run_at_its_limit_takes_what_is_predicted(role: Role, tmp_path: Path) -> None:
+    print(check(role, logs=tmp_path))
+    sizes = re.findall(r" COMM \d+ id \S+ size (\d+) ", log_of(tmp_path, role.rank).read_text())
+    with_others = [size for size in sizes if size != "1"]
+    assert len(with_others) == PoolFootprint.of(role.pool).num_communicators
 
 
 @pytest.mark.nightly
@@ -200,22 +204,6 @@ def test_a_trial_confirms_a_planned_limit() -> None:
         moment.bytes_per_token for moment in model_of(role).moments(role.scheme, role.stage)
     )
     assert result.trial.bytes_per_token == pytest.approx(slope, rel=0.1)
-
-
-def test_communicators_are_as_many_as_predicted(tmp_path: Path) -> None:
-    role = FEW[0]
-    run_alone(
-        measure,
-        role,
-        role.scheme.token_quantum,
-        num_ranks=role.num_ranks,
-        ranks=[role.rank],
-        logs=tmp_path,
-        **DEVICE_SETTINGS,
-    )
-    found = re.findall(r" COMM \d+ id \S+ size (\d+) ", log_of(tmp_path, role.rank).read_text())
-    with_others = [size for size in found if size != "1"]
-    assert len(with_others) == PoolFootprint.of(role.pool).num_communicators
 
 
 def peaks_of_a_meter() -> tuple[int, int, int]:

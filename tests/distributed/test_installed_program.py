@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.distributions import ROOT, build_distributions
+from tests.support.distributions import ROOT
 from tests.support.tiny_corpus import SEQ_LENGTH, document_lengths, tiny_command
 
 EXAMPLES = ROOT / "examples"
-NUM_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ def check_planning(environment: Environment) -> None:
     environment.run("hydraulis", "check-plan", *inputs, "--plan", "plan.json")
 
 
-def check_training(environment: Environment, *program: str) -> None:
-    """Preprocess a corpus and train two iterations on two ranks."""
+def check_training(environment: Environment, num_ranks: int, *program: str) -> None:
+    """Preprocess a corpus and train two iterations."""
     corpus = environment.work_dir / "corpus.jsonl"
     with open(corpus, "w", encoding="utf-8") as file:
         for length in document_lengths():
@@ -94,8 +93,8 @@ def check_training(environment: Environment, *program: str) -> None:
         *tokenizer,
     )
     run_dir = environment.work_dir / "run"
-    flags = tiny_command("data/corpus", run_dir, *tokenizer, "--strategy", "tp2")
-    launcher = ["--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    flags = tiny_command("data/corpus", run_dir, *tokenizer, "--strategy", f"tp{num_ranks}")
+    launcher = ["--standalone", "--nproc-per-node", str(num_ranks)]
     environment.run(
         *("python", "-m", "torch.distributed.run", *launcher, *program, "train", *flags),
         *("--train-iters", "2", "--seq-length", str(SEQ_LENGTH)),
@@ -106,27 +105,31 @@ def check_training(environment: Environment, *program: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.distributed
-def test_the_wheel_plans_and_trains_outside_the_checkout(tmp_path: Path) -> None:
+def test_the_wheel_plans_and_trains_outside_the_checkout(
+    tmp_path: Path, distributions: tuple[Path, Path]
+) -> None:
     """Dependencies are those of the running interpreter: a .pth file shows their folder, but does
     not run the .pth files in it, of which one leads to the checkout."""
-    wheel, _ = build_distributions(tmp_path)
+    wheel, _ = distributions
     environment = Environment.make(tmp_path)
     environment.install("--quiet", "--no-index", "--no-deps", str(wheel))
     (environment.site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     check_imports_come_from_the_wheel(environment)
     check_planning(environment)
-    check_training(environment, "--no-python", "hydraulis")
+    check_training(environment, 1, "--no-python", "hydraulis")
 
 
 @pytest.mark.nightly
 @pytest.mark.distributed
-def test_the_wheel_brings_all_its_dependencies(tmp_path: Path) -> None:
+def test_the_wheel_brings_all_its_dependencies(
+    tmp_path: Path, distributions: tuple[Path, Path]
+) -> None:
     """As a user installs it: everything from the package index. Takes minutes and gigabytes."""
-    wheel, _ = build_distributions(tmp_path)
+    wheel, _ = distributions
     environment = Environment.make(tmp_path)
     environment.install("--quiet", str(wheel))
     assert environment.run("hydraulis", "--version").startswith("hydraulis ")
     check_imports_come_from_the_wheel(environment)
     check_planning(environment)
-    check_training(environment, "-m", "megatron.hydraulis")
+    check_training(environment, 2, "-m", "megatron.hydraulis")
     shutil.rmtree(environment.folder)
