@@ -82,8 +82,11 @@ class Writer:
         return True
 
     def __str__(self) -> str:
+        process = f"process {self.process} on {self.host}"
+        if self.job.startswith("process "):  # the parent, which says nothing
+            return process
         step = f", step {self.step}" if self.step else ""
-        return f"{self.job}{step} (process {self.process} on {self.host})"
+        return f"{self.job}{step} ({process})"
 
 
 def writer_of(folder: Path) -> Writer | None:

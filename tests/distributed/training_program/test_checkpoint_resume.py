@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -358,7 +359,7 @@ def test_of_two_jobs_the_second_is_refused_until_the_first_is_killed(
         finally:
             killed.touch()
     assert second.statuses == (EXIT_STATUS_OF_ERROR,)
-    assert f"error: --save {save} is in use by process {os.getpid()} on" in second.stderr
+    assert re.search(rf"error: --save {save} is in use by process \d+ on \S+, wh", second.stderr)
     assert "which is running; end it, name another --save" in second.stderr
     assert metrics.exists(), "the second job moved the first one's run folder"
     assert first.result().statuses == (-signal.SIGKILL,)
