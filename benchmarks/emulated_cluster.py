@@ -57,12 +57,13 @@ from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.replica_plan import MicroBatch, ReplicaPlan
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
-from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
+from megatron.hydraulis.simulator.batches import sample_batches
 from megatron.hydraulis.simulator.ways import fixed_length_shares
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
@@ -235,8 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = EmulatedDevice.read(options.emulate_device, options.emulate_scale)
         window = min(CONTEXT_TOKENS, _longest_held(pool, device.cost_model))
         batches = sample_batches(
-            read_corpus_lengths(WIKIPEDIA),
-            longest=window,
+            read_length_counts(WIKIPEDIA).cut(window, "truncate").sequences,
             batch_tokens=int(TOKENS_PER_RANK * pool.num_ranks),
             num_batches=options.iterations,
             seed=options.seed,

@@ -24,12 +24,12 @@ from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
-from megatron.hydraulis.transfer.collective import Collective, bucket_gather, collective_of
+from megatron.hydraulis.transfer.collective import Collective, collective_of
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
 from megatron.hydraulis.transfer.ranges import (
     RangesOfRole,
-    buckets_with_equal_plans,
     contributed_ranges,
     elements_in_shares,
     held_ranges,
@@ -37,7 +37,7 @@ from megatron.hydraulis.transfer.ranges import (
 from megatron.hydraulis.transfer.role import Role, roles_of
 from megatron.hydraulis.transfer.traffic import (
     LinkElements,
-    link_elements_by_rank,
+    amounts_by_rank,
 )
 
 PARAMETER_BYTES = 2
@@ -169,16 +169,14 @@ class StrategyTraffic:
 
     def links(self, collective: Collective, ranks_per_node: int) -> list[LinkElements]:
         """Elements exchanged in a gather by this collective."""
-        totals = [LinkElements()] * self.layout.num_ranks
-        for buckets in buckets_with_equal_plans(self.layout, self.roles):
-            plan = bucket_gather(
-                collective, self.layout, buckets[0], self.roles, ranks_per_node=ranks_per_node
+        totals = np.zeros((4, self.layout.num_ranks), dtype=np.int64)
+        amounts = StrategyAmounts(LayoutAmounts(self.layout, ranks_per_node), self.roles)
+        for buckets in amounts.equal_buckets():
+            gather, _ = amounts_by_rank(
+                collective, amounts, buckets[0], self.roles, ranks_per_node=ranks_per_node
             )
-            of_one = link_elements_by_rank(plan, len(totals), ranks_per_node=ranks_per_node)
-            totals = [
-                total + part * len(buckets) for total, part in zip(totals, of_one, strict=True)
-            ]
-        return totals
+            totals += len(buckets) * np.stack([*vars(gather).values()])
+        return [LinkElements(*of_rank) for of_rank in totals.T.tolist()]
 
 
 @dataclass(frozen=True)

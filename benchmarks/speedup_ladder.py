@@ -30,10 +30,11 @@ from benchmarks.command import (
 from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
-from megatron.hydraulis.simulator.costs import RegroupCosts
+from megatron.hydraulis.simulator.batches import sample_batches
 from megatron.hydraulis.simulator.output import result_table, strategy_use_table
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
@@ -128,7 +129,7 @@ def corpora(median_tokens: float, tail_exponent: float) -> list[Corpus]:
     distribution = LongTail(median_tokens=median_tokens, tail_exponent=tail_exponent)
     return [
         Corpus("CommonCrawl-like", distribution.corpus(NUM_DOCUMENTS)),
-        Corpus("Wikipedia", read_corpus_lengths(inputs.WIKIPEDIA)),
+        Corpus("Wikipedia", read_length_counts(inputs.WIKIPEDIA).sequences),
     ]
 
 
@@ -140,13 +141,7 @@ def simulate(
     shape = ModelShape.read(inputs.MODEL)
     device = device_constants(options.device)
     cluster = device.cluster(pool.num_ranks, pool.ranks_per_node)
-    regroup = RegroupCosts(
-        shape,
-        cluster,
-        num_atoms=pool.tp_lcm,
-        memory_bytes_per_s=device.memory_bytes_per_s,
-        link_fraction=device.link_fraction,
-    )
+    regroup = RegroupCosts.of(shape, device, cluster, num_atoms=pool.tp_lcm)
     setting = SimulationSettings(
         shape=shape if options.regroup else None,
         regroup=regroup if options.regroup else None,
@@ -155,8 +150,7 @@ def simulate(
     task = progress.add_task(corpus.name, total=None)
     ways = Ways(
         batches=sample_batches(
-            corpus.lengths,
-            longest=inputs.CONTEXT_TOKENS,
+            np.minimum(corpus.lengths, inputs.CONTEXT_TOKENS),
             num_batches=options.iterations,
             seed=options.seed,
             batch_tokens=inputs.BATCH_TOKENS,

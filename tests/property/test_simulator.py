@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, pipeline_time_ms
+from megatron.hydraulis.cost_model.regrouping import Hiding
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.results import account
@@ -90,21 +91,20 @@ def longest_chain_ms(times_ms: list[list[float]]) -> float:
     plan_time_s=st.floats(0.0, 0.2),
     plan_ahead=st.integers(0, 3),
     regroups=st.booleans(),
-    overlaps=st.booleans(),
+    hiding=st.sampled_from(Hiding),
 )
 def test_busy_and_idle_times_add_up(
     replicas: tuple[list[int], ...],
     plan_time_s: float,
     plan_ahead: int,
     regroups: bool,
-    overlaps: bool,
+    hiding: Hiding,
 ) -> None:
     work = work_of("tp2+pp2+2*tp1+2*idle", [*replicas, []], num_ranks=8, plan_time_s=plan_time_s)
     run = simulator(
-        regroup=regroup_costs(8) if regroups else None,
+        regroup=regroup_costs(8, hiding=hiding) if regroups else None,
         shape=SMALL_SHAPE if regroups else None,
         plan_ahead=plan_ahead,
-        overlaps_regrouping=overlaps,
     )
     ended_ms = 0.0
     for iteration in run.run([work] * 3):

@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.collective import (
     Collective,
     EqualShares,
@@ -28,7 +29,7 @@ from megatron.hydraulis.transfer.plan import (
     gather_plan,
 )
 from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges
-from megatron.hydraulis.transfer.two_step import TwoStepPlan, elements_across
+from megatron.hydraulis.transfer.two_step import TwoStepPlan
 from tests.support.layouts import Case, bucket_ids, cases, expected_counts
 from tests.support.transfer_simulation import Simulation, Values
 
@@ -107,7 +108,7 @@ def test_in_two_steps_every_element_crosses_each_node_border_once(
             for element in range(*bucket.shard_range(owner)):
                 del needed[bucket.index, element, owner // per_node]
     assert simulation.network.crossings == needed
-    _, two_steps = elements_across(case.layout, case.roles, ranks_per_node=per_node)
+    _, two_steps = StrategyAmounts(LayoutAmounts(case.layout, per_node), case.roles).across()
     assert two_steps == needed.total()
 
 
@@ -232,7 +233,7 @@ def test_unpermuted_one_step_arrivals_are_in_canonical_order(case: Case) -> None
 def test_two_steps_never_cross_nodes_more_than_one(drawn: tuple[Case, Simulation]) -> None:
     case, simulation = drawn
     per_node = simulation.ranks_per_node
-    one_step, two_steps = elements_across(case.layout, case.roles, ranks_per_node=per_node)
+    one_step, two_steps = StrategyAmounts(LayoutAmounts(case.layout, per_node), case.roles).across()
     assert two_steps <= one_step
     simulation.collective = Collective.ALL_TO_ALL
     for bucket in case.layout.buckets:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.regroup_bytes import regroup_volumes
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.collective import (
     Collective,
@@ -20,9 +21,9 @@ from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.traffic import (
     LinkElements,
+    amounts_by_rank,
     link_elements,
 )
-from megatron.hydraulis.transfer.two_step import elements_across
 from tests.property.test_transfer_kinds import simulations
 from tests.support.layouts import Case, cases
 from tests.support.transfer_simulation import Simulation
@@ -59,6 +60,31 @@ def test_one_step_plans_carry_what_the_formula_says(drawn: tuple[Case, Simulatio
         assert (scatter.received, scatter.sent) == (volume.scatter_received, volume.scatter_sent)
 
 
+@given(simulations(), st.sampled_from(Collective))
+def test_amounts_of_all_ranks_are_those_of_their_plans(
+    drawn: tuple[Case, Simulation], collective: Collective
+) -> None:
+    case, simulation = drawn
+    if simulation.collective is Collective.ALL_GATHER or collective is not Collective.ALL_GATHER:
+        simulation.collective = collective
+    per_node = simulation.ranks_per_node
+    amounts = StrategyAmounts(LayoutAmounts(case.layout, per_node), case.roles)
+    for gathers in (True, False):
+        found = np.zeros((case.layout.num_ranks, 4), dtype=np.int64)
+        for buckets in amounts.equal_buckets():
+            both = amounts_by_rank(
+                simulation.collective,
+                amounts,
+                buckets[0],
+                case.roles,
+                ranks_per_node=per_node,
+            )
+            of_one = vars(both[0 if gathers else 1])
+            found += len(buckets) * np.stack([*of_one.values()], axis=1)
+        for rank, of_rank in enumerate(found.tolist()):
+            assert LinkElements(*of_rank) == totals(simulation, gathers=gathers, rank=rank)
+
+
 @given(simulations())
 def test_the_formula_s_terms_are_sizes_of_sets(drawn: tuple[Case, Simulation]) -> None:
     case, _ = drawn
@@ -89,9 +115,9 @@ def test_sent_and_received_elements_agree_by_link_and_with_the_simulation(
     assert whole.sent_across == whole.received_across
     if simulation.collective is Collective.ALL_GATHER:
         return  # the library chooses the route, so the plan has no links
-    one_step, two_steps = elements_across(
-        case.layout, case.roles, ranks_per_node=simulation.ranks_per_node
-    )
+    one_step, two_steps = StrategyAmounts(
+        LayoutAmounts(case.layout, simulation.ranks_per_node), case.roles
+    ).across()
     is_two_step = simulation.collective is Collective.TWO_STEP
     assert whole.received_across == (two_steps if is_two_step else one_step)
     for bucket in case.layout.buckets:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model import Coefficients, ModelShape
-from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
+from megatron.hydraulis.cost_model.regrouping import Hiding, RegroupCosts
+from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.simulation import IterationTasks, Simulator
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Strategy
@@ -42,7 +43,6 @@ def simulator(
     times: Coefficients = ONE_MS_A_TOKEN,
     overheads: dict[str, float] | None = None,
     plan_ahead: int = 2,
-    overlaps_regrouping: bool = True,
 ) -> Simulator:
     """A simulator in which a token takes 1 ms by default."""
     cost_model = TableCostModel(times=lambda _: times, overheads=overheads or {})
@@ -50,7 +50,6 @@ def simulator(
         StageCosts(cost_model, shape),
         regroup=regroup,
         plan_ahead=plan_ahead,
-        overlaps_regrouping=overlaps_regrouping,
     )
 
 
@@ -60,6 +59,7 @@ def regroup_costs(
     ranks_per_node: int = 2,
     inside_bytes_per_s: float = 1e9,
     across_bytes_per_s: float = 1e8,
+    hiding: Hiding = Hiding.THREADS,
 ) -> RegroupCosts:
     """Of the small shape, without latencies."""
     cluster = Cluster(
@@ -68,7 +68,7 @@ def regroup_costs(
         intra_node=Link(bytes_per_s=inside_bytes_per_s, latency_s=0.0, source="test"),
         inter_node=Link(bytes_per_s=across_bytes_per_s, latency_s=0.0, source="test"),
     )
-    return RegroupCosts(SMALL_SHAPE, cluster, num_atoms=4, memory_bytes_per_s=1e9)
+    return RegroupCosts(SMALL_SHAPE, cluster, num_atoms=4, memory_bytes_per_s=1e9, hiding=hiding)
 
 
 def compute_ms(iteration: IterationTasks) -> float:

@@ -150,6 +150,9 @@ def test_text_names_every_stage_with_ranks_and_parameters(tmp_path: Path) -> Non
     assert rows[0] == ["0", "tp2pp2:1,3", "0", "0-1", "1", f"{of_rank['0']:,}", limit]
     assert rows[1] == ["1", "2-3", "3", f"{of_rank['2']:,}"]
     assert rows[2][:5] == ["1", "tp1", "0", "4", "4"]
+    overhead_ms = description["strategies"][0]["overhead_ms"]
+    assert overhead_ms > 0.0
+    assert f"  regrouping and optimizer {overhead_ms:.1f} ms an iteration, predicted" in lines
     assert rows[2][6] == f"{single['max_tokens_per_micro_batch']:,}"
     # The job's, regrouping's, tp and pp; the line also says what they are assumed to take.
     assert description["most_communicators_of_a_rank"] == 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,7 +24,8 @@ from benchmarks.inputs import COST_PROFILE, DATA, WIKIPEDIA
 from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.simulator.batches import read_corpus_lengths, sample_batches
+from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
+from megatron.hydraulis.simulator.batches import sample_batches
 from megatron.hydraulis.simulator.ways import equal_rows, first_fit_decreasing
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.planning import TableCostModel
@@ -100,15 +100,15 @@ def test_a_strategy_that_does_not_hold_a_row_is_refused() -> None:
 
 
 def test_batches_are_cut_filled_and_repeatable() -> None:
-    counts = np.repeat([10, 200], [50, 5])
-    batches = sample_batches(counts, longest=60, batch_tokens=200, num_batches=3, seed=1)
-    assert batches == sample_batches(counts, longest=60, batch_tokens=200, num_batches=3, seed=1)
+    lengths = LengthCounts.of([10, 200], [50, 5]).cut(60, "truncate").sequences
+    batches = sample_batches(lengths, batch_tokens=200, num_batches=3, seed=1)
+    assert batches == sample_batches(lengths, batch_tokens=200, num_batches=3, seed=1)
     assert {length for batch in batches for length in batch} == {10, 60}
     assert all(150 < sum(batch) <= 200 for batch in batches)
 
 
 def test_the_lengths_match_their_description() -> None:
-    lengths = read_corpus_lengths(WIKIPEDIA)
+    lengths = read_length_counts(WIKIPEDIA).sequences
     assert len(lengths) == 1_000_000
     assert round(lengths.mean()) == 1014
     assert lengths.max() == 1_823_777

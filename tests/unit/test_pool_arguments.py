@@ -169,6 +169,26 @@ def test_a_profile_gives_times_and_limits(tmp_path: Path) -> None:
     assert limits == [99, 2048]
 
 
+def test_every_strategy_has_an_overhead_measured_or_not(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path, {"short": "8*tp1", "long": "2*tp4"})
+    path = write_profile(tmp_path, tp1=512, tp4=2048)
+    rows = [{"name": "S0", "replicas": "8*tp1", "regroup_ms": 40.0}]
+    Path(path).write_text(json.dumps(json.loads(Path(path).read_text()) | {"strategies": rows}))
+
+    def overheads_ms(*typed: str) -> list[float]:
+        found = planning(tmp_path, *typed, pool=pool)
+        return [found.cost_model.overhead_ms(strategy) for strategy in found.pool.strategies]
+
+    of_short, of_long = overheads_ms()
+    assert 0.0 < of_long < of_short
+    assert overheads_ms("--no-regroup-overlap")[0] > of_short
+    measured, computed = overheads_ms("--cost-profile", path)
+    assert measured == 40.0
+    # What was measured also scales what was not.
+    assert computed > 0.0
+    assert (computed < of_long) == (measured < of_short)
+
+
 def test_a_profile_of_another_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
@@ -79,6 +80,8 @@ class AnalyticCostModel:
     """Whether layers are those of Transformer Engine; affects memory only."""
     pool: PoolFootprint | None = None
     """Of the job; affects memory only."""
+    regroup: RegroupCosts | None = None
+    """Affects the overhead of strategies only."""
 
     def __post_init__(self) -> None:
         if self.parameter_bytes not in (2, 4):
@@ -95,9 +98,13 @@ class AnalyticCostModel:
         return self.memory.max_tokens(scheme)
 
     def overhead_ms(self, strategy: Strategy) -> float:
-        """0.0: regrouping and optimizer take about the same time under every strategy of a job, as
-        each rank always receives nearly all parameters of its role."""
-        return 0.0
+        """Computed if `regroup` is known, else 0.0; raises as `RegroupCosts.exposed_ms`."""
+        if self.regroup is None:
+            return 0.0
+        return self.regroup.exposed_ms(strategy, self._usual_ms)
+
+    def _usual_ms(self, scheme: Scheme) -> float:
+        return self.coefficients(scheme).usual_time_ms(self.max_tokens(scheme))
 
     @property
     def memory(self) -> MemoryModel:

@@ -234,3 +234,21 @@ def device_constants(name: str) -> DeviceConstants:
         f"device {name!r}: no constants are known for it but for {len(DEVICES)} others; "
         f"use one of {DEVICE_NAMES}, or a measured cost profile"
     )
+
+
+_NAME_BY_WORD = {
+    "a100": "a100-80g",
+    "a800": "a800-80g",
+    "h100": "h100",
+    "h200": "h200",
+    "cpu": "cpu",
+}
+"""Word of the name that CUDA or a cost profile gives a device -> constants. A GH200 or an H20 is
+none of these."""
+
+
+def described_device(text: str) -> DeviceConstants | None:
+    """The constants of a device by CUDA's name or a cost profile's; None for an unknown one."""
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    known = [_NAME_BY_WORD[word] for word in words if word in _NAME_BY_WORD]
+    return device_constants(known[0]) if known else None

@@ -7,24 +7,28 @@ A cost profile is a JSON file::
      "model": {"num_layers": 60, "hidden_size": 6656, …, "dtype": "bf16"},
      "schemes": [{"tp": 4, "cp": 1, "pp": 2, "a_ms_per_token2": 2.0e-06, "b_ms_per_token": 0.12,
                   "c_ms": 65.4, "max_tokens": 12416}],
-     "strategies": [{"name": "S6", "regroup_ms": 30.0, "optimizer_ms": 12.0}]}
+     "strategies": [{"name": "S6", "replicas": "16*tp4", "regroup_ms": 30.0,
+                     "optimizer_ms": 12.0}]}
 
 The time of a micro-batch on one stage, forward and backward, is ``a·Σs² + b·Σs + c``, less what
 the sliding windows of ``model`` leave out of s²; max_tokens is the most tokens of a micro-batch.
 A scheme whose layers are not split evenly has its own row, with ``"layers": [14, 16]``. ``version``
-and ``strategies`` are optional: a strategy that is not listed has no overhead.
+and ``strategies`` are optional. A strategy is found by its replicas and where they are placed;
+older profiles lack ``replicas``, and their names count. What is not listed is computed
+(regrouping.py), or 0 where model and links are unknown.
 ``model`` says what the times are of (`ProfiledModel`); older profiles lack it.
 ``measurement``, an optional object that no prediction uses, records how well the
 coefficients fit, the versions of the software, and the speed of regrouping: see docs/profiling.md.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import MOST_MS, Coefficients
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.model_shape import AttentionWindow, ModelShape
@@ -71,10 +75,33 @@ class ProfiledStrategy:
     """
 
     name: str
+    replicas: str | None = None
+    """In strategy notation; None in older profiles."""
     regroup_ms: float = 0.0
     """Time of gather and scatter that does not overlap with the replicas' work."""
     optimizer_ms: float = 0.0
     """Update of the canonical shards."""
+
+    @property
+    def overhead_ms(self) -> float:
+        """What they add to the makespan."""
+        return self.regroup_ms + self.optimizer_ms
+
+    def is_of(self, strategy: Strategy) -> bool:
+        """Whether the row is of these replicas on these ranks; without replicas, of this name."""
+        placed = self.placed(strategy.num_ranks, strategy.ranks_per_node)
+        if placed is None:
+            return self.replicas is None and self.name == strategy.name
+        return placed.replicas == strategy.replicas
+
+    def placed(self, num_ranks: int, ranks_per_node: int) -> Strategy | None:
+        """The strategy, whose default name is its notation; None if that is unknown or is not for
+        this job."""
+        text = self.name if self.replicas is None else self.replicas
+        try:
+            return Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node)
+        except StrategyError:
+            return None
 
     def __post_init__(self) -> None:
         for value in (self.regroup_ms, self.optimizer_ms):
@@ -139,6 +166,8 @@ class ProfileCostModel:
     """None in profiles that do not say."""
     measurement: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """How it was measured, as JSON values; no prediction depends on it."""
+    regroup: RegroupCosts | None = None
+    """For strategies that were not measured, see `with_regrouping`; not part of the file."""
 
     def __post_init__(self) -> None:
         if not self.schemes:
@@ -157,11 +186,51 @@ class ProfileCostModel:
         return self._row(scheme).max_tokens
 
     def overhead_ms(self, strategy: Strategy) -> float:
-        """Regrouping and optimizer of the strategy of that name; 0.0 if it is not listed."""
+        """As measured, else computed if `regroup` is known, else 0.0.
+
+        Raises ConfigurationError or StrategyError for a strategy of another job or model than that
+        of `regroup`.
+        """
+        measured_ms = self.measured_overhead_ms(strategy)
+        if measured_ms is not None:
+            return measured_ms
+        if self.regroup is None:
+            return 0.0
+        return self.regroup.exposed_ms(strategy, self._usual_ms)
+
+    def measured_overhead_ms(self, strategy: Strategy) -> float | None:
+        """Regrouping and optimizer of the same replicas on the same ranks; None if not measured."""
         for row in self.strategies:
-            if row.name == strategy.name:
-                return row.regroup_ms + row.optimizer_ms
-        return 0.0
+            if row.is_of(strategy):
+                return row.overhead_ms
+        return None
+
+    def with_regrouping(
+        self, regroup: RegroupCosts, strategies: Iterable[Strategy] = ()
+    ) -> "ProfileCostModel":
+        """The profile with computed overheads of strategies that it lacks.
+
+        They are scaled by measured over computed times of all rows of this job whose schemes were
+        measured too. Rows without replicas are found by the names of the given strategies.
+        """
+        measured = {
+            placed.replicas: (placed, row.overhead_ms)
+            for row in self.strategies
+            if (placed := row.placed(regroup.cluster.num_ranks, regroup.cluster.ranks_per_node))
+        }
+        for strategy in strategies:
+            measured_ms = self.measured_overhead_ms(strategy)
+            if measured_ms is not None:
+                measured[strategy.replicas] = (strategy, measured_ms)
+        known = [
+            (strategy, time_ms)
+            for strategy, time_ms in measured.values()
+            if all(self._has(scheme) for scheme in strategy.schemes)
+        ]
+        return replace(self, regroup=regroup.calibrated(known, self._usual_ms))
+
+    def _usual_ms(self, scheme: Scheme) -> float:
+        return self.coefficients(scheme).usual_time_ms(self.max_tokens(scheme))
 
     def poor_fits(self) -> str | None:
         """A line about schemes whose coefficients describe the measured times badly; None if all
@@ -246,6 +315,9 @@ class ProfileCostModel:
                 "model (hydraulis profile, hydraulis estimate)"
             )
 
+    def _has(self, scheme: Scheme) -> bool:
+        return any(row.scheme == scheme.of_context_group(scheme.cp) for row in self.schemes)
+
     def _row(self, scheme: Scheme) -> ProfiledScheme:
         measured = scheme.of_context_group(scheme.cp)  # at its full width, cp8~ is cp8
         for row in self.schemes:
@@ -309,6 +381,7 @@ class ProfileCostModel:
             content["strategies"] = [
                 {
                     "name": row.name,
+                    **({} if row.replicas is None else {"replicas": row.replicas}),
                     "regroup_ms": row.regroup_ms,
                     "optimizer_ms": row.optimizer_ms,
                 }
@@ -364,6 +437,7 @@ def _scheme_to_json(row: ProfiledScheme) -> dict[str, Any]:
 def _strategy_row(entry: JsonObject) -> ProfiledStrategy:
     row = ProfiledStrategy(
         name=entry.text("name"),
+        replicas=entry.text("replicas") if entry.has("replicas") else None,
         regroup_ms=entry.number("regroup_ms", default=0.0),
         optimizer_ms=entry.number("optimizer_ms", default=0.0),
     )

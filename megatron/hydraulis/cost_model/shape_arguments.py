@@ -1,16 +1,33 @@
-"""Flags for a model's shape and a device in commands that build no model."""
+"""Flags for a model's shape, a device and its links in commands that build no model."""
 
 import argparse
 import math
 import re
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
 
-from megatron.hydraulis.cost_model.device import DEVICE_NAMES
+from megatron.hydraulis.cost_model.device import (
+    DEVICE_NAMES,
+    DeviceConstants,
+    described_device,
+    device_constants,
+)
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
+from megatron.hydraulis.strategy import Strategy
 
 # Upstream's defaults of the same flags.
 _FFN_OVER_HIDDEN = 4
 _VOCABULARY_MULTIPLE = 128
+
+_BYTES_PER_GB = 1e9
+_LINK_FLAGS = {
+    "intra_node": "--intra-node-gb-per-s",
+    "inter_node": "--inter-node-gb-per-s",
+}
 
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads")
 _OTHERS = (
@@ -101,6 +118,114 @@ def add_device_argument(
     parser.add_argument(
         "--device", required=required, metavar="NAME", help=f"one of {DEVICE_NAMES}{note}"
     )
+
+
+def add_regroup_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that regroup_costs reads."""
+    add_shape_arguments(parser)
+    links = parser.add_argument_group(
+        "regrouping",
+        "Regrouping and update of strategies that the profile did not measure are computed from "
+        "bytes and links if device and model are known",
+    )
+    add_device_argument(
+        links,
+        "; gives links and memory bandwidth (default: the profile's, if it is one of these)",
+        required=False,
+    )
+    for name, flag in _LINK_FLAGS.items():
+        where = "inside its node" if name == "intra_node" else "across nodes"
+        links.add_argument(
+            flag,
+            type=float,
+            metavar="X",
+            help=f"bandwidth of a rank {where}, one direction, in GB/s (default: the device's)",
+        )
+    links.add_argument(
+        "--no-regroup-overlap",
+        action="store_true",
+        help="regroup before and after compute instead of during it",
+    )
+
+
+def regroup_costs(
+    namespace: argparse.Namespace,
+    profile: ProfileCostModel,
+    *,
+    num_ranks: int,
+    ranks_per_node: int,
+    tp_degrees: Iterable[int],
+) -> RegroupCosts | None:
+    """What flags and profile say about regrouping; None if model or device are unknown.
+
+    tp_degrees: of all schemes in use.
+
+    Raises ConfigurationError for flags that do not go together, and for another model than the
+    profile's.
+    """
+    shape = given_shape(namespace)
+    if shape is not None:
+        profile.check_model(ProfiledModel(shape=shape), namespace.cost_profile, speaks=True)
+    elif profile.model is not None:
+        shape = profile.model.shape
+    device = _device(namespace, profile)
+    given = {
+        name: gb_per_s
+        for name, flag in _LINK_FLAGS.items()
+        if (gb_per_s := vars(namespace)[_destination(flag)]) is not None
+    }
+    if device is None and given:
+        raise ConfigurationError(
+            "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
+            "--device is not given; give --device and the model"
+        )
+    if namespace.device is not None and shape is None:
+        raise ConfigurationError(
+            f"--device {namespace.device} gives the speed of regrouping, but its bytes depend on "
+            f"the model, which is not described; give --model, or its flags"
+        )
+    if device is None or shape is None:
+        return None
+    cluster = device.cluster(num_ranks, ranks_per_node)
+    links = {
+        name: replace(
+            getattr(cluster, name), bytes_per_s=gb_per_s * _BYTES_PER_GB, source="command line"
+        )
+        for name, gb_per_s in given.items()
+    }
+    is_fp32 = profile.model is not None and profile.model.dtype == "fp32"
+    return RegroupCosts.of(
+        shape,
+        device,
+        replace(cluster, **links),
+        num_atoms=math.lcm(*tp_degrees),
+        parameter_bytes=4 if is_fp32 else 2,
+        overlaps=not namespace.no_regroup_overlap,
+    )
+
+
+def warn_of_unknown_overheads(
+    profile: ProfileCostModel, strategies: Iterable[Strategy] | None = None
+) -> None:
+    """Say on stderr that strategies have no overhead; without strategies if none is computed."""
+    if profile.regroup is not None:
+        return
+    if strategies is not None and all(
+        profile.measured_overhead_ms(strategy) is not None for strategy in strategies
+    ):
+        return
+    print(
+        "warning: regrouping and optimizer count 0 where the cost profile has no time of a "
+        "strategy, because the model or its device is unknown; give --model and --device",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _device(namespace: argparse.Namespace, profile: ProfileCostModel) -> DeviceConstants | None:
+    if namespace.device is None:
+        return described_device(profile.device)
+    return device_constants(namespace.device)
 
 
 def given_shape(namespace: argparse.Namespace) -> ModelShape | None:
@@ -194,7 +319,9 @@ def _given_flags(namespace: argparse.Namespace) -> list[str]:
     values = vars(namespace)
     flags = (*_NEEDED, *_OTHERS)
     return [
-        flag
-        for flag in flags
-        if not any(values[flag.removeprefix("--").replace("-", "_")] is no for no in (None, False))
+        flag for flag in flags if not any(values[_destination(flag)] is no for no in (None, False))
     ]
+
+
+def _destination(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")

@@ -214,6 +214,7 @@ def _describe_strategy(resolved: Resolved, strategy: Strategy, limits: Limits) -
     return {
         "name": strategy.name,
         "strategy": str(strategy),
+        "overhead_ms": limits.cost_model.overhead_ms(strategy),
         "idle_ranks": list(strategy.idle_ranks),
         "replicas": [
             _describe_replica(resolved, replica)
@@ -305,6 +306,7 @@ def _strategy_lines(strategy: dict[str, Any]) -> list[str]:
             + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ),
+        f"  regrouping and optimizer {strategy['overhead_ms']:.1f} ms an iteration, predicted",
     ]
 
 

@@ -191,6 +191,11 @@ def add_lengths_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--seq-length", type=int, metavar="N", help="most tokens of a sequence (default: no limit)"
     )
+    add_long_sequences(parser)
+
+
+def add_long_sequences(parser: argparse._ActionsContainer) -> None:
+    """Declares --long-sequences with training's default."""
     parser.add_argument(
         "--long-sequences",
         choices=LONG_SEQUENCES,

@@ -77,6 +77,11 @@ class LengthCounts:
         """Tokens of the longest sequence."""
         return int(self.lengths[-1])
 
+    @property
+    def sequences(self) -> IntArray:
+        """Tokens of every sequence, ascending: shape (num_sequences,)."""
+        return np.repeat(self.lengths, self.counts)
+
     def cut(self, seq_length: int, how: LongSequences) -> "LengthCounts":
         """The sequences that training with --seq-length and --long-sequences would see.
 

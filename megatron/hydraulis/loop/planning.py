@@ -13,6 +13,7 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_schedule, recompute_of
@@ -93,11 +94,20 @@ class Planning:
         when --strategy-schedule names one that does not.
         """
         cost_model: CostModel
+        cluster = device.cluster(resolved.pool.num_ranks, resolved.pool.ranks_per_node)
+        regroup = RegroupCosts.of(
+            resolved.shape,
+            device,
+            cluster,
+            num_atoms=resolved.pool.tp_lcm,
+            parameter_bytes=2 if resolved.args.bf16 else 4,
+            overlaps=not resolved.hydraulis.no_regroup_overlap,
+        )
         if profile is not None:
-            cost_model = profile
+            cost_model = profile.with_regrouping(regroup, resolved.pool.strategies)
             source = f"cost profile {resolved.hydraulis.cost_profile}, {profile.device}"
         else:
-            cost_model = _analytic(resolved, device)
+            cost_model = replace(_analytic(resolved, device), regroup=regroup)
             source = f"analytic, device '{device.name}'"
         quantum = resolved.hydraulis.row_quantum_tokens
         if quantum is None:

@@ -115,7 +115,7 @@ class RefittedCostModel:
         source: str,
         date: str,
     ) -> ProfileCostModel:
-        """A cost profile of a pool's schemes, which gives overheads as time of regrouping.
+        """A cost profile of a pool's schemes, with measured overheads as time of regrouping.
 
         A scheme that splits its cp ranks has a row for each size of group that the base knows.
         """
@@ -140,9 +140,22 @@ class RefittedCostModel:
                 for scheme in schemes
             ),
             strategies=tuple(
-                ProfiledStrategy(name=strategy.name, regroup_ms=self.overhead_ms(strategy))
+                ProfiledStrategy(
+                    name=strategy.name,
+                    replicas=str(strategy),
+                    regroup_ms=self.overhead_ms(strategy),
+                )
                 for strategy in pool.strategies
+                if self._is_measured(strategy)
             ),
+        )
+
+    def _is_measured(self, strategy: Strategy) -> bool:
+        if strategy.name in dict(self.overheads_ms):
+            return True
+        base = self.base
+        return (
+            isinstance(base, ProfileCostModel) and base.measured_overhead_ms(strategy) is not None
         )
 
     def _knows(self, scheme: Scheme) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import resource
 import socket
 import sys
@@ -17,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
+from megatron.hydraulis.cost_model.device import (
+    DeviceConstants,
+    described_device,
+    device_constants,
+)
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, listed
-
-_CONSTANTS_BY_WORD = {"a100": "a100-80g", "a800": "a800-80g", "h100": "h100", "h200": "h200"}
-"""Word of the name that CUDA gives a device -> constants. A GH200 or an H20 is none of these."""
 
 _MAJOR_OF_HOPPER = 9
 """Compute capability from which the constants of H100 are nearer than those of A100."""
@@ -61,14 +61,13 @@ def constants_of_this_rank(*, has_cuda: bool, speaks: bool) -> DeviceConstants:
     if not has_cuda:
         return device_constants("cpu")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    words = re.findall(r"[a-z0-9]+", properties.name.lower())
-    known = [_CONSTANTS_BY_WORD[word] for word in words if word in _CONSTANTS_BY_WORD]
+    known = described_device(properties.name)
     nearest = "h100" if properties.major >= _MAJOR_OF_HOPPER else "a100-80g"
     constants = dataclasses.replace(
-        device_constants(known[0] if known else nearest),
+        known or device_constants(nearest),
         memory_bytes=float(properties.total_memory),
     )
-    if speaks and not known:
+    if speaks and known is None:
         print(
             f"device '{properties.name}' has no constants of its own: times are predicted with "
             f"those of {constants.name} and are uncalibrated; memory, "

@@ -38,7 +38,7 @@ MIN_ITERATIONS_TO_COMPARE = 9
 """To compare the beginning of a run with its end: three each."""
 
 _EARLIER_FOLDER = re.compile(r"earlier\.(\d+)")
-_US_PER_S = 1e6
+_MS_PER_S, _US_PER_S = 1e3, 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class PoolStrategy:
     name: str
     notation: str
     replicas: tuple[PoolReplica, ...]
+    overhead_s: float | None
+    """Predicted; None in configurations of versions that did not write it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +238,11 @@ def _strategies(config: Mapping[str, Any], notes: list[str]) -> tuple[PoolStrate
                     )
                     for replica in strategy["replicas"]
                 ),
+                overhead_s=(
+                    float(strategy["overhead_ms"]) / _MS_PER_S
+                    if "overhead_ms" in strategy
+                    else None
+                ),
             )
             for strategy in config.get("strategies", ())
         )
@@ -369,6 +376,8 @@ class StrategyNumbers:
     tokens_per_s: float | None
     predicted_s: float | None
     measured_s: float | None
+    overhead_s: float | None
+    """Regrouping and optimizer beyond the makespan, predicted at the start."""
     idle_fraction: float | None
     """Predicted, weighted by ranks."""
     regroup_bytes: float | None
@@ -496,6 +505,7 @@ def _totals(run: Run) -> Totals:
 def _strategy_numbers(run: Run) -> tuple[StrategyNumbers, ...]:
     counts = Counter(record.strategy for record in run.records)
     notations = {strategy.name: strategy.notation for strategy in run.strategies}
+    overheads_s = {strategy.name: strategy.overhead_s for strategy in run.strategies}
     names = [name for name, _ in counts.most_common()]
     names += [name for name in notations if name not in counts]
     found = []
@@ -511,6 +521,7 @@ def _strategy_numbers(run: Run) -> tuple[StrategyNumbers, ...]:
                 tokens_per_s=_tokens_per_s(steady),
                 predicted_s=_median(record.predicted_time_s for record in steady),
                 measured_s=_median(record.iteration_time_s for record in steady),
+                overhead_s=overheads_s.get(name),
                 idle_fraction=_idle_fraction(records),
                 regroup_bytes=_mean(record.regroup_bytes for record in records),
             )

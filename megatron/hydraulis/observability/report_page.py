@@ -236,6 +236,7 @@ def _strategy_table(run: Run) -> str:
             "tokens/s": count_text(row.tokens_per_s),
             "predicted": seconds_text(row.predicted_s),
             "measured": seconds_text(row.measured_s),
+            "overhead, predicted": seconds_text(row.overhead_s),
             "idle, predicted": share_text(row.idle_fraction),
             "regrouping": bytes_text(row.regroup_bytes),
         }
@@ -243,7 +244,8 @@ def _strategy_table(run: Run) -> str:
     ]
     return _section(
         "Strategies",
-        "Times are medians over iterations, without the first of a process. Regrouping: bytes that "
+        "Times are medians over iterations, without the first of a process. Overhead: what "
+        "regrouping and optimizer add to the slowest replica's time. Regrouping: bytes that "
         "the logging rank receives and sends in an iteration.",
         rows,
         num_text=2,

@@ -64,7 +64,11 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _line(plan: Plan, findings: Findings) -> str:
-    parts = [f"valid: strategy {plan.strategy}, {findings.predicted_time_s:.6f} s"]
+    origin = "by the profile" if findings.is_overhead_measured else "by the plan, not checked"
+    parts = [
+        f"valid: strategy {plan.strategy}, {findings.predicted_time_s:.6f} s",
+        f"regrouping and optimizer {findings.overhead_s:.6f} s {origin}",
+    ]
     for stage, bound_s in findings.proved_bound_s.items():
         claim = plan.claims.get(stage)
         claimed = "" if claim is None else f"{claim.bound_s:.6f} s claimed, "
@@ -78,6 +82,8 @@ def _to_json(plan: Plan, findings: Findings) -> dict[str, Any]:
         "strategy": plan.strategy,
         "predicted_time_s": findings.predicted_time_s,
         "makespan_s": findings.makespan_s,
+        "overhead_s": findings.overhead_s,
+        "is_overhead_measured": findings.is_overhead_measured,
         "claimed_bound_s": {stage: claim.bound_s for stage, claim in plan.claims.items()},
         "proved_bound_s": findings.proved_bound_s,
         "strategy_bounds_s": findings.strategy_bounds_s,

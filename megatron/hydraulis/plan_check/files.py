@@ -206,7 +206,8 @@ class StrategyFigures:
     """Shape and ranks of every replica."""
     figures: list[SchemeFigures]
     """Shape (num_replicas,)."""
-    overhead_ms: float
+    overhead_ms: float | None
+    """Of regrouping and optimizer; None where the profile has no time of it."""
 
 
 class PlannedMicroBatch(NamedTuple):
@@ -315,15 +316,8 @@ def _strategies(pool: Any, profile: Any) -> dict[str, StrategyFigures]:
     _check_version(profile)
     window = _window(profile.get("model", {}))
     rows = _once("scheme", [(_shape(row), row | window) for row in profile["schemes"]])
-    overheads_ms = _once(
-        "strategy of the profile",
-        [
-            (
-                row["name"],
-                _number(row.get("regroup_ms", 0.0)) + _number(row.get("optimizer_ms", 0.0)),
-            )
-            for row in profile.get("strategies", [])
-        ],
+    overheads = _once(
+        "strategy of the profile", [(row["name"], row) for row in profile.get("strategies", [])]
     )
     strategies = []
     entries = pool["strategies"]
@@ -337,9 +331,29 @@ def _strategies(pool: Any, profile: Any) -> dict[str, StrategyFigures]:
                 raise ValueError(f"strategy {entry['name']!r} uses {shape}, which has no row")
             figures.append(_figures(shape, rows, limits.get(shape)))
         name = _word(entry["name"])
-        overhead_ms = overheads_ms.get(name, 0.0)
+        overhead_ms = None
+        for row in overheads.values():
+            row_ms = _number(row.get("regroup_ms", 0.0)) + _number(row.get("optimizer_ms", 0.0))
+            if overhead_ms is None and _is_of(row, name, placed, num_ranks, ranks_per_node):
+                overhead_ms = row_ms
         strategies.append((name, StrategyFigures(name, placed, figures, overhead_ms)))
     return _once("strategy of the pool", strategies)
+
+
+def _is_of(
+    row: Any,
+    name: str,
+    placed: list[tuple[Shape, list[int]]],
+    num_ranks: int,
+    ranks_per_node: int,
+) -> bool:
+    """Whether a row of the profile is of these replicas on these ranks; if it does not say and its
+    name is no notation, whether it has this name."""
+    try:
+        of_row = read_strategy(row.get("replicas", row["name"]), num_ranks, ranks_per_node)
+    except ValueError:
+        return "replicas" not in row and bool(row["name"] == name)
+    return of_row == placed
 
 
 def _figures(shape: Shape, rows: dict[Shape, Any], limit: Any) -> SchemeFigures:

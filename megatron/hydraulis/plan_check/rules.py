@@ -48,11 +48,19 @@ class Findings:
 
     predicted_time_s: float
     makespan_s: float
+    is_overhead_measured: bool
+    """Whether the profile has the time of regrouping and optimizer; else it is the plan's."""
     proved_bound_s: dict[str, float]
     """``dispatch``: no plan with this strategy has a smaller makespan; ``packing``: no packing of
     this dispatch has."""
     strategy_bounds_s: dict[str, float | None]
-    """No plan with a strategy takes less, overhead included; None where the batch does not fit."""
+    """No plan with a strategy takes less, measured overhead included; None where the batch does not
+    fit."""
+
+    @property
+    def overhead_s(self) -> float:
+        """What regrouping and optimizer add to the makespan."""
+        return self.predicted_time_s - self.makespan_s
 
 
 def check_plan(plan: Plan, lengths: Sequence[int], pool: Mapping[str, StrategyFigures]) -> Findings:
@@ -63,7 +71,12 @@ def check_plan(plan: Plan, lengths: Sequence[int], pool: Mapping[str, StrategyFi
         _checked_time_ms(index, replica, strategy) for index, replica in enumerate(plan.replicas)
     ]
     makespan_s = max(times_ms) / _MS_PER_S
-    overhead_s = strategy.overhead_ms / _MS_PER_S
+    # What the profile does not say was computed from bytes and links, which is not repeated here.
+    overhead_s = (
+        max(0.0, plan.predicted_time_s - makespan_s)
+        if strategy.overhead_ms is None
+        else strategy.overhead_ms / _MS_PER_S
+    )
     _check_equal(
         Rule.ITERATION_TIME,
         "the plan's predicted time",
@@ -83,12 +96,13 @@ def check_plan(plan: Plan, lengths: Sequence[int], pool: Mapping[str, StrategyFi
     return Findings(
         predicted_time_s=makespan_s + overhead_s,
         makespan_s=makespan_s,
+        is_overhead_measured=strategy.overhead_ms is not None,
         proved_bound_s={
             "dispatch": bounds_ms[plan.strategy] / _MS_PER_S,
             "packing": max(packing_bounds_ms) / _MS_PER_S,
         },
         strategy_bounds_s={
-            name: (bound_ms + pool[name].overhead_ms) / _MS_PER_S
+            name: (bound_ms + (pool[name].overhead_ms or 0.0)) / _MS_PER_S
             if math.isfinite(bound_ms)
             else None
             for name, bound_ms in bounds_ms.items()

@@ -10,6 +10,11 @@ from rich.table import Table
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits, add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.shape_arguments import (
+    add_regroup_arguments,
+    regroup_costs,
+    warn_of_unknown_overheads,
+)
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.counts import read_lengths
@@ -78,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: none)",
     )
     add_row_quantum(search)
+    add_regroup_arguments(parser)
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -96,8 +102,8 @@ def run(namespace: argparse.Namespace) -> int:
             f"--seed is from 0 to {_MOST_SEED} but is {namespace.seed}; give another one"
         )
     lengths = read_lengths(namespace.lengths)
-    cost_model = ProfileCostModel.read(namespace.cost_profile)
     pool = Pool.read(namespace.pool)
+    cost_model = _cost_model(namespace, pool)
     limits = Limits(cost_model, row_quantum=namespace.row_quantum_tokens)
     planner = CertifiedPlanner(pool, cost_model, limits, seed=namespace.seed, time_limit_s=limit_s)
     with native_prints_to_stderr():
@@ -106,12 +112,13 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.out is not None:
         write_output(namespace.out, plan.to_json())
     if namespace.json and explanation is not None:
-        print_json(_to_json(explanation))
+        print_json(_to_json(explanation, pool, cost_model))
         return 0
+    warn_of_unknown_overheads(cost_model, pool.strategies)
     print(summary(plan))
     if explanation is not None:
         console = results_console(_WIDTH)
-        console.print(strategy_table(explanation, pool))
+        console.print(strategy_table(explanation, pool, cost_model))
         console.print(replica_table(plan, cost_model))
     if namespace.out is not None:
         print_next(
@@ -121,7 +128,22 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _to_json(explanation: PlanExplanation) -> dict[str, Any]:
+def _cost_model(namespace: argparse.Namespace, pool: Pool) -> ProfileCostModel:
+    profile = ProfileCostModel.read(namespace.cost_profile)
+    regroup = regroup_costs(
+        namespace,
+        profile,
+        num_ranks=pool.num_ranks,
+        ranks_per_node=pool.ranks_per_node,
+        tp_degrees=(pool.tp_lcm,),
+    )
+    if regroup is not None:
+        pool.check_model(regroup.shape)
+        profile = profile.with_regrouping(regroup, pool.strategies)
+    return profile
+
+
+def _to_json(explanation: PlanExplanation, pool: Pool, cost_model: CostModel) -> dict[str, Any]:
     return {
         "plan": explanation.plan.to_json(),
         "digest": explanation.plan.digest,
@@ -131,6 +153,7 @@ def _to_json(explanation: PlanExplanation) -> dict[str, Any]:
                 "bound_s": outcome.bound_s,
                 "found_s": outcome.found_s,
                 "gap": outcome.gap,
+                "overhead_s": cost_model.overhead_ms(pool.strategy(outcome.name)) / MS_PER_S,
                 "why_not_chosen": outcome.why_not_chosen or None,
             }
             for outcome in explanation.strategies
@@ -147,24 +170,29 @@ def summary(plan: IterationPlan) -> str:
             f"({plan.dispatch.status})"
         )
     return (
-        f"strategy {plan.strategy}: {plan.predicted_time_s:.4f} s predicted{bound}; "
+        f"strategy {plan.strategy}: {plan.predicted_time_s:.4f} s predicted, of which "
+        f"{plan.overhead_s:.4f} s regrouping and optimizer{bound}; "
         f"{plan.num_sequences} sequences, {plan.num_tokens} tokens; "
         f"planned in {plan.plan_time_s:.3f} s"
     )
 
 
-def strategy_table(explanation: PlanExplanation, pool: Pool) -> Table:
+def strategy_table(explanation: PlanExplanation, pool: Pool, cost_model: CostModel) -> Table:
     """Every strategy of the pool, in its order: bound, best plan found, and why not chosen.
 
-    Times are predicted times of the iteration in seconds, including overhead.
+    Times are predicted times of the iteration in seconds, including overhead: what regrouping and
+    optimizer add to the makespan.
     """
-    table = figures_table("strategies", ("strategy", "replicas"), ("bound s", "found s", "gap %"))
+    columns = ("bound s", "found s", "gap %", "overhead s")
+    table = figures_table("strategies", ("strategy", "replicas"), columns)
     table.add_column("why not chosen", overflow="fold")
     for outcome in explanation.strategies:
-        name, replicas = outcome.name, str(pool.strategy(outcome.name))
+        strategy = pool.strategy(outcome.name)
+        overhead = f"{cost_model.overhead_ms(strategy) / MS_PER_S:.4f}"
         style = "bold" if outcome.is_chosen else None
         why = outcome.why_not_chosen or "chosen"
-        table.add_row(name, replicas, *_numbers(outcome), why, style=style)
+        numbers = (*_numbers(outcome), overhead)
+        table.add_row(strategy.name, str(strategy), *numbers, why, style=style)
     return table
 
 

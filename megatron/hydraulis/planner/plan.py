@@ -167,6 +167,11 @@ class IterationPlan:
         return max(replica.predicted_time_s for replica in self.replicas)
 
     @property
+    def overhead_s(self) -> float:
+        """What regrouping and optimizer add to the makespan."""
+        return self.predicted_time_s - self.makespan_s
+
+    @property
     def replica_times_s(self) -> tuple[float, ...]:
         """Predicted time of every replica: shape (num_replicas,)."""
         return tuple(replica.predicted_time_s for replica in self.replicas)
@@ -527,7 +532,7 @@ class Candidate:
                 ReplicaPlan(
                     scheme=replica.scheme,
                     ranks=replica.ranks,
-                    micro_batches=packing.with_lengths(lengths),
+                    micro_batches=_largest_last(replica.scheme, packing.with_lengths(lengths)),
                     predicted_time_s=packing.time_ms / MS_PER_S,
                 )
                 for replica, packing in zip(self.strategy.replicas, self.packings, strict=True)
@@ -537,3 +542,11 @@ class Candidate:
             packing=self.packing,
             plan_time_s=time.perf_counter() - start_s,
         )
+
+
+def _largest_last(scheme: Scheme, micro_batches: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
+    """On one stage the order costs nothing, and the longer the last backward is, the more of the
+    scatters it hides; a pipeline's order is part of its time."""
+    if scheme.pp > 1:
+        return micro_batches
+    return tuple(sorted(micro_batches, key=lambda micro_batch: sum(micro_batch.lengths)))

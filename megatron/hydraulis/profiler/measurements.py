@@ -133,6 +133,8 @@ class MeasuredStrategy:
     """Of its micro-batches alone, by the measured time of each."""
     optimizer_ms: float
     regroup: RegroupSpeed
+    replicas: str | None = None
+    """In strategy notation; None in older files."""
 
     @property
     def regroup_ms(self) -> float:
@@ -148,7 +150,7 @@ class MeasuredStrategy:
     def from_json(cls, line: Mapping[str, Any]) -> MeasuredStrategy:
         """The inverse of `to_json`."""
         regroup = RegroupSpeed(**_fields_of(RegroupSpeed, line["regroup"]))
-        return cls(**_fields_of(cls, line) | {"regroup": regroup})
+        return cls(**_fields_of(cls, {"replicas": None, **line}) | {"regroup": regroup})
 
 
 class Measurements:

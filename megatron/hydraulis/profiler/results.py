@@ -72,7 +72,12 @@ def profile_of(
         model=model,
         schemes=tuple(rows),
         strategies=tuple(
-            ProfiledStrategy(name=s.name, regroup_ms=s.regroup_ms, optimizer_ms=s.optimizer_ms)
+            ProfiledStrategy(
+                name=s.name,
+                replicas=s.replicas,
+                regroup_ms=s.regroup_ms,
+                optimizer_ms=s.optimizer_ms,
+            )
             for s in strategies
         ),
         measurement={

@@ -176,6 +176,7 @@ class EngineRig:
         )
         return MeasuredStrategy(
             name=strategy.name,
+            replicas=str(strategy),
             iteration_ms=max(all_walls_ms),
             makespan_ms=makespan_ms,
             optimizer_ms=max(all_optimizers_ms),

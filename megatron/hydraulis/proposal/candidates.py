@@ -5,7 +5,7 @@ Times depend on nothing else, so the search works on mixes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ class Candidates:
     schemes: tuple[Scheme, ...]
     costs: tuple[SchemeCost, ...]
     """Shape (num_schemes,)."""
+    overheads_ms: tuple[float, ...]
+    """Shape (num_schemes,): of a strategy of as many replicas of the scheme as the job has room
+    for."""
 
     def __post_init__(self) -> None:
         if not self.schemes:
@@ -66,27 +69,23 @@ class Candidates:
                     f"is none of {names}; measure it or leave it out"
                 )
         found = [
-            (scheme, cost)
+            (scheme, cost, _overhead_ms(scheme, cost_model, num_ranks, ranks_per_node))
             for scheme in known
             if (allowed is None or scheme in allowed)
             and scheme.num_ranks <= num_ranks
             and (cost := _cost(scheme, cost_model)).longest > 0
         ]
         kept = [
-            (scheme, cost)
-            for index, (scheme, cost) in enumerate(found)
+            mine
+            for index, mine in enumerate(found)
             if not any(
-                other.num_ranks == scheme.num_ranks and _beats(rival, cost, place < index)
-                for place, (other, rival) in enumerate(found)
+                rival[0].num_ranks == mine[0].num_ranks and _beats(rival, mine, place < index)
+                for place, rival in enumerate(found)
                 if place != index
             )
         ]
-        return cls(
-            num_ranks,
-            ranks_per_node,
-            tuple(scheme for scheme, _ in kept),
-            tuple(cost for _, cost in kept),
-        )
+        schemes, costs, overheads_ms = zip(*kept, strict=True) if kept else ((), (), ())
+        return cls(num_ranks, ranks_per_node, schemes, costs, overheads_ms)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -151,26 +150,42 @@ def _splitting(schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
 def _cost(scheme: Scheme, cost_model: ProfileCostModel) -> SchemeCost:
     """Cost of a replica in the planner, whose limits include padding."""
     pool = Pool.of(Strategy.parse(str(scheme), scheme.num_ranks))
-    return PoolCosts(pool, cost_model).replica_costs(pool.strategies[0])[0]
+    # The overhead depends on the whole job.
+    return PoolCosts(pool, replace(cost_model, regroup=None)).replica_costs(pool.strategies[0])[0]
 
 
-def _beats(rival: SchemeCost, cost: SchemeCost, wins_ties: bool) -> bool:
-    """Whether rival is worse in nothing, and better in something unless it wins ties.
+def _overhead_ms(
+    scheme: Scheme, cost_model: ProfileCostModel, num_ranks: int, ranks_per_node: int
+) -> float:
+    """Of a strategy of as many replicas of the scheme as possible."""
+    num_replicas, num_idle = divmod(num_ranks, scheme.num_ranks)
+    text = f"{num_replicas}*{scheme}" + (f"+{num_idle}*idle" if num_idle else "")
+    return cost_model.overhead_ms(Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node))
+
+
+_Rated = tuple[Scheme, SchemeCost, float]
+"""A scheme with its cost and its overhead in ms."""
+
+
+def _beats(rival: _Rated, mine: _Rated, wins_ties: bool) -> bool:
+    """Whether the rival is worse in nothing, and better in something unless it wins ties.
 
     Only bounds are known of a scheme that divides its width per micro-batch, so it beats none.
     """
-    if rival.waves is not None:
+    (_, better, better_ms), (_, cost, overhead_ms) = rival, mine
+    if better.waves is not None:
         return False
     pairs = (
-        (rival.coefficients.a_ms_per_token2, cost.coefficients.a_ms_per_token2),
-        (rival.coefficients.b_ms_per_token, cost.coefficients.b_ms_per_token),
-        (rival.coefficients.c_ms, cost.coefficients.c_ms),
-        (rival.num_stages, cost.num_stages),
-        (-rival.max_tokens, -cost.max_tokens),
-        (-rival.longest, -cost.longest),
+        (better.coefficients.a_ms_per_token2, cost.coefficients.a_ms_per_token2),
+        (better.coefficients.b_ms_per_token, cost.coefficients.b_ms_per_token),
+        (better.coefficients.c_ms, cost.coefficients.c_ms),
+        (better.num_stages, cost.num_stages),
+        (-better.max_tokens, -cost.max_tokens),
+        (-better.longest, -cost.longest),
+        (better_ms, overhead_ms),
     )
-    return all(mine <= theirs for mine, theirs in pairs) and (
-        wins_ties or any(mine < theirs for mine, theirs in pairs)
+    return all(one <= other for one, other in pairs) and (
+        wins_ties or any(one < other for one, other in pairs)
     )
 
 

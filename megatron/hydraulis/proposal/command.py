@@ -9,6 +9,11 @@ from rich.table import Table
 
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.shape_arguments import (
+    add_regroup_arguments,
+    regroup_costs,
+    warn_of_unknown_overheads,
+)
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.command import (
@@ -22,6 +27,7 @@ from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
 from megatron.hydraulis.strategy.notation import parse_terms
+from megatron.hydraulis.strategy.strategy import whole_nodes
 from megatron.hydraulis.terminal import (
     figures_table,
     launch_command,
@@ -71,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: all of the profile)",
     )
     add_row_quantum(job)
+    add_regroup_arguments(parser)
     output = parser.add_argument_group("pool")
     output.add_argument(
         "--max-strategies",
@@ -106,8 +113,7 @@ def run(namespace: argparse.Namespace) -> int:
         num_sequences=namespace.global_batch_size, num_tokens=namespace.global_batch_tokens
     )
     batches = draw_batches(counts, size, namespace.num_batches, namespace.seed)
-    cost_model = ProfileCostModel.read(namespace.cost_profile)
-    candidates = _candidates(namespace, cost_model)
+    cost_model, candidates = _candidates(namespace)
     with _progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         proposal = propose(
             candidates,
@@ -124,6 +130,7 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.json:
         print_json(proposal.to_json())
         return 0
+    warn_of_unknown_overheads(cost_model)
     console = results_console()
     for table in proposal_tables(proposal):
         console.print(table)
@@ -141,7 +148,8 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _candidates(namespace: argparse.Namespace, cost_model: ProfileCostModel) -> Candidates:
+def _candidates(namespace: argparse.Namespace) -> tuple[ProfileCostModel, Candidates]:
+    """The cost profile, with computed overheads, and the schemes of it that may be used."""
     num_ranks, ranks_per_node = namespace.num_ranks, namespace.ranks_per_node
     if num_ranks < 1 or (ranks_per_node is not None and ranks_per_node < 1):
         raise ConfigurationError(
@@ -152,7 +160,18 @@ def _candidates(namespace: argparse.Namespace, cost_model: ProfileCostModel) -> 
     if namespace.schemes is not None:
         terms = parse_terms(namespace.schemes, label="--schemes")
         allowed = [term.scheme for term in terms if term.scheme is not None]
-    return Candidates.of(cost_model, num_ranks, ranks_per_node or num_ranks, allowed)
+    ranks_per_node = whole_nodes(num_ranks, ranks_per_node or 0, "--ranks-per-node")
+    profile = ProfileCostModel.read(namespace.cost_profile)
+    regroup = regroup_costs(
+        namespace,
+        profile,
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        tp_degrees=[row.scheme.tp for row in profile.schemes if row.scheme.num_ranks <= num_ranks],
+    )
+    if regroup is not None:
+        profile = profile.with_regrouping(regroup)
+    return profile, Candidates.of(profile, num_ranks, ranks_per_node, allowed)
 
 
 @contextmanager
@@ -184,10 +203,11 @@ def _pool(proposal: Proposal) -> Table:
     table = figures_table(
         "proposed pool",
         ("strategy", "replicas"),
-        ("max tokens", "best for", "time, s", "gain, %"),
+        ("max tokens", "best for", "time, s", "overhead, s", "gain, %"),
         caption=f"Expected: {proposal.mean_s:.4f} s per iteration, the mean of "
         f"{proposal.num_batches} batches. Max tokens: the longest sequence that it holds. Best "
-        f"for: share of the batches, and time: of these. Gain: increase of the time without it"
+        f"for: share of the batches, and time: of these. Overhead: what regrouping and optimizer "
+        f"add to its makespan. Gain: increase of the time without it"
         f"{why}.",
     )
     for member in proposal.members:
@@ -200,6 +220,7 @@ def _pool(proposal: Proposal) -> Table:
             f"{member.longest_tokens:,}",
             f"{100 * member.num_batches / proposal.num_batches:.0f} %",
             _NONE if member.mean_s is None else f"{member.mean_s:.4f}",
+            f"{member.overhead_s:.4f}",
             gain,
         )
     return table

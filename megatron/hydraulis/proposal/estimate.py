@@ -12,7 +12,8 @@ Sequences and micro-batches that cannot be divided take longer, on some schemes 
 How much is learnt from the planner's bounds of some mixes: a stretch factor by the share of ranks
 of each scheme, the share of pipelines, and a constant.
 
-The estimate only selects the mixes that get the planner's bound.
+The overhead of a mix, regrouping and optimizer, is approximated as well: the planner's bounds have
+the exact one. The estimate only selects the mixes that get such a bound.
 """
 
 from collections.abc import Sequence
@@ -93,25 +94,37 @@ class Estimator:
         return shares
 
     def times_ms(self, mixes: Sequence[Mix], batches: Sequence[int]) -> FloatArray:
-        """Estimated makespans, shape (num_mixes, len(batches)); inf if a batch does not fit."""
+        """Estimated times, shape (num_mixes, len(batches)); inf if a batch does not fit."""
         spread_ms, floor_ms = self._parts_ms(mixes, batches)
         stretched_ms = spread_ms * (1.0 + self._features(mixes) @ self._stretches)[:, None]
-        times: FloatArray = np.maximum(stretched_ms, floor_ms)
+        times: FloatArray = np.maximum(stretched_ms, floor_ms) + self._overheads_ms(mixes)[:, None]
         return times
+
+    def _overheads_ms(self, mixes: Sequence[Mix]) -> FloatArray:
+        """Overhead of mixes, shape (num_mixes,): that of the scheme of theirs that takes longest.
+
+        A collective takes as long as its slowest rank, which receives nearly all that its scheme
+        holds, whatever the other ranks hold. Exact values take a millisecond a mix, too long here.
+        """
+        overheads_ms = np.array(self._candidates.overheads_ms)
+        is_used = np.array(mixes).reshape(-1, len(overheads_ms)) > 0
+        largest: FloatArray = np.where(is_used, overheads_ms, 0.0).max(axis=1, initial=0.0)
+        return largest
 
     def learn(self, evaluated: Sequence[tuple[Mix, int, float]]) -> None:
         """Fits later estimates to expected times: (mix, batch, ms) of each."""
         mixes = tuple(dict.fromkeys(mix for mix, _, _ in evaluated))
         rows = {mix: row for row, mix in enumerate(mixes)}
         spread_ms, floor_ms = self._parts_ms(mixes, range(len(self._work_ms)))
-        features = self._features(mixes)
+        features, overheads_ms = self._features(mixes), self._overheads_ms(mixes)
         num = len(self._candidates.schemes)
         known, ratios = [np.eye(num, num + 2) * np.sqrt(_RIDGE)], [np.zeros(num)]
         for mix, batch, time_ms in evaluated:
             row = rows[mix]
-            if time_ms > _AT_FLOOR * floor_ms[row, batch]:
+            makespan_ms = time_ms - overheads_ms[row]
+            if makespan_ms > _AT_FLOOR * floor_ms[row, batch]:
                 known.append(features[row : row + 1])
-                ratios.append(np.array([time_ms / spread_ms[row, batch] - 1.0]))
+                ratios.append(np.array([makespan_ms / spread_ms[row, batch] - 1.0]))
         self._stretches, _ = nnls(np.concatenate(known), np.concatenate(ratios))
 
     def _features(self, mixes: Sequence[Mix]) -> FloatArray:

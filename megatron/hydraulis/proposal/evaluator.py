@@ -112,6 +112,11 @@ class Evaluator:
         """Whether some replica holds the longest sequence of a batch."""
         return self._candidates.limit(mix) >= self.longest[batch]
 
+    def overhead_ms(self, mix: Mix) -> float:
+        """What regrouping and optimizer add to the makespan of a mix."""
+        pool, costs = self._pool(mix)
+        return costs.overheads_ms[pool.strategies[0].name]
+
     def bounded(self, mix: Mix, batch: int, estimate_ms: float) -> Bounded:
         """Bound and quick plan of a mix that holds the batch.
 
@@ -146,7 +151,7 @@ class Evaluator:
         pool, costs = self._pool(mix)
         strategy = pool.strategies[0]
         replica_costs = costs.replica_costs(strategy)
-        overhead_ms = costs.overheads_ms[strategy.name]
+        overhead_ms = self.overhead_ms(mix)
         search = StrategySearch(
             strategy,
             replica_costs,

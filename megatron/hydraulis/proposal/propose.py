@@ -58,6 +58,8 @@ class PoolMember:
     """Batches for which it is the pool's fastest."""
     mean_s: float | None
     """Over these batches; None if there are none."""
+    overhead_s: float
+    """What regrouping and optimizer add to its makespan; part of every time."""
     gain_s: float | None
     """Increase of the mean over all batches without it; None if the rest of the pool does not hold
     every batch and the corpus' longest sequence."""
@@ -357,6 +359,7 @@ def _proposal(
                 longest_tokens=candidates.limit(mixes[row]),
                 num_batches=len(mine),
                 mean_s=float(search.times_ms[row, mine].mean()) / _MS_PER_S if len(mine) else None,
+                overhead_s=search.evaluator.overhead_ms(mixes[row]) / _MS_PER_S,
                 gain_s=(without_ms - mean_ms) / _MS_PER_S if np.isfinite(without_ms) else None,
             )
         )

@@ -11,7 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -20,7 +19,6 @@ import numpy.typing as npt
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler, SequenceGroup
 from megatron.hydraulis.errors import ConfigurationError, PlanError
-from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.strategy import Pool
@@ -35,33 +33,22 @@ CHUNKS_PER_PROCESS = 4
 """Several, so that no process waits long for the last one."""
 
 
-def read_corpus_lengths(path: str | Path) -> npt.NDArray[np.int64]:
-    """Shape (num_sequences,): tokens of each sequence, of any file of lengths.counts.
-
-    Raises DataError as read_length_counts does.
-    """
-    counts = read_length_counts(path)
-    return np.repeat(counts.lengths, counts.counts)
-
-
 def sample_batches(
     lengths: npt.NDArray[np.integer[Any]] | Sequence[int],
     *,
-    longest: int,
     num_batches: int,
     seed: int,
     batch_tokens: int | None = None,
     batch_size: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """Global batches as the training program samples them, with documents cut to `longest` tokens.
+    """Global batches as the training program samples them.
 
     lengths: shape (num_sequences,), the corpus. A batch has batch_size sequences, or up to
     batch_tokens tokens. Raises ConfigurationError as BatchSizes and LengthSampler do.
     """
-    cut = np.minimum(np.asarray(lengths), longest)
     sampler = LengthSampler(
-        cut,
-        [SequenceGroup(0, len(cut), 1.0)],
+        np.asarray(lengths),
+        [SequenceGroup(0, len(lengths), 1.0)],
         seed=seed,
         sizes=BatchSizes.constant(num_sequences=batch_size, num_tokens=batch_tokens),
     )

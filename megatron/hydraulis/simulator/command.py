@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,18 @@ from typing import Any
 from rich.progress import TextColumn, TimeRemainingColumn
 
 from megatron.hydraulis.cost_model.context import ContextCosts
-from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.limits import Limits, add_row_quantum
-from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
-    add_device_argument,
-    add_shape_arguments,
+    add_regroup_arguments,
     given_shape,
+    regroup_costs,
+    warn_of_unknown_overheads,
 )
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.json_object import write_json
-from megatron.hydraulis.lengths.command import check_seed, check_seq_length
+from megatron.hydraulis.lengths.command import add_long_sequences, check_seed, check_seq_length
+from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,
     Span,
@@ -33,10 +34,8 @@ from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.simulator.batches import (
     BatchPlanning,
     default_num_processes,
-    read_corpus_lengths,
     sample_batches,
 )
-from megatron.hydraulis.simulator.costs import RegroupCosts
 from megatron.hydraulis.simulator.output import (
     draw_results,
     iteration_spans,
@@ -56,7 +55,6 @@ from megatron.hydraulis.terminal import (
     results_console,
 )
 
-_BYTES_PER_GB = 1e9
 RESULTS_FILE_NAME, PICTURE_FILE_NAME = "simulation.json", "simulation.png"
 ITERATION_PICTURE_FILE_NAME = "iteration.png"
 
@@ -109,9 +107,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq-length",
         type=int,
         metavar="N",
-        help="longer sequences are cut to N tokens (default: the most tokens that a micro-batch of "
-        "the pool may have)",
+        help="most tokens of a sequence (default: the most tokens that a micro-batch of the pool "
+        "may have)",
     )
+    add_long_sequences(batches)
     batches.add_argument(
         "--seed",
         type=int,
@@ -151,29 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "plans (default: the cores, here %(default)s)",
     )
     add_row_quantum(planning)
-    add_shape_arguments(parser)
-    links = parser.add_argument_group(
-        "regrouping",
-        "with --device and the model, computed from bytes and links; otherwise the profile's times",
-    )
-    add_device_argument(links, "; gives links and memory bandwidth", required=False)
-    links.add_argument(
-        "--intra-node-gb-per-s",
-        type=float,
-        metavar="X",
-        help="bandwidth of a rank inside its node, one direction, in GB/s (default: the device's)",
-    )
-    links.add_argument(
-        "--inter-node-gb-per-s",
-        type=float,
-        metavar="X",
-        help="bandwidth of a rank across nodes, one direction, in GB/s (default: the device's)",
-    )
-    links.add_argument(
-        "--no-regroup-overlap",
-        action="store_true",
-        help="regroup before and after compute instead of during it",
-    )
+    add_regroup_arguments(parser)
     parser.add_argument_group("trace").add_argument(
         "--trace-iterations",
         metavar="FIRST..LAST",
@@ -201,13 +178,15 @@ def run(namespace: argparse.Namespace) -> int:
     pool = Pool.read(namespace.pool)
     profile = ProfileCostModel.read(namespace.cost_profile)
     window = _window(namespace)
-    settings, context_costs = _settings(namespace, pool, profile)
+    settings, profile, context_costs = _settings(namespace, pool, profile)
     # With the iteration before the traced ones: they begin when it ends.
     kept = range(0) if namespace.out is None else range(window.first - 1, window.last + 1)
     settings = replace(settings, kept=kept)
+    counts = read_length_counts(namespace.lengths).cut(
+        namespace.seq_length or _longest_held(pool, profile), namespace.long_sequences
+    )
     batches = sample_batches(
-        read_corpus_lengths(namespace.lengths),
-        longest=namespace.seq_length or _longest_held(pool, profile),
+        counts.sequences,
         num_batches=namespace.iterations,
         seed=namespace.seed,
         batch_tokens=namespace.global_batch_tokens,
@@ -253,6 +232,7 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.json:
         print_json(content)
         return 0
+    warn_of_unknown_overheads(profile, pool.strategies)
     console = results_console()
     console.print(result_table(results, reference, _title(ways)))
     console.print(strategy_use_table(results))
@@ -285,60 +265,38 @@ def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult
 
 def _settings(
     namespace: argparse.Namespace, pool: Pool, profile: ProfileCostModel
-) -> tuple[SimulationSettings, ContextCosts]:
-    """Settings of all ways, and costs of context parallelism."""
-    shape = given_shape(namespace)
-    if shape is not None:
-        profile.check_model(ProfiledModel(shape=shape), namespace.cost_profile, speaks=True)
-    settings = SimulationSettings(
-        shape=shape,
-        plan_ahead=namespace.plan_ahead,
-        overlaps_regrouping=not namespace.no_regroup_overlap,
+) -> tuple[SimulationSettings, ProfileCostModel, ContextCosts]:
+    """Settings of all ways, the profile with computed overheads, costs of context parallelism."""
+    regroup = regroup_costs(
+        namespace,
+        profile,
+        num_ranks=pool.num_ranks,
+        ranks_per_node=pool.ranks_per_node,
+        tp_degrees=_tp_degrees(pool, profile),
     )
-    bandwidths = {
-        "intra_node": namespace.intra_node_gb_per_s,
-        "inter_node": namespace.inter_node_gb_per_s,
-    }
-    given = {name: gb_per_s for name, gb_per_s in bandwidths.items() if gb_per_s is not None}
-    if namespace.device is None:
-        if given:
-            raise ConfigurationError(
-                "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
-                "--device is not given; give --device and the model"
-            )
-        return settings, ContextCosts(profile=profile)
-    if shape is None:
-        raise ConfigurationError(
-            f"--device {namespace.device} gives the speed of regrouping, but its bytes depend on "
-            f"the model, which is not described; give --model, or its flags"
-        )
-    device = device_constants(namespace.device)
-    cluster = device.cluster(pool.num_ranks, pool.ranks_per_node)
-    links = {
-        name: replace(
-            getattr(cluster, name), bytes_per_s=gb_per_s * _BYTES_PER_GB, source="command line"
-        )
-        for name, gb_per_s in given.items()
-    }
-    cluster = replace(cluster, **links)
-    pool.check_model(shape)
-    regroup = RegroupCosts(
-        shape,
-        cluster,
-        num_atoms=_num_atoms(pool, profile),
-        memory_bytes_per_s=device.memory_bytes_per_s,
-        link_fraction=device.link_fraction,
+    if regroup is None:
+        settings = SimulationSettings(shape=given_shape(namespace), plan_ahead=namespace.plan_ahead)
+        return settings, profile, ContextCosts(profile=profile)
+    pool.check_model(regroup.shape)
+    profile = profile.with_regrouping(regroup, pool.strategies)
+    settings = SimulationSettings(
+        shape=regroup.shape, regroup=profile.regroup, plan_ahead=namespace.plan_ahead
     )
     context_costs = ContextCosts(
-        profile=profile, shape=shape, cluster=cluster, link_fraction=device.link_fraction
+        profile=profile,
+        shape=regroup.shape,
+        cluster=regroup.cluster,
+        link_fraction=regroup.link_fraction,
     )
-    return replace(settings, regroup=regroup), context_costs
+    return settings, profile, context_costs
 
 
-def _num_atoms(pool: Pool, profile: ProfileCostModel) -> int:
-    """Least common multiple of the tp degrees that any way may use."""
-    usable = [row.scheme for row in profile.schemes if pool.num_ranks % row.scheme.num_ranks == 0]
-    return math.lcm(pool.tp_lcm, *(scheme.tp for scheme in usable))
+def _tp_degrees(pool: Pool, profile: ProfileCostModel) -> Iterator[int]:
+    """Of all strategies that any way may use."""
+    yield pool.tp_lcm
+    for row in profile.schemes:
+        if pool.num_ranks % row.scheme.num_ranks == 0:
+            yield row.scheme.tp
 
 
 def _longest_held(pool: Pool, profile: ProfileCostModel) -> int:

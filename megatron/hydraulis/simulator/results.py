@@ -13,9 +13,10 @@ from statistics import fmean
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.simulator.costs import RegroupCosts, StageCosts
+from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.simulation import IterationTasks, ReplicaTasks, Simulator
 from megatron.hydraulis.simulator.work import IterationWork
 
@@ -33,7 +34,6 @@ class SimulationSettings:
     """See `StageCosts`."""
     regroup: RegroupCosts | None = None
     plan_ahead: int = 2
-    overlaps_regrouping: bool = True
     kept: range | None = None
     """Numbers of the iterations whose tasks are kept in the result; None for all."""
 
@@ -150,7 +150,6 @@ def _simulated(
         StageCosts(cost_model, settings.shape),
         regroup=settings.regroup,
         plan_ahead=settings.plan_ahead,
-        overlaps_regrouping=settings.overlaps_regrouping,
     )
     accounts: list[IterationAccount] = []
     ended_ms = 0.0

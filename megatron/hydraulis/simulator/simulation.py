@@ -6,12 +6,15 @@ What follows depends on what is known:
 - The cost model has its own time for what follows the makespan of the strategy (``regroup_ms`` and
   ``optimizer_ms`` of a cost profile): it starts after the slowest replica.
 - Bytes and links are known (`RegroupCosts`): every bucket is a gather, a scatter and an update. All
-  collectives share one queue of all ranks. A bucket is scattered when every holder has finished its
-  part of the last backward and every other rank has begun its last backward, in the order output,
-  layers from the last to the first, embedding. When all gradients have arrived (clipping needs
-  their norm), buckets are updated in the reverse order, and each is gathered for the next iteration
-  as soon as it is updated and the next plan is ready. The first forward enters a layer when the
-  layer's parameters have arrived. Without overlap, regrouping and compute alternate.
+  collectives share one queue of all ranks. A bucket is scattered when every rank has issued that,
+  in the order output, layers from the last to the first, embedding. When all gradients have arrived
+  (clipping needs their norm), buckets are updated in the reverse order, and each is gathered for
+  the next iteration as soon as it is updated and the next plan is ready. What overlaps is given by
+  `Hiding`. ONE_QUEUE: the first forward begins when all parameters have arrived; a first stage
+  issues the scatter of a bucket when its last backward has completed the bucket, and other stages
+  after their last backward. THREADS: the first forward enters a layer when the layer's parameters
+  have arrived, and every stage issues scatters during its last backward. NOTHING: regrouping and
+  compute alternate.
 - Neither: regrouping and update take no time.
 
 The planner makes one plan after the other. Each is requested when the iteration `plan_ahead` before
@@ -27,8 +30,14 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
+from megatron.hydraulis.cost_model.regrouping import (
+    BucketTimes,
+    Hiding,
+    RegroupCosts,
+    RegroupTimes,
+)
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
-from megatron.hydraulis.simulator.costs import BucketTimes, RegroupCosts, RegroupTimes, StageCosts
+from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Replica, Strategy
 from megatron.hydraulis.transfer.canonical import Unit
@@ -89,7 +98,6 @@ class Simulator:
         costs: of micro-batches on stages.
         regroup: times of regrouping; None if model or links are unknown.
         plan_ahead: number of iterations planned ahead; 0 plans between iterations.
-        overlaps_regrouping: whether regrouping and compute overlap.
 
     Raises ConfigurationError for a negative plan_ahead, and for regrouping without the model's
     shape in costs.
@@ -101,7 +109,6 @@ class Simulator:
         *,
         regroup: RegroupCosts | None = None,
         plan_ahead: int = 2,
-        overlaps_regrouping: bool = True,
     ) -> None:
         if plan_ahead < 0:
             raise ConfigurationError(
@@ -116,7 +123,7 @@ class Simulator:
         self._costs = costs
         self._regroup = regroup
         self._plan_ahead = plan_ahead
-        self._overlaps = overlaps_regrouping
+        self._hiding = Hiding.NOTHING if regroup is None else regroup.hiding
         self._times: dict[Strategy, RegroupTimes | None] = {}
 
     def regroup_times(self, strategy: Strategy) -> RegroupTimes | None:
@@ -162,12 +169,13 @@ class Simulator:
             ended = before[-1].end if before else None
             updated = {each.index: each.update for each in before[-1].buckets} if before else {}
             for bucket in times.buckets:
-                when = [plan, updated.get(bucket.index, ended)] if self._overlaps else [begin]
+                is_free = self._hiding is not Hiding.NOTHING
+                when = [plan, updated.get(bucket.index, ended)] if is_free else [begin]
                 gathers.append(loop.add(_REGROUP, bucket.gather_ms, when))
                 gathered[bucket.unit] = gathers[-1]
         started = begin
-        if gathers and not self._overlaps:
-            started, gathered = gathers[-1], {}
+        if gathers and self._hiding is not Hiding.THREADS:
+            started, gathered = loop.add(_ITERATION, 0.0, [begin, gathers[-1]]), {}
         replicas = tuple(
             ReplicaTasks(
                 loop,
@@ -177,7 +185,7 @@ class Simulator:
                 lane=f"iteration {index + 1}, replica {number}",
                 begin=started,
                 gathered=gathered,
-                splits_last_backward=times is not None and self._overlaps,
+                splits_last_backward=times is not None and self._hiding is not Hiding.NOTHING,
             )
             for number, (replica, micro_batches) in enumerate(
                 zip(work.strategy.replicas, work.replicas, strict=True)
@@ -207,17 +215,18 @@ class Simulator:
     ) -> tuple[BucketTasks, ...]:
         complete: dict[Unit, list[Task]] = {}
         posted: list[Task] = list(ends)
-        if self._overlaps:
-            posted = [task for replica in replicas for task in replica.before_last_backward]
+        if self._hiding is not Hiding.NOTHING:
+            posted = []
             for replica in replicas:
-                for unit, task in replica.gradients_done():
+                pp = replica.replica.scheme.pp
+                num_stages = pp if self._hiding is Hiding.THREADS else 1
+                posted += replica.before_scatters(num_stages)
+                for unit, task in replica.gradients_done(num_stages):
                     complete.setdefault(unit, []).append(task)
         scatters: dict[int, Task] = {}
         for bucket in reversed(times):
-            awaited = complete.get(bucket.unit, []) if self._overlaps else []
-            scatters[bucket.index] = loop.add(
-                _REGROUP, bucket.scatter_ms, [gathers[-1], *posted, *awaited]
-            )
+            awaited = [gathers[-1], *posted, *complete.get(bucket.unit, [])]
+            scatters[bucket.index] = loop.add(_REGROUP, bucket.scatter_ms, awaited)
         last = scatters[times[0].index]
         return tuple(
             BucketTasks(
@@ -389,21 +398,24 @@ class ReplicaTasks:
         """The last task of every stage."""
         return [operations[-1].tasks[-1] for operations in self.by_stage if operations]
 
-    @property
-    def before_last_backward(self) -> list[Task]:
-        """Tasks that end when the last backward of each stage begins."""
+    def before_scatters(self, num_stages: int) -> list[Task]:
+        """Tasks that each stage ends before it issues scatters: those before its last backward on
+        the first num_stages stages, the last backward itself on others."""
         found: list[Task] = []
         for stage, operations in enumerate(self.by_stage):
-            if operations:
+            if operations and stage >= num_stages:
+                found.append(operations[-1].tasks[-1])
+            elif operations:
                 found.append(operations[-2].tasks[-1])
                 gradient = self._input_of(False, stage, self._num_micro_batches - 1)
                 if gradient is not None:
                     found.append(gradient)
         return found
 
-    def gradients_done(self) -> Iterator[tuple[Unit, Task]]:
-        """Yields each unit with the part of the last backward that completes its gradients."""
-        for stage, operations in enumerate(self.by_stage):
+    def gradients_done(self, num_stages: int) -> Iterator[tuple[Unit, Task]]:
+        """Yields each unit of the first num_stages stages with the part of the last backward that
+        completes its gradients."""
+        for stage, operations in enumerate(self.by_stage[:num_stages]):
             if operations:
                 parts = reversed(self._parts[stage])
                 for (unit, _), task in zip(parts, operations[-1].tasks, strict=True):

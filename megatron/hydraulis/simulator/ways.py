@@ -29,7 +29,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatron.hydraulis.cost_model.context import ContextCosts
@@ -95,6 +95,11 @@ class Ways:
             )
 
     @property
+    def simulated(self) -> ProfileCostModel:
+        """The profile without computed overheads, which the simulator makes events of."""
+        return replace(self.profile, regroup=None)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence of all batches."""
         return max(max(batch) for batch in self.batches)
@@ -111,18 +116,18 @@ class Ways:
         planned at all, StrategyError for a scheme that the profile lacks.
         """
         if way == POOL:
-            return [(self.profile, self.planned(self.pool, self.profile))]
+            return [(self.simulated, self.planned(self.pool, self.profile))]
         if way == PER_BATCH:
             homogeneous = self.homogeneous()
             if not any(self._holds(strategy) for strategy in homogeneous):
                 return []
             pool = Pool.of(*homogeneous)
-            return [(self.profile, self.planned(pool, self.profile, shortlists=True))]
+            return [(self.simulated, self.planned(pool, self.profile, shortlists=True))]
         if way == CP_ONLY:
             return self._context_parallel()
         if way == BALANCED:
             pools = map(Pool.of, self.static())
-            return [(self.profile, self.planned(pool, self.profile)) for pool in pools]
+            return [(self.simulated, self.planned(pool, self.profile)) for pool in pools]
         make: dict[str, Callable[[Strategy, Sequence[int]], Shares]] = {
             PADDING: self._padded,
             FIXED_ROWS: partial(self._fixed_rows, pads=True),
@@ -135,7 +140,7 @@ class Ways:
             for batch in self.batches:
                 works.append(IterationWork(strategy, make[way](strategy, batch)))
                 self.advance()
-            found.append((self.profile, works))
+            found.append((self.simulated, works))
         return found
 
     def homogeneous(self) -> list[Strategy]:
@@ -222,7 +227,8 @@ class Ways:
             planner = GreedyPlanner(pool, self.context_costs, limits)
             times_s[tp] = sum(planner.plan(batch).predicted_time_s for batch in self.batches)
         best = pools[min(times_s, key=lambda tp: times_s[tp])]
-        return [(self.context_costs, self.planned(best, self.context_costs, shortlists=True))]
+        simulated = replace(self.context_costs, profile=self.simulated)
+        return [(simulated, self.planned(best, self.context_costs, shortlists=True))]
 
     def planned(self, pool: Pool, cost_model: CostModel, *, shortlists: bool = False) -> Works:
         """Plans every batch with the certified planner, for all strategies or a short list.

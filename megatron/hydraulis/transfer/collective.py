@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
 from megatron.hydraulis.transfer.plan import (
     Segment,
@@ -36,7 +37,6 @@ from megatron.hydraulis.transfer.ranges import buckets_with_equal_plans
 from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.two_step import (
     TwoStepPlan,
-    elements_across,
     two_step_gather,
     two_step_scatter,
 )
@@ -145,6 +145,7 @@ def collective_of(
     *,
     ranks_per_node: int | None,
     least_saving: float = LEAST_SAVING_ACROSS,
+    amounts: StrategyAmounts | None = None,
 ) -> Collective:
     """The kind for a strategy, the same on all ranks.
 
@@ -157,6 +158,7 @@ def collective_of(
         roles: the role of every rank in the strategy, None for idle ranks.
         ranks_per_node: None if nodes are unknown: all ranks then count as one node.
         least_saving: a fraction of the elements that cross nodes in one step, in (0, 1].
+        amounts: of the strategy, if they are known already.
 
     Raises:
         PlanError: the nodes are not full, or roles are missing.
@@ -166,7 +168,8 @@ def collective_of(
         return Collective.ALL_GATHER
     if ranks_per_node is None or ranks_per_node >= layout.num_ranks:
         return Collective.ALL_TO_ALL
-    one_step, two_steps = elements_across(layout, roles, ranks_per_node=ranks_per_node)
+    amounts = amounts or StrategyAmounts(LayoutAmounts(layout, ranks_per_node), roles)
+    one_step, two_steps = amounts.across()
     is_worth_it = one_step > two_steps and one_step - two_steps >= least_saving * one_step
     return Collective.TWO_STEP if is_worth_it else Collective.ALL_TO_ALL
 

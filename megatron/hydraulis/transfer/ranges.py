@@ -133,7 +133,7 @@ def buckets_with_equal_plans(
     cuts: dict[object, int] = {}
     groups: dict[object, list[Bucket]] = {}
     for bucket in layout.buckets:
-        cut = cuts.setdefault(_cut_of(layout, bucket), len(cuts))
+        cut = cuts.setdefault(cut_of(layout, bucket), len(cuts))
         held = []
         for role in distinct:
             # Buckets with the same cut: a TP rank holds the same ranges of all of them.
@@ -149,7 +149,7 @@ def buckets_with_equal_plans(
     return tuple(tuple(group) for group in groups.values())
 
 
-def _cut_of(layout: CanonicalLayout, bucket: Bucket) -> tuple[object, ...]:
+def cut_of(layout: CanonicalLayout, bucket: Bucket) -> tuple[object, ...]:
     """What the ranges that a TP rank holds of a bucket depend on, besides the TP rank."""
     parameters = layout.parameters
     return tuple(

@@ -10,7 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.hydraulis.transfer.collective import BucketPlan, EqualShares
+import numpy as np
+
+from megatron.hydraulis.transfer.amounts import RankAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.canonical import Bucket
+from megatron.hydraulis.transfer.collective import (
+    BucketPlan,
+    Collective,
+    EqualShares,
+    equal_shares,
+)
+from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.two_step import TwoStepPlan
 
 
@@ -75,14 +85,54 @@ def link_elements(plan: BucketPlan, rank: int, *, ranks_per_node: int | None) ->
         rank: whose elements are counted.
         ranks_per_node: None if nodes are unknown: all ranks then count as one node.
     """
-    return _link_elements(plan, [rank], ranks_per_node)[0]
+    if isinstance(plan, EqualShares):
+        num_nodes = 1 if ranks_per_node is None else max(1, plan.num_ranks // ranks_per_node)
+        across = (num_nodes - 1) * plan.share_elements
+        inside = (plan.num_ranks - num_nodes) * plan.share_elements
+        return LinkElements(inside, across, inside, across)
+    steps = plan.steps if isinstance(plan, TwoStepPlan) else (plan,)
+    amounts: Counter[tuple[str, bool]] = Counter()
+    for transfer in (transfer for step in steps for transfer in step.transfers):
+        ends = {"received": transfer.destination, "sent": transfer.source}
+        if transfer.source == transfer.destination:
+            continue
+        is_inside = ranks_per_node is None or len({r // ranks_per_node for r in ends.values()}) == 1
+        for direction, end in ends.items():
+            if end == rank:
+                amounts[direction, is_inside] += transfer.num_elements
+    return LinkElements(
+        received_inside=amounts["received", True],
+        received_across=amounts["received", False],
+        sent_inside=amounts["sent", True],
+        sent_across=amounts["sent", False],
+    )
 
 
-def link_elements_by_rank(
-    plan: BucketPlan, num_ranks: int, *, ranks_per_node: int | None
-) -> list[LinkElements]:
-    """`link_elements` of every rank, from the plan for all ranks: shape (num_ranks,)."""
-    return _link_elements(plan, range(num_ranks), ranks_per_node)
+def amounts_by_rank(
+    collective: Collective,
+    amounts: StrategyAmounts,
+    bucket: Bucket,
+    roles: Sequence[Role | None],
+    *,
+    ranks_per_node: int | None,
+) -> tuple[RankAmounts, RankAmounts]:
+    """(gather, scatter) of a bucket: `link_elements` of every rank, without a plan.
+
+    Args:
+        collective: from `collective_of`.
+        amounts: of the strategy.
+        bucket: one of the layout's.
+        roles: the role of every rank, None for idle ranks.
+        ranks_per_node: None if nodes are unknown.
+    """
+    if collective is Collective.TWO_STEP:
+        return amounts.two_step(bucket)
+    if collective is Collective.ALL_TO_ALL:
+        return amounts.one_step(bucket)
+    plan = equal_shares(bucket, roles, adds_up=False)
+    of_any = link_elements(plan, 0, ranks_per_node=ranks_per_node)
+    gather = RankAmounts(*(np.full(len(roles), each) for each in vars(of_any).values()))
+    return gather, gather.inverse()
 
 
 def regroup_bytes(
@@ -114,32 +164,3 @@ def regroup_bytes(
         scatter.received * gradient_bytes,
         scatter.sent * gradient_bytes,
     )
-
-
-def _link_elements(
-    plan: BucketPlan, ranks: Sequence[int], ranks_per_node: int | None
-) -> list[LinkElements]:
-    if isinstance(plan, EqualShares):
-        num_nodes = 1 if ranks_per_node is None else max(1, plan.num_ranks // ranks_per_node)
-        across = (num_nodes - 1) * plan.share_elements
-        inside = (plan.num_ranks - num_nodes) * plan.share_elements
-        return [LinkElements(inside, across, inside, across)] * len(ranks)
-    steps = plan.steps if isinstance(plan, TwoStepPlan) else (plan,)
-    amounts: Counter[tuple[int, str, bool]] = Counter()
-    for transfer in (transfer for step in steps for transfer in step.transfers):
-        source, destination = transfer.source, transfer.destination
-        if source != destination:
-            is_inside = (
-                ranks_per_node is None or source // ranks_per_node == destination // ranks_per_node
-            )
-            amounts[destination, "received", is_inside] += transfer.num_elements
-            amounts[source, "sent", is_inside] += transfer.num_elements
-    return [
-        LinkElements(
-            received_inside=amounts[rank, "received", True],
-            received_across=amounts[rank, "received", False],
-            sent_inside=amounts[rank, "sent", True],
-            sent_across=amounts[rank, "sent", False],
-        )
-        for rank in ranks
-    ]

@@ -23,12 +23,10 @@ from megatron.hydraulis.transfer.plan import (
 from megatron.hydraulis.transfer.ranges import (
     Range,
     RangesOfRole,
-    buckets_with_equal_plans,
     clip,
     contributed_ranges,
     held_ranges,
     intersection,
-    num_elements,
     union,
 )
 from megatron.hydraulis.transfer.role import Role
@@ -161,25 +159,6 @@ def two_step_scatter(
     return _plan(layout, bucket, roles, ranks_per_node, rank, contributed_ranges).inverse()
 
 
-def elements_across(
-    layout: CanonicalLayout, roles: Sequence[Role | None], *, ranks_per_node: int
-) -> tuple[int, int]:
-    """Elements that cross nodes in a gather, of all nodes: (in one step, in two steps)."""
-    one_step = two_steps = 0
-    for buckets in buckets_with_equal_plans(layout, roles):
-        needs = _Needs(layout, buckets[0], roles, ranks_per_node, held_ranges)
-        for first in range(0, layout.num_ranks, ranks_per_node):
-            ranks = needs.node_of(first)
-            own = union([needs.shard(rank) for rank in ranks])
-            outside = {
-                role: _num_outside(needs.of_role[role], own)
-                for role in {roles[rank] for rank in ranks}
-            }
-            one_step += sum(outside[roles[rank]] for rank in ranks) * len(buckets)
-            two_steps += _num_outside(needs.of_node[first // ranks_per_node], own) * len(buckets)
-    return one_step, two_steps
-
-
 class _Needs:
     """The ranges of one bucket that roles and nodes need, and the transfers that follow."""
 
@@ -275,7 +254,3 @@ def _ends(
     """(source, destination) of transfers between the ranks and their partners, ascending."""
     pairs = [(rank, other) for rank in ranks for other in partners(rank)]
     yield from sorted({*pairs, *((other, rank) for rank, other in pairs)})
-
-
-def _num_outside(ranges: Sequence[Range], own: Sequence[Range]) -> int:
-    return num_elements(ranges) - num_elements(intersection(ranges, own))

@@ -82,7 +82,7 @@ def missing_sequence(plan: Content) -> None:
 
 
 def other_length(plan: Content) -> None:
-    batches(plan, 0)[0]["lengths"][0] -= 1
+    batches(plan, 0)[-1]["lengths"][0] -= 1
 
 
 def other_length_of_a_sequence_with_an_id(plan: Content) -> None:
@@ -102,7 +102,7 @@ def too_many_tokens(plan: Content) -> None:
 
 
 def row_too_short(plan: Content) -> None:
-    batch = batches(plan, 0)[0]
+    batch = batches(plan, 0)[-1]
     batch["rows"] = [sum(batch["lengths"]) - 4]
 
 
@@ -234,8 +234,24 @@ def test_a_valid_plan_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     plan = make_plan()
     assert main(["check-plan", *write_files(tmp_path, plan=plan)]) == 0
     line = capsys.readouterr().out
-    assert line.startswith(f"valid: strategy mixed, {plan['predicted_time_s']:.6f} s; dispatch")
+    assert line.startswith(f"valid: strategy mixed, {plan['predicted_time_s']:.6f} s; regroup")
+    assert "optimizer 0.015000 s by the profile; dispatch" in line
     assert line.count("\n") == 1
+
+
+def test_a_measured_overhead_is_found_by_replicas_whatever_the_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replicas = POOL["strategies"][0]["replicas"]
+    for row, status in (
+        ({"name": "other", "replicas": replicas, "regroup_ms": 15.0}, 0),
+        ({"name": "other", "replicas": replicas, "regroup_ms": 14.0}, 1),
+        ({"name": "mixed", "replicas": "2*tp4", "regroup_ms": 14.0}, 0),
+    ):
+        profile = PROFILE | {"strategies": [row]}
+        flags = write_files(tmp_path, plan=make_plan(), cost_profile=profile)
+        assert main(["check-plan", *flags]) == status
+    assert "optimizer 0.015000 s by the plan, not checked" in capsys.readouterr().out
 
 
 def test_findings_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -461,3 +461,15 @@ def test_the_worse_status_counts(pool: Pool, model: ProfileCostModel) -> None:
                 assert plan_status(replace(plan, dispatch=dispatch, packing=packing)) == worse
         assert is_marked(worse) == (index >= 2)
     assert not is_marked(plan_status(replace(plan, dispatch=None, packing=None)))
+
+
+@pytest.mark.parametrize("planner", [GreedyPlanner, CertifiedPlanner])
+def test_on_one_stage_the_largest_micro_batch_runs_last(
+    planner: type[GreedyPlanner] | type[CertifiedPlanner],
+) -> None:
+    """Its backward hides scatters, and the order costs nothing."""
+    pool = Pool.of(Strategy.parse("tp1", 1))
+    plan = planner(pool, TableCostModel(default_limit=100)).plan([60, 50, 40, 30, 5])
+    sums = [sum(micro_batch.lengths) for micro_batch in plan.replicas[0].micro_batches]
+    assert sums == sorted(sums)
+    assert len(set(sums)) > 1

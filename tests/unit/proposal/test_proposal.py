@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model import ProfileCostModel
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import LengthCounts
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches, regimes_of
 from megatron.hydraulis.proposal.candidates import Candidates, Mix, neighbours
@@ -30,6 +33,17 @@ _SCHEMES = (
     (4, 1, 1.3e-5, 0.13, 11.0, 6000),
     (2, 2, 1.1e-5, 0.11, 6.0, 3500),
     (8, 1, 0.8e-5, 0.09, 14.0, 12000),
+)
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=8,
+    num_query_groups=8,
+    kv_channels=8,
+    vocab_size=64,
+    gated_mlp=True,
+    tied_embeddings=False,
 )
 COUNTS = LengthCounts.of([60, 200, 700, 1400, 3000, 5500], [60, 50, 25, 10, 4, 1])
 SIZE = BatchSize(num_sequences=14)
@@ -327,6 +341,31 @@ def test_a_scheme_with_cp_holds_what_its_padding_leaves() -> None:
     content["schemes"][1]["max_tokens"] = 1003
     candidates = Candidates.of(ProfileCostModel.from_json(content, what="profile"), 2, 2)
     assert candidates.costs[candidates.schemes.index(Scheme(cp=2))].longest == 1000
+
+
+def with_links(bytes_per_s: float) -> ProfileCostModel:
+    """MODEL with regrouping of a small model over links of this bandwidth."""
+    link = Link(bytes_per_s=bytes_per_s, latency_s=0.0, source="test")
+    cluster = Cluster(num_nodes=2, ranks_per_node=4, intra_node=link, inter_node=link)
+    costs = RegroupCosts(SHAPE, cluster, num_atoms=8, memory_bytes_per_s=1e12)
+    return MODEL.with_regrouping(costs)
+
+
+def test_slow_links_change_what_is_proposed() -> None:
+    """A rank of tp2 holds twice as much as one of tp4."""
+    batches = draw_batches(COUNTS, SIZE, 4, seed=0)
+
+    def members(bytes_per_s: float) -> set[str]:
+        model = with_links(bytes_per_s)
+        found = proposal(Candidates.of(model, 8, 4), batches, model=model)
+        for member in found.members:
+            strategy = found.pool.strategy(member.name)
+            assert member.overhead_s * 1e3 == pytest.approx(model.overhead_ms(strategy))
+        return {member.replicas for member in found.members}
+
+    fast, slow = members(1e12), members(1e6)
+    assert fast == {"2*tp4", "4*tp2"}
+    assert slow == {"2*tp4"}
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,34 @@ def test_a_table_shows_all_ways_and_what_is_skipped(
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.parametrize(
+    ("how", "num_sequences", "num_tokens"),
+    [("split", 11, 2450), ("truncate", 8, 1800), ("drop", 6, 1000), (None, 11, 2450)],
+)
+def test_long_sequences_are_cut_as_in_training(
+    figures: Callable[..., dict[str, Any]], how: str | None, num_sequences: int, num_tokens: int
+) -> None:
+    flags = [] if how is None else ["--long-sequences", how]
+    # An iteration is an epoch.
+    size = ["--global-batch-size", str(num_sequences)]
+    found = figures("--seq-length", "400", *size, *flags)
+    assert (found["num_tokens"], found["longest_tokens"]) == (2 * num_tokens, 400)
+
+
+def test_the_model_in_the_profile_and_its_device_are_the_defaults(
+    figures: Callable[..., dict[str, Any]],
+    regroup: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = figures(*regroup)
+    capsys.readouterr()
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE | {"model": MODEL, "device": "CPU of a server, 4 ranks"}))
+    assert figures("--cost-profile", str(path)) == given
+    assert "regrouping and optimizer count 0" not in capsys.readouterr().err
+
+
 def test_the_same_files_and_flags_give_the_same_figures(
     figures: Callable[..., dict[str, Any]],
 ) -> None:

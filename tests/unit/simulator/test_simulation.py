@@ -7,6 +7,7 @@ import math
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.cost_model.regrouping import Hiding
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, PlanError
 from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.planner.planners import CertifiedPlanner
@@ -146,10 +147,9 @@ class TestPlanning:
 class TestRegrouping:
     work = work_of("tp2+2*tp1", [[10, 10], [20], [20]], num_ranks=4)
 
-    def end_ms(self, *, overlaps: bool = True, **links: float) -> float:
-        costs = regroup_costs(4, **links)  # type: ignore[arg-type]
-        run = simulator(regroup=costs, shape=SMALL_SHAPE, overlaps_regrouping=overlaps)
-        return run.run([self.work] * 3)[-1].end_ms
+    def end_ms(self, *, hiding: Hiding = Hiding.THREADS, **links: float) -> float:
+        costs = regroup_costs(4, hiding=hiding, **links)  # type: ignore[arg-type]
+        return simulator(regroup=costs, shape=SMALL_SHAPE).run([self.work] * 3)[-1].end_ms
 
     def test_slower_links_make_longer_iterations(self) -> None:
         fast, slow = self.end_ms(), self.end_ms(across_bytes_per_s=5e6)
@@ -160,14 +160,15 @@ class TestRegrouping:
         assert self.end_ms(ranks_per_node=4) < self.end_ms(ranks_per_node=2)
 
     def test_overlap_saves_time_but_never_more_than_regrouping_takes(self) -> None:
-        alone, overlapped = self.end_ms(overlaps=False), self.end_ms()
-        assert 3 * 20 < overlapped < alone
+        alone, overlapped = self.end_ms(hiding=Hiding.NOTHING), self.end_ms()
+        assert 3 * 20 < overlapped < self.end_ms(hiding=Hiding.ONE_QUEUE) < alone
 
     def test_without_overlap_the_parts_add_up(self) -> None:
         costs = regroup_costs(4)
         times = costs.times(self.work.strategy)
         regroup_ms = math.fsum(b.gather_ms + b.scatter_ms + b.update_ms for b in times.buckets)
-        assert self.end_ms(overlaps=False) == pytest.approx(3 * (20 + regroup_ms))
+        assert self.end_ms(hiding=Hiding.NOTHING) == pytest.approx(3 * (20 + regroup_ms))
+        assert regroup_ms == pytest.approx(times.total_ms)
 
     def test_collectives_come_in_one_order_and_never_two_at_once(self) -> None:
         run = simulator(regroup=regroup_costs(4), shape=SMALL_SHAPE)
@@ -193,6 +194,19 @@ class TestRegrouping:
             starts = [task.start_ms for task in first.tasks]
             assert len(starts) == len(arrivals) == 6
             assert starts == pytest.approx(arrivals)
+
+    def test_with_one_queue_compute_waits_for_all_gathers_and_later_stages_for_their_end(
+        self,
+    ) -> None:
+        work = work_of("2*pp2", [[10, 10], [10, 10]], num_ranks=4)
+        costs = regroup_costs(4, hiding=Hiding.ONE_QUEUE)
+        _, second = simulator(regroup=costs, shape=SMALL_SHAPE).run([work] * 2)
+        arrived_ms = max(bucket.gather.end_ms for bucket in second.buckets)
+        scattered_ms = min(bucket.scatter.start_ms for bucket in second.buckets)
+        for replica in second.replicas:
+            first, last = replica.by_stage
+            assert first[0].start_ms >= arrived_ms
+            assert last[-1].end_ms <= scattered_ms < first[-1].end_ms
 
     def test_a_bucket_is_scattered_after_its_last_backward(self) -> None:
         costs = regroup_costs(4, inside_bytes_per_s=1e12, across_bytes_per_s=1e12)

@@ -1,0 +1,296 @@
+"""Time of regrouping and of the shards' update: by bucket, and as far as compute does not hide it.
+
+A bucket is gathered, scattered and updated once an iteration. A collective takes as long as its
+slowest rank, which sends and receives at the same time; links inside nodes and across nodes are
+used at the same time in one-step transfers, in sequence in two-step transfers. An update reads and
+writes its states at the bandwidth of the device's memory.
+
+What of it adds to the makespan, is **exposed**, is given by the order in which the runtime issues
+it (docs/regrouping.md, section Overlap) and by what overlaps, see `Hiding`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum, auto
+from functools import cached_property
+
+from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.strategy import Replica, Scheme, Strategy
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, RankAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit, model_parameters
+from megatron.hydraulis.transfer.collective import Collective, collective_of
+from megatron.hydraulis.transfer.role import roles_of
+from megatron.hydraulis.transfer.traffic import amounts_by_rank
+
+_MS_PER_S = 1e3
+_FP32_BYTES = 4
+# Gradient, master weight and two moments are read; master weight and moments are written.
+_UPDATE_FP32_PASSES = 4 + 3
+
+
+class Hiding(Enum):
+    """What hides regrouping."""
+
+    NOTHING = auto()
+    """--no-regroup-overlap."""
+    ONE_QUEUE = auto()
+    """A CUDA device: work of one hardware queue starts in the order in which it was issued. Gathers
+    are issued before the first forward, so only the update hides them; scatters after the last
+    message between stages, so only a first stage's last backward hides them."""
+    THREADS = auto()
+    """A thread for collectives (gloo): the first forward also hides gathers, and the last backward
+    of every stage hides scatters."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTimes:
+    """Times of a bucket in one iteration of a strategy."""
+
+    index: int
+    unit: Unit
+    gather_ms: float
+    scatter_ms: float
+    update_ms: float
+    """On the slowest rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegroupTimes:
+    """Times of all buckets for one strategy."""
+
+    buckets: tuple[BucketTimes, ...]
+    """In the order of their gathers; scatters have the reverse order."""
+    received_bytes: float
+    """In gather and scatter together, mean over ranks."""
+
+    @property
+    def total_ms(self) -> float:
+        """Regrouping and update if nothing hides them."""
+        return math.fsum(b.gather_ms + b.scatter_ms + b.update_ms for b in self.buckets)
+
+    def exposed_ms(self, forward_ms: Sequence[float], backward_ms: Sequence[float]) -> float:
+        """Regrouping and update as far as compute does not hide them.
+
+        forward_ms: shape (num_buckets,), in the order of gathers: compute of the next forward that
+            begins when the bucket has arrived and may overlap later gathers.
+        backward_ms: compute of the last backward that completes a bucket's gradients and may
+            overlap the scatters before it.
+        """
+        updated_ms = gathered_ms = 0.0
+        arrivals_ms = []
+        for bucket in self.buckets:
+            updated_ms += bucket.update_ms
+            gathered_ms = max(gathered_ms, updated_ms) + bucket.gather_ms
+            arrivals_ms.append(gathered_ms)
+        forward_end_ms = updated_ms
+        for arrival_ms, compute_ms in zip(arrivals_ms, forward_ms, strict=True):
+            forward_end_ms = max(forward_end_ms, arrival_ms) + compute_ms
+        backward_end_ms = scattered_ms = 0.0
+        for bucket, compute_ms in zip(reversed(self.buckets), reversed(backward_ms), strict=True):
+            backward_end_ms += compute_ms
+            scattered_ms = max(scattered_ms, backward_end_ms) + bucket.scatter_ms
+        return forward_end_ms - math.fsum(forward_ms) + scattered_ms - backward_end_ms
+
+
+@dataclass(frozen=True)
+class RegroupCosts:
+    """Times of regrouping for the strategies of one job.
+
+    Elements by link are those of the transfer plans that the runtime executes.
+
+    Raises ConfigurationError for a bandwidth of memory, a share of a link or a factor that is not
+    positive, and for a cluster of another size than the strategies'.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    num_atoms: int
+    """Least common multiple of all tp degrees."""
+    memory_bytes_per_s: float
+    """Bandwidth of a device's memory."""
+    link_fraction: float = 1.0
+    """Share of a link's bandwidth that collectives reach."""
+    parameter_bytes: int = 2
+    """Bytes of a parameter on the wire."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient on the wire."""
+    hiding: Hiding = Hiding.ONE_QUEUE
+    factor: float = 1.0
+    """Measured over computed times, see `calibrated`; all times are multiplied by it."""
+    _known: dict[tuple[Replica, ...], RegroupTimes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @classmethod
+    def of(
+        cls,
+        shape: ModelShape,
+        device: DeviceConstants,
+        cluster: Cluster,
+        *,
+        num_atoms: int,
+        parameter_bytes: int = 2,
+        overlaps: bool = True,
+    ) -> RegroupCosts:
+        """On devices of one kind; overlaps is false for --no-regroup-overlap."""
+        hiding = Hiding.THREADS if device.name == "cpu" else Hiding.ONE_QUEUE
+        return cls(
+            shape,
+            cluster,
+            num_atoms,
+            memory_bytes_per_s=device.memory_bytes_per_s,
+            link_fraction=device.link_fraction,
+            parameter_bytes=parameter_bytes,
+            hiding=hiding if overlaps else Hiding.NOTHING,
+        )
+
+    def __post_init__(self) -> None:
+        if not (self.memory_bytes_per_s > 0.0 and 0.0 < self.link_fraction <= 1.0):
+            raise ConfigurationError(
+                f"regrouping: the memory's bandwidth is positive and the share of a link in (0, 1] "
+                f"but they are {self.memory_bytes_per_s} bytes/s and {self.link_fraction}; "
+                f"correct them"
+            )
+        if not 0.0 < self.factor < math.inf:
+            raise ConfigurationError(
+                f"regrouping: the factor of measured over computed times is positive but is "
+                f"{self.factor}; correct the times of strategies in the cost profile"
+            )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled without what it has computed."""
+        return RegroupCosts, tuple(getattr(self, each.name) for each in fields(self) if each.init)
+
+    @cached_property
+    def layout(self) -> CanonicalLayout:
+        """The default order, in which rank r owns share r."""
+        return CanonicalLayout.build(
+            model_parameters(self.shape),
+            num_atoms=self.num_atoms,
+            num_ranks=self.cluster.num_ranks,
+        )
+
+    @cached_property
+    def _amounts(self) -> LayoutAmounts:
+        return LayoutAmounts(self.layout, self.cluster.ranks_per_node)
+
+    def times(self, strategy: Strategy) -> RegroupTimes:
+        """Times of every bucket for a strategy of the job.
+
+        Raises ConfigurationError for a strategy of another number of ranks, StrategyError for one
+        that cannot cut the model.
+        """
+        if strategy.num_ranks != self.cluster.num_ranks:
+            raise ConfigurationError(
+                f"regrouping: strategy {strategy.name!r} is for {strategy.num_ranks} ranks but the "
+                f"cluster has {self.cluster.num_ranks}; describe the cluster of the strategies"
+            )
+        if strategy.replicas not in self._known:
+            self._known[strategy.replicas] = self._of(strategy)
+        return self._known[strategy.replicas]
+
+    def exposed_ms(self, strategy: Strategy, micro_batch_ms: Callable[[Scheme], float]) -> float:
+        """Regrouping and update that add to the makespan, by `hiding`; raises as `times`.
+
+        micro_batch_ms: time of a scheme's usual micro-batch on one stage. The first and the last
+        one hide regrouping; of several schemes the one counts that hides the least.
+        """
+        times = self.times(strategy)
+        if self.hiding is Hiding.NOTHING:
+            return times.total_ms
+        return max(self._exposed_ms(times, s, micro_batch_ms(s)) for s in strategy.schemes)
+
+    def _exposed_ms(self, times: RegroupTimes, scheme: Scheme, micro_batch_ms: float) -> float:
+        layers = scheme.layers_per_stage(self.shape.num_layers)
+        of_layer = [micro_batch_ms / num for num in layers for _ in range(num)]
+        compute_ms = dict(zip(map(Unit.layer, range(len(of_layer))), of_layer, strict=True))
+        bucket_ms = [compute_ms.get(bucket.unit, 0.0) for bucket in times.buckets]
+        if self.hiding is Hiding.THREADS:
+            return times.exposed_ms(
+                [FORWARD_SHARE * each_ms for each_ms in bucket_ms],
+                [(1.0 - FORWARD_SHARE) * each_ms for each_ms in bucket_ms],
+            )
+        first_stage = set(map(Unit.layer, range(layers[0])))
+        return times.exposed_ms(
+            [0.0] * len(times.buckets),
+            [
+                (1.0 - FORWARD_SHARE) * each_ms if bucket.unit in first_stage else 0.0
+                for bucket, each_ms in zip(times.buckets, bucket_ms, strict=True)
+            ],
+        )
+
+    def calibrated(
+        self,
+        measured: Iterable[tuple[Strategy, float]],
+        micro_batch_ms: Callable[[Scheme], float],
+    ) -> RegroupCosts:
+        """With the factor of measured (strategy, ms) over computed exposed times; unchanged if
+        nothing was measured."""
+        measured_ms = computed_ms = 0.0
+        for strategy, time_ms in measured:
+            measured_ms += time_ms
+            computed_ms += self.exposed_ms(strategy, micro_batch_ms)
+        if not measured_ms or not computed_ms:
+            return self
+        return replace(self, factor=self.factor * measured_ms / computed_ms)
+
+    def _of(self, strategy: Strategy) -> RegroupTimes:
+        strategy.check_model(self.shape)
+        roles = roles_of(strategy, self.shape.num_layers, self.shape.tied_embeddings)
+        per_node = self.cluster.ranks_per_node
+        amounts = StrategyAmounts(self._amounts, roles)
+        kind = collective_of(self.layout, roles, ranks_per_node=per_node, amounts=amounts)
+        times: list[BucketTimes] = []
+        received_bytes = 0.0
+        for buckets in amounts.equal_buckets():
+            gather, scatter = amounts_by_rank(
+                kind, amounts, buckets[0], roles, ranks_per_node=per_node
+            )
+            num_received = self.parameter_bytes * float(gather.received.sum())
+            num_received += self.gradient_bytes * float(scatter.received.sum())
+            received_bytes += len(buckets) * num_received / self.cluster.num_ranks
+            gather_ms = self._collective_ms(gather, self.parameter_bytes, kind)
+            scatter_ms = self._collective_ms(scatter, self.gradient_bytes, kind)
+            times += [
+                BucketTimes(
+                    index=bucket.index,
+                    unit=bucket.unit,
+                    gather_ms=gather_ms,
+                    scatter_ms=scatter_ms,
+                    update_ms=self._update_ms(bucket),
+                )
+                for bucket in buckets
+            ]
+        times.sort(key=lambda bucket: bucket.index)
+        return RegroupTimes(tuple(times), received_bytes)
+
+    def _collective_ms(self, by_rank: RankAmounts, itemsize: int, kind: Collective) -> float:
+        inside, across = (
+            int(max(received.max(), sent.max()))
+            for received, sent in (
+                (by_rank.received_inside, by_rank.sent_inside),
+                (by_rank.received_across, by_rank.sent_across),
+            )
+        )
+        inside_s = self._time_s(itemsize * inside, self.cluster.intra_node)
+        across_s = self._time_s(itemsize * across, self.cluster.inter_node)
+        is_sequential = kind is Collective.TWO_STEP
+        seconds = inside_s + across_s if is_sequential else max(inside_s, across_s)
+        return self.factor * _MS_PER_S * seconds
+
+    def _time_s(self, num_bytes: int, link: Link) -> float:
+        return link.time_s(num_bytes / self.link_fraction) if num_bytes else 0.0
+
+    def _update_ms(self, bucket: Bucket) -> float:
+        borders = bucket.shard_borders
+        most = max(stop - start for start, stop in itertools.pairwise(borders))
+        num_bytes = most * (_UPDATE_FP32_PASSES * _FP32_BYTES + self.parameter_bytes)
+        return self.factor * _MS_PER_S * num_bytes / self.memory_bytes_per_s

@@ -1,0 +1,189 @@
+"""What any strategy exchanges over a layout, counted without building its transfer plans.
+
+A transfer plan lists ranges; times need only their sizes by owner. These depend on how a bucket is
+cut and on the TP rank that holds it, of which a job has few, so they are counted once and kept for
+all strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.hydraulis.errors import PlanError
+from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
+from megatron.hydraulis.transfer.ranges import (
+    Amounts,
+    contributed_ranges,
+    cut_of,
+    elements_in_shares,
+    held_ranges,
+    union,
+)
+from megatron.hydraulis.transfer.role import Role
+
+
+@dataclass(frozen=True, eq=False)
+class RankAmounts:
+    """Elements of a bucket that each rank exchanges with others: each of shape (num_ranks,)."""
+
+    received_inside: Amounts
+    """From ranks of the same node."""
+    received_across: Amounts
+    """From ranks of other nodes."""
+    sent_inside: Amounts
+    sent_across: Amounts
+
+    @property
+    def received(self) -> Amounts:
+        """From all other ranks."""
+        return self.received_inside + self.received_across
+
+    def inverse(self) -> RankAmounts:
+        """Of the same elements in the opposite direction."""
+        return RankAmounts(
+            self.sent_inside, self.sent_across, self.received_inside, self.received_across
+        )
+
+
+class LayoutAmounts:
+    """What roles need of a layout, counted once for all strategies.
+
+    Args:
+        layout: the canonical layout.
+        ranks_per_node: None if nodes are unknown: all ranks then count as one node.
+
+    Raises:
+        PlanError: the nodes are not full.
+    """
+
+    def __init__(self, layout: CanonicalLayout, ranks_per_node: int | None) -> None:
+        self.layout = layout
+        num_ranks = layout.num_ranks
+        self.ranks_per_node = min(ranks_per_node or num_ranks, num_ranks)
+        if num_ranks % self.ranks_per_node:
+            raise PlanError(
+                f"nodes have {ranks_per_node} ranks each but {num_ranks} ranks do not fill whole "
+                "nodes; correct ranks_per_node"
+            )
+        cuts: dict[object, int] = {}
+        self.cuts = [
+            cuts.setdefault((cut_of(layout, b), b.shard_borders, b.owner_order), len(cuts))
+            for b in layout.buckets
+        ]
+        """By bucket: equal for those that are cut and owned in the same way."""
+        self._known: dict[tuple[int, bool, frozenset[tuple[int, int]]], Amounts] = {}
+
+    def needed(self, bucket: Bucket, members: Collection[Role], *, contributed: bool) -> Amounts:
+        """Elements of each owner's share that at least one of some roles holds or contributes:
+        shape (num_ranks,)."""
+        holders = {(role.tp, role.tp_rank): role for role in members if bucket.unit in role.units}
+        key = self.cuts[bucket.index], contributed, frozenset(holders)
+        if key not in self._known:
+            find = contributed_ranges if contributed else held_ranges
+            ranges = union(find(self.layout, bucket, role) for role in holders.values())
+            by_rank = np.empty(self.layout.num_ranks, dtype=np.int64)
+            owners = [bucket.owner_of(share) for share in range(self.layout.num_ranks)]
+            by_rank[owners] = elements_in_shares(bucket, ranges)
+            self._known[key] = by_rank
+        return self._known[key]
+
+
+class StrategyAmounts:
+    """What the ranks of a strategy exchange.
+
+    Args:
+        layout: of the job.
+        roles: the role of every rank, None for idle ranks.
+
+    Raises:
+        PlanError: roles are missing.
+    """
+
+    def __init__(self, layout: LayoutAmounts, roles: Sequence[Role | None]) -> None:
+        layout.layout.check_roles(roles)
+        self._of_layout = layout
+        self._per_node = layout.ranks_per_node
+        self._ranks = np.arange(len(roles))
+        self._nodes, self._indices = np.divmod(self._ranks, self._per_node)
+        self._roles = [role for role in dict.fromkeys(roles) if role is not None]
+        places: dict[Role | None, int] = {role: place for place, role in enumerate(self._roles)}
+        # Idle ranks have one more row, of zeros.
+        self._place = np.array([places.get(role, len(places)) for role in roles])
+        of_nodes = self._place.reshape(-1, self._per_node)
+        self._num_in_node = np.zeros((len(of_nodes), len(places) + 1), dtype=np.int64)
+        np.add.at(self._num_in_node, (self._nodes, self._place), 1)
+        present, self._kind_of_node = np.unique(
+            self._num_in_node[:, :-1] > 0, axis=0, return_inverse=True
+        )
+        self._roles_of_kind = [
+            [role for role, is_here in zip(self._roles, kind, strict=True) if is_here]
+            for kind in present
+        ]
+
+    def equal_buckets(self) -> Iterator[tuple[Bucket, ...]]:
+        """Yields all buckets, those together of which ranks exchange equal amounts."""
+        groups: dict[object, list[Bucket]] = {}
+        for bucket, cut in zip(self._of_layout.layout.buckets, self._of_layout.cuts, strict=True):
+            holders = tuple(bucket.unit in role.units for role in self._roles)
+            groups.setdefault((cut, holders), []).append(bucket)
+        yield from map(tuple, groups.values())
+
+    def one_step(self, bucket: Bucket) -> tuple[RankAmounts, RankAmounts]:
+        """(gather, scatter) of a bucket in an uneven all-to-all."""
+        return self._one_step(bucket, False), self._one_step(bucket, True).inverse()
+
+    def two_step(self, bucket: Bucket) -> tuple[RankAmounts, RankAmounts]:
+        """(gather, scatter) of a bucket over relays, both steps together: `TwoStepPlan`."""
+        return self._two_step(bucket, False), self._two_step(bucket, True).inverse()
+
+    def across(self) -> tuple[int, int]:
+        """Elements that cross nodes in a gather, of all nodes: (in one step, in two steps)."""
+        one_step = two_steps = 0
+        for buckets in self.equal_buckets():
+            one_step += len(buckets) * int(self._one_step(buckets[0], False).received_across.sum())
+            two_steps += len(buckets) * int(self._two_step(buckets[0], False).received_across.sum())
+        return one_step, two_steps
+
+    def _one_step(self, bucket: Bucket, contributed: bool) -> RankAmounts:
+        of_role = self._of_role(bucket, contributed)
+        own = of_role[self._place, self._ranks]
+        by_node = of_role.reshape(len(of_role), -1, self._per_node).sum(axis=2)
+        received_inside = by_node[self._place, self._nodes]
+        sent = self._num_in_node @ of_role  # (num_nodes, num_ranks)
+        sent_inside = sent[self._nodes, self._ranks]
+        return RankAmounts(
+            received_inside - own,
+            by_node.sum(axis=1)[self._place] - received_inside,
+            sent_inside - own,
+            sent.sum(axis=0) - sent_inside,
+        )
+
+    def _two_step(self, bucket: Bucket, contributed: bool) -> RankAmounts:
+        # Across: from an owner to the rank of its index in every node that needs its elements.
+        of_kind = np.stack([self._needed(bucket, k, contributed) for k in self._roles_of_kind])
+        across = of_kind[self._kind_of_node].reshape(
+            len(self._num_in_node), len(self._num_in_node), self._per_node
+        )  # (needing node, owning node, index)
+        kept = across[self._nodes, self._nodes, self._indices]
+        # Inside: from the relay of each index to the ranks of its node.
+        of_role = self._of_role(bucket, contributed)
+        by_index = of_role.reshape(len(of_role), -1, self._per_node).sum(axis=1)
+        own = by_index[self._place, self._indices]
+        return RankAmounts(
+            by_index.sum(axis=1)[self._place] - own,
+            across.sum(axis=1)[self._nodes, self._indices] - kept,
+            (self._num_in_node @ by_index)[self._nodes, self._indices] - own,
+            across.sum(axis=0)[self._nodes, self._indices] - kept,
+        )
+
+    def _of_role(self, bucket: Bucket, contributed: bool) -> Amounts:
+        """What each role needs of each owner: shape (num_roles + 1, num_ranks)."""
+        return np.stack(
+            [self._needed(bucket, role, contributed) for role in [*([r] for r in self._roles), []]]
+        )
+
+    def _needed(self, bucket: Bucket, members: Collection[Role], contributed: bool) -> Amounts:
+        return self._of_layout.needed(bucket, members, contributed=contributed)
