@@ -170,6 +170,15 @@ PROFILE = {
         )
     ],
 }  # fmt: skip
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "gated_mlp": True,
+    "tied_embeddings": False,
+}
 
 
 @settings(max_examples=60, deadline=None)
@@ -178,18 +187,20 @@ PROFILE = {
     st.sampled_from(["4*tp1", "tp2+2*tp1", "pp2+2*tp1", "cp2+tp2", "cp4~", "cp2~+2*tp1"]),
     st.sampled_from([2, 7, 16, 64, 1000]),
     st.booleans(),
+    st.sampled_from([{}, {"num_windowed_layers": 3, "window_tokens": 10}]),
 )
 def test_plans_with_a_row_quantum_are_valid(
-    lengths: list[int], text: str, quantum: int, is_greedy: bool
+    lengths: list[int], text: str, quantum: int, is_greedy: bool, window: dict[str, int]
 ) -> None:
+    profile = PROFILE | {"model": MODEL | window}
     strategy = {"name": "only", "replicas": text}
     files: dict[str, Any] = {
         "pool": {"num_ranks": 4, "ranks_per_node": 4, "strategies": [strategy]},
-        "profile": PROFILE,
+        "profile": profile,
         "lengths": lengths,
     }
     pool = Pool.from_json(files["pool"])
-    limits = Limits(ProfileCostModel.from_json(PROFILE, what="profile"), row_quantum=quantum)
+    limits = Limits(ProfileCostModel.from_json(profile, what="profile"), row_quantum=quantum)
     planner = (GreedyPlanner if is_greedy else CertifiedPlanner)(pool, limits.cost_model, limits)
     plan = planner.plan(lengths)
     assert plan.dispatch is not None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients, fit_near
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.profiler.survey import grid
 
 POINTS = grid(8192, longest=8192, short=64, num_sizes=6)
@@ -43,6 +44,20 @@ def test_exact_times_give_the_coefficients_back(truth: Coefficients) -> None:
     share = truth.a_ms_per_token2 * 8192**2 / truth.time_ms([8192])
     if share > 1e-3:
         assert found.a_ms_per_token2 == pytest.approx(truth.a_ms_per_token2, rel=1e-3)
+
+
+@given(truth=coefficients)
+def test_times_of_a_model_with_windows_give_the_coefficients_back(truth: Coefficients) -> None:
+    window = AttentionWindow(512, 0.75)
+    windowed = replace(truth, window=window)
+    fit = fit_coefficients(
+        [Sample.of(p.lengths, windowed.time_ms(p.lengths), window=window) for p in POINTS]
+    )
+    assert fit.worst_residual < 1e-6
+    found = replace(fit.coefficients, window=window)
+    for point in POINTS:
+        wanted = windowed.time_ms(point.lengths)
+        assert found.time_ms(point.lengths) == pytest.approx(wanted, rel=1e-6)
 
 
 @settings(max_examples=40)

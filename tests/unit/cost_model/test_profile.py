@@ -10,6 +10,7 @@ from megatron.hydraulis.cost_model import Coefficients, CostModel, ModelShape, P
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject
+from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -93,6 +94,18 @@ def test_the_model_goes_both_ways_and_is_checked() -> None:
         assert f"with {key} {before} instead of {value};" in str(caught.value)
     with pytest.raises(ConfigurationError, match="hidden_size 64 instead of 32, kv_channels 16"):
         made.check_model(used(hidden_size=32, kv_channels=8), "p.json", speaks=True)
+
+
+def test_the_window_of_the_model_is_that_of_all_times() -> None:
+    window = {"num_windowed_layers": 3, "window_tokens": 32}
+    made = model(model=SIZES | window)
+    assert made.to_json() == content(model=SIZES | window)
+    assert made.schemes[0].coefficients.window == AttentionWindow(32, 0.75)
+    assert model(model=SIZES).schemes[0].coefficients.window is None
+    with pytest.raises(ConfigurationError, match="window_tokens 32 instead of 0;"):
+        made.check_model(used(), "p.json", speaks=True)
+    with pytest.raises(ConfigurationError, match="window_tokens 0 instead of 32;"):
+        model(model=SIZES).check_model(used(**window), "p.json", speaks=True)
 
 
 def test_settings_that_one_side_does_not_know_are_not_compared() -> None:

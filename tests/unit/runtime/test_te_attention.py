@@ -313,3 +313,13 @@ def test_query_groups_that_it_cannot_share_are_an_obstacle() -> None:
     found = te_obstacle(RowKind(4, 1, 2), dtype=torch.bfloat16, head_size=128, cp_comm_type="a2a")
     assert found is not None
     assert "multiples of 2 heads and query groups" in found
+
+
+@pytest.mark.parametrize(("frequency", "expected"), [(None, (5, 0)), (2, (5, 0)), (3, None)])
+def test_only_windowed_layers_pass_a_window(
+    frequency: int | None, expected: tuple[int, int] | None
+) -> None:
+    """The layer is the third one."""
+    own = attention(window_size=(5, 0), window_attn_skip_freq=frequency)
+    run_attention(own, tensors(9), packed([9], [9]))  # type: ignore[arg-type]
+    assert own.attention.arguments["window_size"] == expected
