@@ -114,9 +114,6 @@ def _before_attention(
     row = named.get("packed_seq_params")
     _take_group(alone, attention, row)
     table = named.get("rotary_pos_emb")
-    skips_rope = attention.config.no_rope_freq  # by layer of the whole model
-    if skips_rope and skips_rope[attention.layer_number - 1]:
-        return None
     if not isinstance(row, PackedRow) or row.positions is None or not _is_rotated_here(attention):
         return None
     if not isinstance(table, Tensor) or table.shape[1:3] != (1, 1):
