@@ -9,6 +9,7 @@ buffers are refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -28,17 +29,18 @@ Tensors = tuple[Tensor, ...]
 
 def replace() -> None:
     """Replace the binding's functions in this process."""
-    # It loads the libraries that the binding needs.
-    from transformer_engine.pytorch import cpp_extensions
+    # It loads the libraries that the binding needs, and all modules that import from it by name.
+    import transformer_engine.pytorch  # noqa: F401
 
     binding = import_module("transformer_engine_torch")
+    loaded = [each for name, each in sys.modules.items() if name.startswith("transformer_engine.")]
     for kernel in _KERNELS:
         name = kernel.__name__
         # Functions of Transformer Engine's Python side may have the name of what they call.
         original = getattr(binding, name)
         replacement = _after(original, kernel) if kernel in _AFTER_THE_BINDING else kernel
-        for module in (binding, cpp_extensions):
-            if getattr(module, name, None) is original:
+        for module in (binding, *loaded):
+            if vars(module).get(name) is original:
                 setattr(module, name, replacement)
 
 

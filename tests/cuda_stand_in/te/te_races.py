@@ -10,6 +10,7 @@ import pytest
 
 from tests.cuda_stand_in.orders import IN_SUITE, OrderCase
 from tests.cuda_stand_in.race_jobs import CASES, WAITS, races_of
+from tests.cuda_stand_in.races import Race
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -41,8 +42,16 @@ MORE = (OrderCase(("tp2+2*tp1",), 4), OrderCase(("pp2+tp2",), 4))
     ],
 )
 def test_jobs_have_no_races(case: OrderCase, tmp_path: Path) -> None:
-    found = races_of(case, tmp_path)
-    assert not any(found), "\n".join(str(race) for of_rank in found for race in of_rank)
+    found = [race for of_rank in races_of(case, tmp_path) for race in of_rank]
+    assert not [race for race in found if not _is_of_two_halves(race)], "\n".join(map(str, found))
+
+
+def _is_of_two_halves(race: Race) -> bool:
+    """Of two copies of an all-gather's halves of segments into one tensor: each is marked as
+    writing all of it, since a rank without peers has no borders that say which tokens it writes."""
+    return all(
+        access.what.startswith("thd_copy_valid_tokens@") for access in (race.earlier, race.later)
+    )
 
 
 @pytest.mark.parametrize("removed", WAITS)
