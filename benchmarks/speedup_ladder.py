@@ -141,11 +141,11 @@ def simulate(
     shape = ModelShape.read(inputs.MODEL)
     device = device_constants(options.device)
     cluster = device.cluster(pool.num_ranks, pool.ranks_per_node)
-    regroup = RegroupCosts.of(shape, device, cluster, num_atoms=pool.tp_lcm)
+    if options.regroup:
+        regroup = RegroupCosts.of(shape, device, cluster, num_atoms=pool.tp_lcm)
+        profile = profile.with_regrouping(regroup, pool.strategies)
     setting = SimulationSettings(
-        shape=shape if options.regroup else None,
-        regroup=regroup if options.regroup else None,
-        kept=range(0),
+        shape=shape if options.regroup else None, regroup=profile.regroup, kept=range(0)
     )
     task = progress.add_task(corpus.name, total=None)
     ways = Ways(

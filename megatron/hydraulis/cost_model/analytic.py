@@ -29,11 +29,12 @@ slowest stage.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.cost_model.interface import Coefficients, usual_time_ms
 from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
@@ -101,10 +102,7 @@ class AnalyticCostModel:
         """Computed if `regroup` is known, else 0.0; raises as `RegroupCosts.exposed_ms`."""
         if self.regroup is None:
             return 0.0
-        return self.regroup.exposed_ms(strategy, self._usual_ms)
-
-    def _usual_ms(self, scheme: Scheme) -> float:
-        return self.coefficients(scheme).usual_time_ms(self.max_tokens(scheme))
+        return self.regroup.exposed_ms(strategy, partial(usual_time_ms, self))
 
     @property
     def memory(self) -> MemoryModel:

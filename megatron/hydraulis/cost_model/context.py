@@ -262,8 +262,8 @@ class ContextCosts:
         return row.max_tokens * scheme.cp // row.scheme.cp
 
     def overhead_ms(self, strategy: Strategy) -> float:
-        """The profile's."""
-        return self.profile.overhead_ms(strategy)
+        """The profile's, computed with the assumed times of widths that it lacks."""
+        return self.profile.overhead_ms(strategy, self)
 
     def _nearest(self, scheme: Scheme) -> ProfiledScheme:
         """The measured width fewest doublings away; the narrower of two equally near ones."""

@@ -57,10 +57,6 @@ class Coefficients:
             return self.a_ms_per_token2 * length + self.b_ms_per_token
         return self.a_ms_per_token2 * (self.window.squared(length) / length) + self.b_ms_per_token
 
-    def usual_time_ms(self, max_tokens: int) -> float:
-        """Time of a micro-batch that short sequences fill up to its limit, on one stage."""
-        return self.b_ms_per_token * max_tokens + self.c_ms
-
     def time_ms(self, lengths: Iterable[int], row_tokens: int | None = None) -> float:
         """Time of a micro-batch of sequences of these lengths, on one stage.
 
@@ -92,3 +88,9 @@ class CostModel(Protocol):
         """Time of regrouping and optimizer that an iteration takes in addition to its makespan,
         without what overlaps with the replicas' work; 0.0 if unknown."""
         ...
+
+
+def usual_time_ms(cost_model: CostModel, scheme: Scheme) -> float:
+    """Time of a micro-batch that short sequences fill up to its limit, on one stage."""
+    times = cost_model.coefficients(scheme)
+    return times.b_ms_per_token * cost_model.max_tokens(scheme) + times.c_ms

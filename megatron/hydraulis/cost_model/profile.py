@@ -24,10 +24,16 @@ coefficients fit, the versions of the software, and the speed of regrouping: see
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.hydraulis.cost_model.interface import MOST_MS, Coefficients
+from megatron.hydraulis.cost_model.interface import (
+    MOST_MS,
+    Coefficients,
+    CostModel,
+    usual_time_ms,
+)
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
@@ -185,8 +191,10 @@ class ProfileCostModel:
         """Most tokens of a micro-batch; StrategyError for a scheme that was not measured."""
         return self._row(scheme).max_tokens
 
-    def overhead_ms(self, strategy: Strategy) -> float:
+    def overhead_ms(self, strategy: Strategy, times: CostModel | None = None) -> float:
         """As measured, else computed if `regroup` is known, else 0.0.
+
+        times: of schemes that the profile lacks; by default its own.
 
         Raises ConfigurationError or StrategyError for a strategy of another job or model than that
         of `regroup`.
@@ -196,7 +204,7 @@ class ProfileCostModel:
             return measured_ms
         if self.regroup is None:
             return 0.0
-        return self.regroup.exposed_ms(strategy, self._usual_ms)
+        return self.regroup.exposed_ms(strategy, partial(usual_time_ms, times or self))
 
     def measured_overhead_ms(self, strategy: Strategy) -> float | None:
         """Regrouping and optimizer of the same replicas on the same ranks; None if not measured."""
@@ -227,10 +235,7 @@ class ProfileCostModel:
             for strategy, time_ms in measured.values()
             if all(self._has(scheme) for scheme in strategy.schemes)
         ]
-        return replace(self, regroup=regroup.calibrated(known, self._usual_ms))
-
-    def _usual_ms(self, scheme: Scheme) -> float:
-        return self.coefficients(scheme).usual_time_ms(self.max_tokens(scheme))
+        return replace(self, regroup=regroup.calibrated(known, partial(usual_time_ms, self)))
 
     def poor_fits(self) -> str | None:
         """A line about schemes whose coefficients describe the measured times badly; None if all

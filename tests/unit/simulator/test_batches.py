@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, PlanError
@@ -36,7 +37,7 @@ def without_times(timed: Sequence[TimedPlan]) -> list[tuple[object, ...]]:
 class DyingCostModel(ProfileCostModel):
     """Kills the process that plans with it."""
 
-    def overhead_ms(self, strategy: Strategy) -> float:
+    def overhead_ms(self, strategy: Strategy, times: CostModel | None = None) -> float:
         assert multiprocessing.parent_process() is not None
         os.kill(os.getpid(), signal.SIGKILL)
         return 0.0

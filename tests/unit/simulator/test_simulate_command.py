@@ -125,6 +125,14 @@ def test_the_model_in_the_profile_and_its_device_are_the_defaults(
     assert "regrouping and optimizer count 0" not in capsys.readouterr().err
 
 
+def test_widths_of_cp_that_were_not_measured_have_an_overhead_too(
+    figures: Callable[..., dict[str, Any]], regroup: list[str]
+) -> None:
+    (way,) = figures(*regroup, "--ways", "cp only")["ways"]
+    assert any("cp2" in strategy["replicas"] for strategy in way["strategies"])
+    assert way["received_bytes_per_iteration"] > 0
+
+
 def test_the_same_files_and_flags_give_the_same_figures(
     figures: Callable[..., dict[str, Any]],
 ) -> None:
