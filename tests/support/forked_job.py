@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.training.argument_utils import ArgumentGroupFactory
 
+from megatron.hydraulis.flags.parser import FlagParser
 from megatron.hydraulis.loop import entry
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -242,6 +244,21 @@ def _prepare_once() -> None:
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
     torch.set_num_threads(1)
+    _read_docstrings_once()
+
+
+def _read_docstrings_once() -> None:
+    """Upstream parses the source of 27 dataclasses, twice a rank, for the help of its options."""
+    read = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def read_once(factory: ArgumentGroupFactory, config: type) -> dict[str, str]:
+        if config not in known:
+            known[config] = read(factory, config)
+        return known[config]
+
+    ArgumentGroupFactory._get_field_docstrings = read_once
+    FlagParser()
 
 
 def _free_port() -> int:
