@@ -34,11 +34,12 @@ class Writer:
     """A process that writes to the folder: rank 0 of a job."""
 
     job: str
-    """Equal for all starts of a job."""
+    """For messages, and to compare `num_requeues`."""
     host: str
     process: int
     process_namespace: str
-    """In which the process id holds: two containers of a host may have the same."""
+    """In which the process id holds: two containers, or two machines of one name, may have the
+    same."""
     token: str
     """Different for every start."""
     step: str = ""
@@ -63,12 +64,14 @@ class Writer:
         )
 
     def gives_way_to(self, other: Writer) -> bool:
-        """Whether this writer has surely ended if the other one starts."""
-        if (self.host, self.process_namespace) == (socket.gethostname(), _process_namespace()):
-            return not self._is_running
-        if self.job != other.job:
-            return False
-        return self.step == other.step or self.num_requeues != other.num_requeues
+        """Whether this writer has surely ended if the other one starts.
+
+        Names prove nothing else: two jobs may have one --rdzv-id, two containers one host name.
+        """
+        if self.job == other.job and _count(other.num_requeues) > _count(self.num_requeues):
+            return True
+        here = (socket.gethostname(), _process_namespace())
+        return (self.host, self.process_namespace) == here and not self._is_running
 
     @property
     def _is_running(self) -> bool:
@@ -129,8 +132,7 @@ class SaveLock:
     def acquire(self, *, take_over: bool = False) -> None:
         """Take the lock; from another job only after watching it for `STALE_S`.
 
-        An earlier start of the same job step and a process of this host that has ended give way at
-        once.
+        A job that Slurm has requeued and a process of this host that has ended give way at once.
 
         Args:
             take_over: take it from any job, and log from which.
@@ -255,7 +257,13 @@ def _holder_in(text: str | None) -> Writer | None:
 
 
 def _process_namespace() -> str:
+    """Different for two containers and for two machines, whose host names may be the same."""
     try:
-        return os.readlink("/proc/self/ns/pid")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{os.readlink('/proc/self/ns/pid')} {boot}"
     except OSError:
         return ""
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdecimal() else 0

@@ -136,10 +136,23 @@ def test_a_forced_takeover_is_logged_and_ends_the_former_holder(locks: Locks) ->
     assert locks.holder == OURS.job
 
 
-def test_another_start_of_the_same_job_does_not_wait(locks: Locks) -> None:
-    locks.leave(dataclasses.replace(OURS, host="node3", token="earlier"))
-    locks.lock(OURS).acquire()
-    assert locks.messages == []
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param({"TORCHELASTIC_RUN_ID": "100"}, id="--rdzv-id was copied"),
+        pytest.param({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"}, id="srun -N2 torchrun"),
+        pytest.param({}, id="torchrun is process 1"),
+    ],
+)
+@pytest.mark.parametrize("elsewhere", ["host", "process_namespace"])
+def test_two_jobs_of_one_name_are_two_jobs(
+    locks: Locks, environment: dict[str, str], elsewhere: str
+) -> None:
+    ours = Writer.of_this_process(environment)
+    theirs = dataclasses.asdict(ours) | {"token": "their token", elsewhere: "another"}
+    locks.lock(Writer(**theirs)).acquire()
+    with pytest.raises(ConfigurationError, match="which is running"):
+        locks.lock(ours).acquire()
 
 
 def test_the_lock_of_an_ended_process_of_this_host_is_taken_at_once(locks: Locks) -> None:
@@ -163,17 +176,17 @@ def test_two_processes_that_one_shell_started_are_two_jobs(locks: Locks) -> None
         locks.lock(second).acquire()
 
 
-def test_two_steps_of_a_slurm_job_are_two_writers_until_it_is_queued_again(locks: Locks) -> None:
+def test_two_steps_of_a_slurm_job_are_two_writers_until_it_is_requeued(locks: Locks) -> None:
     def writer(step: str, num_requeues: str, host: str = "node3") -> Writer:
         environment = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": step}
         found = Writer.of_this_process(environment | {"SLURM_RESTART_COUNT": num_requeues})
         return dataclasses.replace(found, host=host)
 
-    locks.lock(writer("0", "0")).acquire()
+    locks.lock(writer("0", "9")).acquire()
     with pytest.raises(ConfigurationError, match=r"Slurm's job 12, step 0 .* which is running"):
-        locks.lock(writer("1", "0", "node4")).acquire()
-    assert writer("0", "0").gives_way_to(writer("0", "0", "node4"))  # torchrun's restart
-    assert writer("1", "0").gives_way_to(writer("0", "1", "node4"))  # requeued
+        locks.lock(writer("1", "9", "node4")).acquire()
+    assert writer("0", "9").gives_way_to(writer("1", "10", "node4"))
+    assert not writer("0", "10").gives_way_to(writer("0", "9", "node4"))
 
 
 def test_a_job_that_was_about_to_write_its_name_is_named(locks: Locks) -> None:
