@@ -89,11 +89,24 @@ def test_each_pack_runs_one_kernel(way: str, lengths: str, window: int | None) -
         assert max(errors) < FP64_TOLERANCE, errors
 
 
-def test_a_rank_keeps_its_part_and_gathers_again_in_the_backward() -> None:
-    case = SharedAttention(GROUPS["cp2"], LENGTHS["longer than a block"], "all_gather")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
+def test_a_rank_keeps_its_part_and_gathers_again_in_the_backward(
+    softmax_type: str, window: int | None
+) -> None:
+    case = SharedAttention(
+        GROUPS["cp2"],
+        LENGTHS["longer than a block"],
+        "all_gather",
+        window=window,
+        softmax_type=softmax_type,
+    )
     num_layers = 3
     for kept in pool_of(2).run(kept_between, case, num_layers):
-        assert kept == Kept(False, 1, (num_layers, num_layers))
+        # A mask for each size of a block with window and offset, else one; layers share them.
+        num_masks = 1 if window is None or softmax_type == "vanilla" else kept.num_masks
+        assert kept == Kept(False, num_masks, (num_layers, num_layers))
+        assert kept.num_masks <= 3
 
 
 def test_ranks_may_run_kernels_that_keep_different_things() -> None:

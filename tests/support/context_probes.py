@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.hydraulis.data.packed_batch import local_places, row_segments
 from megatron.hydraulis.runtime import attention as attention_module
-from megatron.hydraulis.runtime.attention import ContextAttention, SharedRow
+from megatron.hydraulis.runtime.attention import ContextAttention
 from tests.support.gloo_pool import worker_groups
 from tests.support.models import SmallModel
 
@@ -80,7 +81,7 @@ def packed(lengths: list[int], padded: list[int], group: Any = None) -> PackedSe
 
 def group_of(groups: tuple[tuple[int, ...], ...]) -> Any:
     """This rank's group; all ranks create all groups, in one order."""
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     mine = None
     for ranks in groups:
         # Only this rank has the group of one rank from the start, so it must not be created here.
@@ -93,7 +94,7 @@ def group_of(groups: tuple[tuple[int, ...], ...]) -> Any:
 
 @cache
 def _created(ranks: tuple[int, ...]) -> Any:
-    return torch.distributed.new_group(list(ranks), sort_ranks=False)
+    return dist.new_group(list(ranks), sort_ranks=False)
 
 
 def run_attention(
@@ -152,7 +153,7 @@ class Kept:
     """What a layer keeps between forward and backward."""
 
     has_gathered: bool
-    """Whether keys and values of the whole row are in memory."""
+    """Whether keys or values are in memory that a kernel received."""
     num_masks: int
     """Masks that autograd keeps; masks that share memory count once."""
     num_gathers: tuple[int, int]
@@ -167,14 +168,13 @@ def kept_between(case: SharedAttention, num_layers: int) -> Kept:
     parts = [each[places] for each in case.tensors(sum(padded))]
     description = packed(segments, padded, group)
     inputs = [each.requires_grad_() for each in parts[:3]]
-    whole: list[StorageWeakRef] = []
+    received: list[StorageWeakRef] = []
     num_gathers = 0
-    gather_row, gather = attention_module.gather_row, torch.distributed.all_gather_into_tensor
+    attend, gather = attention_module.F.scaled_dot_product_attention, dist.all_gather_into_tensor
 
-    def recorded_row(part: Tensor, row: SharedRow) -> Tensor:
-        gathered = gather_row(part, row)
-        whole.append(StorageWeakRef(gathered.untyped_storage()))
-        return gathered
+    def recorded(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Tensor:
+        received.extend(StorageWeakRef(each.untyped_storage()) for each in (k, v))
+        return attend(q, k, v, **named)
 
     def counted(*args: Any, **named: Any) -> Any:
         nonlocal num_gathers
@@ -182,18 +182,18 @@ def kept_between(case: SharedAttention, num_layers: int) -> Kept:
         return gather(*args, **named)
 
     with (
-        patch.object(attention_module, "gather_row", recorded_row),
-        patch.object(torch.distributed, "all_gather_into_tensor", counted),
+        patch.object(attention_module.F, "scaled_dot_product_attention", recorded),
+        patch.object(dist, "all_gather_into_tensor", counted),
     ):
         attention = case.attention()
         outcomes = [
             attention(*inputs, None, packed_seq_params=description) for _ in range(num_layers)
         ]
-        has_gathered = any(not each.expired() for each in whole)
+        has_gathered = any(not each.expired() for each in received)
         num_forward = num_gathers
         masks = {mask.untyped_storage().data_ptr() for mask in _saved_masks(outcomes)}
         torch.autograd.backward(outcomes, [parts[3]] * num_layers)
-    assert len(whole) == num_layers
+    assert len(received) >= num_layers
     return Kept(has_gathered, len(masks), (num_forward, num_gathers - num_forward))
 
 

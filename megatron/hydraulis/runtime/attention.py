@@ -214,7 +214,7 @@ class SegmentAttention(PackedAttention):
         if not self._needs_masks:
             return self.attend(query, key, value, lengths)
         blocks = self._blocks_of_row(packed_seq_params, query)
-        return self._attend_by_blocks(query, key.split(lengths), value.split(lengths), blocks)
+        return self._attend_with_masks(query, key, value, lengths, blocks)
 
     def _attend_unpacked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if query.size(1) != 1:
@@ -238,9 +238,8 @@ class SegmentAttention(PackedAttention):
             (tokens, heads, head size).
         """
         if self._needs_masks:
-            keys, values = (each.split(list(lengths)) for each in (key, value))
             blocks = self._blocks(whole_segments(lengths), query)
-            return self._attend_by_blocks(query, keys, values, blocks)
+            return self._attend_with_masks(query, key, value, lengths, blocks)
         segments = []
         parts = (each.split(list(lengths)) for each in (query, key, value))
         for q, k, v in zip(*parts, strict=True):
@@ -275,61 +274,72 @@ class SegmentAttention(PackedAttention):
 
         return once_a_row(row, ("blocks of row", self.window, query.dtype), make)
 
-    def _attend_by_blocks(
+    def _attend_with_masks(
         self,
         query: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        key: Tensor,
+        value: Tensor,
+        lengths: Sequence[int],
         blocks: QueryBlocks,
         heads: slice = slice(None),
     ) -> Tensor:
-        """Attend with the queries of all blocks; keys and values by segment.
+        """`_attend_by_blocks` with keys and values of the complete row."""
+        row = torch.cat([key, value], dim=1)
+        return self._attend_by_blocks(query, row, row.detach, lengths, blocks, heads)
 
-        An offset of the softmax is the score of one key more, which is the first of every block and
-        has the value 0.
+    def _attend_by_blocks(
+        self,
+        query: Tensor,
+        row: Tensor,
+        again: Callable[[], Tensor],
+        lengths: Sequence[int],
+        blocks: QueryBlocks,
+        heads: slice = slice(None),
+    ) -> Any:
+        """Attend with the queries of all blocks.
 
-        heads: of this tensor-parallel rank, to which the queries belong.
+        An offset of the softmax is the score of one more key, which is the first of every block and
+        has the value 0. Where the offset b is learnable, another channel makes the score: b / scale
+        in queries, 1 in this key, 0 in the others.
+
+        Args:
+            query: (queries, heads, head size) in the order of the blocks.
+            row: (R, 2 · query groups, head size): keys, and values after them.
+            again: computes ``row`` in the backward, which keeps no copy of it until then.
+            lengths: of the segments of the row, in tokens.
+            blocks: of the queries.
+            heads: of this tensor-parallel rank, to which the queries belong.
         """
-        num_groups, head_size = keys[0].shape[1:]
-        if self._has_offset:
-            query, keys, values = self._with_offset(query, keys, values, heads)
-        attended = []
-        for block, q in zip(blocks.blocks, query.split(blocks.lengths), strict=True):
-            k, v = (blocks.attended(each[block.segment], block) for each in (keys, values))
-            mask = blocks.mask_of(block)
-            context = F.scaled_dot_product_attention(
-                q.transpose(0, 1).unsqueeze(0),
-                k.transpose(0, 1).unsqueeze(0),
-                v.transpose(0, 1).unsqueeze(0),
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self.softmax_scale,
-                enable_gqa=q.size(1) != num_groups,
-            )
-            attended.append(context.squeeze(0).transpose(0, 1)[..., :head_size])
-        return torch.cat(attended)
-
-    def _with_offset(
-        self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], heads: slice
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Queries, and keys and values with one more before those of each segment.
-
-        The score of the additional key is the head's offset b. Where that is learnable, another
-        channel makes it: b / scale in queries, 1 in this key, 0 in the others.
-        """
-        _, num_groups, head_size = keys[0].shape
+        num_groups, head_size = row.size(1) // 2, row.size(2)
         num_channels = 0
         if self.config.softmax_type == "learnable":
             num_channels = OFFSET_CHANNELS
             offsets = (self.softmax_offset[heads] / self.softmax_scale).to(query.dtype)
             channels = F.pad(offsets[:, None], (0, num_channels - 1))
             query = torch.cat([query, channels.expand(query.size(0), -1, -1)], dim=-1)
-        first = keys[0].new_zeros(1, num_groups, head_size + num_channels)
-        first[..., head_size:] = 1.0
-        return (
-            query,
-            [torch.cat([first, F.pad(each, (0, num_channels))]) for each in keys],
-            [F.pad(each, (0, num_channels, 0, 0, 1, 0)) for each in values],
+
+        def attend(laid_out: Tensor) -> Tensor:
+            attended = []
+            parts = (query.split(blocks.lengths), blocks.keys_of(laid_out, lengths))
+            for block, q, keys in zip(blocks.blocks, *parts, strict=True):
+                k, v = keys.split(num_groups, dim=1)
+                mask = blocks.mask_of(block)
+                context = F.scaled_dot_product_attention(
+                    q.transpose(0, 1).unsqueeze(0),
+                    k.transpose(0, 1).unsqueeze(0),
+                    v.transpose(0, 1).unsqueeze(0),
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    scale=self.softmax_scale,
+                    enable_gqa=q.size(1) != num_groups,
+                )
+                attended.append(context.squeeze(0).transpose(0, 1)[..., :head_size])
+            return torch.cat(attended)
+
+        return attend_and_forget(
+            attend,
+            blocks.laid_out(row, lengths, num_channels),
+            lambda: blocks.laid_out(again(), lengths, num_channels),
         )
 
 
@@ -338,8 +348,8 @@ class ContextAttention(SegmentAttention):
 
     The group is that of the micro-batch, ``packed_seq_params.cp_group``, not the model's. Without
     a group, or in a group of one rank, the result equals `SegmentAttention`'s bit by bit.
-    ``config.cp_comm_type`` selects how ranks exchange, see `cost_model.context`. Between forward
-    and backward a rank keeps its part only: the backward gathers the rest again.
+    ``config.cp_comm_type`` selects how ranks exchange, see `cost_model.context`. Ranks that gather
+    keys and values keep their parts only between forward and backward, which gathers them again.
     """
 
     takes_context_group = True
@@ -364,15 +374,8 @@ class ContextAttention(SegmentAttention):
         key_of_blocks = ("blocks of part", self.window, query.dtype)
         blocks = once_a_row(row, key_of_blocks, lambda: self._blocks(row.stretches, query))
 
-        def attend(gathered: Tensor) -> Tensor:
-            # By segment: the gradient of a slice is as large as the tensor it is cut from.
-            segments = [each.split(key.size(1), dim=1) for each in gathered.split(row.lengths)]
-            keys, values = zip(*segments, strict=True)
-            return self._attend_by_blocks(query, keys, values, blocks)
-
-        return attend_and_forget(
-            attend, gather_row(part, row), functools.partial(gathered_again, part.detach(), row)
-        )
+        again = functools.partial(gathered_again, part.detach(), row)
+        return self._attend_by_blocks(query, gather_row(part, row), again, row.lengths, blocks)
 
     def _attend_to_share_of_heads(
         self, query: Tensor, key: Tensor, value: Tensor, row: SharedRow
@@ -397,8 +400,7 @@ class ContextAttention(SegmentAttention):
         blocks = self._blocks_of_row(row, query)
         first_head = row.group.rank() * query.size(1)
         heads = slice(first_head, first_head + query.size(1))
-        keys, values = key.split(row.lengths), value.split(row.lengths)
-        return self._attend_by_blocks(query, keys, values, blocks, heads)
+        return self._attend_with_masks(query, key, value, row.lengths, blocks, heads)
 
 
 Stretch = tuple[int, int, int]
@@ -460,14 +462,45 @@ class QueryBlocks:
         """Number of queries of each block."""
         return [block.num_queries for block in self.blocks]
 
-    def attended(self, of_segment: Tensor, block: QueryBlock) -> Tensor:
-        """The keys, or values, that a block attends to."""
-        first, stop = block.first_key, block.stop_key
+    @functools.cached_property
+    def _stretches(self) -> dict[tuple[int, int], int]:
+        """Keys that blocks attend to: segment and first key -> stop of the last such block."""
+        return {(block.segment, block.first_key): block.stop_key for block in self.blocks}
+
+    def laid_out(self, row: Tensor, lengths: Sequence[int], num_channels: int) -> Tensor:
+        """The row or, with an offset, its key before each stretch of keys that blocks attend to.
+
+        Blocks that attend to the beginning of a segment share a stretch.
+
+        Args:
+            row: (R, 2 · query groups, head size): keys, and values after them.
+            lengths: of the segments of the row, in tokens.
+            num_channels: added to all keys and values: 1 in the offset's key, 0 elsewhere.
+        """
         if not self.has_offset:
-            return of_segment[first:stop]
-        if first == 0:
-            return of_segment[: stop + 1]
-        return torch.cat([of_segment[:1], of_segment[first + 1 : stop + 1]])
+            return row
+        _, num_heads, head_size = row.shape
+        first = row.new_zeros(1, num_heads, head_size + num_channels)
+        first[:, : num_heads // 2, head_size:] = 1.0
+        segments = F.pad(row, (0, num_channels)).split(list(lengths))
+        parts = []
+        for (segment, begin), stop in self._stretches.items():
+            parts += [first, segments[segment][begin:stop]]
+        return torch.cat(parts)
+
+    def keys_of(self, laid_out: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """The keys and values of each block, views of `laid_out`.
+
+        By segment or stretch: the gradient of a slice is as large as the tensor it is cut from.
+        """
+        if not self.has_offset:
+            segments = laid_out.split(list(lengths))
+            return [segments[each.segment][each.first_key : each.stop_key] for each in self.blocks]
+        sizes = [1 + stop - begin for (_, begin), stop in self._stretches.items()]
+        stretches = dict(zip(self._stretches, laid_out.split(sizes), strict=True))
+        return [
+            stretches[each.segment, each.first_key][: 1 + each.num_keys] for each in self.blocks
+        ]
 
     def mask_of(self, block: QueryBlock) -> Tensor | None:
         """(queries, keys): 0 where attended and −∞ elsewhere; None for the causal mask of as many
@@ -482,12 +515,15 @@ class QueryBlocks:
             return self._band(num_queries, num_keys + 1)
         if (num_queries, num_keys) not in self._padded_masks:
             band = self._band(num_queries, num_keys)
-            self._padded_masks[num_queries, num_keys] = F.pad(band, (1, 0))
-        return self._padded_masks[num_queries, num_keys]
+            self._padded_masks[num_queries, num_keys] = F.pad(
+                band, (1, -(num_keys + 1) % MASK_QUANTUM)
+            )
+        return self._padded_masks[num_queries, num_keys][:, : num_keys + 1]
 
     @functools.cached_property
     def _padded_masks(self) -> dict[tuple[int, int], Tensor]:
-        """Masks that are no views, by numbers of queries and keys."""
+        """By numbers of queries and keys: masks with a column for the offset's key before the
+        others, and columns after them up to a multiple of `MASK_QUANTUM`."""
         return {}
 
     def _band(self, num_queries: int, num_keys: int) -> Tensor:
