@@ -451,6 +451,8 @@ class MemoryModel:
         kept = self._whole_layer_per_token(scheme)
         if self.recompute.drops_mlp:
             kept -= self._mlp_per_token(scheme)
+            if self.has_te_layers:  # the norm before it is a part of its first matrix
+                kept -= self._token(scheme).hidden_part
         if self.recompute.drops_core_attention:
             kept += self._given_to_attention_per_token(scheme)
             kept += self._token(scheme).query  # attention's output
@@ -503,7 +505,10 @@ class MemoryModel:
         if recompute.num_layers_again(num_layers) == num_layers:
             # The chunk's input was kept, its output is recomputed.
             return recompute.num_layers_at_once(num_layers) * self._whole_layer_per_token(scheme)
-        return self._mlp_per_token(scheme) + token.hidden_part if recompute.drops_mlp else 0.0
+        if not recompute.drops_mlp:
+            return 0.0
+        num_outputs = 2 if self.has_te_layers else 1  # of the MLP, and of the norm in it
+        return self._mlp_per_token(scheme) + num_outputs * token.hidden_part
 
     def _attention_per_token(self, scheme: Scheme) -> float:
         """Needed in the backward of core attention, besides what the layer keeps of it.

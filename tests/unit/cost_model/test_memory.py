@@ -199,6 +199,14 @@ def test_transformer_engine_gathers_into_memory_that_is_freed() -> None:
     assert first - (activation - 4 * mlp) == pytest.approx(2 * 2 * HIDDEN + 2 * HIDDEN / 8 - mlp)
 
 
+def test_transformer_engine_recomputes_the_norm_with_the_mlp() -> None:
+    again = replace(memory(), recompute=Recompute(granularity="selective", modules=("mlp",)))
+    local = per_token(again, Scheme())["activation of the MLP"]
+    found = per_token(replace(again, has_te_layers=True), Scheme())["activation of the MLP"]
+    # Of all layers, but for the one whose backward runs.
+    assert local - found == pytest.approx((LLAMA_7B.num_layers - 1) * 2 * HIDDEN)
+
+
 @pytest.mark.parametrize("parameter_bytes", [2, 4])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_staging_of_an_owner_is_its_part_for_every_copy(parameter_bytes: int, tp: int) -> None:
