@@ -119,7 +119,7 @@ _BAD_INPUT = [
     (
         "--train-samples 7",
         _ITERATIONS,
-        ["--train-samples is 7 and --global-batch-size 8; give more samples"],
+        ["--train-samples is 7 and the first batch has 8 sequences; give more samples"],
     ),
     (
         "--train-samples 80 --lr-decay-style WSD",

@@ -13,8 +13,10 @@ from megatron.training import training
 from megatron.training.global_vars import set_args, unset_global_variables
 
 from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler, SequenceGroup
+from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.describe import batch_text, length_text
+from megatron.hydraulis.flags.samples import num_iterations
 from tests.unit.argument_command import parse
 
 SCHEDULE = "0:2 2K:4 5K:8"
@@ -95,8 +97,7 @@ def test_sizes_iterations_and_rates_are_upstreams(
     resolved = resolve(tmp_path, "--train-samples", "100", *flags.split(), *RATES)
     theirs, their_rates = upstreams_run(resolved)
     sizes = resolved.sizes
-    if sizes.number_varies:
-        assert len(theirs) == sizes.num_batches(0, 100)
+    assert len(theirs) == num_iterations(resolved.args, sizes)
     sampler = LengthSampler(np.full(7, 5), [SequenceGroup(0, 7, 1.0)], seed=1, sizes=sizes)
     batches = [sampler.next_batch() for _ in theirs]
     assert [batch.num_sequences for batch in batches] == theirs
@@ -129,6 +130,46 @@ def test_a_ramp_is_that_of_earlier_versions(ramp: tuple[int, ...], tmp_path: Pat
         wanted = ramp_of_earlier_versions(start, increment, num_samples, full, consumed)
         assert rows.after(consumed) == wanted
         assert tokens.after(consumed * 128) == wanted * 128
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "wanted"),
+    [
+        (4, [4]),
+        (7, [4]),
+        (22, [4, 4, 8]),
+        (27, [4, 4, 8]),
+        (60, [4, 4, 8, 12, 16, 16]),
+        (70, [4, 4, 8, 12, 16, 16]),
+        (76, [4, 4, 8, 12, 16, 16, 16]),
+    ],
+)
+def test_a_ramp_never_leads_beyond_the_end(
+    num_samples: int, wanted: list[int], tmp_path: Path
+) -> None:
+    ramp = ("--rampup-batch-size", "4", "4", "24", "--global-batch-size", "16")
+    resolved = resolve(tmp_path, "--train-samples", str(num_samples), *ramp)
+    num_consumed = 0
+    for num_done, size in enumerate(wanted):
+        num_left = num_iterations(resolved.args, resolved.sizes, num_consumed)
+        assert num_left == len(wanted) - num_done
+        num_consumed += resolved.sizes.after(num_consumed)
+        assert size == num_consumed - sum(wanted[:num_done])
+    assert num_iterations(resolved.args, resolved.sizes, num_consumed) == 0
+
+
+def test_a_constant_size_counts_what_was_consumed_in_another(tmp_path: Path) -> None:
+    by_size = resolve(tmp_path, "--train-samples", "12800", "--global-batch-size", "128")
+    left = [num_iterations(by_size.args, by_size.sizes, n) for n in (0, 6400, 12672, 12673, 12800)]
+    assert left == [100, 50, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "flags", ["--global-batch-size 16", "--rampup-batch-size 8 4 9 --global-batch-size 16"]
+)
+def test_training_has_a_batch(flags: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="one global batch or more but --train-samples is"):
+        resolve(tmp_path, "--train-samples", "7", *flags.split())
 
 
 def test_samples_are_tokens_under_a_token_budget(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ class BatchSizes:
     """(number consumed, size from then on), both ascending, beginning with 0 consumed."""
     in_tokens: bool = False
     """Whether tokens are counted, instead of sequences."""
+    drops_partial: bool = False
+    """Whether training ends before a batch that would lead beyond its end."""
 
     def __post_init__(self) -> None:
         if not self.steps or self.steps[0][0] != 0 or self.steps[0][1] < 1:
@@ -90,7 +92,9 @@ class BatchSizes:
                 f"a global batch has at least 1 sequence but --global-batch-size is "
                 f"{num_sequences}; raise it"
             )
-        return cls(((0, num_sequences or num_tokens or 0),), in_tokens=num_tokens is not None)
+        in_tokens = num_tokens is not None
+        size = num_sequences or num_tokens or 0
+        return cls(((0, size),), in_tokens, drops_partial=not in_tokens)
 
     @property
     def unit(self) -> str:
@@ -121,14 +125,17 @@ class BatchSizes:
         return self.steps[bisect.bisect_right(self.steps, num_consumed, key=lambda s: s[0]) - 1][1]
 
     def num_batches(self, num_consumed: int, until: int) -> int:
-        """Full batches that raise the number consumed to `until` or more.
+        """Batches of training that ends when `until` are consumed.
 
         Exact in sequences; in tokens a lower bound, because batches are not quite full.
         """
         num_batches = 0
         ends = [consumed for consumed, _ in self.steps[1:]] + [until]
         for end, (_, size) in zip(ends, self.steps, strict=True):
-            num_full = max(-(-(min(end, until) - num_consumed) // size), 0)
+            num_full = -(-(min(end, until) - num_consumed) // size)
+            if self.drops_partial:
+                num_full = min(num_full, (until - num_consumed) // size)
+            num_full = max(num_full, 0)
             num_batches += num_full
             num_consumed += num_full * size
         return num_batches

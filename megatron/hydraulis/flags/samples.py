@@ -53,13 +53,20 @@ def sample_tokens(args: argparse.Namespace, sizes: BatchSizes) -> int:
     return int(args.seq_length) if sizes.in_tokens else 1
 
 
-def num_iterations(args: argparse.Namespace, sizes: BatchSizes) -> int:
-    """Iterations of training by samples; under a budget of tokens the least number."""
-    if not sizes.number_varies:
-        return int(
-            args.train_samples // sizes.largest
-        )  # upstream leaves out a batch that is not full
-    return sizes.num_batches(0, args.train_samples * sample_tokens(args, sizes))
+def num_iterations(args: argparse.Namespace, sizes: BatchSizes, num_consumed: int = 0) -> int:
+    """Iterations of training by samples after num_consumed sequences or tokens; under a budget of
+    tokens the least number."""
+    return sizes.num_batches(num_consumed, args.train_samples * sample_tokens(args, sizes))
+
+
+def counts_iterations(*, in_tokens: bool, by_samples: bool) -> bool:
+    """Whether the learning-rate schedule counts iterations, instead of samples as Megatron's does.
+
+    Args:
+        in_tokens: whether a budget of tokens sizes the global batches.
+        by_samples: whether --train-samples ends training.
+    """
+    return in_tokens and not by_samples
 
 
 def training_sizes(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes:
@@ -71,6 +78,16 @@ def training_sizes(args: argparse.Namespace, num_budget_tokens: int | None) -> B
 
     Raises ConfigurationError for options that are missing or contradict each other.
     """
+    sizes = _training_sizes(args, num_budget_tokens)
+    if args.train_samples is not None and num_iterations(args, sizes) < 1:
+        raise ConfigurationError(
+            f"training is one global batch or more but --train-samples is {args.train_samples} and "
+            f"the first batch has {sizes.smallest} {sizes.unit}; give more samples"
+        )
+    return sizes
+
+
+def _training_sizes(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes:
     num_sequences, schedule = args.global_batch_size, args.step_batch_size_schedule
     if num_budget_tokens is not None and num_sequences is not None:
         raise ConfigurationError(
@@ -91,11 +108,6 @@ def training_sizes(args: argparse.Namespace, num_budget_tokens: int | None) -> B
         )
     if args.rampup_batch_size is not None:
         return _ramp(args, num_budget_tokens)
-    if num_sequences is not None and num_sequences > (args.train_samples or num_sequences):
-        raise ConfigurationError(
-            f"training is one global batch or more but --train-samples is {args.train_samples} and "
-            f"--global-batch-size {num_sequences}; give more samples"
-        )
     return BatchSizes.constant(num_sequences=num_sequences, num_tokens=num_budget_tokens)
 
 
@@ -168,4 +180,5 @@ def _ramp(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes
         -(-index * num_samples * scale // num_increments): (start + index * increment) * scale
         for index in range(num_increments + 1)
     }
-    return BatchSizes(tuple(steps.items()), in_tokens)
+    # As upstream, which ends a --step-batch-size-schedule with a batch that leads beyond the end.
+    return BatchSizes(tuple(steps.items()), in_tokens, drops_partial=not in_tokens)

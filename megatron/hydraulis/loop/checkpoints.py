@@ -43,6 +43,7 @@ from megatron.hydraulis.errors import CheckpointError, ConfigurationError, liste
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.changes import changed_settings
 from megatron.hydraulis.flags.describe import block_lines
+from megatron.hydraulis.flags.samples import counts_iterations
 from megatron.hydraulis.loop.batch_reader import PlannedData
 from megatron.hydraulis.loop.model_container import ModelContainer
 from megatron.hydraulis.loop.planning import Planning
@@ -416,13 +417,14 @@ def _data_of(manifest: Manifest) -> tuple[DatasetFingerprint, ...] | None:
 
 
 def _unit_of_schedule(configuration: Mapping[str, Any]) -> str:
-    """What the learning-rate schedule of a run counts; Megatron's counts samples.
+    """What the learning-rate schedule of a run counts.
 
     configuration: as `flags.describe` returns it.
     """
-    has_budget = configuration.get("hydraulis", {}).get("global_batch_tokens") is not None
+    in_tokens = configuration.get("hydraulis", {}).get("global_batch_tokens") is not None
     by_samples = configuration.get("settings", {}).get("train_samples") is not None
-    return "iterations" if has_budget and not by_samples else "samples"
+    counts = counts_iterations(in_tokens=in_tokens, by_samples=by_samples)
+    return "iterations" if counts else "samples"
 
 
 def _pool_text(pool: Mapping[str, str]) -> str:

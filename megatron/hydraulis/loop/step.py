@@ -22,7 +22,7 @@ from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.sampler import BatchSizes, GlobalBatch
 from megatron.hydraulis.errors import HydraulisError, NonFiniteLossError, listed
 from megatron.hydraulis.flags.config import HydraulisConfig
-from megatron.hydraulis.flags.samples import sample_tokens
+from megatron.hydraulis.flags.samples import counts_iterations, num_iterations, sample_tokens
 from megatron.hydraulis.loop.batch_reader import PlannedBatch, PlannedData
 from megatron.hydraulis.loop.checkpoints import LoopCounters, RunCheckpoints
 from megatron.hydraulis.loop.hang_guard import HangGuard
@@ -323,24 +323,23 @@ class TrainingLoop:
         return print_with_suffix
 
     def _schedule_steps(self, args: Namespace, batch: GlobalBatch) -> float:
-        """By how much a batch advances upstream's schedule, which counts samples."""
-        if args.train_samples is None:
-            # A nominal batch where sizes vary: the schedule counts iterations.
-            return int(args.global_batch_size)
+        """By how much a batch advances the learning-rate schedule: an iteration, or its samples."""
+        by_samples = args.train_samples is not None
+        if counts_iterations(in_tokens=self._sizes.in_tokens, by_samples=by_samples):
+            return 1
         return self._sizes.num_consumed(batch) / sample_tokens(args, self._sizes)
 
     def _set_end(self, args: Namespace, data: PlannedData) -> None:
-        """Tell upstream's loop the last iteration of training by samples whose number varies.
+        """Tell upstream's loop the last iteration of training by samples.
 
+        It follows from what was consumed, perhaps in batches of another size before a restart.
         Under a token budget it is the earliest possible one, which rises as batches are not full.
         """
-        if args.train_samples is None or not self._sizes.number_varies:
+        if args.train_samples is None:
             return
         batches = data.reader.batches
-        args.train_iters = batches.iteration + self._sizes.num_batches(
-            batches.state[f"num_{self._sizes.unit}"],
-            args.train_samples * sample_tokens(args, self._sizes),
-        )
+        num_consumed = batches.state[f"num_{self._sizes.unit}"]
+        args.train_iters = batches.iteration + num_iterations(args, self._sizes, num_consumed)
 
     def _check_consumed(self, args: Namespace) -> None:
         """Raise HydraulisError unless upstream has counted as many samples as the plans hold."""

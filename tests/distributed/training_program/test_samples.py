@@ -20,7 +20,7 @@ from tests.support.training_run import PRINTED, ROUNDING, SEED, SPLIT, Launch, R
 pytestmark = pytest.mark.distributed
 
 STOPPED_AT = 3
-SAMPLES, WARMUP, DECAY = 60, 10, 50
+SAMPLES, WARMUP, DECAY = 70, 10, 50
 IN_SEQUENCES = (
     *("--train-samples", str(SAMPLES), "--rampup-batch-size", "4", "4", "24"),
     *("--global-batch-size", "16", "--lr-decay-samples", str(DECAY)),
@@ -29,6 +29,7 @@ IN_SEQUENCES = (
     *("--eval-interval", "6", "--eval-iters", "1", "--eval-global-batch-size", "4"),
 )
 SIZES_IN_SEQUENCES = [4, 4, 8, 12, 16, 16]
+"""60 samples: one more batch would lead beyond the end."""
 
 ROWS, WARMUP_ROWS = 14, 3
 IN_TOKENS = (
@@ -117,7 +118,9 @@ def test_sizes_end_and_rates(whole: Run, unit: str, training_corpus: Corpus) -> 
     assert [record.learning_rate for record in records] == pytest.approx(wanted, rel=1e-12)
     assert [line.learning_rate for line in whole.lines] == pytest.approx(wanted, rel=PRINTED)
     assert [line.global_batch_size for line in whole.lines] == [r.num_sequences for r in records]
-    assert f"training: {60 if unit == 'sequences' else '1,344'} {unit}, " in whole.outcome.stdout
+    assert (
+        f"training: {SAMPLES if unit == 'sequences' else '1,344'} {unit}, " in whole.outcome.stdout
+    )
 
 
 @pytest.mark.parametrize("strategy", ["2*tp1", "tp2"])
@@ -142,6 +145,19 @@ def test_a_run_that_is_stopped_inside_the_growth_resumes_as_in_one_piece(
     assert [record.grad_norm for record in resumed.records] == pytest.approx(
         [record.grad_norm for record in before], rel=20 * ROUNDING
     )
+
+
+@pytest.mark.parametrize("unit", ["sequences"], indirect=True)
+def test_another_size_trains_the_samples_that_are_left(
+    launch: Launch, whole: Run, saved: Path
+) -> None:
+    size, before = 18, SIZES_IN_SEQUENCES[:STOPPED_AT]
+    without_ramp = (*IN_SEQUENCES[:2], *IN_SEQUENCES[6:])
+    other = ("--global-batch-size", str(size), "--allow-changed-settings")
+    load = ("--load", str(saved), "--ckpt-step", str(STOPPED_AT))
+    resumed = start(launch, "tp1", *without_ramp, *other, *load)
+    sizes = [record.num_sequences for record in resumed.records]
+    assert sizes == [size] * ((SAMPLES - sum(before)) // size)
 
 
 def test_a_schedule_in_samples_is_not_taken_for_one_in_iterations(
