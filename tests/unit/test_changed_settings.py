@@ -1,16 +1,73 @@
 """Settings that differ between a checkpoint and the run that loads it."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.hydraulis.checkpoint.manifest import MODEL_ARGUMENTS, OFF_BY_DEFAULT
 from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.flags import changes
 from megatron.hydraulis.flags.changes import changed_settings
+from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.loop.planning import Planning
-from tests.unit.argument_command import parse
+from tests.unit.argument_command import flag_parser, parse
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
+
+COMPARED_OTHERWISE = """
+    add_position_embedding group_query_attention use_rotary_position_embeddings
+    max_position_embeddings make_vocab_size_divisible_by padded_vocab_size vocab_size
+    spec
+    data_path train_data_path valid_data_path test_data_path split seq_length long_sequences seed
+    tokenizer_type tokenizer_model vocab_file merge_file metadata_path special_tokens
+    tiktoken_pattern tiktoken_num_special_tokens tokenizer_sentencepiece_legacy
+    tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_hf_no_use_fast
+    tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id
+    train_iters train_samples
+    """
+"""By the shapes of tensors, the fingerprint of the data, the sampler or the schedule's length."""
+
+NO_UPDATE_DEPENDS_ON = """
+    calculate_per_token_loss reset_position_ids reset_attention_mask hidden_dropout
+    attention_dropout accumulate_allreduce_grads_in_fp32 use_distributed_optimizer
+    dist_ckpt_optim_fully_reshardable enable_one_logger log_throughput apply_rope_fusion
+    no_persist_layer_norm deprecated_use_mcore_models
+    init_method_std
+    transformer_impl attention_backend core_attention cp_comm_type masked_softmax_fusion
+    bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion gradient_accumulation_fusion
+    disable_jit_fuser recompute_granularity recompute_activations recompute_method
+    recompute_num_layers recompute_modules
+    strategy strategy_pool strategy_schedule balance_pipeline_layers no_sequence_parallel
+    sequence_parallel tensor_model_parallel_size pipeline_model_parallel_size
+    context_parallel_size regroup_owners_for no_regroup_overlap elastic ranks_per_node
+    distributed_backend distributed_timeout_minutes
+    cost_profile refit_cost_profile refit_drift memory_trial max_tokens_per_micro_batch
+    row_quantum_tokens plan_ahead plan_time_limit plan_dir replay_plans
+    skip_nan_iterations max_skipped_in_a_row ignore_unknown_options
+    eval_interval eval_iters eval_global_batch_size start_eval_at_iter
+    async_save save_interval keep_last finetune
+    exit_interval exit_duration_in_mins exit_signal exit_signal_handler
+    manual_gc manual_gc_interval manual_gc_eval trust_remote_code trace trace_iterations
+    log_interval logging_level timing_log_level timing_log_option tensorboard_log_interval
+    tensorboard_queue_size log_timers_to_tensorboard log_loss_scale_to_tensorboard
+    log_validation_ppl_to_tensorboard log_world_size_to_tensorboard wandb_project wandb_exp_name
+    wandb_entity
+    """
+"""Always the same, needed only for new weights, or without effect on an update."""
+
+
+def test_every_setting_is_classified_once() -> None:
+    ours = [field.name for field in dataclasses.fields(HydraulisConfig)]
+    settings = {*flag_parser().honoured_dests, *ours}
+    compared = {*MODEL_ARGUMENTS, *OFF_BY_DEFAULT} & settings
+    classes = (
+        *(compared, changes._CHANGE_UPDATE, changes._OF_SCHEDULE, changes._OF_ONE_START),
+        *(COMPARED_OTHERWISE.split(), NO_UPDATE_DEPENDS_ON.split()),
+    )
+    assert sorted(itertools.chain(*classes)) == sorted(settings)
 
 
 def described(folder: Path, *extra: str) -> dict[str, Any]:
@@ -30,6 +87,15 @@ def test_every_changed_setting_is_named_those_of_the_update_first(tmp_path: Path
         ("--log-interval 1 -> 5", False),
     ]
     assert changed_settings(here, here) == ()
+
+
+def test_what_decays_changes_the_update(tmp_path: Path) -> None:
+    here = described(tmp_path, "--qk-layernorm", "--apply-wd-to-qk-layernorm")
+    (change,) = changed_settings(described(tmp_path, "--qk-layernorm"), here)
+    assert (str(change), change.changes_update) == (
+        "--apply-wd-to-qk-layernorm False -> True",
+        True,
+    )
 
 
 def test_the_schedule_of_the_checkpoint_changes_nothing(tmp_path: Path) -> None:
