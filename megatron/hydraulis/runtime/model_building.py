@@ -277,16 +277,27 @@ def _with_replaced(spec: Any, replaced: Mapping[Any, Any]) -> Any:
     return spec
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """At least fp32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 class _ZeroCentredLayerNorm(torch.nn.LayerNorm):
-    """Multiplies by 1 + weight, as Transformer Engine and apex do for ``zero_centered_gamma``."""
+    """Multiplies by 1 + weight for ``zero_centered_gamma``.
+
+    Like Transformer Engine it computes in fp32 and rounds the outcome only: bf16 has no number
+    between 1 and 1.0078, so small weights would have no effect. The backward keeps its input in
+    fp32.
+    """
 
     def reset_parameters(self) -> None:
         torch.nn.init.zeros_(self.weight)
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, given: Tensor) -> Tensor:
-        weight = 1 + self.weight
-        return F.layer_norm(given, self.normalized_shape, weight, self.bias, self.eps)
+        weight, bias = 1 + _wide(self.weight), _wide(self.bias)
+        normed = F.layer_norm(_wide(given), self.normalized_shape, weight, bias, self.eps)
+        return normed.to(given.dtype)
 
 
 class _ZeroCentredRMSNorm(torch.nn.RMSNorm):
@@ -296,7 +307,8 @@ class _ZeroCentredRMSNorm(torch.nn.RMSNorm):
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, given: Tensor) -> Tensor:
-        return F.rms_norm(given, self.normalized_shape, 1 + self.weight, self.eps)
+        weight = 1 + _wide(self.weight)
+        return F.rms_norm(_wide(given), self.normalized_shape, weight, self.eps).to(given.dtype)
 
 
 _ZERO_CENTRED: Mapping[Any, Any] = {
