@@ -90,6 +90,12 @@ def test_data_of_another_tokenizer_are_refused(tmp_path: Path, tokenizer_folder:
     assert _resolve(tmp_path, *typed, without=("--vocab-size",)).size == _NUM_WORDS
 
 
+@pytest.mark.parametrize("inv_vocab", [["a", "b"], None])
+def test_a_tokenizer_that_lists_its_tokens_otherwise_has_no_fingerprint(inv_vocab: object) -> None:
+    tokenizer = SimpleNamespace(inv_vocab=inv_vocab, vocab_size=2)
+    assert TokenizerFingerprint.of(tokenizer) is None
+
+
 def test_a_larger_vocab_size_gives_the_model_more_tokens(
     tmp_path: Path, tokenizer_folder: str
 ) -> None:

@@ -152,14 +152,14 @@ class TokenizerFingerprint:
     @classmethod
     def of(cls, tokenizer: Any, num_tokens: int | None = None) -> "TokenizerFingerprint | None":
         """That of the first num_tokens ids, by default of all; None if tokens cannot be listed."""
+        digest = hashlib.sha256()
         try:
             token_of = tokenizer.inv_vocab
             size = int(tokenizer.vocab_size) if num_tokens is None else num_tokens
+            for token in range(size):
+                digest.update(f"{token_of.get(token)!r}\n".encode())
         except Exception:  # libraries raise their own kinds, and NullTokenizer has no tokens
             return None
-        digest = hashlib.sha256()
-        for token in range(size):
-            digest.update(f"{token_of.get(token)!r}\n".encode())
         return cls(size, digest.hexdigest())
 
     @classmethod
