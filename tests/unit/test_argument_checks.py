@@ -1,5 +1,6 @@
 """Bad input gives one clear error with rule, numbers and fix, before any rank waits for another."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.flags.config import HydraulisConfig, option_of
+from megatron.hydraulis.flags.options import HONOURED
 from tests.unit.argument_command import parse
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -365,3 +368,18 @@ def test_a_wrong_value_alone_gives_one_line(wrong: str, tmp_path: Path) -> None:
         parse(tmp_path, *extra, *wrong.split())
     assert "\n" not in str(caught.value)
     assert wrong.split()[0] in str(caught.value)
+
+
+def test_no_honoured_option_with_a_wrong_value_ends_in_a_traceback(tmp_path: Path) -> None:
+    ours = [option_of(field.name) for field in dataclasses.fields(HydraulisConfig)]
+    refused: dict[str, str] = {}
+    for option in (*HONOURED, *ours):
+        for typed in (option, f"{option} bogus"):
+            try:
+                parse(tmp_path, *typed.split())
+            except ConfigurationError as error:
+                refused[typed] = str(error)
+    assert refused.keys() > {"--save", "--swiglu bogus", "--sequence-parallel bogus"}
+    # It contradicts --train-iters of the command, too.
+    several = {typed for typed, error in refused.items() if "\n" in error}
+    assert several == {"--step-batch-size-schedule bogus"}

@@ -114,7 +114,8 @@ def parse_arguments(
     with problems.collected():
         hydraulis = _take_our_flags(flags)
     if hydraulis is not None:
-        problems.hide(hydraulis, flags.wrong)
+        ours = {field.name for field in dataclasses.fields(hydraulis)}
+        problems.hide(hydraulis, flags.wrong & ours)
         num_started = num_ranks
         with problems.collected():
             num_ranks = _num_ranks(hydraulis, num_started)
@@ -131,7 +132,7 @@ def parse_arguments(
         with problems.collected():
             given = {given.dest for given in flags.given}
             checks.check_needed(args, hydraulis, given=given)
-    set_defaults(flags, run_dir, has_cuda=has_cuda)
+    set_defaults(flags, before, run_dir, has_cuda=has_cuda)
     for check in (
         checks.check_model,
         checks.check_variants,

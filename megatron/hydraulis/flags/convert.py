@@ -407,7 +407,7 @@ def run(namespace: argparse.Namespace) -> int:
         if given.dest != "ignore_unknown_options"
     ]
     before = dict(vars(flags.args))
-    set_defaults(flags, default_run_dir(), has_cuda=True)
+    set_defaults(flags, before, default_run_dir(), has_cuda=True)
 
     texts = option_texts(
         flags.taken, flags.unknown, differences(parser, flags, before, uses_tp=sizes["tp"] > 1)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
@@ -101,14 +102,15 @@ def differences(
     return tuple(found)
 
 
-def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
-    """Change attributes of ``flags.args`` that no given option sets."""
+def set_defaults(
+    flags: ParsedFlags, before: Mapping[str, Any], run_dir: Path, *, has_cuda: bool
+) -> None:
+    """Change attributes of ``flags.args`` that no given option sets.
+
+    before: all attributes as parsed; ``flags.args`` lacks those that have a problem.
+    """
     _set_always(flags.args)
-    # A setting with a problem is hidden.
-    seq_length, train_iters, train_samples, eval_interval = (
-        getattr(flags.args, dest, None)
-        for dest in ("seq_length", "train_iters", "train_samples", "eval_interval")
-    )
+    seq_length, train_iters = before["seq_length"], before["train_iters"]
     defaults: dict[str, object] = {
         "log_interval": 1,
         "hidden_dropout": 0.0,
@@ -118,42 +120,40 @@ def set_defaults(flags: ParsedFlags, run_dir: Path, *, has_cuda: bool) -> None:
         "cp_comm_type": ["auto"],
         # Upstream's default is an error where local layers have no apex.
         "gradient_accumulation_fusion": has_cuda
-        and (has_fused_weight_gradients() or _has_te_layers(flags)),
+        and (has_fused_weight_gradients() or _has_te_layers(flags, before)),
         "tensorboard_dir": str(run_dir / "tensorboard"),
         # Upstream would write to the folder of checkpoints.
         "wandb_save_dir": str(run_dir / "wandb"),
     }
     # A batch holds at least a sequence, or of a budget a token.
-    most_iterations = train_iters or (train_samples or 0) * (seq_length or 1)
-    if flags.args.save is not None:
+    most_iterations = train_iters or (before["train_samples"] or 0) * (seq_length or 1)
+    if before["save"] is not None:
         # Never reached: upstream saves at the end of training, too.
         defaults["save_interval"] = most_iterations + 1
-    if eval_interval is None:
+    if before["eval_interval"] is None:
         # Upstream uses the interval even without evaluation: set one that is never reached, and
         # evaluate nothing after the last iteration either.
         defaults["eval_interval"] = most_iterations + 1
         defaults["eval_iters"] = 0
     if not has_cuda:
         defaults |= _CPU_DEFAULTS
-    if flags.args.squared_relu or flags.args.quick_geglu:
+    if before["squared_relu"] or before["quick_geglu"]:
         defaults["bias_gelu_fusion"] = False
-    if keeps_gate(flags.args):
+    if keeps_gate(argparse.Namespace(**before)):
         defaults["bias_swiglu_fusion"] = False
     for dest, value in defaults.items():
         if not flags.was_given(dest):
             setattr(flags.args, dest, value)
 
 
-def _has_te_layers(flags: ParsedFlags) -> bool:
+def _has_te_layers(flags: ParsedFlags, before: Mapping[str, Any]) -> bool:
     was_given = flags.was_given("transformer_impl")
-    return was_given and flags.args.transformer_impl == "transformer_engine"
+    return was_given and before["transformer_impl"] == "transformer_engine"
 
 
 def keeps_gate(args: argparse.Namespace) -> bool:
     """Whether a gated activation runs as several kernels, as upstream has no fused one for it."""
-    # A setting with a problem is hidden.
-    offset = getattr(args, "glu_linear_offset", 0.0)
-    has_settings = offset != 0.0 or getattr(args, "activation_func_clamp_value", None) is not None
+    has_settings = args.glu_linear_offset != 0.0 or args.activation_func_clamp_value is not None
     return bool(args.quick_geglu or (args.swiglu and has_settings))
 
 
