@@ -225,6 +225,15 @@ def test_a_global_batch_beyond_the_corpus_is_refused(
     assert there in error
 
 
+def test_a_global_batch_of_evaluation_beyond_its_data_is_refused(
+    command: Command, tmp_path: Path
+) -> None:
+    flags = ("--split", "80,20,0", "--eval-interval", "2", "--eval-global-batch-size", "1000000000")
+    error = _refused(command("--strategy", "2*tp1", *flags), 2, tmp_path)
+    assert "one epoch of the validation data but --eval-global-batch-size is 1000000000" in error
+    assert "the most is 16 sequences" in error
+
+
 def test_a_sequence_that_no_replica_holds_is_refused(command: Command, tmp_path: Path) -> None:
     # A vocabulary so large that the logits of some dozen tokens fill a rank's memory.
     flags = ("--strategy", "2*tp1", "--padded-vocab-size", str(2_500_000))

@@ -19,7 +19,7 @@ from megatron.hydraulis.checkpoint.collective_errors import on_rank_0
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.data.corpus import Corpus
 from megatron.hydraulis.data.fingerprint import DatasetFingerprint
-from megatron.hydraulis.data.sampler import EvaluationSampler, LengthSampler
+from megatron.hydraulis.data.sampler import BatchSizes, EvaluationSampler, LengthSampler
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import (
     FULL_DISK,
@@ -35,6 +35,7 @@ from megatron.hydraulis.flags.describe import (
     length_text,
     option_lines,
 )
+from megatron.hydraulis.flags.samples import sample_tokens
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
 from megatron.hydraulis.loop.checkpoints import RunCheckpoints
@@ -176,21 +177,22 @@ class Job:
                 "no training data: --split leaves the training part no document of 2 tokens or "
                 "more; give more data or another --split"
             )
-        self._check_batch(corpora.train)
+        self._check_batches(corpora.train, corpora.valid, corpora.test)
         return corpora.train, corpora.valid, corpora.test
 
-    def _check_batch(self, train: Corpus) -> None:
-        """Raise ConfigurationError for a global batch that is larger than the training data."""
+    def _check_batches(self, train: Corpus, valid: Corpus | None, test: Corpus | None) -> None:
+        """Raise ConfigurationError for a global batch that is larger than its data."""
         sizes = self._resolved.sizes
-        size, unit = sizes.largest, sizes.unit
-        option, most = "--global-batch-size", train.num_sequences
-        if sizes.in_tokens:
-            option, most = "--global-batch-tokens", train.report.num_tokens
-        if size > most:
-            raise ConfigurationError(
-                f"a global batch is at most one epoch of the training data but {option} is {size} "
-                f"and the data have {most} {unit}; give more data or {option} {most} or less"
-            )
+        option = "--global-batch-tokens" if sizes.in_tokens else "--global-batch-size"
+        _check_batch(option, sizes.largest, _size_of(train, sizes), "training", sizes.unit)
+        option, unit = "--eval-global-batch-size", "samples" if sizes.in_tokens else "sequences"
+        scale = sample_tokens(self._resolved.args, sizes)
+        size = self._resolved.evaluation_sizes.largest // scale
+        for corpus, data in ((valid, "validation"), (test, "test")):
+            if corpus is not None:
+                # Training's size, the default, may be several epochs of a small part.
+                most = max(_size_of(corpus, sizes), sizes.largest) // scale
+                _check_batch(option, size, most, data, unit)
 
     def check_limits(self, corpora: Corpora) -> None:
         """Raise an error unless every sequence fits, before any rank waits for another.
@@ -552,6 +554,19 @@ class Job:
         if parts.trace is not None:
             parts.trace.close(merges=False)
         parts.guard.close()
+
+
+def _size_of(corpus: Corpus, sizes: BatchSizes) -> int:
+    """An epoch in the unit of the sizes."""
+    return corpus.report.num_tokens if sizes.in_tokens else corpus.num_sequences
+
+
+def _check_batch(option: str, size: int, most: int, data: str, unit: str) -> None:
+    if size > most:
+        raise ConfigurationError(
+            f"a global batch is at most one epoch of the {data} data but {option} is {size} and "
+            f"the most is {most} {unit}; give more data or {option} {most} or less"
+        )
 
 
 def _cannot_write(option: str, folder: object, reason: str) -> ConfigurationError:
