@@ -299,6 +299,44 @@ def test_convert_prints_the_command_and_what_becomes_of_each_option(
     assert "--set takes NAME=VALUE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("condition", "branch"),
+    [
+        ('[ "$MOCK" = true ]', "otherwise"),
+        ("[[ $MOCK == false ]]", "then"),
+        ('! [ "$MOCK" = true ]', "then"),
+        ('[ ! "$MOCK" == false ]', "otherwise"),
+        ('[ -z "" ]', "then"),
+        ("[ -n $MOCK ]", "then"),
+        ("test ${10:-2} -gt 1", "then"),
+        ("[ 2 -lt 1 ]", "otherwise"),
+        # Not known: the last branch counts.
+        ('[ "$OUTSIDE" = true ]', "otherwise"),
+        ("[ -f pretrain_gpt.py ]", "otherwise"),
+        ("[[ $MOCK == f* ]]", "otherwise"),
+        ('[ "$MOCK" = false ] && [ -f data ]', "otherwise"),
+    ],
+)
+def test_a_condition_that_is_known_decides_its_branch(condition: str, branch: str) -> None:
+    script = f"""
+MOCK=false
+if {condition}; then
+    if [ 1 = 2 ]; then A="--inner"; fi
+    A="--then"; B=(--then)
+else A="--otherwise"; B=(--otherwise)
+fi
+if [ 1 = 1 ]; then :; elif [ "$X" = y ]; then A="--elif"; else A="--else"; fi
+python pretrain_gpt.py $A ${{B[@]}}
+"""
+    assert read_launch_command(script).options == (f"--{branch}", f"--{branch}")
+
+
+def test_a_test_for_the_program_does_not_call_it() -> None:
+    script = "if [ ! -f pretrain_gpt.py ]; then exit 1; fi\n[ -f pretrain_gpt.py ]\n"
+    launch = read_launch_command(script + "srun python pretrain_gpt.py --lr ${12:-1}", {"12": "3"})
+    assert launch.options == ("--lr", "3")
+
+
 def test_ranks_that_a_layout_does_not_divide_have_no_strategy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,14 +1,16 @@
 """``hydraulis convert``: from a launch script of Megatron to the command to run here.
 
-A script is read, not run: assignments of variables and arrays are followed from top to bottom. Both
-branches of a condition count, so that the last value wins; variables with several values are
-listed. Commands in ``$(...)`` are left as they are and listed as unset.
+A script is read, not run: assignments of variables and arrays are followed from top to bottom. A
+test of strings or whole numbers that are known decides its branches. Of any other condition all
+branches count, so that the last value wins; variables with several values are listed. Commands in
+``$(...)`` are left as they are and listed as unset.
 """
 
 import argparse
+import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -16,15 +18,23 @@ from megatron.hydraulis.errors import ConfigurationError
 
 _ENTRY = re.compile(r"(?:^|/)\w*pretrain\w*\.py$")
 """The program among the words of a command."""
-_NO_LAUNCHER = ("cp", "mv", "ln", "ls", "cat", "echo", "printf", "rsync", "scp", "test", "[")
+_NO_LAUNCHER = ("cp", "mv", "ln", "ls", "cat", "echo", "printf", "rsync", "scp", "test", "[", "[[")
 """Commands that name the program without calling it."""
-_PREFIXES = ("export", "local", "declare", "readonly", "then", "else", "elif", "do", "{", "time")
+_PREFIXES = ("export", "local", "declare", "readonly", "then", "do", "{", "time")
 """Words that may stand before an assignment or a command."""
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=", re.DOTALL)
 _VARIABLE = re.compile(
     r"\$(?:(?P<plain>[A-Za-z_]\w*|[0-9])"
-    r"|\{(?P<braced>[A-Za-z_]\w*|[0-9])(?:\[[@*]\])?(?:(?P<colon>:?)[-=](?P<default>[^{}]*))?\})"
+    r"|\{(?P<braced>[A-Za-z_]\w*|[0-9]+)(?:\[[@*]\])?(?:(?P<colon>:?)[-=](?P<default>[^{}]*))?\})"
 )
+_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
 _REDIRECTION = re.compile(r"[0-9]*[<>]")
 _GIVEN_LATER = ("tokenizer_type", "data_path")
 """Attributes that a file of options may leave to the command line."""
@@ -191,6 +201,51 @@ def _closing_bracket(text: str, start: int) -> int:
     return len(text) - 1
 
 
+def _outcome(words: Sequence[str]) -> bool | None:
+    """What a test like ``[ A = B ]`` finds; None if it is no test or not all of it is known."""
+    match words:
+        case ["!", *others]:
+            outcome = _outcome(others)
+            return None if outcome is None else not outcome
+        case ["[", *inside, "]"] | ["[[", *inside, "]]"] | ["test", *inside]:
+            pass
+        case _:
+            return None
+    if any("$" in word for word in inside):
+        return None
+    match inside:
+        case ["!", *others]:
+            return _outcome(["!", "test", *others])
+        case ["-z", text]:
+            return not text
+        case ["-n", text]:
+            return bool(text)
+        case [left, "=" | "==", right] if not re.search(r"[*?\[]", right):
+            return left == right
+        case [left, "!=", right] if not re.search(r"[*?\[]", right):
+            return left != right
+        case [left, sign, right] if sign in _COMPARISONS and (left + right).isdigit():
+            return _COMPARISONS[sign](int(left), int(right))
+    return None
+
+
+@dataclass(slots=True)
+class _Condition:
+    """An ``if`` whose ``fi`` has not come."""
+
+    is_skipped: bool
+    """Whether a branch that is not taken contains it."""
+    is_decided: bool = False
+    """Whether a branch is taken for certain: the following ones are not."""
+    is_taken: bool = True
+    """Whether the branch at hand may be taken."""
+
+    def enter(self, outcome: bool | None) -> None:
+        """Begin the branch of a condition; None if its outcome is not known."""
+        self.is_taken = not (self.is_skipped or self.is_decided or outcome is False)
+        self.is_decided |= outcome is True
+
+
 class _Script:
     """Follows a script from top to bottom."""
 
@@ -200,6 +255,7 @@ class _Script:
         self._values: dict[str, list[str]] = {name: [value] for name, value in fixed.items()}
         self._all_values: dict[str, list[str]] = {}
         self._used: set[str] = set()
+        self._conditions: list[_Condition] = []
         self.commands: list[tuple[_Text, ...]] = []
 
     @property
@@ -219,17 +275,41 @@ class _Script:
             if isinstance(token, _Word):
                 if array is not None:
                     array[2].extend(self._expand(token))
+                elif not command and token.is_bare and token.text in ("else", "fi"):
+                    self._leave_branch(token.text)
                 else:
                     command.append(token)
             elif token == "(" and command and re.fullmatch(r"\w+\+?=", command[-1].text):
                 name = command.pop().text
                 array = (name.rstrip("+="), name.endswith("+="), [])
             elif token == ")" and array is not None:
-                self._assign(*array)
+                if self._is_followed:
+                    self._assign(*array)
                 array = None
             elif array is None:
-                self._end(command)
+                self._end(command, token)
                 command = []
+
+    @property
+    def _is_followed(self) -> bool:
+        """Whether commands at this place may run."""
+        return all(condition.is_taken for condition in self._conditions)
+
+    def _leave_branch(self, keyword: str) -> None:
+        """Follow ``else`` or ``fi``."""
+        if keyword == "else" and self._conditions:
+            self._conditions[-1].enter(None)
+        elif self._conditions:
+            self._conditions.pop()
+
+    def _enter_branch(self, words: list[_Word], separator: str) -> None:
+        """Follow the first command after ``if`` or ``elif``, which separator ends."""
+        if words[0].text == "if":
+            self._conditions.append(_Condition(is_skipped=not self._is_followed))
+        if self._conditions:
+            tested = [text for word in words[1:] for text in self._expand(word)]
+            # Of "A && B" one half does not decide.
+            self._conditions[-1].enter(None if separator in ("&", "|") else _outcome(tested))
 
     def _assign(self, name: str, appends: bool, values: list[str]) -> None:
         if name in self._fixed:
@@ -240,8 +320,17 @@ class _Script:
         self._values[name] = values
         self._all_values.setdefault(name, []).append(" ".join(" ".join(values).split()))
 
-    def _end(self, words: list[_Word]) -> None:
+    def _end(self, words: list[_Word], separator: str) -> None:
+        """Follow a command.
+
+        separator: what ends it.
+        """
         words = list(words)
+        if words and words[0].is_bare and words[0].text in ("if", "elif"):
+            self._enter_branch(words, separator)
+            return
+        if not self._is_followed:
+            return
         while words:
             word = words[0]
             assigned = _ASSIGNMENT.match(word.before_quotes)
@@ -426,7 +515,7 @@ def run(namespace: argparse.Namespace) -> int:
         return 1
     print(" \\\n    ".join((*_launcher_lines(launch), *kept)))
     dry_run = f"--num-ranks {num_ranks or 'N'} --dry-run"
-    print(f"\nnext: hydraulis train FLAGS {dry_run}, with these flags, on any machine")
+    print(f"\nnext: hydraulis train FLAGS {dry_run}; without a GPU also --cost-profile FILE")
     return 0
 
 

@@ -273,8 +273,14 @@ def _memory_numbers(model: CostModel, scheme: Scheme, source: str) -> str:
         return f"by the {source}"
     device = model.device
     states = max(model.memory.state_bytes(scheme, stage) for stage in range(scheme.pp))
+    whose = "rank"
+    if device.name == "cpu":
+        whose = (
+            "CPU rank (for GPUs, give --cost-profile of hydraulis profile, or of hydraulis "
+            "estimate --device)"
+        )
     return (
-        f"in the {device.memory_bytes / 1e9:.3g} GB of a rank, of which "
+        f"in the {device.memory_bytes / 1e9:.3g} GB of a {whose}, of which "
         f"{model.memory.reserve_bytes / 1e9:.3g} GB are kept free and parameters, gradients and "
         f"optimizer state take {states / 1e9:.3g} GB"
     )
