@@ -99,8 +99,8 @@ def check_model(args: argparse.Namespace) -> None:
 
 def check_variants(args: argparse.Namespace) -> None:
     """Raise ConfigurationError for variants of layers that contradict each other or the model."""
-    activations = ("--swiglu", "--squared-relu", "--quick-geglu")
-    given = [option for option in activations if getattr(args, _dest(option))]
+    activations = ("swiglu", "squared_relu", "quick_geglu")
+    given = [option_of(dest) for dest in activations if getattr(args, dest)]
     if len(given) > 1:
         raise ConfigurationError(
             f"the MLP has one activation but {' and '.join(given)} give {len(given)}; choose one"
@@ -113,12 +113,8 @@ def check_variants(args: argparse.Namespace) -> None:
             f"--window-size gives the tokens before and after its own that a token attends to, and "
             f"none after it as the model is causal, but is {typed}; write N,0"
         )
-    for option in ("--window-attn-skip-freq", "--no-rope-freq"):
-        _check_pattern(option, getattr(args, _dest(option)), args.num_layers)
-
-
-def _dest(option: str) -> str:
-    return option.removeprefix("--").replace("-", "_")
+    for dest in ("window_attn_skip_freq", "no_rope_freq"):
+        _check_pattern(option_of(dest), getattr(args, dest), args.num_layers)
 
 
 def _check_pattern(option: str, value: int | list[int] | None, num_layers: int) -> None:
