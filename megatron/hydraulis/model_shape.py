@@ -47,15 +47,18 @@ class AttentionWindow:
 
 
 def count_windowed_layers(num_layers: int, skip_frequency: int | Sequence[int] | None) -> int:
-    """Layers with a window of a model that has one, by --window-attn-skip-freq.
+    """Layers with a window of a model that has one.
 
-    A number below 1 and a list of another length, which are refused elsewhere, give some number.
+    Args:
+        num_layers: of the model.
+        skip_frequency: --window-attn-skip-freq: a period of at least 1 layer, the last of which has
+            no window, or 1 or 0 for each layer; None if all have one.
     """
     if skip_frequency is None:
         return num_layers
     if isinstance(skip_frequency, int):
-        return num_layers - num_layers // max(1, skip_frequency)
-    return sum(map(bool, skip_frequency[:num_layers]))
+        return num_layers - num_layers // skip_frequency
+    return sum(skip_frequency)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from megatron.training.arguments import moe_freq_type, no_rope_freq_type, tuple_type
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError
@@ -359,17 +360,18 @@ def test_every_number_has_a_range_and_those_outside_are_refused(tmp_path: Path) 
     actions = [
         action
         for action in flag_parser()._parser._actions
-        if action.type in (int, float)
+        if action.type in (int, float, tuple_type, moe_freq_type, no_rope_freq_type)
         and (action.option_strings[0] in HONOURED or action.dest in OURS)
     ]
     without_range = [a.option_strings[0] for a in actions if a.option_strings[0] not in RANGES]
     assert without_range == []
     for action in actions:
         option = action.option_strings[0]
+        pair = ",0" if action.type is tuple_type else ""
         for value in _VALUES:
-            number = _number(value, is_integer=action.type is int)
+            number = _number(value, is_integer=action.type is not float)
             is_inside = number is not None and RANGES[option].problem(option, number) is None
-            problem = _problem_with(tmp_path, option, value)
+            problem = _problem_with(tmp_path, option, value + pair)
             if problem is None:
                 assert is_inside, (option, value)
             else:

@@ -206,7 +206,8 @@ def load_checkpoint(
                     f"{path}: {MANIFEST_NAME} is missing, so its files cannot be checked; load "
                     "another checkpoint"
                 )
-            _check_same_model(path, model_differences(upstream.model, model))
+            differences = model_differences(upstream.model, model, lists_all=False)
+            _check_same_model(path, differences)
         states = {MODEL: engine.shards.parameters}
         if with_optimizer:
             _check_optimizer(checkpoint, upstream)

@@ -248,11 +248,14 @@ def model_of(args: Any) -> dict[str, Any]:
     return model | {n: list(v) if isinstance(v, tuple) else v for n, v in on.items()}
 
 
-def model_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def model_differences(
+    saved: Mapping[str, Any], here: Mapping[str, Any], *, lists_all: bool = True
+) -> list[str]:
     """In what the models differ, both as `model_of` returns them, possibly with more entries.
 
     An entry that only one of them has is no difference, since a checkpoint of another program may
-    have fewer, unless it is one of `OFF_BY_DEFAULT`.
+    have fewer, unless it is one of `OFF_BY_DEFAULT`. Those that are on here only are differences if
+    ``lists_all``: the checkpoint lists all that are on, as those of this program do.
     """
     differences = [
         f"{name} is {saved[name]} there and {value} here"
@@ -262,7 +265,7 @@ def model_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list
     return differences + [
         f"{name} is {saved.get(name, 'off')} there and {here.get(name, 'off')} here"
         for name in OFF_BY_DEFAULT
-        if (name in saved) != (name in here)
+        if (name in saved) != (name in here) and (name in saved or lists_all)
     ]
 
 

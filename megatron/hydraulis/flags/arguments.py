@@ -133,9 +133,14 @@ def parse_arguments(
             given = {given.dest for given in flags.given}
             checks.check_needed(args, hydraulis, given=given)
     set_defaults(flags, before, run_dir, has_cuda=has_cuda)
+    with problems.collected():
+        try:
+            checks.check_variants(args)
+        except ConfigurationError:
+            problems.hide(args, {"window_size"})  # the shape of the model is unknown
+            raise
     for check in (
         checks.check_model,
-        checks.check_variants,
         checks.check_recompute,
         checks.check_signal,
         checks.check_learning_rate,

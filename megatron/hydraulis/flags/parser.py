@@ -178,7 +178,7 @@ class FlagParser:
             return named[0] if named else ""
         if value is None:
             return "none"
-        values = value if isinstance(value, list) else [value]
+        values = value if isinstance(value, list | tuple) else [value]
         return " ".join((actions[0].option_strings[0], *map(str, values)))
 
     def parse(self, argv: Sequence[str] | None, problems: Problems | None = None) -> ParsedFlags:
@@ -297,7 +297,7 @@ class FlagParser:
         bounds = RANGES.get(self._actions[given.option].option_strings[0])
         if isinstance(row, Taken) or bounds is None or given.values == ():
             return True
-        values = value if isinstance(value, list) else [value]
+        values = value if isinstance(value, list | tuple) else [value]
         lines = [line for each in values if (line := bounds.problem(given.option, each))]
         for line in lines:
             problems.add(line)

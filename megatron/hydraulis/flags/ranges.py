@@ -66,11 +66,12 @@ _OPTIONS: dict[Range, str] = {
         --num-ranks --keep-last --max-skipped-in-a-row""",
     _FROM_0: """
         --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval
-        --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead""",
+        --tiktoken-num-special-tokens --null-tokenizer-eod-id --logging-level --plan-ahead
+        --window-attn-skip-freq --no-rope-freq""",
     Range(1, _LARGEST_NUM_SAMPLES): "--train-samples --lr-decay-samples --lr-wsd-decay-samples",
     Range(0, _LARGEST_NUM_SAMPLES): "--lr-warmup-samples --rampup-batch-size",
     Range(-_LARGEST_REAL, _LARGEST_REAL): "--glu-linear-offset",
-    Range(-1, _LARGEST_INTEGER): "--null-tokenizer-pad-id",
+    Range(-1, _LARGEST_INTEGER): "--null-tokenizer-pad-id --window-size",
     Range(1, _LARGEST_SEED): "--seed",
     Range(0, 2): "--timing-log-level",
     _POSITIVE: """

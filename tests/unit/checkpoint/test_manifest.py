@@ -64,6 +64,13 @@ def test_arguments_without_a_flag_here_are_attributed_to_plain_megatron() -> Non
         "squared_relu is True there and off here",
         "window_size is [64, 0] there and off here",
     ]
+    assert model_differences(there, here, lists_all=False) == model_differences(there, here)
+
+
+def test_another_program_may_not_have_stored_what_is_on_here() -> None:
+    there, here = {"num_layers": 2}, {"num_layers": 2, "window_size": [4, 0]}
+    assert model_differences(there, here, lists_all=False) == []
+    assert model_differences(there, here) == ["window_size is off there and [4, 0] here"]
 
 
 def test_earlier_argument_names_are_read() -> None:
