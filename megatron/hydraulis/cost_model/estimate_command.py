@@ -18,6 +18,7 @@ from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
     add_shape_arguments,
+    keeps_gate,
     shape_of,
 )
 from megatron.hydraulis.errors import ConfigurationError
@@ -128,7 +129,7 @@ def run(namespace: argparse.Namespace) -> int:
         sequence_parallel=namespace.sequence_parallel,
         recompute=recompute,
         cp_comm_type=namespace.cp_comm_type,
-        keeps_gate=namespace.quick_geglu,
+        keeps_gate=keeps_gate(namespace),
         has_te_layers=namespace.transformer_impl == "transformer_engine",
         pool=pool,
     )

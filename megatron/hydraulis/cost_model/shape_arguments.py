@@ -1,11 +1,13 @@
 """Flags for a model's shape, a device and its links in commands that build no model."""
 
 import argparse
+import ast
 import math
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from megatron.hydraulis.cost_model.device import (
     DEVICE_NAMES,
@@ -37,6 +39,8 @@ _OTHERS = (
     "--kv-channels",
     "--swiglu",
     "--quick-geglu",
+    "--glu-linear-offset",
+    "--activation-func-clamp-value",
     "--attention-output-gate",
     "--window-size",
     "--window-attn-skip-freq",
@@ -87,9 +91,13 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--window-attn-skip-freq",
-        type=int,
+        type=_pattern,
         metavar="N",
-        help="every N-th layer has no window (default: all have)",
+        help="every N-th layer has no window; or a list as in [1,0]*12 (default: all have)",
+    )
+    group.add_argument("--glu-linear-offset", type=float, metavar="X", help="of a gated MLP")
+    group.add_argument(
+        "--activation-func-clamp-value", type=float, metavar="X", help="limit in a gated MLP"
     )
     group.add_argument(
         "--untie-embeddings-and-output-weights",
@@ -301,18 +309,69 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
     )
 
 
+def keeps_gate(namespace: argparse.Namespace) -> bool:
+    """Whether a gated activation runs as several kernels, as upstream has no fused one for it.
+
+    Args:
+        namespace: flags of training, of which those with a problem may be missing, or of
+            `add_shape_arguments`.
+    """
+    offset = getattr(namespace, "glu_linear_offset", None)
+    limit = getattr(namespace, "activation_func_clamp_value", None)
+    has_settings = bool(offset) or limit is not None
+    return bool(namespace.quick_geglu or (namespace.swiglu and has_settings))
+
+
 def _window_of(namespace: argparse.Namespace) -> tuple[int, int]:
     """Tokens that a token of a windowed layer attends to, and how many layers these are."""
     text, frequency = namespace.window_size, namespace.window_attn_skip_freq
     if text is None and frequency is None:
         return 0, 0
-    match = re.fullmatch(r"\(?(\d+),0\)?", text or "")
-    if match is None or (frequency is not None and frequency < 1):
+    match = re.fullmatch(r"\(?(-1|\d+),0\)?", text or "")
+    if isinstance(frequency, int):
+        is_right = frequency >= 1
+    else:
+        is_right = frequency is None or (
+            len(frequency) == namespace.num_layers and set(frequency) <= {0, 1}
+        )
+    if match is None or not is_right:
         raise ConfigurationError(
             f"windows of layers are given by --window-size N,0, and --window-attn-skip-freq of at "
-            f"least 1, but these are {text} and {frequency}; correct them"
+            f"least 1 or a list with a 0 or a 1 for each of {namespace.num_layers} layers, but "
+            f"these are {text} and {frequency}; correct them"
         )
-    return int(match[1]) + 1, count_windowed_layers(namespace.num_layers, frequency)
+    num_tokens = int(match[1]) + 1
+    num_layers = count_windowed_layers(namespace.num_layers, frequency) if num_tokens else 0
+    return (num_tokens, num_layers) if num_layers else (0, 0)
+
+
+def _pattern(text: str) -> int | list[int]:
+    """A number, or a list such as ``[1,0]*12``, in Megatron's notation of layers.
+
+    Raises ValueError for other text.
+    """
+    if "[" not in text:
+        return int(text)
+
+    def value_of(node: ast.expr) -> Any:
+        match node:
+            case ast.List(elts=elements):
+                return [value_of(element) for element in elements]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value_of(left) + value_of(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return value_of(left) * value_of(right)
+            case ast.Constant(value=int(number)):
+                return number
+        raise ValueError(text)
+
+    try:
+        value = value_of(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(text) from error
+    if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
+        raise ValueError(text)
+    return value
 
 
 def _given_flags(namespace: argparse.Namespace) -> list[str]:

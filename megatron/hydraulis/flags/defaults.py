@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
+from megatron.hydraulis.cost_model.shape_arguments import keeps_gate
 from megatron.hydraulis.data.tokenizer import (
     build_tokenizer,
     check_made_with,
@@ -149,12 +150,6 @@ def set_defaults(
 def _has_te_layers(flags: ParsedFlags, before: Mapping[str, Any]) -> bool:
     was_given = flags.was_given("transformer_impl")
     return was_given and before["transformer_impl"] == "transformer_engine"
-
-
-def keeps_gate(args: argparse.Namespace) -> bool:
-    """Whether a gated activation runs as several kernels, as upstream has no fused one for it."""
-    has_settings = args.glu_linear_offset != 0.0 or args.activation_func_clamp_value is not None
-    return bool(args.quick_geglu or (args.swiglu and has_settings))
 
 
 def has_fused_weight_gradients() -> bool:

@@ -320,3 +320,56 @@ def test_invalid_shapes(capsys: pytest.CaptureFixture[str], flags: list[str], me
     job = ["--device", "h100", "--num-ranks", "8", "--schemes", "tp8"]
     assert main(["estimate", *LLAMA_13B, *flags, *job]) == 2
     assert message in capsys.readouterr().err
+
+
+def _estimated(*more: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    job = ["--device", "H100", "--schemes", "tp8", "--num-ranks", "8", "--json"]
+    assert main(["estimate", *LLAMA_13B, *job, *more]) == 0
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("flags", "window"),
+    [
+        ("--window-size 7,0 --window-attn-skip-freq [1,0]*20", (20, 8)),
+        ("--window-size 7,0 --window-attn-skip-freq ([1]*3+[0])*10", (30, 8)),
+        ("--window-size 7,0 --window-attn-skip-freq 4", (30, 8)),
+        ("--window-size (7,0)", (40, 8)),
+        ("--window-size 7,0 --window-attn-skip-freq 1", (0, 0)),
+        ("--window-size -1,0", (0, 0)),
+    ],
+)
+def test_windows_as_in_training(
+    flags: str, window: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    option, _, rest = flags.partition(" ")
+    value, *more = rest.split()
+    model = _estimated(f"{option}={value}", *more, capsys=capsys)["model"]
+    found = model.get("num_windowed_layers", 0), model.get("window_tokens", 0)
+    assert found == window
+
+
+@pytest.mark.parametrize("frequency", ["[1,0]*2", "[1,2]*20", "0"])
+def test_windows_of_other_layers_are_refused(
+    frequency: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["--device", "H100", "--schemes", "tp8", "--num-ranks", "8"]
+    windows = ["--window-size", "7,0", "--window-attn-skip-freq", frequency]
+    assert main(["estimate", *LLAMA_13B, *job, *windows]) != 0
+    assert "a 0 or a 1 for each of 40 layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[x]", "[1", "x", "[__import__('os')]", "[[1]]*2"])
+def test_patterns_are_lists_of_numbers(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _estimated("--window-size", "7,0", "--window-attn-skip-freq", text, capsys=capsys)
+    assert "--window-attn-skip-freq" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--glu-linear-offset=1", "--activation-func-clamp-value=7"])
+def test_a_gate_with_settings_keeps_more(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fused, separate = (
+        _estimated(*more, capsys=capsys)["schemes"][0]["max_tokens"] for more in ((), (flag,))
+    )
+    assert separate < 0.85 * fused
