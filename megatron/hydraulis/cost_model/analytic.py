@@ -77,6 +77,10 @@ class AnalyticCostModel:
     """Whether queries and keys are normalised; affects memory only."""
     keeps_gate: bool = False
     """Whether a gated activation runs as several kernels; affects memory only."""
+    softmax_type: str = "vanilla"
+    """Of core attention, as in Megatron; affects memory only."""
+    has_wide_norms: bool = False
+    """Whether norms keep their inputs in fp32; affects memory only."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine; affects memory only."""
     pool: PoolFootprint | None = None
@@ -117,6 +121,8 @@ class AnalyticCostModel:
             cp_comm_type=self.cp_comm_type,
             qk_norms=self.qk_norms,
             keeps_gate=self.keeps_gate,
+            softmax_type=self.softmax_type,
+            has_wide_norms=self.has_wide_norms,
             has_te_layers=self.has_te_layers,
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,

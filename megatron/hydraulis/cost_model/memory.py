@@ -95,6 +95,8 @@ _PLAIN_ACTIVATION_TENSORS = 6
 # Of a gate of several kernels: the output of fc1, its first half within limits, sigmoid and product
 # of that, the second half with its offset, and the input of fc2.
 _SEPARATE_GATE_TENSORS = 7
+OFFSET_CHANNELS = 8
+"""Channels that carry a learnable offset through the kernel: CUDA's take a multiple of 8."""
 NUM_STAGING_SLOTS = 2
 """Of the runtime: one bucket is copied while the next one travels."""
 NUM_GROUPS_OF_ALL = 2
@@ -272,6 +274,10 @@ class MemoryModel:
     """Whether queries and keys are normalised."""
     keeps_gate: bool = False
     """Whether the activation of a gated MLP runs as several kernels, which keep their inputs."""
+    softmax_type: str = "vanilla"
+    """Of core attention, as in Megatron."""
+    has_wide_norms: bool = False
+    """Whether norms keep their inputs in fp32, as local ones around one do."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine, in bf16 with its fused core attention."""
     ranks_per_node: int | None = None
@@ -464,7 +470,8 @@ class MemoryModel:
     def _whole_layer_per_token(self, scheme: Scheme) -> float:
         token = self._token(scheme)
         shares = scheme.tp if self._spreads(scheme) else 1
-        norms = 4 * token.hidden_part + 2 * _NORM_BYTES_PER_TOKEN / shares
+        wide = _FP32_BYTES / self.parameter_bytes - 1 if self.has_wide_norms else 0.0
+        norms = (4 + 2 * wide) * token.hidden_part + 2 * _NORM_BYTES_PER_TOKEN / shares
         return norms + self._kept_by_attention_per_token(scheme) + self._mlp_per_token(scheme)
 
     def _mlp_per_token(self, scheme: Scheme) -> float:
@@ -478,12 +485,20 @@ class MemoryModel:
         token = self._token(scheme)
         per_head = _FP32_BYTES * self.shape.num_attention_heads / scheme.tp
         kept = self._attended_per_token(scheme) + token.query + per_head
+        if self.softmax_type != "vanilla":  # the kernel's queries and output have more channels
+            kept += token.query * (1 + 2 * self._channels_per_channel)
         if self.qk_norms:  # their inputs keep the linear layer's output, and the values in it
             kept += self._given_to_attention_per_token(scheme) + 2 * per_head
             kept -= token.key if scheme.cp == 1 else 0.0
         if self.shape.output_gate:  # its sigmoid, in fp32, and the product with the output
             kept += token.query * (_FP32_BYTES / self.parameter_bytes + 1)
         return kept + token.query if self._exchanges_heads(scheme) else kept
+
+    @property
+    def _channels_per_channel(self) -> float:
+        """Channels of a learnable offset, for each of a head."""
+        is_learnable = self.softmax_type == "learnable"
+        return OFFSET_CHANNELS / self.shape.kv_channels if is_learnable else 0.0
 
     def _attended_per_token(self, scheme: Scheme) -> float:
         """Queries, keys and values as the kernel receives them."""
@@ -527,7 +542,10 @@ class MemoryModel:
         else:
             keys = 2 * token.key
         kernel = 3 * token.query + self._attention_sums_per_token(scheme)
-        gathered = keys if scheme.cp > 1 else 0.0
+        if self.softmax_type != "vanilla":
+            keys *= 1 + self._channels_per_channel
+        is_laid_out = scheme.cp > 1 or self.softmax_type != "vanilla"
+        gathered = keys if is_laid_out else 0.0
         again = 0.0
         if self.recompute.drops_core_attention:
             again = self._kept_by_attention_per_token(scheme) + token.query

@@ -223,6 +223,11 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
         cp_comm_type=resolved.args.cp_comm_type[0],
         qk_norms=resolved.args.qk_layernorm,
         keeps_gate=keeps_gate(resolved.args),
+        softmax_type=resolved.args.softmax_type,
+        has_wide_norms=(
+            resolved.args.layernorm_zero_centered_gamma
+            and resolved.args.transformer_impl == "local"
+        ),
         has_te_layers=resolved.args.transformer_impl == "transformer_engine",
         pool=PoolFootprint.of(pool),
     )

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from megatron.hydraulis.cost_model.context import choose_way
+from megatron.hydraulis.cost_model.memory import OFFSET_CHANNELS
 from megatron.hydraulis.data.packed_batch import gathered_places, local_stretches
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import require_no_dropout
@@ -38,8 +39,6 @@ half its height of keys too many per query."""
 MASK_QUANTUM = 16
 """Masks begin at a multiple of this in memory, in elements, as CUDA's memory-efficient kernel
 requires, which reads 16 bytes at a time."""
-OFFSET_CHANNELS = 8
-"""Channels that carry a learnable offset through the kernel: CUDA's take a multiple of 8."""
 
 
 @dataclass

@@ -58,6 +58,10 @@ def test_what_variants_of_layers_keep_lowers_the_limit() -> None:
     assert replace(memory(), keeps_gate=True).max_tokens(Scheme(tp=2)) < 0.8 * base
     gated = replace(LLAMA_7B, output_gate=True)
     assert memory(gated).max_tokens(Scheme(tp=2)) < 0.9 * base
+    off_by_one = replace(memory(), softmax_type="off-by-one").max_tokens(Scheme(tp=2))
+    learnable = replace(memory(), softmax_type="learnable").max_tokens(Scheme(tp=2))
+    assert learnable < off_by_one < 0.98 * base
+    assert replace(memory(), has_wide_norms=True).max_tokens(Scheme(tp=2)) < 0.98 * base
     windowed = replace(LLAMA_7B, num_windowed_layers=16, window_tokens=1024)
     assert memory(windowed).max_tokens(Scheme(tp=2)) == base
 
