@@ -52,6 +52,8 @@ _ORDER = (
 _AFTER = {"scatter": "loss"}
 """Phases that follow another without being entered."""
 _WITHOUT_WAIT = ("end",)
+_NOTE = "phase '"
+"""How the text of a place begins."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Place:
 
     def __str__(self) -> str:
         of_plan = f" ({self.plan})" if self.plan else ""
-        return f"phase '{self.phase}' of iteration {self.iteration}{of_plan}"
+        return f"{_NOTE}{self.phase}' of iteration {self.iteration}{of_plan}"
 
 
 def missing_ranks(places: Sequence[Place | None], now_s: float, silent_s: float) -> list[int]:
@@ -195,10 +197,23 @@ class HangGuard:
         try:
             yield
         except Exception as error:
-            error.add_note(str(replace(self._place, phase=name)))
+            self._note(error, replace(self._place, phase=name))
             raise
         if name in _AFTER:
             self.enter(_AFTER[name])
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Errors of torch between the phases of a block get a note with the last phase."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._note(error, self._place)
+            raise
+
+    def _note(self, error: Exception, place: Place) -> None:
+        if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+            error.add_note(str(place))
 
     def around(
         self, phase: Callable[[str], AbstractContextManager[Any]]

@@ -160,27 +160,29 @@ class TrainingLoop:
         engine = model[0].engine
         number = (iteration or 0) + 1
         self._guard.enter("planning", number, "")
-        self._checkpoints.poll()
-        self._check_consumed(args)
-        start_s = time.perf_counter()
-        planned, outcome = self._run(number, engine, data_iterator, forward_step_func)
-        count_skipped(
-            number,
-            planned,
-            outcome,
-            data_iterator.reader.corpus,
-            self._checkpoints.counters,
-            num_allowed=self._max_skipped_in_a_row,
-        )
-        if outcome.updated:
-            opt_param_scheduler.step(increment=self._schedule_steps(args, planned.batch))
-        self._num_consumed = args.consumed_train_samples + planned.batch.num_sequences
-        # Upstream is about to count a full nominal batch.
-        args.consumed_train_samples += planned.batch.num_sequences - args.global_batch_size
-        iteration_time_s = time.perf_counter() - start_s
-        self._record(args, number, planned, outcome, optimizer, iteration_time_s)
-        if self._refit is not None:
-            self._refit.end(number, planned, iteration_time_s, data_iterator.feed)
+        # The wait for the loss, for one, is no block of its own.
+        with self._guard.noting():
+            self._checkpoints.poll()
+            self._check_consumed(args)
+            start_s = time.perf_counter()
+            planned, outcome = self._run(number, engine, data_iterator, forward_step_func)
+            count_skipped(
+                number,
+                planned,
+                outcome,
+                data_iterator.reader.corpus,
+                self._checkpoints.counters,
+                num_allowed=self._max_skipped_in_a_row,
+            )
+            if outcome.updated:
+                opt_param_scheduler.step(increment=self._schedule_steps(args, planned.batch))
+            self._num_consumed = args.consumed_train_samples + planned.batch.num_sequences
+            # Upstream is about to count a full nominal batch.
+            args.consumed_train_samples += planned.batch.num_sequences - args.global_batch_size
+            iteration_time_s = time.perf_counter() - start_s
+            self._record(args, number, planned, outcome, optimizer, iteration_time_s)
+            if self._refit is not None:
+                self._refit.end(number, planned, iteration_time_s, data_iterator.feed)
         loss = to_device(torch.tensor([outcome.loss.mean], dtype=torch.float32), engine.device)
         losses = {"lm loss": loss} if outcome.loss.num_tokens else {}
         skipped = 0 if outcome.updated else 1
@@ -294,7 +296,8 @@ class TrainingLoop:
                 args.data_parallel_size = self._num_sequences
             self._is_logging = True
             try:
-                return training_log(*positional, is_first_iteration=is_first_iteration, **named)
+                with self._guard.noting():
+                    return training_log(*positional, is_first_iteration=is_first_iteration, **named)
             finally:
                 self._is_logging = False
                 args.data_parallel_size = nominal

@@ -73,10 +73,15 @@ def test_an_error_is_reported_with_its_place() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
     guard = HangGuard(store, 0, 1, 60.0)
     guard.enter("planning", 7, "strategy 'x', plan 12ab")
-    with pytest.raises(RuntimeError) as caught, guard.phase("save"):
+    with pytest.raises(RuntimeError) as caught, guard.noting(), guard.phase("save"):
         raise RuntimeError("disk")
-    guard.close()
     assert caught.value.__notes__ == ["phase 'save' of iteration 7 (strategy 'x', plan 12ab)"]
+    with guard.phase("scatter"):
+        pass
+    with pytest.raises(RuntimeError) as between, guard.noting():
+        raise RuntimeError("connection reset")
+    guard.close()
+    assert between.value.__notes__ == ["phase 'loss' of iteration 7 (strategy 'x', plan 12ab)"]
 
 
 def wait_long(guard: HangGuard, timeout_s: float, is_over: Callable[[], object]) -> None:
