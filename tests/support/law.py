@@ -45,6 +45,15 @@ in the parameter, on one process as on many."""
 
 MAIN_MODEL = SmallModel(num_heads=8, num_groups=4)
 """GQA, SwiGLU, RMSNorm, RoPE, untied, padded vocabulary, sequence parallel."""
+BIASED_MODEL = replace(
+    MAIN_MODEL,
+    num_layers=2,
+    position_embedding="learned_absolute",
+    normalization="LayerNorm",
+    swiglu=False,
+    bias=True,
+)
+"""Learned positions, LayerNorm, GeLU and biases."""
 
 
 def law_job(

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from megatron.hydraulis.cost_model import Coefficients, ModelShape
+from benchmarks.inputs import llama_shape
+from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 
@@ -31,26 +32,20 @@ class TableCostModel:
         return self.overheads.get(strategy.name, 0.0)
 
 
-LLAMA_7B = ModelShape(
+LLAMA_7B = llama_shape(
     num_layers=32,
     hidden_size=4096,
     ffn_hidden_size=11008,
     num_attention_heads=32,
     num_query_groups=32,
-    kv_channels=128,
     vocab_size=32000,
-    gated_mlp=True,
-    tied_embeddings=False,
 )
 
-LLAMA_32B = ModelShape(
+LLAMA_32B = llama_shape(
     num_layers=60,
     hidden_size=6656,
     ffn_hidden_size=17920,
     num_attention_heads=64,
     num_query_groups=64,
-    kv_channels=104,
     vocab_size=30592,
-    gated_mlp=True,
-    tied_embeddings=False,
 )

@@ -2,6 +2,7 @@ from argparse import Namespace
 
 import pytest
 
+from benchmarks.inputs import llama_shape
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.checks import check_context
 from megatron.hydraulis.model_shape import ModelShape
@@ -11,16 +12,12 @@ NUM_RANKS = 8
 
 
 def shape_of(num_heads: int, num_groups: int) -> ModelShape:
-    return ModelShape(
-        num_layers=4,
+    return llama_shape(
         hidden_size=64,
         ffn_hidden_size=128,
         num_attention_heads=num_heads,
         num_query_groups=num_groups,
-        kv_channels=8,
         vocab_size=64,
-        gated_mlp=True,
-        tied_embeddings=False,
     )
 
 

@@ -125,6 +125,7 @@ def test_preprocess_prints_counts_and_histogram(
     assert preprocess(tmp_path, "--workers", "2", source="in.txt") == 0
     assert read_index(str(tmp_path / "out")).document_lengths.tolist() == [5]
     printed = capsys.readouterr().out
+    assert "training cannot compare its own with it" in printed
     assert "1 files, 1 documents" in printed
     assert "5 tokens" in printed
     assert "4 – 7" in printed

@@ -242,7 +242,17 @@ def report_run(
         f"{np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, max {lengths.max():,}",
         highlight=False,
     )
-    console.print(f"wrote {output_prefix}.bin and .idx", highlight=False, soft_wrap=True)
+    record = tokenizer_path(os.fspath(output_prefix))
+    console.print(
+        f"wrote {output_prefix}.bin and .idx"
+        + (
+            f", and {os.path.basename(record)}, with which training compares its tokenizer"
+            if os.path.exists(record)
+            else "; the tokenizer cannot list its tokens, so training cannot compare its own with it"
+        ),
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.inputs import llama_shape
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import LengthCounts
-from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.proposal.batches import BatchSize, draw_batches, regimes_of
 from megatron.hydraulis.proposal.candidates import Candidates, Mix, neighbours
@@ -34,17 +34,7 @@ _SCHEMES = (
     (2, 2, 1.1e-5, 0.11, 6.0, 3500),
     (8, 1, 0.8e-5, 0.09, 14.0, 12000),
 )
-SHAPE = ModelShape(
-    num_layers=4,
-    hidden_size=64,
-    ffn_hidden_size=128,
-    num_attention_heads=8,
-    num_query_groups=8,
-    kv_channels=8,
-    vocab_size=64,
-    gated_mlp=True,
-    tied_embeddings=False,
-)
+SHAPE = llama_shape(hidden_size=64, ffn_hidden_size=128, num_query_groups=8, vocab_size=64)
 COUNTS = LengthCounts.of([60, 200, 700, 1400, 3000, 5500], [60, 50, 25, 10, 4, 1])
 SIZE = BatchSize(num_sequences=14)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
+from benchmarks.inputs import llama_shape
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.runtime.attention_gpu import RowKind, VarlenAttention, te_obstacle
 from megatron.hydraulis.runtime.core_attention import (
     CORE_ATTENTIONS,
@@ -101,17 +101,7 @@ def test_on_this_machine() -> None:
 
 
 def test_kinds_of_rows_of_a_pool() -> None:
-    shape = ModelShape(
-        num_layers=4,
-        hidden_size=64,
-        ffn_hidden_size=128,
-        num_attention_heads=8,
-        num_query_groups=4,
-        kv_channels=8,
-        vocab_size=64,
-        gated_mlp=True,
-        tied_embeddings=False,
-    )
+    shape = llama_shape(hidden_size=64, ffn_hidden_size=128, vocab_size=64)
     pool = Pool.of(Strategy.parse("tp2cp4~", 8), Strategy.parse("8*tp1", 8))
     assert row_kinds(pool, shape, 4096) == (
         RowKind(8, 4, 1, 4096),
