@@ -248,7 +248,7 @@ def report_run(
         + (
             f", and {os.path.basename(record)}, with which training compares its tokenizer"
             if os.path.exists(record)
-            else "; the tokenizer cannot list its tokens, so training cannot compare its own with it"
+            else "; the tokenizer lists no tokens, so training cannot compare its own with it"
         ),
         highlight=False,
         soft_wrap=True,
