@@ -21,7 +21,6 @@ import json
 import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -32,7 +31,6 @@ from benchmarks.command import (
     counted_progress,
     make_parser,
     positive,
-    use_cpu,
     write_figures,
 )
 from benchmarks.inputs import DATA
@@ -42,6 +40,7 @@ from megatron.hydraulis.planner.costs import GroupCost, SchemeCost, WaveCosts
 from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.wave_packing import pack_waves
+from megatron.hydraulis.simulator.schedulers import context_waves
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
 
@@ -168,35 +167,15 @@ def _searched_s(groups: tuple[GroupCost, ...], size: int, lengths: Sequence[int]
 
 def megatron_s(groups: Sequence[GroupCost], lengths: Sequence[int]) -> float:
     """The waves of Megatron's scheduler."""
-    # Imports torch, which the rest of this module does not need.
-    from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
-
     by_size = {group.size: group for group in groups}
 
-    def work_ms(length: int, num_ranks: int) -> float:
-        group = by_size[num_ranks]
-        return group.time_ms([length]) - group.coefficients.c_ms
+    def work_ms(length: int, size: int) -> float:
+        return by_size[size].time_ms([length]) - by_size[size].coefficients.c_ms
 
-    class Ranks:
-        """All that the scheduler asks of a process group."""
-
-        def size(self) -> int:
-            return NUM_RANKS
-
-    class Scheduler(BalancedCPScheduler):  # type: ignore[misc]
-        """With the times of this benchmark."""
-
-        def get_total_workload(self, seq_length: int, cp_size: int | None = None) -> float:
-            return work_ms(seq_length, cp_size or self.gpus_needed(seq_length))
-
-    scheduler = Scheduler(by_size[1].max_tokens, Ranks())
-    _, by_wave = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
     total_ms = 0.0
-    for by_rank in by_wave:
-        num_ranks_of = Counter(sequence for members in by_rank for sequence in members)
+    for wave in context_waves(lengths, by_size[1].max_tokens, NUM_RANKS, work_ms):
         total_ms += by_size[1].coefficients.c_ms + max(
-            math.fsum(work_ms(lengths[sequence], num_ranks_of[sequence]) for sequence in members)
-            for members in by_rank
+            math.fsum(work_ms(lengths[index], size) for index in indices) for size, indices in wave
         )
     return total_ms / 1e3
 
@@ -236,7 +215,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plan the batches and print the table."""
     options = _parser().parse_args(arguments)
     console = results_console(120)
-    use_cpu()
     reference = json.loads((DATA / "flexsp_reference.json").read_text("utf-8"))
     frozen = json.loads((DATA / "flexsp_batches.json").read_text("utf-8"))["batches"]
     profile = cost_profile(reference, "gpt-7b")

@@ -39,9 +39,11 @@ from megatron.hydraulis.simulator.output import result_table, strategy_use_table
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
     BALANCED,
-    CP_ONLY,
+    CEILING,
+    CONTEXT_WAYS,
     DISPATCH,
     FIXED_ROWS,
+    MEGATRON_PACKING,
     PACKING,
     PADDING,
     PER_BATCH,
@@ -62,7 +64,10 @@ LADDER = (
     (BALANCED, "+ packing of equal work"),
     (POOL, "+ dynamic strategies"),
 )
-OTHERS = ((PER_BATCH, "best homogeneous per batch"), (CP_ONLY, "cp only"))
+OTHERS = (
+    (PER_BATCH, "best homogeneous per batch"),
+    *((way, way) for way in (MEGATRON_PACKING, *CONTEXT_WAYS, CEILING)),
+)
 NUM_DOCUMENTS = 1_000_000
 DEVICE = "a800-80g"
 
@@ -170,7 +175,7 @@ def simulate(
         try:
             result = simulate_way(way, ways.candidates(way), setting)
         except PlanError as error:
-            if way != CP_ONLY:
+            if way not in CONTEXT_WAYS:
                 raise
             progress.console.print(f"{way!r} is skipped: {error}", markup=False)
             continue
@@ -207,7 +212,7 @@ def ladder_table(corpus: Corpus, results: Sequence[WayResult]) -> Table:
             _ratio(result, by_name[POOL]),
             style="bold" if way == POOL else None,
         )
-        last = None if way in (CP_ONLY, PER_BATCH) else result
+        last = None if (way, text) in OTHERS else result
     return table
 
 

@@ -45,7 +45,7 @@ from megatron.hydraulis.simulator.output import (
 )
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.simulation import IterationTasks
-from megatron.hydraulis.simulator.ways import CP_ONLY, PACKING, POOL, WAYS, Ways
+from megatron.hydraulis.simulator.ways import CONTEXT_WAYS, PACKING, POOL, WAYS, Ways
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.terminal import (
     launch_command,
@@ -253,12 +253,12 @@ def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult
         result = simulate_way(name, ways.candidates(name), settings)
     except PlanError as error:
         # The widths of this way may not hold a batch; the other ways are still useful.
-        if name != CP_ONLY:
+        if name not in CONTEXT_WAYS:
             raise
         return str(error)
     if result is not None:
         return result
-    if name == CP_ONLY and not ways.context_costs.knows_exchange:
+    if name in CONTEXT_WAYS and not ways.context_costs.knows_exchange:
         return "the cost of cp is unknown; give --device and the model, or measure schemes with cp"
     return f"none of its strategies holds a sequence of {ways.limit} tokens"
 

@@ -16,7 +16,7 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.simulator.costs import StageCosts
+from megatron.hydraulis.simulator.costs import CeilingCosts, StageCosts
 from megatron.hydraulis.simulator.simulation import IterationTasks, ReplicaTasks, Simulator
 from megatron.hydraulis.simulator.work import IterationWork
 
@@ -148,7 +148,7 @@ def _simulated(
 ) -> WayResult:
     simulator = Simulator(
         StageCosts(cost_model, settings.shape),
-        regroup=settings.regroup,
+        regroup=None if isinstance(cost_model, CeilingCosts) else settings.regroup,
         plan_ahead=settings.plan_ahead,
     )
     accounts: list[IterationAccount] = []

@@ -8,19 +8,30 @@ static, padding     the best homogeneous one that holds the       padded to the 
 static, fixed rows  the best such one for this way                rows of about equal tokens, at
                                                                   most the limit, padded to it
 static, packing     the best such one for this way                the same rows without padding
+megatron, packing   the best such one for this way                `schedulers.packed_rows`
 static, dispatch    the best such one for this way                to the replica that would finish
                                                                   first; rows filled up to the limit
 static, balanced    the best such one for this way                certified planner
 best per batch      the best homogeneous one for each batch       certified planner
+equal groups        groups of one cp at one tp, per batch         as static, dispatch
+megatron, cp        groups of cp widths at one tp, per            `schedulers.context_waves`
+                    micro-batch
 cp only             groups of cp widths at one tp, per batch      certified planner
+ceiling             none: no plan can be faster                   spread over all ranks perfectly
 pool                any of the pool, per batch                    certified planner
 ==================  ============================================  =================================
 
 The best static strategy is the fastest simulated one over all batches; per batch the planner
 chooses. Homogeneous strategies are those of the cost profile's schemes whose replicas fill the job,
 and the pool's own. For "best per batch" and "cp only" greedy plans select two strategies per batch
-for the certified planner; the tp of "cp only" is that of the fastest greedy plans over all batches.
-If no scheme with cp was measured, "cp only" needs model and links to estimate the cost of cp.
+for the certified planner; the tp of "cp only" is that of the fastest greedy plans over all batches,
+that of the other ways with cp the fastest simulated one. If no scheme with cp was measured, these
+ways need model and links to estimate the cost of cp.
+
+"equal groups" are the groups of equal width that FlexSP is compared with (arXiv 2412.01523, section
+6.1: the best width for each batch). The ceiling computes tokens at the rate of the scheme that
+needs the fewest ranks' milliseconds per token, attention likewise, and divides both evenly: without
+constant costs, pipelines to fill, memory limits, regrouping and planning.
 """
 
 from __future__ import annotations
@@ -28,7 +39,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -42,16 +53,26 @@ from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.planner.greedy import best_fit, dispatch, longest_first
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.simulator.batches import BatchPlanning
+from megatron.hydraulis.simulator.costs import CeilingCosts, StageCosts
+from megatron.hydraulis.simulator.schedulers import Wave, context_waves, packed_rows
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 PADDING, FIXED_ROWS = "static, padding", "static, fixed rows"
 PACKING, DISPATCH = "static, packing", "static, dispatch"
 BALANCED, PER_BATCH = "static, balanced", "best per batch"
-CP_ONLY, POOL = "cp only", "pool"
-WAYS = (PADDING, FIXED_ROWS, PACKING, DISPATCH, BALANCED, PER_BATCH, CP_ONLY, POOL)
-"""Each of them, except the last two, has one more degree of freedom than the one before."""
-
+MEGATRON_PACKING, MEGATRON_CP = "megatron, packing", "megatron, cp"
+EQUAL_GROUPS, CP_ONLY = "equal groups", "cp only"
+CEILING, POOL = "ceiling", "pool"
+CONTEXT_WAYS = (EQUAL_GROUPS, MEGATRON_CP, CP_ONLY)
+"""Of context parallelism alone, at one tp."""
+WAYS = (
+    *(PADDING, FIXED_ROWS, PACKING, MEGATRON_PACKING, DISPATCH, BALANCED, PER_BATCH),
+    *CONTEXT_WAYS,
+    *(CEILING, POOL),
+)
+_NUM_RANK_LIMITS = 3
+"""Limits of a rank that "megatron, cp" may choose from: what fits, a half, a quarter."""
 
 Batches = Sequence[Sequence[int]]
 Works = list[IterationWork]
@@ -123,24 +144,28 @@ class Ways:
                 return []
             pool = Pool.of(*homogeneous)
             return [(self.simulated, self.planned(pool, self.profile, shortlists=True))]
-        if way == CP_ONLY:
-            return self._context_parallel()
+        if way in CONTEXT_WAYS:
+            return self._context_parallel(way)
+        if way == CEILING:
+            return [self._ceiling()]
         if way == BALANCED:
             pools = map(Pool.of, self.static())
             return [(self.simulated, self.planned(pool, self.profile)) for pool in pools]
-        make: dict[str, Callable[[Strategy, Sequence[int]], Shares]] = {
-            PADDING: self._padded,
-            FIXED_ROWS: partial(self._fixed_rows, pads=True),
-            PACKING: partial(self._fixed_rows, pads=False),
-            DISPATCH: self._dispatched,
+        make: dict[str, Sequence[Callable[[Strategy, Sequence[int]], Shares]]] = {
+            PADDING: (self._padded,),
+            FIXED_ROWS: (partial(self._fixed_rows, pads=True),),
+            PACKING: (partial(self._fixed_rows, pads=False),),
+            MEGATRON_PACKING: (self._packed, partial(self._packed, row_tokens=self.limit)),
+            DISPATCH: (self._dispatched,),
         }
         found: list[tuple[CostModel, Works]] = []
         for strategy in self.static():
-            works = []
-            for batch in self.batches:
-                works.append(IterationWork(strategy, make[way](strategy, batch)))
-                self.advance()
-            found.append((self.simulated, works))
+            for shares_of in make[way]:
+                works = []
+                for batch in self.batches:
+                    works.append(IterationWork(strategy, shares_of(strategy, batch)))
+                    self.advance()
+                found.append((self.simulated, works))
         return found
 
     def homogeneous(self) -> list[Strategy]:
@@ -174,13 +199,16 @@ class Ways:
             return False
         return True
 
-    def _cost(self, strategy: Strategy) -> SchemeCost:
-        """Cost of every replica of a homogeneous strategy."""
+    def _cost(self, strategy: Strategy, cost_model: CostModel | None = None) -> SchemeCost:
+        """Cost of every replica of a homogeneous strategy; by default the profile's."""
         scheme = strategy.schemes[0]
+        cost_model = cost_model or self.profile
+        limit = Limits(cost_model).max_tokens(strategy, scheme)
         return SchemeCost(
-            coefficients=self.profile.coefficients(scheme),
-            max_tokens=Limits(self.profile).max_tokens(strategy, scheme),
+            coefficients=cost_model.coefficients(scheme),
+            max_tokens=limit if scheme.cp == 1 else scheme.rounded_down(limit),
             num_stages=scheme.pp,
+            multiple=1 if scheme.cp == 1 else 2 * scheme.cp,
         )
 
     def _padded(self, strategy: Strategy, batch: Sequence[int]) -> Shares:
@@ -199,26 +227,37 @@ class Ways:
         shares = fixed_length_shares(batch, self.limit, len(strategy.replicas))
         return tuple(tuple(row_work(row) for row in share if row) for share in shares)
 
-    def _dispatched(self, strategy: Strategy, batch: Sequence[int]) -> Shares:
+    def _packed(
+        self, strategy: Strategy, batch: Sequence[int], row_tokens: int | None = None
+    ) -> Shares:
         cost = self._cost(strategy)
-        shares = dispatch(longest_first(batch), batch, [cost] * len(strategy.replicas))
-        return tuple(
-            tuple(
-                MicroBatchWork.packed([batch[i] for i in row])
-                for row in best_fit(share, batch, cost.max_tokens)
-            )
-            for share in shares
+        shares = packed_rows(
+            cost.tokens(batch), row_tokens or cost.max_tokens, len(strategy.replicas)
         )
+        return _works_of(shares, batch)
 
-    def _context_parallel(self) -> list[tuple[CostModel, Works]]:
+    def _dispatched(
+        self, strategy: Strategy, batch: Sequence[int], cost_model: CostModel | None = None
+    ) -> Shares:
+        cost = self._cost(strategy, cost_model)
+        lengths = cost.tokens(batch)
+        shares = dispatch(longest_first(lengths), lengths, [cost] * len(strategy.replicas))
+        return _works_of([best_fit(each, lengths, cost.max_tokens) for each in shares], batch)
+
+    def _context_parallel(self, way: str) -> list[tuple[CostModel, Works]]:
         if not self.context_costs.knows_exchange:
             return []
+        simulated = replace(self.context_costs, profile=self.simulated)
+        if way == MEGATRON_CP:
+            return [(simulated, works) for works in self._megatron_context()]
         pools = context_group_pools(
             self.context_costs,
             num_ranks=self.pool.num_ranks,
             ranks_per_node=self.pool.ranks_per_node,
-            longest=self.limit,
+            longest=self.limit if way == CP_ONLY else 1,
         )
+        if way == EQUAL_GROUPS:
+            return [(simulated, works) for pool in pools.values() if (works := self._equal(pool))]
         if not pools:
             return []
         times_s = {}
@@ -227,8 +266,83 @@ class Ways:
             planner = GreedyPlanner(pool, self.context_costs, limits)
             times_s[tp] = sum(planner.plan(batch).predicted_time_s for batch in self.batches)
         best = pools[min(times_s, key=lambda tp: times_s[tp])]
-        simulated = replace(self.context_costs, profile=self.simulated)
         return [(simulated, self.planned(best, self.context_costs, shortlists=True))]
+
+    def _equal(self, pool: Pool) -> Works:
+        """Each batch on the best strategy of one scheme; empty if none holds the limit."""
+        costs = {
+            strategy: self._cost(strategy, self.context_costs)
+            for strategy in pool.strategies
+            if len(strategy.schemes) == 1
+        }
+        if max(cost.longest for cost in costs.values()) < self.limit:
+            return []
+        works = []
+        for batch in self.batches:
+            best_ms, best = math.inf, None
+            for strategy, cost in costs.items():
+                if cost.longest < max(cost.tokens(batch)):
+                    continue
+                work = IterationWork(
+                    strategy, self._dispatched(strategy, batch, self.context_costs)
+                )
+                time_ms = self.context_costs.overhead_ms(strategy) + max(
+                    math.fsum(row.time_ms(cost.coefficients) for row in rows)
+                    for rows in work.replicas
+                )
+                if time_ms < best_ms:
+                    best_ms, best = time_ms, work
+            assert best is not None  # that of the limit holds every batch
+            works.append(best)
+            self.advance()
+        return works
+
+    def _megatron_context(self) -> Iterator[Works]:
+        """The works of every tp and limit of a rank."""
+        num_ranks, costs = self.pool.num_ranks, self.context_costs
+        for tp in sorted({row.scheme.tp for row in self.profile.schemes if row.scheme.pp == 1}):
+            width, rest = divmod(num_ranks, tp)
+            if rest or width < 2 or width & (width - 1):
+                continue  # groups are powers of two
+            text = f"{Scheme(tp, width, splits_cp=True)}"
+            strategy = Strategy.parse(text, num_ranks, ranks_per_node=self.pool.ranks_per_node)
+            for halvings in range(_NUM_RANK_LIMITS):
+                rank_tokens = costs.max_tokens(Scheme(tp)) >> halvings
+                if rank_tokens * width < self.limit or not rank_tokens:
+                    break
+                works = []
+                for batch in self.batches:
+                    waves = context_waves(batch, rank_tokens, width)
+                    works.append(IterationWork(strategy, (_wave_works(waves, batch),)))
+                    self.advance()
+                yield works
+
+    def _ceiling(self) -> tuple[CostModel, Works]:
+        """Batches as one micro-batch of one replica of all ranks."""
+        num_ranks = self.pool.num_ranks
+        schemes = {row.scheme for row in self.profile.schemes if row.scheme.num_ranks <= num_ranks}
+        for strategy in self.pool.strategies:
+            schemes.update(group for s in strategy.schemes for group in s.group_schemes)
+        if self.context_costs.knows_exchange:
+            for scheme in [scheme for scheme in schemes if scheme.pp == 1]:
+                schemes.update(
+                    scheme.of_context_group(1 << i)
+                    for i in range((num_ranks // scheme.tp).bit_length())
+                )
+        known = [scheme for scheme in schemes if self._knows(scheme)]
+        costs = CeilingCosts.of(StageCosts(self.context_costs, self.shape), known, num_ranks)
+        strategy = Strategy.parse(f"tp{num_ranks}", num_ranks)
+        works = [IterationWork(strategy, ((MicroBatchWork.packed(b),),)) for b in self.batches]
+        return costs, works
+
+    def _knows(self, scheme: Scheme) -> bool:
+        try:
+            self.context_costs.coefficients(scheme)
+            if self.shape is not None:
+                scheme.layers_per_stage(self.shape.num_layers)
+        except StrategyError:
+            return False
+        return True
 
     def planned(self, pool: Pool, cost_model: CostModel, *, shortlists: bool = False) -> Works:
         """Plans every batch with the certified planner, for all strategies or a short list.
@@ -243,6 +357,27 @@ class Ways:
             works.append(IterationWork.of_plan(timed.plan, strategy, plan_time_s=time_s))
             self.advance()
         return works
+
+
+def _works_of(shares: Sequence[Sequence[Sequence[int]]], batch: Sequence[int]) -> Shares:
+    """Packed micro-batches of indices by replica and row."""
+    return tuple(
+        tuple(MicroBatchWork.packed([batch[i] for i in row]) for row in rows) for rows in shares
+    )
+
+
+def _wave_works(waves: Iterable[Wave], batch: Sequence[int]) -> tuple[MicroBatchWork, ...]:
+    """One micro-batch a wave; the sequences of a group pay its constant time once."""
+    works = []
+    for wave in waves:
+        lengths = [[batch[i] for i in indices] for _, indices in wave]
+        groups = (
+            (size, sum(of_group), tuple(of_group))
+            for (size, _), of_group in zip(wave, lengths, strict=True)
+        )
+        packed = MicroBatchWork.packed(list(itertools.chain(*lengths)))
+        works.append(replace(packed, groups=tuple(groups)))
+    return tuple(works)
 
 
 def deal_padded(

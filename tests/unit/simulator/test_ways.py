@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients, device_constants
@@ -12,9 +13,11 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
 from megatron.hydraulis.simulator.ways import (
     BALANCED,
-    CP_ONLY,
+    CEILING,
+    CONTEXT_WAYS,
     DISPATCH,
     FIXED_ROWS,
+    MEGATRON_PACKING,
     PACKING,
     PADDING,
     PER_BATCH,
@@ -89,6 +92,47 @@ def test_every_further_freedom_saves_time(results: dict[str, WayResult]) -> None
     assert times_s == sorted(times_s, reverse=True)
     assert results[DISPATCH].time_s >= results[BALANCED].time_s - 1e-9
     assert results[POOL].time_s < results[BALANCED].time_s
+
+
+def test_no_way_is_faster_than_the_ceiling() -> None:
+    generator = np.random.default_rng(7)
+    for seq_length in (40, 100):
+        batches = tuple(
+            tuple(generator.integers(1, seq_length, size=generator.integers(1, 30)).tolist())
+            for _ in range(8)
+        )
+        random = replace(ways(), batches=batches)
+        times_s = {}
+        for way in WAYS:
+            result = simulate_way(way, random.candidates(way), SimulationSettings())
+            assert result is not None
+            times_s[way] = [each.time_ms for each in result.accounts]
+        for way, of_way in times_s.items():
+            assert all(low <= time for low, time in zip(times_s[CEILING], of_way, strict=True)), way
+
+
+def test_the_ceiling_takes_the_cheapest_rate_of_each_term() -> None:
+    one = replace(ways(context=False), batches=((30, 10),))
+    result = simulate_way(CEILING, one.candidates(CEILING), SimulationSettings())
+    assert result is not None
+    # A quarter of 0.001·Σs² and of 1.0·Σs, those of tp1; no constant.
+    assert result.time_s == pytest.approx((0.001 * 1000 + 1.0 * 40) / 4 / 1e3)
+
+
+def test_baselines_train_each_sequence_once_within_limits() -> None:
+    for way in (MEGATRON_PACKING, *CONTEXT_WAYS):
+        costs = ways().context_costs
+        for _, works in ways().candidates(way):
+            for work, batch in zip(works, BATCHES, strict=True):
+                found = [s for rows in work.replicas for row in rows for s in row.segments]
+                assert sorted(found) == sorted(batch)
+                for replica, rows in zip(work.strategy.replicas, work.replicas, strict=True):
+                    for row in rows:
+                        for cp, _, lengths in row.groups or ((replica.scheme.cp, 0, row.segments),):
+                            group = replica.scheme.of_context_group(cp)
+                            # Groups of waves run their sequences one by one.
+                            tokens = max(lengths, default=0) if row.groups else sum(lengths)
+                            assert tokens <= costs.max_tokens(group)
 
 
 def test_static_ways_hold_the_longest_sequence_of_all_batches(
@@ -168,8 +212,9 @@ def test_a_sequence_beyond_the_limit_is_refused() -> None:
 
 
 class TestContextParallelism:
-    def test_it_is_skipped_if_its_cost_is_unknown(self) -> None:
-        assert ways(context=False).candidates(CP_ONLY) == []
+    @pytest.mark.parametrize("way", CONTEXT_WAYS)
+    def test_it_is_skipped_if_its_cost_is_unknown(self, way: str) -> None:
+        assert ways(context=False).candidates(way) == []
 
     def test_groups_fill_the_job_and_hold_the_longest_sequence(self) -> None:
         costs = ContextCosts(profile=profile())
