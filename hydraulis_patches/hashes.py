@@ -30,6 +30,7 @@ TRAINING_LOOP_HASHES = {
     "megatron.training.training:evaluate": "a8be7269bc278373",
     "megatron.training.training:get_megatron_optimizer": "b473223298c43430",
     "megatron.training.training:build_train_valid_test_data_iterators": "d12ed278f953cc10",
+    "megatron.training.training:update_train_iters": "bd315d6755703d25",
     "megatron.training.training:consume_seqlen_stats_in_iteration": "11adaf9837000c6c",
     "megatron.training.training:save_checkpoint": "b652984ca8c8309d",
     "megatron.training.training:load_checkpoint": "4f03d48a79382b8c",

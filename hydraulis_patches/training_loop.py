@@ -19,7 +19,7 @@ class LoopReplacements(Protocol):
 
     @property
     def train_step(self) -> Callable[..., Any]:
-        """With upstream's parameters, as are the next six."""
+        """With upstream's parameters, as are the next seven."""
 
     @property
     def evaluate(self) -> Callable[..., Any]: ...
@@ -29,6 +29,9 @@ class LoopReplacements(Protocol):
 
     @property
     def build_train_valid_test_data_iterators(self) -> Callable[..., Any]: ...
+
+    @property
+    def update_train_iters(self) -> Callable[..., Any]: ...
 
     @property
     def consume_seqlen_stats_in_iteration(self) -> Callable[..., Any]: ...
@@ -78,6 +81,11 @@ REPLACED = (
         "build_train_valid_test_data_iterators",
         "builds data loaders per data-parallel rank of one fixed layout",
         "upstream takes iterators as an argument of pretrain()",
+    ),
+    _patch(
+        "update_train_iters",
+        "counts batches of the nominal size, and prints their number",
+        "upstream takes the number of iterations from the data",
     ),
     _patch(
         "consume_seqlen_stats_in_iteration",

@@ -31,9 +31,9 @@ WAY_OUT = "THE INTERPRETER'S WAY OUT"
     ("phase", "where"),
     [
         ("gather", "gather of bucket "),
-        ("forward", "rank 1, phase 'forward-backward'"),
+        ("forward", "phase 'forward-backward' of iteration"),
         ("scatter", "scatter of bucket "),
-        ("optimizer", "rank 1, phase 'optimizer'"),
+        ("optimizer", "phase 'optimizer' of iteration"),
     ],
 )
 def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
@@ -83,6 +83,7 @@ def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
         assert (f"InjectedFault: injected in {phase}" in of_rank.stderr) == (rank == CULPRIT)
     stderr = outcome.ranks[CULPRIT].stderr
     assert where in stderr
+    assert stderr.count("phase '") <= 1, "the place is named once"
     assert f"rank {CULPRIT}" in stderr
     # A normal exit would join threads and destroy groups, which wait for the other ranks.
     assert WAY_OUT not in outcome.ranks[CULPRIT].stdout

@@ -102,11 +102,11 @@ _BAD_INPUT = [
     ("--global-batch-tokens 512", (), ["--global-batch-size 8", "512", "give one of them"]),
     ("--train-samples 80", (), ["--train-iters 10 and --train-samples 80 both end training"]),
     (
-        "--lr-decay-samples 80 --rampup-batch-size 4 4 8",
+        "--lr-decay-samples 80 --rampup-batch-size 4 4 8 --lr-warmup-samples 4",
         (),
         [
             "--train-iters 10 counts iterations",
-            "--lr-decay-samples 80, --rampup-batch-size 4 4 8 samples; give --train-samples",
+            "--lr-decay-samples 80, --lr-warmup-samples 4 samples; give --train-samples",
         ],
     ),
     (
@@ -380,6 +380,4 @@ def test_no_honoured_option_with_a_wrong_value_ends_in_a_traceback(tmp_path: Pat
             except ConfigurationError as error:
                 refused[typed] = str(error)
     assert refused.keys() > {"--save", "--swiglu bogus", "--sequence-parallel bogus"}
-    # It contradicts --train-iters of the command, too.
-    several = {typed for typed, error in refused.items() if "\n" in error}
-    assert several == {"--step-batch-size-schedule bogus"}
+    assert not any("\n" in error for error in refused.values())

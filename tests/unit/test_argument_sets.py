@@ -145,7 +145,8 @@ def test_every_default_that_differs_from_upstreams_is_listed(tmp_path: Path) -> 
         *("add_qkv_bias", "recompute_activations", "split"),
         *("start_weight_decay", "end_weight_decay"),
     }
-    listed = {difference.typed.split()[0] for difference in resolved.differences}
+    listed = {d.typed.removeprefix("no ").split()[0] for d in resolved.differences}
+    derived |= {"eval_iters"}  # none without --eval-interval
     missing = []
     for action in flag_parser()._parser._actions:
         dest = action.dest
@@ -161,6 +162,17 @@ def test_every_default_that_differs_from_upstreams_is_listed(tmp_path: Path) -> 
         if before != after and action.option_strings[0] in HONOURED and not names & listed:
             missing.append((action.option_strings[0], before, after))
     assert missing == []
+
+
+def test_users_see_only_options_that_they_gave(tmp_path: Path) -> None:
+    """Not the numbers that stand in for intervals, nor defaults of options that they gave."""
+    resolved = parse(tmp_path, "--num-workers", "4", "--save", "x")
+    assert [typed for typed, _ in resolved.taken] == ["--num-workers 4"]
+    differences = [str(each) for each in resolved.differences]
+    assert not any("--num-workers" in each for each in differences)
+    assert "no --eval-interval: no evaluation during training" in differences
+    assert "no --save-interval: one checkpoint, at the end" in differences
+    assert not any("save-interval 1" in each or "eval-interval 1" in each for each in differences)
 
 
 def test_dropout_that_is_not_given_is_among_the_differences(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_dry_run_shows_the_layers(tmp_path: Path) -> None:
     lines = [line.split() for line in text.splitlines()]
     assert ["1", f"pp3:{listed}", "0"] in [line[:3] for line in lines]
     assert f"strategy     tp2+2*pp3:{listed}, idle: none" in text
-    assert "  balance_pipeline_layers True" in text
+    assert f"  {BALANCE}" in text.splitlines()
     stages = [line for line in lines if line[:2] in (["1", "3"], ["2", "4"])]
     assert [line[2] for line in stages] == [str(num) for num in scheme.layers[1:]]
 

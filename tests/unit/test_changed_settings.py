@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("plain_environment")
 COMPARED_OTHERWISE = """
     add_position_embedding group_query_attention use_rotary_position_embeddings
     max_position_embeddings make_vocab_size_divisible_by padded_vocab_size vocab_size
-    spec
     data_path train_data_path valid_data_path test_data_path split seq_length long_sequences seed
     tokenizer_type tokenizer_model vocab_file merge_file metadata_path special_tokens
     tiktoken_pattern tiktoken_num_special_tokens tokenizer_sentencepiece_legacy
@@ -48,7 +47,7 @@ NO_UPDATE_DEPENDS_ON = """
     row_quantum_tokens plan_ahead plan_time_limit plan_dir replay_plans
     skip_nan_iterations max_skipped_in_a_row ignore_unknown_options
     eval_interval eval_iters eval_global_batch_size start_eval_at_iter
-    async_save save_interval keep_last finetune
+    async_save save_interval keep_last
     exit_interval exit_duration_in_mins exit_signal exit_signal_handler
     manual_gc manual_gc_interval manual_gc_eval trust_remote_code trace trace_iterations
     log_interval logging_level timing_log_level timing_log_option tensorboard_log_interval
@@ -113,6 +112,24 @@ def test_intervals_that_no_option_gives_are_left_out(tmp_path: Path) -> None:
 
     assert changed() == {"train_iters"}
     assert changed("--save-interval", "5") == {"save_interval", "train_iters"}
+
+
+def test_numbers_that_stand_in_for_settings_are_left_out(tmp_path: Path) -> None:
+    """Earlier versions wrote them."""
+    before, here = described(tmp_path), described(tmp_path)
+    before["settings"] |= {"eval_interval": 11, "save_interval": 11, "eval_global_batch_size": 8}
+    assert changed_settings(before, here) == ()
+    given = described(tmp_path, "--save", "x", "--save-interval", "5")
+    assert [str(change) for change in changed_settings(given, here)] == [
+        "--save-interval 5 -> none"
+    ]
+
+
+def test_finetune_is_of_one_start_and_another_spec_changes_the_update(tmp_path: Path) -> None:
+    spec = ("--spec", "megatron.core.models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec")
+    before, here = described(tmp_path, "--load", "x", "--finetune"), described(tmp_path, *spec)
+    (change,) = changed_settings(before, here)
+    assert (str(change), change.changes_update) == (f"--spec none -> {' '.join(spec[1:])}", True)
 
 
 def test_settings_of_another_version_are_left_out(tmp_path: Path) -> None:

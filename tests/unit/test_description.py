@@ -158,5 +158,28 @@ def test_text_names_every_stage_with_ranks_and_parameters(tmp_path: Path) -> Non
     assert description["most_communicators_of_a_rank"] == 4
     (groups,) = (line for line in lines if line.startswith("groups "))
     assert "up to 4 communicators; NCCL's are assumed to take 0.3 GB each and 3.3 GB" in groups
-    assert "  sequence_parallel True" in lines
-    assert not any("num_experts" in line for line in lines)
+    settings = lines[lines.index(next(line for line in lines if line.startswith("settings "))) :]
+    assert "  --strategy tp2pp2:1,3+2*tp1+2*idle" in settings
+    assert len(settings) == 1 + len(description["given"]), "only what was given"
+
+
+def test_what_to_check_first_comes_first_and_a_warning_once(tmp_path: Path) -> None:
+    typed = ("--num-workers", "4", "--rampup-batch-size", "2", "2", "12")
+    lines = format_description(describe(parse(tmp_path, *typed))).splitlines()
+    headings = [line.split()[0] for line in lines if not line.startswith(" ")]
+    first = ["ranks", "strategy", "cost", "groups", "warning", "differs", "taken"]
+    assert headings == [*first, "model", "run", "settings"]
+    assert sum("--hidden-dropout" in line for line in lines) == 1
+
+
+def test_the_written_configuration_has_numbers_only_where_the_user_gave_them(
+    tmp_path: Path,
+) -> None:
+    given = describe(parse(tmp_path, "--save", "x"))["settings"]
+    assert (given["save_interval"], given["eval_interval"], given["lr_decay_iters"]) == (None,) * 3
+    typed = ("--train-samples", "99", "--global-batch-tokens", "256")
+    without = ("--train-iters", "--global-batch-size")
+    resolved = parse(tmp_path, *typed, without=without)
+    resolved.args.train_iters = 136  # as upstream's loop sets it
+    settings = describe(resolved)["settings"]
+    assert (settings["train_iters"], settings["global_batch_size"]) == (None, None)

@@ -16,7 +16,7 @@ from megatron.hydraulis.data.sampler import BatchSizes, LengthSampler, SequenceG
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.describe import batch_text, length_text
-from megatron.hydraulis.flags.samples import num_iterations
+from megatron.hydraulis.flags.samples import counts_iterations, num_iterations
 from tests.unit.argument_command import parse
 
 SCHEDULE = "0:2 2K:4 5K:8"
@@ -62,7 +62,7 @@ class Scheduled:
 def upstreams_run(resolved: Resolved) -> tuple[list[int], list[tuple[float, ...]]]:
     """Sizes of the batches and rates after each, as upstream's training loop has them."""
     args = Namespace(**vars(resolved.args))
-    args.step_batch_size_schedule = resolved.growth.get("step_batch_size_schedule")
+    args.step_batch_size_schedule = resolved.as_given["step_batch_size_schedule"]
     set_args(args)
     upstreams_batches.init_num_microbatches_calculator(
         rank=1,
@@ -108,6 +108,33 @@ def test_sizes_iterations_and_rates_are_upstreams(
     assert [scheduled.step(sizes.num_consumed(batch)) for batch in batches] == their_rates
 
 
+@pytest.mark.parametrize("size", ["--global-batch-size 8", "--global-batch-tokens 1024"])
+@pytest.mark.parametrize(
+    ("growth", "num_samples"),
+    [("--step-batch-size-schedule 0:2,2K:4,5K:8", 72), ("--rampup-batch-size 2 2 12", 126)],
+)
+def test_with_iterations_growth_leaves_the_rates_of_a_constant_batch(
+    growth: str, num_samples: int, size: str, tmp_path: Path, upstream: None
+) -> None:
+    """2 · 8 + 4 · 6 + 8 · 4 samples in 18 iterations, and 2 · 2 + 4 + 6 + 8 · (18 - 4)."""
+    typed = ("--train-iters", "18", "--lr-warmup-iters", "3", "--lr-decay-style", "cosine", *RATES)
+    _, theirs = upstreams_run(parse(tmp_path, *typed))
+    unset_global_variables()
+    without = ("--global-batch-size",)
+    resolved = parse(tmp_path, *typed, *growth.split(), *size.split(), without=without)
+    scale = 128 if resolved.sizes.in_tokens else 1
+    assert resolved.sizes.num_consumed_by(18) == num_samples * scale
+    assert f"--train-samples {num_samples}" in length_text(resolved, 50.0)
+    args = Namespace(**vars(resolved.args))
+    set_args(args)
+    scheduled = Scheduled(args)
+    assert counts_iterations(number_varies=resolved.sizes.number_varies, by_samples=False)
+    ours = [scheduled.step(1) for _ in range(18)]
+    assert np.asarray(ours) == pytest.approx(np.asarray(theirs), rel=1e-12)
+    (difference,) = (d for d in resolved.differences if growth in str(d).replace(" 2K", ",2K"))
+    assert "the learning rate goes by iterations" in difference.why
+
+
 def ramp_of_earlier_versions(
     start: int, increment: int, ramp: int, full: int, consumed: int
 ) -> int:
@@ -123,7 +150,11 @@ def test_a_ramp_is_that_of_earlier_versions(ramp: tuple[int, ...], tmp_path: Pat
     typed = ("--rampup-batch-size", str(start), str(increment), str(num_samples))
     ends = ("--train-samples", "1000")
     resolved = resolve(tmp_path, *ends, *typed, "--global-batch-size", str(full))
-    assert dict(resolved.taken)[" ".join(typed)].startswith("the global batch grows; Megatron 0.19")
+    (growth,) = (str(each) for each in resolved.differences if "--rampup" in each.typed)
+    assert growth == (
+        f"{' '.join(typed)}: the global batch grows, whereas Megatron 0.19.2 ignores the option"
+    )
+    assert resolved.taken == ()
     rows = resolved.sizes
     tokens = resolve(tmp_path, *ends, *typed, "--global-batch-tokens", str(full * 128)).sizes
     for consumed in range(num_samples + 3):
@@ -179,7 +210,7 @@ def test_samples_are_tokens_under_a_token_budget(tmp_path: Path) -> None:
         *("--global-batch-tokens", "1024", "--eval-interval", "3", "--eval-global-batch-size", "3"),
     )
     assert sizes.sizes == BatchSizes(((0, 256), (15 * 128, 512), (39 * 128, 1024)), in_tokens=True)
-    assert sizes.growth["step_batch_size_schedule"] == SCHEDULE, "or a change would go unnoticed"
+    assert sizes.as_given["step_batch_size_schedule"] == SCHEDULE, "or a change would go unnoticed"
     assert sizes.evaluation_sizes == BatchSizes(((0, 384),), in_tokens=True)
 
 

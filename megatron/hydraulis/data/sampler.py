@@ -124,6 +124,16 @@ class BatchSizes:
         """The size of the batch that follows this number of consumed sequences or tokens."""
         return self.steps[bisect.bisect_right(self.steps, num_consumed, key=lambda s: s[0]) - 1][1]
 
+    def num_consumed_by(self, num_batches: int) -> int:
+        """What the first batches consume; in tokens at most, because they are not quite full."""
+        num_consumed = 0
+        ends = [consumed for consumed, _ in self.steps[1:]] + [num_batches * self.largest]
+        for end, (_, size) in zip(ends, self.steps, strict=True):
+            num_here = min(num_batches, max(-(-(end - num_consumed) // size), 0))
+            num_consumed += num_here * size
+            num_batches -= num_here
+        return num_consumed
+
     def num_batches(self, num_consumed: int, until: int) -> int:
         """Batches of training that ends when `until` are consumed.
 

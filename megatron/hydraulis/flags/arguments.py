@@ -28,6 +28,7 @@ from megatron.training.models import GPTModelConfig
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags import checks
+from megatron.hydraulis.flags.changes import COMPLETED
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.defaults import (
     Difference,
@@ -58,6 +59,8 @@ class Resolved:
     """How --elastic adapted them, one line per change."""
     explicit: frozenset[str]
     """Honoured option strings that were given, as typed."""
+    given: tuple[str, ...]
+    """The same with their values."""
     taken: tuple[tuple[str, str], ...]
     """Options that were accepted without acting on them: (as typed, what happens instead)."""
     unknown: tuple[tuple[str, str], ...]
@@ -69,8 +72,8 @@ class Resolved:
     sizes: BatchSizes
     """Of the global batches of training."""
     evaluation_sizes: BatchSizes
-    growth: Mapping[str, Any]
-    """Settings of batches that grow, as given, where args have nominal values."""
+    as_given: Mapping[str, Any]
+    """Settings as given where args have nominal values, or upstream completes them."""
     shape: ModelShape
     vocabulary: Vocabulary
 
@@ -106,7 +109,7 @@ def parse_arguments(
         *checks.drop_kept_modules(args),
         *_layout_taken(flags),
         *_core_attention_taken(flags),
-        *_done_otherwise(flags),
+        *_exchange_taken(flags),
         *_missing_here(flags, has_cuda=has_cuda),
     )
     problems.hide(args, {*flags.wrong, *missing})
@@ -163,7 +166,7 @@ def parse_arguments(
         raise AssertionError("what is missing had a problem")
     try:
         sizes_of_evaluation = evaluation_sizes(args, sizes)
-        growth = _make_nominal(args, sizes)
+        _make_nominal(args, sizes)
         _validate_as_one_group(args)
     except (ConfigurationError, AttributeError):
         problems.raise_any()  # upstream's words are for what our checks let pass
@@ -184,13 +187,14 @@ def parse_arguments(
         pool=pool,
         pool_changes=pool_changes,
         explicit=flags.explicit,
+        given=flags.as_typed,
         taken=taken,
         unknown=flags.unknown,
         differences=differences(flag_parser, flags, before, uses_tp=pool.tp_lcm > 1),
         settings=flag_parser.honoured_dests,
         sizes=sizes,
         evaluation_sizes=sizes_of_evaluation,
-        growth=growth,
+        as_given={name: before[name] for name in COMPLETED},
         shape=_model_shape(args),
         vocabulary=vocabulary,
     )
@@ -218,17 +222,10 @@ def _layout_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
     return ()
 
 
-def _done_otherwise(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
-    """Honoured options that do not do quite what they do in upstream."""
-    args, found = flags.args, []
-    if args.cp_comm_type == ["p2p"] and flags.was_given("cp_comm_type"):
-        found.append(("--cp-comm-type p2p", "run as all_gather, the same bytes"))
-    found += [
-        (str(given), "the global batch grows; Megatron 0.19.2 ignores the option")
-        for given in flags.given
-        if given.dest == "rampup_batch_size"
-    ]
-    return tuple(found)
+def _exchange_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:
+    if flags.args.cp_comm_type == ["p2p"] and flags.was_given("cp_comm_type"):
+        return (("--cp-comm-type p2p", "run as all_gather, the same bytes"),)
+    return ()
 
 
 def _missing_here(flags: ParsedFlags, *, has_cuda: bool) -> tuple[tuple[str, str], ...]:
@@ -340,17 +337,13 @@ def _ranks_per_node(hydraulis: HydraulisConfig, *, is_started: bool) -> int | No
     return int(value) if value.isdigit() else None
 
 
-def _make_nominal(args: argparse.Namespace, sizes: BatchSizes) -> dict[str, Any]:
+def _make_nominal(args: argparse.Namespace, sizes: BatchSizes) -> None:
     """Let upstream's loop count batches of one sequence where their number varies.
 
-    The sampler makes the batches, and the step corrects the consumed samples. Returns what was
-    given of batches that grow.
+    The sampler makes the batches, and the step corrects the consumed samples.
     """
-    names = ("global_batch_size", "step_batch_size_schedule")
-    growth = {name: getattr(args, name) for name in names if len(sizes.steps) > 1}
     if sizes.number_varies:
         args.global_batch_size, args.step_batch_size_schedule = 1, None
-    return growth
 
 
 def _validate_as_one_group(args: argparse.Namespace) -> None:

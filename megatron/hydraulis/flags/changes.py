@@ -26,10 +26,11 @@ _CHANGE_UPDATE = (
     "no_weight_decay_cond_type",
     "optimizer",
     "rampup_batch_size",
+    "spec",
     "step_batch_size_schedule",
 )
 """Settings on which the update depends and which upstream's learning-rate schedule, when it is
-loaded, does not compare. The data and the model are compared by themselves."""
+loaded, does not compare. The data and the rest of the model are compared by themselves."""
 
 _OF_SCHEDULE = (
     "end_weight_decay",
@@ -53,6 +54,7 @@ _OF_ONE_START = (
     "ckpt_step",
     "dry_run",
     "exit_on_missing_checkpoint",
+    "finetune",
     "load",
     "load_fallback",
     "no_load_optim",
@@ -67,8 +69,18 @@ _OF_ONE_START = (
 )
 """Settings that say nothing of how the run trains, and differ in most restarts."""
 
-_FROM_NUM_ITERATIONS = ("eval_interval", "lr_decay_iters", "lr_decay_samples", "save_interval")
-"""Settings that follow from the length of training unless an option gives them."""
+COMPLETED = (
+    "eval_global_batch_size",
+    "eval_interval",
+    "global_batch_size",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "save_interval",
+    "step_batch_size_schedule",
+    "train_iters",
+)
+"""Settings that get a number which follows from others unless an option gives them. Checkpoints of
+earlier versions hold that number."""
 
 _SECTIONS = ("settings", "hydraulis")
 
@@ -88,7 +100,13 @@ class Change:
         return self.name in _CHANGE_UPDATE
 
     def __str__(self) -> str:
-        return f"{option_of(self.name)} {self.before} -> {self.after}"
+        return f"{option_of(self.name)} {_text(self.before)} -> {_text(self.after)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "none" if value is None else str(value)
 
 
 def changed_settings(
@@ -107,7 +125,7 @@ def changed_settings(
     left_out = {
         *_OF_ONE_START,
         *(_OF_SCHEDULE if keeps_schedule else ()),
-        *(name for name in _FROM_NUM_ITERATIONS if option_of(name) not in given),
+        *(name for name in COMPLETED if option_of(name) not in given),
     }
     changes = [
         Change(name, before, here[section][name])

@@ -25,7 +25,7 @@ from megatron.hydraulis.flags.parser import FlagParser, ParsedFlags
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A setting that no option gives and that differs from upstream's default."""
+    """A setting that differs from upstream's default, or an option from upstream's effect."""
 
     typed: str
     """The setting as one would type it: ``--hidden-dropout 0.0``."""
@@ -34,6 +34,11 @@ class Difference:
     why: str
     changes_update: bool
     """Whether training takes another course by it."""
+
+    @property
+    def warns(self) -> bool:
+        """Whether a user has to be warned of it: dropout, which most scripts leave to a default."""
+        return self.changes_update and "dropout" in self.typed
 
     def __str__(self) -> str:
         theirs = f" (Megatron: {self.upstream})" if self.upstream else ""
@@ -48,6 +53,9 @@ _CHANGES_UPDATE = {
     "reset_attention_mask": "attention stays inside a sequence",
     "accumulate_allreduce_grads_in_fp32": "gradients are added in fp32",
 }
+_GROWTH = ("rampup_batch_size", "step_batch_size_schedule")
+_FILLERS = ("eval_interval", "save_interval")
+"""Settings that get a number which is never reached where no option gives one."""
 _CHANGES_NO_UPDATE = {
     "log_interval": "a line for every iteration",
     "log_throughput": "TFLOP/s in the log line",
@@ -58,7 +66,7 @@ _CHANGES_NO_UPDATE = {
     "tensorboard_dir": "events are part of the run folder",
     "wandb_save_dir": "part of the run folder",
     "eval_interval": "no evaluation during training",
-    "eval_iters": "no evaluation",
+    "eval_iters": "",  # says the same
     "use_distributed_optimizer": "state is sharded over all ranks",
     "apply_rope_fusion": "fused rotation needs apex or Transformer Engine",
     "no_persist_layer_norm": "persistent norms need apex",
@@ -79,9 +87,9 @@ _CHANGES_NO_UPDATE = {
 def differences(
     parser: FlagParser, flags: ParsedFlags, before: Mapping[str, object], *, uses_tp: bool
 ) -> tuple[Difference, ...]:
-    """Where the arguments differ from upstream's defaults although no option says so.
+    """Where training differs from upstream's with the same options, in most cases by a default.
 
-    Those that change the update come first.
+    What changes the update comes first.
 
     Args:
         parser: which parsed the flags.
@@ -89,18 +97,38 @@ def differences(
         before: attributes as parsed, before it.
         uses_tp: whether a replica has tp > 1.
     """
-    found = []
+    found = [
+        Difference(str(given), "", why, changes_update=True)
+        for given in flags.given
+        if given.dest in _GROWTH and (why := _of_growth(flags.args, given.dest))
+    ]
     for changes_update, table in ((True, _CHANGES_UPDATE), (False, _CHANGES_NO_UPDATE)):
         for dest, why in table.items():
             ours, theirs = getattr(flags.args, dest), before[dest]
-            if why and ours != theirs and not flags.was_given(dest):
+            if why and ours != theirs and dest not in flags.attempted:
                 typed, upstream = parser.as_typed(dest, ours), parser.as_typed(dest, theirs)
+                if dest in _FILLERS:
+                    typed, upstream = f"no {option_of(dest)}", ""
                 found.append(Difference(typed, upstream, why, changes_update))
     switches = {"--sequence-parallel", "--no-sequence-parallel"}
     if uses_tp and not switches & flags.explicit:
         why = "activations between tensor-parallel layers are cut along the sequence"
         found.append(Difference("--sequence-parallel", "", why, changes_update=False))
     return tuple(found)
+
+
+def _of_growth(args: argparse.Namespace, dest: str) -> str:
+    """How training with batches that grow differs from upstream's; empty if it does not."""
+    by_iterations = "the learning rate goes by iterations, as with a batch of one size"
+    if dest == "rampup_batch_size":
+        also = f", and {by_iterations}" if args.train_samples is None else ""
+        return f"the global batch grows, whereas Megatron 0.19.2 ignores the option{also}"
+    if args.train_samples is not None:
+        return ""
+    return (
+        f"{by_iterations}; Megatron 0.19.2 ends its schedule after --train-iters batches of a "
+        "micro-batch a rank"
+    )
 
 
 def set_defaults(

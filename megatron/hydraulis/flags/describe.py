@@ -10,17 +10,11 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint, communicators_text
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.defaults import Difference
-from megatron.hydraulis.flags.samples import num_iterations
+from megatron.hydraulis.flags.samples import num_iterations, sample_tokens
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import ranks_text
 
-# Always 1; the strategy defines them.
-_DEFINED_BY_STRATEGY = (
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "tensor_model_parallel_size",
-)
 _JSON_SCALARS = (str, int, float, bool, type(None))
 
 
@@ -90,7 +84,7 @@ def describe(
     pool, shape = resolved.pool, resolved.shape
     arguments = {
         key: _to_json(value)
-        for key, value in sorted({**vars(resolved.args), **resolved.growth}.items())
+        for key, value in sorted({**vars(resolved.args), **resolved.as_given}.items())
         # Without the rank: this describes the job.
         if not key.startswith("_") and key != "rank"
     }
@@ -117,6 +111,7 @@ def describe(
             "steps": [list(step) for step in resolved.sizes.steps],
         },
         "explicit_options": sorted(resolved.explicit),
+        "given": list(resolved.given),
         "settings": {key: value for key, value in arguments.items() if key in resolved.settings},
         "upstream_defaults": {
             key: value for key, value in arguments.items() if key not in resolved.settings
@@ -137,7 +132,8 @@ def option_texts(
             + (f" (Megatron has {equivalent})" if equivalent else "")
             for typed, equivalent in unknown
         ],
-        "differences": list(map(str, differences)),
+        "warnings": [str(each) for each in differences if each.warns],
+        "differences": [str(each) for each in differences if not each.warns],
     }
 
 
@@ -168,13 +164,21 @@ def batch_text(resolved: Resolved, mean_length: float) -> str:
 
 
 def length_text(resolved: Resolved, mean_length: float) -> str:
-    """How long training by samples is, here and in Megatron; empty for one by iterations.
+    """How long training by samples, or in batches that grow, is here and in Megatron; else empty.
 
     mean_length: of the corpus's sequences (tokens).
     """
     args, sizes = resolved.args, resolved.sizes
-    if args.train_samples is None:
+    if args.train_samples is None and len(sizes.steps) == 1:
         return ""
+    if args.train_samples is None:
+        num_consumed = sizes.num_consumed_by(args.train_iters)
+        samples = num_consumed // sample_tokens(args, sizes)
+        return (
+            f"{args.train_iters:,} iterations, {'at most ' if sizes.in_tokens else ''}"
+            f"{num_consumed:,} {sizes.unit}; the learning rate goes by iterations, and by samples "
+            f"with --train-samples {samples}"
+        )
     num_samples, num_tokens = args.train_samples, args.train_samples * args.seq_length
     iterations = f"{num_iterations(args, sizes):,} iterations"
     if sizes.in_tokens:
@@ -200,12 +204,11 @@ def option_lines(description: dict[str, Any]) -> list[str]:
     description: of `option_texts`, or more.
     """
     return [
+        *block_lines("warning", "Megatron trains with dropout", description["warnings"]),
         *block_lines("unknown", "options that Megatron does not know", description["unknown"]),
+        *block_lines("differs", "from Megatron with the same options", description["differences"]),
         *block_lines(
             "taken", "options without effect here, or with the same effect", description["taken"]
-        ),
-        *block_lines(
-            "differs", "from Megatron, as no option says otherwise", description["differences"]
         ),
     ]
 
@@ -252,7 +255,7 @@ def _to_json(value: object) -> Any:
 
 
 def format_description(description: dict[str, Any]) -> str:
-    """The description as text: one table per strategy, the model and the settings."""
+    """The description as text: a table per strategy, what differs, the model, what was given."""
     model, hydraulis = description["model"], description["hydraulis"]
     lines = [f"ranks        {description['num_ranks']} ({description['ranks_per_node']} a node)"]
     for strategy in description["strategies"]:
@@ -261,20 +264,18 @@ def format_description(description: dict[str, Any]) -> str:
     lines += [
         f"cost model   {description['cost_model']}",
         f"groups       {communicators_text(description['most_communicators_of_a_rank'])}",
+        *option_lines(description),
         f"model        {model['num_layers']} layers, hidden {model['hidden_size']}, "
         f"ffn {model['ffn_hidden_size']}, {model['num_attention_heads']} heads of "
         f"{model['kv_channels']}, {model['num_query_groups']} query groups, vocabulary "
         f"{model['vocab_size_unpadded']} padded to {model['vocab_size']}: "
         f"{model['num_parameters']:,} parameters",
         f"run folder   {hydraulis['run_dir']}",
-        *option_lines(description),
-        "settings",
-    ]
-    settings = {**description["settings"], **hydraulis}
-    lines += [
-        f"  {key} {_text(settings[key])}"
-        for key in sorted(settings)
-        if key not in _DEFINED_BY_STRATEGY
+        *block_lines(
+            "settings",
+            "as given; config.json in the folder of a run lists all",
+            description["given"],
+        ),
     ]
     return "\n".join(lines)
 
@@ -308,7 +309,3 @@ def _strategy_lines(strategy: dict[str, Any]) -> list[str]:
         ),
         f"  regrouping and optimizer {strategy['overhead_ms']:.1f} ms an iteration, predicted",
     ]
-
-
-def _text(value: object) -> str:
-    return " ".join(str(item) for item in value) if isinstance(value, list) else str(value)

@@ -135,9 +135,10 @@ _DIFFERENT = {
     "--train-samples": "samples of the whole run, instead of --train-iters: sequences or, with "
     "--global-batch-tokens, --seq-length tokens each",
     "--rampup-batch-size": "START INCREMENT SAMPLES: the global batch begins with START samples "
-    "and grows by INCREMENT in equal stretches of SAMPLES samples; needs --train-samples",
+    "and grows by INCREMENT in equal stretches of SAMPLES samples; rates go by samples with "
+    "--train-samples, else by iterations",
     "--step-batch-size-schedule": "'0:256 1M:512': samples of a global batch from a number of "
-    "tokens on, of which --seq-length count as a sample; needs --train-samples",
+    "tokens on, of which --seq-length count as a sample; rates as for --rampup-batch-size",
     "--eval-global-batch-size": "samples of a global batch of evaluation",
     "--lr-warmup-fraction": "warmup, as a share of --lr-decay-iters or --lr-decay-samples",
     "--seq-length": "longest sequence in tokens; --long-sequences says what happens to longer ones",

@@ -79,6 +79,11 @@ class ParsedFlags:
         return any(given.dest == dest for given in self.given)
 
     @property
+    def as_typed(self) -> tuple[str, ...]:
+        """What was honoured, each option with its last values."""
+        return tuple({given.option: str(given) for given in self.given}.values())
+
+    @property
     def explicit(self) -> frozenset[str]:
         """The honoured option strings that were given, as typed."""
         return frozenset(given.option for given in self.given)

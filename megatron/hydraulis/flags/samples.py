@@ -16,8 +16,6 @@ _BY_SAMPLES: tuple[str, ...] = (
     "lr_decay_samples",
     "lr_warmup_samples",
     "lr_wsd_decay_samples",
-    "rampup_batch_size",
-    "step_batch_size_schedule",
 )
 
 
@@ -59,14 +57,14 @@ def num_iterations(args: argparse.Namespace, sizes: BatchSizes, num_consumed: in
     return sizes.num_batches(num_consumed, args.train_samples * sample_tokens(args, sizes))
 
 
-def counts_iterations(*, in_tokens: bool, by_samples: bool) -> bool:
+def counts_iterations(*, number_varies: bool, by_samples: bool) -> bool:
     """Whether the learning-rate schedule counts iterations, instead of samples as Megatron's does.
 
     Args:
-        in_tokens: whether a budget of tokens sizes the global batches.
+        number_varies: whether global batches may differ in their number of sequences.
         by_samples: whether --train-samples ends training.
     """
-    return in_tokens and not by_samples
+    return number_varies and not by_samples
 
 
 def training_sizes(args: argparse.Namespace, num_budget_tokens: int | None) -> BatchSizes:

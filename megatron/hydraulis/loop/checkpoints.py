@@ -322,7 +322,7 @@ class RunCheckpoints:
             theirs = _unit_of_schedule(loaded.manifest.configuration)
         ours = _unit_of_schedule(self._planning.description_of(self._resolved))
         if theirs != ours:
-            fix = "--train-iters, with --global-batch-tokens"
+            fix = "--train-iters, and the former size or growth of the global batch"
             if theirs == "samples":
                 fix = "--train-samples, and the schedule in samples of --seq-length tokens each"
             raise ConfigurationError(
@@ -422,8 +422,9 @@ def _unit_of_schedule(configuration: Mapping[str, Any]) -> str:
     configuration: as `flags.describe` returns it.
     """
     in_tokens = configuration.get("hydraulis", {}).get("global_batch_tokens") is not None
+    grows = len(configuration.get("batch_sizes", {}).get("steps", ())) > 1
     by_samples = configuration.get("settings", {}).get("train_samples") is not None
-    counts = counts_iterations(in_tokens=in_tokens, by_samples=by_samples)
+    counts = counts_iterations(number_varies=in_tokens or grows, by_samples=by_samples)
     return "iterations" if counts else "samples"
 
 

@@ -137,16 +137,16 @@ class Job:
     def print_description(self) -> None:
         """What --dry-run prints; also raises what is wrong with the data."""
         corpora = self.load_corpora()
-        print(format_description(self._planning.description_of(self._resolved)))
+        for corpus in corpora:
+            if corpus is not None:
+                print(f"{corpus.name + ' data':<12} {corpus.report}")
+                print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
         assert corpora[0] is not None
         print(f"global batch {batch_text(self._resolved, corpora[0].mean_length)}")
         length = length_text(self._resolved, corpora[0].mean_length)
         if length:
             print(f"training     {length}")
-        for corpus in corpora:
-            if corpus is not None:
-                print(f"{corpus.name + ' data':<12} {corpus.report}")
-                print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
+        print(format_description(self._planning.description_of(self._resolved)))
 
     def choose_core_attention(self) -> None:
         """Choose it for this rank's device, which has to be the current one.
@@ -323,13 +323,9 @@ class Job:
                 "fused_weight_gradient_mlp_cuda is not installed)",
                 flush=True,
             )
-        dropout = [
-            str(d) for d in self._resolved.differences if d.changes_update and "dropout" in d.typed
-        ]
-        unknown = [f"{option}: left out" for option, _ in self._resolved.unknown]
         poor_fits = None if self._profile is None else self._profile.poor_fits()
         warnings = (*self._resolved.pool_changes, *self._planning.left_out, poor_fits)
-        for line in filter(None, (*warnings, *dropout, *unknown)):
+        for line in filter(None, warnings):
             print(f"warning: {line}", file=sys.stderr, flush=True)
         for line in option_lines(self._planning.description_of(self._resolved)):
             print(line, flush=True)

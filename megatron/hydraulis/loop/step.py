@@ -225,6 +225,12 @@ class TrainingLoop:
         """Ours, with upstream's parameters."""
         return self._guarded("load", self._checkpoints.load_checkpoint)
 
+    # --- replaced: update_train_iters -------------------------------------------------------
+
+    def update_train_iters(self, args: Namespace) -> None:
+        """The iterations of training by samples, until the data say where they continue."""
+        args.train_iters = args.train_iters or num_iterations(args, self._sizes)
+
     # --- replaced: consume_seqlen_stats_in_iteration ----------------------------------------
 
     def consume_seqlen_stats_in_iteration(self) -> tuple[float | None, float | None]:
@@ -328,7 +334,7 @@ class TrainingLoop:
     def _schedule_steps(self, args: Namespace, batch: GlobalBatch) -> float:
         """By how much a batch advances the learning-rate schedule: an iteration, or its samples."""
         by_samples = args.train_samples is not None
-        if counts_iterations(in_tokens=self._sizes.in_tokens, by_samples=by_samples):
+        if counts_iterations(number_varies=self._sizes.number_varies, by_samples=by_samples):
             return 1
         return self._sizes.num_consumed(batch) / sample_tokens(args, self._sizes)
 

@@ -466,12 +466,13 @@ class Engine:
 
     @contextmanager
     def _in_phase(self, name: str, strategy_name: str, phase: Phase) -> Iterator[None]:
-        """A part of an iteration; adds the part and the rank to the errors raised in it."""
+        """A part of an iteration; adds it to the errors raised in it unless `phase` has."""
         try:
             with phase(name):
                 yield
         except Exception as error:
-            error.add_note(f"rank {self.rank}, phase '{name}', strategy '{strategy_name}'")
+            if not any("phase '" in note for note in getattr(error, "__notes__", ())):
+                error.add_note(f"rank {self.rank}, phase '{name}', strategy '{strategy_name}'")
             raise
 
     def _vote(

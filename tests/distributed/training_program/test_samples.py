@@ -121,6 +121,23 @@ def test_sizes_end_and_rates(whole: Run, unit: str, training_corpus: Corpus) -> 
     assert (
         f"training: {SAMPLES if unit == 'sequences' else '1,344'} {unit}, " in whole.outcome.stdout
     )
+    assert "setting training iterations" not in whole.outcome.stdout, "upstream's is not true"
+
+
+def test_iterations_end_training_in_batches_that_grow(launch: Launch, tmp_path: Path) -> None:
+    """The rates are those of a batch of one size, before and after a restart."""
+    ends = ("--train-iters", "7", "--lr-warmup-iters", "2", *IN_SEQUENCES[2:8])
+    save = ("--save", str(tmp_path), "--save-interval", "4")
+    whole = start(launch, "2*tp1", *ends, *save)
+    assert [record.num_sequences for record in whole.records] == [4, 4, 8, 12, 16, 16, 16]
+    wanted = rates([1.0] * 7, warmup=2, decay=7, lr=1e-2)
+    assert [record.learning_rate for record in whole.records] == pytest.approx(wanted, rel=1e-12)
+    resumed = start(launch, "tp2", *ends, "--load", str(tmp_path), "--ckpt-step", "4")
+    assert [record.learning_rate for record in resumed.records] == pytest.approx(wanted[4:])
+    assert resumed.losses == pytest.approx(whole.losses[4:], rel=ROUNDING)
+    _, _, changed = resumed.outcome.stdout.partition("settings since")
+    options = [line.split()[0] for line in changed.splitlines()[1:] if line.startswith("  --")]
+    assert options == ["--save-interval", "--plan-dir", "--strategy"], "none that nobody gave"
 
 
 @pytest.mark.parametrize("strategy", ["2*tp1", "tp2"])
