@@ -421,6 +421,10 @@ class TrainingLoop:
             regroup_bytes=outcome.regroup_bytes,
             gather_wait_s=outcome.gather_wait_s,
             scatter_wait_s=outcome.scatter_wait_s,
+            strategy_times_s={
+                one.name: {"bound_s": one.bound_s, "found_s": one.found_s}
+                for one in plan.strategy_times_s
+            },
             **allocator_peaks(),
         )
         self._num_sequences = record.num_sequences

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.hydraulis.observability.console import factor_text, seconds_text, share_text
+from megatron.hydraulis.observability.console import (
+    factor_text,
+    factors_text,
+    seconds_text,
+    share_text,
+)
 from megatron.hydraulis.observability.report_data import ReplicaNumbers, Run
 
 MAX_PREDICTION_ERROR = 0.10
@@ -87,15 +92,13 @@ def _on_iterations(run: Run) -> Iterator[Advice]:
         profile = run.setting("hydraulis", "cost_profile")
         yield Advice(
             "act",
-            f"An iteration takes {factor_text(prediction.factor)} its predicted time (median error "
-            f"{share_text(prediction.error)}); after calibrating that factor the error is "
-            f"{share_text(prediction.error_beyond_factor)}.",
+            f"Measured / predicted time of iterations is {factors_text(prediction)}.",
             f"Measure the profile of --cost-profile {profile} again on this machine; check for "
             "other programs on it."
             if profile
             else "Predictions use assumed constants of the device, not measurements: measure this "
             f"machine ({PROFILE_COMMAND}) and train with --cost-profile. A factor common to all "
-            "replicas does not change plans; the remaining error does.",
+            "replicas does not change plans; differences between replicas do.",
         )
     if totals.slowdown is not None and totals.slowdown > 1.0 + MAX_SLOWDOWN:
         yield Advice(
@@ -156,13 +159,23 @@ def _on_replicas(run: Run) -> Iterator[Advice]:
             "take for the same work.",
             "Check these ranks: another program on them, a slower device or link.",
         )
-    if totals.idle_fraction > MAX_IDLE:
+    measured = totals.measured_idle_fraction
+    if (totals.idle_fraction if measured is None else measured) > MAX_IDLE:
         yield Advice(
             "act",
-            f"By the plans, ranks wait {share_text(totals.idle_fraction)} of the makespans for the "
-            f"slowest replica (worst imbalance {totals.worst_imbalance:.2f}).",
+            (
+                f"By the plans, ranks wait {share_text(totals.idle_fraction)} of the makespans for "
+                "the slowest replica"
+                if measured is None
+                else f"Ranks wait {share_text(measured)} of the makespans for the slowest replica, "
+                f"by the plans {share_text(totals.idle_fraction)}"
+            )
+            + f" (worst imbalance {totals.worst_imbalance:.2f}).",
             "Use a larger global batch, which can be balanced better, or add a strategy with "
-            "fewer, wider replicas for the long sequences to the pool.",
+            "fewer, wider replicas for the long sequences to the pool."
+            if totals.idle_fraction > MAX_IDLE
+            else "Plans balance these batches, but measured / predicted time differs by replica: "
+            f"measure the schemes ({PROFILE_COMMAND}) and train with --cost-profile.",
         )
     gather, scatter = totals.gather_wait_fraction, totals.scatter_wait_fraction
     if gather is not None and scatter is not None and gather + scatter > MAX_REGROUP_WAIT:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from megatron.hydraulis.observability.records import IterationRecord
-from megatron.hydraulis.observability.report_data import Run
+from megatron.hydraulis.observability.report_data import Prediction, Run, StaticStrategy
 
 # Number of iterations whose median predicts the rest: enough to ignore an evaluation or a
 # checkpoint, few enough to follow a change of strategy.
@@ -111,6 +111,8 @@ def _closing_rows(run: Run) -> Iterator[tuple[str, str]]:
             "prediction error, median (worst)",
             f"{share_text(prediction.error)} ({share_text(prediction.worst_error)})",
         )
+    if run.numbers.static is not None:
+        yield f"gain over {run.numbers.static.name} alone, predicted", gain_text(run.numbers.static)
 
 
 _UNKNOWN = "–"
@@ -146,6 +148,17 @@ def count_text(value: float | None) -> str:
 def factor_text(value: float | None) -> str:
     """'2.5×'."""
     return _UNKNOWN if value is None else f"{value:.3g}×"
+
+
+def factors_text(prediction: Prediction) -> str:
+    """'1.2× (half of them 1.1× to 1.5×)': median and quartiles of measured / predicted time."""
+    low, high = map(factor_text, prediction.half)
+    return f"{factor_text(prediction.factor)} (half of them {low} to {high})"
+
+
+def gain_text(static: StaticStrategy) -> str:
+    """'1.004× to 1.020×'."""
+    return " to ".join(dict.fromkeys(f"{gain:.3f}×" for gain in static.gain))
 
 
 def bytes_text(value: float | None) -> str:

@@ -116,6 +116,9 @@ class IterationRecord:
     """Peak device memory of tensors on the logging rank; None without CUDA, and as above."""
     peak_reserved_bytes: int | None = None
     """Peak device memory held by its allocator; None as above."""
+    strategy_times_s: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    """By strategy that holds the batch: ``bound_s`` and ``found_s`` of the planner; empty where
+    there was no choice, and as above."""
 
     def __post_init__(self) -> None:
         for name, lowest in _LOWEST.items():
@@ -133,6 +136,13 @@ class IterationRecord:
             all(0 <= time_s < math.inf for time_s in self.replica_times_s),
             "replica_times_s",
             "are finite and at least 0",
+        )
+        self._require(
+            all(
+                0 <= t["bound_s"] <= t["found_s"] < math.inf for t in self.strategy_times_s.values()
+            ),
+            "strategy_times_s",
+            "are finite, at least 0 and not below their bounds",
         )
         self._require(bool(self.strategy), "strategy", "is not empty")
         self._require(bool(self.plan_status), "plan_status", "is not empty")
@@ -193,7 +203,11 @@ class IterationRecord:
         Raises `HydraulisError` if a key without a default is missing or a value breaks its rule.
         """
         fields = dataclasses.fields(cls)
-        required = [field.name for field in fields if field.default is dataclasses.MISSING]
+        required = [
+            field.name
+            for field in fields
+            if field.default is field.default_factory is dataclasses.MISSING
+        ]
         missing = [name for name in required if name not in values]
         if missing:
             raise HydraulisError(

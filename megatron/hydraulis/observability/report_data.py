@@ -322,6 +322,8 @@ class Totals:
     padding_fraction: float
     idle_fraction: float
     """Predicted share of the makespans, weighted by ranks, that replicas wait for the slowest."""
+    measured_idle_fraction: float | None
+    """The same in the traced iterations; None if there are none."""
     imbalance: float
     """Median."""
     worst_imbalance: float
@@ -360,8 +362,8 @@ class Prediction:
     error: float
     """Median of |measured / predicted - 1|, as `prediction_error` of an iteration."""
     worst_error: float
-    error_beyond_factor: float
-    """Median error after predicted times are multiplied by the factor."""
+    half: tuple[float, float]
+    """Quartiles of measured / predicted time: half of the things lie between them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,6 +378,8 @@ class StrategyNumbers:
     tokens_per_s: float | None
     predicted_s: float | None
     measured_s: float | None
+    factor: float | None
+    """Median of measured / predicted time."""
     overhead_s: float | None
     """Regrouping and optimizer beyond the makespan, predicted at the start."""
     idle_fraction: float | None
@@ -396,6 +400,8 @@ class ReplicaNumbers:
     predicted_s: float
     idle_fraction: float
     """Predicted: 1 - sum of its times / sum of the makespans; 0 if all makespans are 0."""
+    measured_idle_fraction: float | None
+    """The same in the traced iterations; None if there are none."""
     traced: Prediction | None
     """In the traced iterations; None if there are none."""
     traced_predicted_s: float | None
@@ -429,10 +435,37 @@ class RankNumbers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StaticStrategy:
+    """The strategy of the pool that would take the least time if it ran every iteration.
+
+    All times are predicted and sums over the same batches, from what the planner computed for each
+    strategy in each iteration, with what regrouping and optimizer add.
+    """
+
+    name: str
+    num_iterations: int
+    """Iterations with such times; only strategies that hold all their batches are considered."""
+    chosen_s: float
+    """Of the strategies that the planner chose."""
+    found_s: float
+    """Of the plans found for this one strategy. They are little improved where it was soon ruled
+    out, so that it may be faster."""
+    bound_s: float
+    """With plans as good as those of the chosen strategies no strategy takes less."""
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """From and to: its time / that of the chosen strategies."""
+        return self.bound_s / self.chosen_s, self.found_s / self.chosen_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
     """All numbers of a run."""
 
     totals: Totals
+    static: StaticStrategy | None
+    """None if the planner had no choice, or no strategy holds every batch."""
     iterations: Prediction | None
     """Of steady iterations."""
     replicas_traced: Prediction | None
@@ -448,7 +481,8 @@ def _numbers_of(run: Run) -> Numbers:
     counted = _steady(run, {one.iteration for one in measured})
     measured_steady = [one for one in measured if one.iteration in counted]
     return Numbers(
-        totals=_totals(run),
+        totals=_totals(run, measured_steady),
+        static=_static_strategy(run),
         iterations=_prediction(
             (record.predicted_time_s, record.iteration_time_s) for record in run.steady
         ),
@@ -460,7 +494,32 @@ def _numbers_of(run: Run) -> Numbers:
     )
 
 
-def _totals(run: Run) -> Totals:
+def _static_strategy(run: Run) -> StaticStrategy | None:
+    times_s = [record.strategy_times_s for record in run.records if record.strategy_times_s]
+    # A strategy that does not hold a batch has no time for it.
+    names = set(times_s[0]).intersection(*times_s[1:]) if times_s else set()
+    if not names:
+        return None
+    chosen_s = [min(time["found_s"] for time in each.values()) for each in times_s]
+    found_s = {name: math.fsum(each[name]["found_s"] for each in times_s) for name in names}
+    # A bound is raised only until the strategy is ruled out; a faster plan would have been chosen.
+    bound_s = {
+        name: math.fsum(
+            max(each[name]["bound_s"], s) for each, s in zip(times_s, chosen_s, strict=True)
+        )
+        for name in names
+    }
+    best = min(sorted(names), key=lambda name: found_s[name])
+    return StaticStrategy(
+        name=best,
+        num_iterations=len(times_s),
+        chosen_s=math.fsum(chosen_s),
+        found_s=found_s[best],
+        bound_s=min(bound_s.values()),
+    )
+
+
+def _totals(run: Run, measured: Sequence[MeasuredReplica]) -> Totals:
     records, steady = run.records, run.steady
     losses = [record.lm_loss for record in records if record.lm_loss is not None]
     gaps = [record.plan_gap for record in records if record.plan_gap is not None]
@@ -482,6 +541,7 @@ def _totals(run: Run) -> Totals:
         iteration_time_s=statistics.median(record.iteration_time_s for record in steady),
         padding_fraction=num_padding / max(num_tokens + num_padding, 1.0),
         idle_fraction=_idle_fraction(records) or 0.0,
+        measured_idle_fraction=_measured_idle_fraction(run, measured),
         imbalance=statistics.median(imbalances),
         worst_imbalance=max(imbalances),
         plan_gap=_median(gaps),
@@ -512,6 +572,7 @@ def _strategy_numbers(run: Run) -> tuple[StrategyNumbers, ...]:
     for name in names:
         records = [record for record in run.records if record.strategy == name]
         steady = [record for record in run.steady if record.strategy == name]
+        prediction = _prediction((r.predicted_time_s, r.iteration_time_s) for r in steady)
         found.append(
             StrategyNumbers(
                 name=name,
@@ -521,6 +582,7 @@ def _strategy_numbers(run: Run) -> tuple[StrategyNumbers, ...]:
                 tokens_per_s=_tokens_per_s(steady),
                 predicted_s=_median(record.predicted_time_s for record in steady),
                 measured_s=_median(record.iteration_time_s for record in steady),
+                factor=None if prediction is None else prediction.factor,
                 overhead_s=overheads_s.get(name),
                 idle_fraction=_idle_fraction(records),
                 regroup_bytes=_mean(record.regroup_bytes for record in records),
@@ -550,6 +612,9 @@ def _replica_numbers(run: Run, measured: Sequence[MeasuredReplica]) -> tuple[Rep
                     ranks=replica.ranks,
                     predicted_s=statistics.median(record.replica_times_s[number] for record in own),
                     idle_fraction=0.0 if busy is None else 1.0 - busy,
+                    measured_idle_fraction=_measured_idle_fraction(
+                        run, [one for one in measured if one.strategy == name], replica=number
+                    ),
                     traced=_prediction((one.predicted_s, one.measured_s) for one in traced),
                     traced_predicted_s=_median(one.predicted_s for one in traced),
                     traced_measured_s=_median(one.measured_s for one in traced),
@@ -583,6 +648,24 @@ def _measured_replicas(run: Run) -> tuple[MeasuredReplica, ...]:
     return tuple(found)
 
 
+def _measured_idle_fraction(
+    run: Run, measured: Sequence[MeasuredReplica], *, replica: int | None = None
+) -> float | None:
+    """Share of the measured makespans, weighted by ranks, that replicas, or one, do not work."""
+    pool = {strategy.name: strategy.replicas for strategy in run.strategies}
+    busy_s, whole_s = [], []
+    by_iteration = itertools.groupby(measured, key=lambda one: (one.iteration, one.strategy))
+    for (_, strategy), group in by_iteration:
+        times_s = {one.replica: one.measured_s for one in group}
+        for number, known in enumerate(pool[strategy]):
+            if replica in (None, number):
+                # A replica without sequences has no time.
+                busy_s.append(len(known.ranks) * times_s.get(number, 0.0))
+                whole_s.append(len(known.ranks) * max(times_s.values()))
+    share = _ratio(math.fsum(busy_s), math.fsum(whole_s))
+    return None if share is None else 1.0 - share
+
+
 def _rank_numbers(run: Run) -> tuple[RankNumbers, ...]:
     iterations = {int(span.detail["iteration"]) for span in run.spans.where(name="iteration")}
     kept = _steady(run, iterations)
@@ -609,17 +692,18 @@ def _prediction(pairs: Iterable[tuple[float, float]]) -> Prediction | None:
     known = [(predicted, measured) for predicted, measured in pairs if min(predicted, measured) > 0]
     if not known:
         return None
-    factor = statistics.median(measured / predicted for predicted, measured in known)
-
-    def errors(scale: float) -> list[float]:
-        return [abs(measured / (scale * predicted) - 1.0) for predicted, measured in known]
-
+    factors = [measured / predicted for predicted, measured in known]
+    errors = [abs(factor - 1.0) for factor in factors]
+    # One value has no quartiles.
+    low, _, high = statistics.quantiles(
+        factors * (2 if len(factors) == 1 else 1), method="inclusive"
+    )
     return Prediction(
         num_compared=len(known),
-        factor=factor,
-        error=statistics.median(errors(1.0)),
-        worst_error=max(errors(1.0)),
-        error_beyond_factor=statistics.median(errors(factor)),
+        factor=statistics.median(factors),
+        error=statistics.median(errors),
+        worst_error=max(errors),
+        half=(low, high),
     )
 
 

@@ -19,10 +19,10 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron.hydraulis.observability.console import factor_text, share_text
+from megatron.hydraulis.observability.console import factor_text, factors_text, share_text
 from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture
 from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
-from megatron.hydraulis.observability.report_data import Prediction, Run, busy_fraction
+from megatron.hydraulis.observability.report_data import Run, busy_fraction
 
 INK = "#24292f"
 MUTED = "#8b949e"
@@ -156,13 +156,13 @@ def figures_of(run: Run) -> list[ReportFigure]:
             _prediction(run),
             _strategies(run),
             _replicas(run),
+            _ranks(run),
             _curve(
                 *(run, "idle", "Idle share, predicted", "% of the makespan", idle, SERIES[2]),
                 caption="By the plan: share of the makespan that the ranks of replicas wait for "
                 "the slowest one.",
                 min_top=1.0,
             ),
-            _ranks(run),
             _curve(
                 *(run, "padding", "Padding", "% of the computed tokens", padding, SERIES[3]),
                 caption="Tokens that only fill up lengths to multiples that tp and cp need; they "
@@ -227,11 +227,12 @@ def _prediction(run: Run) -> ReportFigure | None:
     points = [
         (record.strategy, record.predicted_time_s, record.iteration_time_s) for record in run.steady
     ]
-    _scatter(axes, points, prediction, _colors_of_strategies(run))
+    _scatter(axes, points, prediction.factor, _colors_of_strategies(run))
     return ReportFigure(
         "prediction",
         "Predicted against measured: iterations",
-        f"A dot per iteration, without the first of a process. {_error_text(prediction)}",
+        "A dot per iteration, without the first of a process. Median error "
+        f"{share_text(prediction.error)}; measured / predicted is {factors_text(prediction)}.",
         figure,
     )
 
@@ -269,18 +270,23 @@ def _replicas(run: Run) -> ReportFigure | None:
     figure, axes = _figure()
     colors = _colors_of_strategies(run)
     points = [(one.strategy, one.predicted_s, one.measured_s) for one in measured]
+    names = {
+        (row.strategy, row.replica): f"replica {row.replica} ({row.scheme})"
+        + ("" if row.traced is None else f" {factor_text(row.traced.factor)}")
+        for row in run.numbers.replicas
+    }
     if len({one.strategy for one in measured}) == 1:
-        schemes = {(row.strategy, row.replica): row.scheme for row in run.numbers.replicas}
-        labels = [f"replica {o.replica} ({schemes[o.strategy, o.replica]})" for o in measured]
+        labels = [names[one.strategy, one.replica] for one in measured]
         points = [(label, *point[1:]) for label, point in zip(labels, points, strict=True)]
         colors = _colors(list(dict.fromkeys(labels)))
-    _scatter(axes, points, prediction, colors)
+    _scatter(axes, points, None, colors)
     num_traced = len({one.iteration for one in measured})
     return ReportFigure(
         "replicas",
         "Predicted against measured: replicas",
         "A dot per replica of a traced iteration: from its first forward to the end of its last "
-        f"backward ({num_traced} iterations are traced). {_error_text(prediction)}",
+        f"backward ({num_traced} iterations are traced). Median error "
+        f"{share_text(prediction.error)}; the table of replicas has the factor of each.",
         figure,
     )
 
@@ -568,11 +574,11 @@ def running_median(values: Sequence[float], half: int) -> list[float]:
 def _scatter(
     axes: Axes,
     points: Sequence[tuple[str, float, float]],
-    prediction: Prediction,
+    factor: float | None,
     colors: Mapping[str, str],
 ) -> None:
-    """Points (label, predicted s, measured s), with lines for measured = predicted and for the
-    usual factor."""
+    """Points (label, predicted s, measured s), with lines for measured = predicted and for a
+    factor."""
     points = [point for point in points if min(point[1:]) > 0.0]
     unit, scale = _unit([value for point in points for value in point[1:]])
     for label, color, names in _groups(colors):
@@ -592,14 +598,15 @@ def _scatter(
     right = 1.08 * scale * max(x for _, x, _ in points)
     top = 1.08 * scale * max(y for _, _, y in points)
     axes.plot([0.0, right], [0.0, right], color=MUTED, linewidth=1.0, label="as predicted")
-    axes.plot(
-        [0.0, right],
-        [0.0, right * prediction.factor],
-        color=INK,
-        linewidth=1.0,
-        linestyle="--",
-        label=f"{factor_text(prediction.factor)} as long",
-    )
+    if factor is not None:
+        axes.plot(
+            [0.0, right],
+            [0.0, right * factor],
+            color=INK,
+            linewidth=1.0,
+            linestyle="--",
+            label=f"{factor_text(factor)} as long",
+        )
     axes.set_xlim(0.0, right)
     axes.set_ylim(0.0, max(top, right if right < 2.0 * top else 0.0))
     axes.set_xlabel(f"predicted, {unit}")
@@ -610,14 +617,6 @@ def _scatter(
     figure = axes.get_figure()
     assert isinstance(figure, Figure)
     figure.legend(frameon=False, loc="outside upper left", ncols=2 if len(colors) > 1 else 3)
-
-
-def _error_text(prediction: Prediction) -> str:
-    return (
-        f"Median error {share_text(prediction.error)}; measured is "
-        f"{factor_text(prediction.factor)} predicted, and after calibrating that factor the error "
-        f"is {share_text(prediction.error_beyond_factor)}."
-    )
 
 
 def _iteration_axis(axes: Axes, run: Run, *, is_labelled: bool = True) -> None:

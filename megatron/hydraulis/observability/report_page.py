@@ -17,6 +17,8 @@ from megatron.hydraulis.observability.console import (
     bytes_text,
     count_text,
     factor_text,
+    factors_text,
+    gain_text,
     loss_text,
     seconds_text,
     share_text,
@@ -127,6 +129,7 @@ def make_page(run: Run, figures: Iterable[ReportFigure]) -> str:
     sections = (
         _header(run, title),
         _tiles(run),
+        _static(run),
         _notes(run),
         _advice(advice_on(run)),
         _figures(figures),
@@ -166,19 +169,23 @@ def _tiles(run: Run) -> str:
     losses = "none"
     if totals.first_loss is not None:
         losses = f"{loss_text(totals.first_loss)} → {loss_text(totals.last_loss)}"
+    factors = [row.traced.factor for row in run.numbers.replicas if row.traced is not None]
     ratio, error = "–", ""
     if prediction is not None:
-        ratio = factor_text(prediction.factor)
-        error = (
-            f"error {share_text(prediction.error)}, after calibration "
-            f"{share_text(prediction.error_beyond_factor)}"
-        )
+        ratio, error = factor_text(prediction.factor), f"iterations: {factors_text(prediction)}"
+    if factors:
+        ratio = " to ".join(dict.fromkeys(map(factor_text, (min(factors), max(factors)))))
+        error = f"by replica; {error}"
     reached = f"{totals.last_iteration:,}"
     if totals.num_train_iters is not None:
         reached += f" of {totals.num_train_iters:,}"
     time = f"{seconds_text(totals.iteration_time_s)} per iteration"
     sequences = f"of {count_text(totals.num_sequences)} sequences"
+    idle = ("Idle share, predicted", share_text(totals.idle_fraction))
     imbalance = f"imbalance {totals.imbalance:.2f}, worst {totals.worst_imbalance:.2f}"
+    if totals.measured_idle_fraction is not None:
+        idle = ("Idle share, measured", share_text(totals.measured_idle_fraction))
+        imbalance = f"predicted {share_text(totals.idle_fraction)}, {imbalance}"
     worst_gap = f"worst {share_text(totals.worst_plan_gap)}"
     waited = f"training waited {share_text(totals.plan_wait_fraction)} of its time"
     tiles = [
@@ -187,7 +194,7 @@ def _tiles(run: Run) -> str:
         ("Tokens/s", count_text(totals.tokens_per_s), time),
         ("Trained tokens", count_text(totals.num_tokens), sequences),
         ("Measured / predicted", ratio, error),
-        ("Idle share, predicted", share_text(totals.idle_fraction), imbalance),
+        (*idle, imbalance),
         ("Padding", share_text(totals.padding_fraction), "of the computed tokens"),
         ("Plan gap, median", share_text(totals.plan_gap), worst_gap),
         ("Plan wait, total", seconds_text(totals.plan_wait_s), waited),
@@ -199,6 +206,26 @@ def _tiles(run: Run) -> str:
         for name, value, more in tiles
     )
     return f'<dl class="tiles">{shown}</dl>'
+
+
+def _static(run: Run) -> str:
+    static = run.numbers.static
+    if static is None:
+        return ""
+    text = (
+        f"The same batches under the best static strategy of the pool, {static.name}: predicted "
+        f"{seconds_text(static.found_s)}, at least {seconds_text(static.bound_s)}. As planned: "
+        f"predicted {seconds_text(static.chosen_s)}, a gain of {gain_text(static)}."
+    )
+    how = (
+        f"Sums over {static.num_iterations:,} iterations of what the planner found for each "
+        "strategy, with regrouping and optimizer. A strategy that is soon ruled out is not "
+        "searched to the end; the lower number uses what is proved of it."
+    )
+    return (
+        f'<section><h2>Gain</h2><div class="card"><p>{escape(text)}</p>'
+        f'<p class="soft">{escape(how)}</p></div></section>'
+    )
 
 
 def _notes(run: Run) -> str:
@@ -234,8 +261,9 @@ def _strategy_table(run: Run) -> str:
             "replicas": row.notation,
             "iterations": count_text(row.num_iterations),
             "tokens/s": count_text(row.tokens_per_s),
-            "predicted": seconds_text(row.predicted_s),
             "measured": seconds_text(row.measured_s),
+            "predicted": seconds_text(row.predicted_s),
+            "factor": factor_text(row.factor),
             "overhead, predicted": seconds_text(row.overhead_s),
             "idle, predicted": share_text(row.idle_fraction),
             "regrouping": bytes_text(row.regroup_bytes),
@@ -244,7 +272,8 @@ def _strategy_table(run: Run) -> str:
     ]
     return _section(
         "Strategies",
-        "Times are medians over iterations, without the first of a process. Overhead: what "
+        "Times are medians over iterations, without the first of a process; factor: measured / "
+        "predicted, the median. Overhead: what "
         "regrouping and optimizer add to the slowest replica's time. Regrouping: bytes that "
         "the logging rank receives and sends in an iteration.",
         rows,
@@ -261,20 +290,27 @@ def _replica_table(run: Run) -> str:
             "replica": str(row.replica),
             "scheme": row.scheme or "–",
             "ranks": _ranks(row.ranks),
-            "predicted": seconds_text(row.predicted_s),
-            "idle, predicted": share_text(row.idle_fraction),
         }
         if is_traced:
             cells |= {
-                "traced: predicted": seconds_text(row.traced_predicted_s),
-                "measured": seconds_text(row.traced_measured_s),
+                "traced: measured": seconds_text(row.traced_measured_s),
+                "predicted then": seconds_text(row.traced_predicted_s),
                 "factor": factor_text(None if row.traced is None else row.traced.factor),
+                "idle, measured": share_text(row.measured_idle_fraction),
             }
+        cells |= {
+            "idle, predicted": share_text(row.idle_fraction),
+            "predicted": seconds_text(row.predicted_s),
+        }
         rows.append(cells)
     return _section(
         "Replicas",
         "Medians of a replica's time in an iteration. Idle: share of the makespans after its end."
-        + (" Traced: only the iterations of the trace." if is_traced else ""),
+        + (
+            " Traced, then, factor and idle as measured: only the iterations of the trace."
+            if is_traced
+            else ""
+        ),
         rows,
         num_text=4,
     )

@@ -15,7 +15,9 @@ A micro-batch of a scheme that splits its cp ranks may have ``groups``, a list o
 number of sequences]`` that cuts both its cp ranks and its sequences into runs. Where rows are
 rounded up, a micro-batch has ``rows``: tokens of the row of each group, or of the only one.
 ``sequences`` are places in the global batch; a plan that training recorded has ``sequence_ids``:
-the id in the corpus of the sequence at each place. The key ``version`` may be absent; it is 1.
+the id in the corpus of the sequence at each place. A plan that was chosen among several strategies
+has ``strategy_times_s``: by name ``bound_s`` and ``found_s``. The key ``version`` may be absent;
+it is 1.
 """
 
 import hashlib
@@ -101,6 +103,27 @@ class StageReport:
         return report
 
 
+@dataclass(frozen=True, slots=True)
+class StrategyTime:
+    """Time of a batch under one strategy, with the overhead of regrouping and optimizer.
+
+    Raises PlanError when a time is negative or not finite, or below its bound.
+    """
+
+    name: str
+    """Of the strategy in its pool."""
+    bound_s: float
+    """No plan with this strategy takes less."""
+    found_s: float
+    """Predicted time of the best plan found, which is little improved where the strategy was soon
+    ruled out."""
+
+    def __post_init__(self) -> None:
+        check_time(f"bound_s of strategy {self.name!r}", self.bound_s)
+        check_time(f"found_s of strategy {self.name!r}", self.found_s)
+        _check_bound(self.name, self.bound_s, self.found_s)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationPlan:
     """Strategy, dispatch and packing of one iteration.
@@ -123,6 +146,9 @@ class IterationPlan:
     sequence_ids: tuple[int, ...] | None = None
     """Ids in the corpus, by place in the batch; not part of the digest. None until the plan is
     recorded, as planning knows lengths alone."""
+    strategy_times_s: tuple[StrategyTime, ...] = ()
+    """Of every strategy of the pool that holds the batch; not part of the digest. Empty where there
+    was no choice."""
 
     def __post_init__(self) -> None:
         check_time("predicted_time_s of the iteration", self.predicted_time_s)
@@ -304,6 +330,7 @@ class IterationPlan:
         content = self.to_json()
         del content["plan_time_s"]
         content.pop("sequence_ids", None)
+        content.pop("strategy_times_s", None)
         for stage in ("dispatch", "packing"):
             if content[stage] is not None:
                 del content[stage]["seconds"]
@@ -312,7 +339,7 @@ class IterationPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as dicts, lists, numbers and strings."""
-        return {
+        content: dict[str, Any] = {
             "iteration": self.iteration,
             "strategy": self.strategy,
             "predicted_time_s": float(self.predicted_time_s),
@@ -320,7 +347,15 @@ class IterationPlan:
             "replicas": [replica.to_json() for replica in self.replicas],
             "dispatch": None if self.dispatch is None else self.dispatch.to_json(),
             "packing": None if self.packing is None else self.packing.to_json(),
-        } | ({} if self.sequence_ids is None else {"sequence_ids": list(self.sequence_ids)})
+        }
+        if self.sequence_ids is not None:
+            content["sequence_ids"] = list(self.sequence_ids)
+        if self.strategy_times_s:
+            content["strategy_times_s"] = {
+                one.name: {"bound_s": one.bound_s, "found_s": one.found_s}
+                for one in self.strategy_times_s
+            }
+        return content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "IterationPlan":
@@ -339,6 +374,7 @@ class IterationPlan:
             packing=_report_from_json(plan, "packing"),
             plan_time_s=plan.number("plan_time_s"),
             sequence_ids=plan.integers("sequence_ids") if plan.has("sequence_ids") else None,
+            strategy_times_s=_strategy_times(plan),
         )
         plan.check_all_read()
         return result
@@ -368,6 +404,18 @@ class PlanText:
         return plan
 
 
+def _strategy_times(plan: JsonObject) -> tuple[StrategyTime, ...]:
+    if not plan.has("strategy_times_s"):
+        return ()
+    times = plan.nested(plan.value("strategy_times_s"), "strategy_times_s of the plan")
+    found = []
+    for name in times.keys:
+        one = times.nested(times.value(name), f"strategy_times_s of {name!r}")
+        found.append(StrategyTime(name, one.number("bound_s"), one.number("found_s")))
+        one.check_all_read()
+    return tuple(found)
+
+
 def _report_from_json(plan: JsonObject, stage: str) -> StageReport | None:
     content = plan.value(stage)
     if content is None:
@@ -378,6 +426,14 @@ def _report_from_json(plan: JsonObject, stage: str) -> StageReport | None:
 def _is_below(time_s: float, bound_s: float) -> bool:
     """Whether a time is smaller than its lower bound by more than rounding."""
     return time_s < bound_s and not math.isclose(time_s, bound_s, rel_tol=_RELATIVE_TOLERANCE)
+
+
+def _check_bound(strategy: str, bound_s: float, found_s: float) -> None:
+    if _is_below(found_s, bound_s):
+        raise PlanError(
+            f"strategy {strategy!r}: nothing is better than a bound but a plan takes {found_s} s "
+            f"and the bound is {bound_s} s; correct the bound"
+        )
 
 
 def _gap(time_s: float, bound_s: float) -> float:
@@ -418,13 +474,8 @@ class StrategyOutcome:
     """One sentence; empty for the chosen strategy."""
 
     def __post_init__(self) -> None:
-        if self.bound_s is None or self.found_s is None:
-            return
-        if _is_below(self.found_s, self.bound_s):
-            raise PlanError(
-                f"strategy {self.name!r}: nothing is better than a bound but a plan takes "
-                f"{self.found_s} s and the bound is {self.bound_s} s; correct the bound"
-            )
+        if self.bound_s is not None and self.found_s is not None:
+            _check_bound(self.name, self.bound_s, self.found_s)
 
     @property
     def gap(self) -> float | None:

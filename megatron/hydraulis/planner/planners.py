@@ -26,6 +26,7 @@ from megatron.hydraulis.planner.plan import (
     Planner,
     StageReport,
     StrategyOutcome,
+    StrategyTime,
 )
 from megatron.hydraulis.planner.search import StrategySearch
 from megatron.hydraulis.planner.solver import Deadline, Solver
@@ -116,7 +117,9 @@ class CertifiedPlanner:
                 for strategy in feasible
             ]
             best = self._costs.with_rows(_search_all(searches, solver).candidate(), batch)
-            plan = best.to_plan(iteration, batch, start_s)
+            plan = replace(
+                best.to_plan(iteration, batch, start_s), strategy_times_s=self._times(searches)
+            )
             plan.validate(
                 batch, best.strategy, partial(self._costs.limits.max_tokens, best.strategy)
             )
@@ -129,6 +132,19 @@ class CertifiedPlanner:
             plan = self._greedy.plan(batch, iteration=iteration)
             return _marked(plan, f"{_GREEDY}: {type(error).__name__}"), None
         return plan, searches
+
+    def _times(self, searches: Sequence[StrategySearch]) -> tuple[StrategyTime, ...]:
+        """To the microsecond; empty for a pool of one strategy."""
+        if len(self._costs.pool.strategies) == 1:
+            return ()
+        return tuple(
+            StrategyTime(
+                search.strategy.name,
+                round(min(_bound_ms(search), _found_ms(search)) / MS_PER_S, 6),
+                round(_found_ms(search) / MS_PER_S, 6),
+            )
+            for search in searches
+        )
 
 
 def _search_all(searches: Sequence[StrategySearch], solver: Solver) -> StrategySearch:

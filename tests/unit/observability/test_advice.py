@@ -44,7 +44,7 @@ def test_a_scheme_with_another_prediction_error_is_named(tmp_path: Path) -> None
         ({"plan_wait_s": 0.2}, {}, "Raise --plan-ahead from 2 to 4"),
         ({"plan_wait_s": 0.2}, {"plan_ahead": 0}, "--plan-ahead 2"),
         ({"plan_wait_s": 0.2, "plan_time_s": 3.0}, {}, "set --plan-time-limit below"),
-        ({}, {}, "takes 2.2× its predicted time (median error 120%)"),
+        ({}, {}, "of iterations is 2.2× (half of them 2.2× to 2.2×)"),
         ({}, {"cost_profile": "p.json"}, "Measure the profile of --cost-profile p.json again"),
         ({"imbalance": 1.3}, {}, "wait 23.1% of the makespans"),
         ({"padding_fraction": 0.2}, {}, "20.0% of the computed tokens are padding"),
@@ -63,6 +63,16 @@ def test_what_costs_time_is_reported_with_its_number(
 ) -> None:
     run = run_of(tmp_path, make_records(**changes), **ours)
     assert wanted in findings(advice_on(run))
+
+
+def test_idle_ranks_are_those_of_the_trace_if_there_is_one(tmp_path: Path) -> None:
+    records = make_records(imbalance=1.02)
+    assert "for the slowest replica" not in findings(advice_on(run_of(tmp_path, records)))
+    write_trace(tmp_path / "trace", records, slower={0: 2.0, 1: 2.0})
+    # tp2 for 4 s, tp1 for 1.5 and 1 s: of 16 rank-seconds 5.5 are idle.
+    advice = findings(advice_on(read_run(tmp_path)))
+    assert "Ranks wait 34.4% of the makespans for the slowest replica, by the plans 2.0%" in advice
+    assert "differs by replica: measure the schemes" in advice
 
 
 def test_a_good_run_has_no_advice(tmp_path: Path) -> None:

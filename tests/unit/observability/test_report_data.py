@@ -210,12 +210,36 @@ def test_prediction_of_iterations(tmp_path: Path) -> None:
     assert prediction is not None
     assert prediction.num_compared == 3
     assert prediction.factor == 2.5
-    # Errors 2/1 - 1, 2.5/1 - 1, 4/1 - 1; after the factor 1 - 2/2.5, 0, 4/2.5 - 1.
+    # Errors 2/1 - 1, 2.5/1 - 1, 4/1 - 1.
     assert prediction.error == pytest.approx(1.5)
     assert prediction.error == statistics.median(
         record.prediction_error for record in records[1:] if record.prediction_error is not None
     )
-    assert prediction.error_beyond_factor == pytest.approx(0.2)
+    # Quartiles of three values are the middles between them.
+    assert prediction.half == pytest.approx((2.25, 3.25))
+
+
+def test_the_static_strategy_has_the_times_of_the_planner(tmp_path: Path) -> None:
+    def times(**found: tuple[float, float]) -> dict[str, dict[str, float]]:
+        return {name: {"bound_s": b, "found_s": f} for name, (b, f) in found.items()}
+
+    records = [
+        make_record(1, strategy_times_s=times(a=(0.9, 1.0), b=(1.1, 1.5), c=(0.8, 1.1))),
+        make_record(2, strategy_times_s=times(a=(1.6, 3.0), b=(0.5, 2.0))),
+        # Of a version or a fallback without such times.
+        make_record(3),
+    ]
+    static = run_of(tmp_path, records).numbers.static
+    assert static is not None
+    # c does not hold the second batch. a takes 1 + 3 s, b 1.5 + 2 s.
+    assert (static.name, static.num_iterations) == ("b", 2)
+    assert (static.chosen_s, static.found_s) == (3.0, 3.5)
+    # a takes at least 1 + 2 s, because it would have been chosen for the second batch; b 1.1 + 2 s.
+    assert static.bound_s == pytest.approx(3.0)
+    assert static.gain == pytest.approx((1.0, 3.5 / 3.0))
+    assert run_of(tmp_path / "none", records[2:]).numbers.static is None
+    alone = make_record(3, strategy_times_s=times(c=(1.0, 1.0)))
+    assert run_of(tmp_path / "two", [*records[:2], alone]).numbers.static is None
 
 
 def test_idle_share_is_that_of_the_ranks_of_replicas() -> None:
@@ -257,6 +281,9 @@ def test_measured_replicas_come_from_the_trace(tmp_path: Path) -> None:
     assert prediction.factor == pytest.approx(2.0)
     assert prediction.error == pytest.approx(1.0)
     assert [row.traced_measured_s for row in numbers.replicas[:2]] == pytest.approx([2.0, 1.5])
+    # tp2 for 2 s, tp1 for 1.5 s and not at all: of 8 rank-seconds 2.5 are idle.
+    assert numbers.totals.measured_idle_fraction == pytest.approx(2.5 / 8)
+    assert [row.measured_idle_fraction for row in numbers.replicas] == pytest.approx([0, 0.25, 1])
     assert numbers.replicas[2].traced is None
     for row in numbers.ranks:
         assert row.busy_fraction + row.wait_fraction + row.idle_fraction == pytest.approx(1.0)

@@ -109,6 +109,20 @@ def of_figures(page: PageReader) -> list[str]:
     return [name for name in page.ids if name.isalpha() and name != "iterations"]
 
 
+def test_the_page_compares_the_pool_with_its_best_strategy(tmp_path: Path) -> None:
+    times_s = {"pairs": {"bound_s": 0.8, "found_s": 1.0}, "long": {"bound_s": 1.1, "found_s": 1.25}}
+    write_run(tmp_path, [make_record(1, strategy_times_s=times_s)])
+    assert "the best static strategy of the pool, pairs: predicted 1.00 s" in "".join(
+        report(tmp_path).text
+    )
+    times_s = {"long": {"bound_s": 1.1, "found_s": 1.25}, "pairs": {"bound_s": 1.3, "found_s": 2.0}}
+    write_run(tmp_path, [make_record(2, strategy_times_s=times_s)])
+    # long takes 1.25 + 1.25 s instead of 1 + 1.25 s, pairs at least 1 + 1.3 s.
+    text = "".join(report(tmp_path).text)
+    assert "the best static strategy of the pool, long: predicted 2.50 s, at least 2.30 s" in text
+    assert "As planned: predicted 2.25 s, a gain of 1.022× to 1.111×." in text
+
+
 def test_a_page_of_one_strategy_with_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

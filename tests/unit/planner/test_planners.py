@@ -186,6 +186,24 @@ def test_a_strategy_that_cannot_win_is_proved_worse() -> None:
     assert beaten.bound_s >= explanation.plan.predicted_time_s * (1 - 1e-8)
 
 
+def test_a_plan_has_the_times_of_every_strategy_that_holds_the_batch() -> None:
+    explanation = CertifiedPlanner(pool_of("4*tp1", "2*pp2", "pp4"), MODEL).explain([900] * 9)
+    plan = explanation.plan
+    found = {time.name: time for time in plan.strategy_times_s}
+    assert set(found) == {"4*tp1", "2*pp2", "pp4"}
+    for outcome in explanation.strategies:
+        assert found[outcome.name].found_s == pytest.approx(outcome.found_s, abs=1e-6)
+        assert found[outcome.name].bound_s == pytest.approx(outcome.bound_s, abs=1e-6)
+    assert found[plan.strategy].found_s == min(time.found_s for time in found.values())
+    # They say nothing of what is run.
+    without = replace(plan, strategy_times_s=())
+    assert without.digest == plan.digest
+    assert IterationPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    (time,) = planned([3500, *([50] * 20)], "tp2+2*tp1", "4*tp1").strategy_times_s
+    assert time.name == "tp2+2*tp1"
+    assert not planned([100] * 4, "4*tp1").strategy_times_s
+
+
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
