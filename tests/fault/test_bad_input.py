@@ -256,6 +256,17 @@ def test_a_model_that_does_not_fit_is_refused_by_its_scheme(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_model_for_whose_shards_there_is_no_memory_is_refused(
+    command: Command, tmp_path: Path
+) -> None:
+    """--max-tokens-per-micro-batch, which the command has, leaves out the check before."""
+    flags = ("--strategy", "tp1", "--vocab-size", "2000000000", "--hidden-size", "8192")
+    error = _refused(command(*flags), 1, tmp_path)
+    assert "every rank owns 1/1 of the parameters, gradients and optimizer state" in error
+    assert "GB, for which memory is too small; use more ranks or a smaller model" in error
+    assert "--vocab-size is 2000000000" in error
+
+
 def test_a_dry_run_reads_the_corpus_and_prints_limits(command: Command, tmp_path: Path) -> None:
     argv = command("--strategy", "tp2+2*tp1", "--dry-run", "--num-ranks", "4")
     outcome = run_job(argv, 1, tmp_path / "output")

@@ -329,6 +329,7 @@ def test_the_whole_command_line_is_checked_at_once(tmp_path: Path) -> None:
         "a flag without a default is missing; give --train-iters",
         "--regroup-owners-for x counts on them",
         "there is no --strategy-pool",
+        "--refit-drift has an effect only with",
         "SIGKILL cannot be caught",
         "--min-lr 1.0, which must lie between",
         "there is no nowhere.idx",
@@ -347,6 +348,21 @@ def test_what_strategy_and_model_make_wrong_is_listed_with_the_rest(tmp_path: Pa
     assert "only with --refit-cost-profile" in drift
     assert "tp must divide the ffn hidden size" in width
     assert "--cp-comm-type takes 1 of" in exchange
+
+
+def test_contradictory_flags_hide_no_other_problem(tmp_path: Path) -> None:
+    typed = (
+        "--num-ranks 8 --strategy 3*tp2 --strategy-pool x.json --min-lr 1 "
+        "--group-query-attention --num-query-groups 3"
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        parse(tmp_path, *typed.split())
+    pools, ranks, strategy, groups, rate = str(caught.value).splitlines()[1:]
+    assert "both say which strategies the run uses" in pools
+    assert "--num-ranks 8 is for --dry-run only" in ranks
+    assert "strategy '3*tp2'" in strategy
+    assert "--num-attention-heads 4 is not a multiple of --num-query-groups 3" in groups
+    assert "--min-lr 1.0, which must lie between" in rate
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from megatron.hydraulis.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     is_checkpoint,
+    known_settings,
     model_differences,
     model_of,
 )
@@ -58,6 +59,8 @@ class UpstreamState:
     """Sharding type of the optimizer state; None if the checkpoint does not say."""
     model: Mapping[str, Any]
     """Those of its arguments that are stored; see `model_of`."""
+    settings: frozenset[str]
+    """Names of all its arguments that are stored."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,10 @@ class LoadedCheckpoint:
     """None for a checkpoint of plain Megatron."""
     upstream: UpstreamState
     with_optimizer: bool
+
+
+Accept = Callable[[Path, Manifest | None, UpstreamState], None]
+"""Raises ConfigurationError if a run may not continue from a checkpoint; called on every rank."""
 
 
 def find_checkpoints(
@@ -136,7 +143,7 @@ def load_first_whole(
     model: Mapping[str, Any],
     *,
     with_optimizer: bool = True,
-    accept: Callable[[Path, Manifest], None] = lambda path, manifest: None,
+    accept: Accept = lambda path, manifest, upstream: None,
     log: Callable[[str], None] = print,
 ) -> LoadedCheckpoint:
     """Collective: load the first that can be loaded, with a warning for every other.
@@ -170,7 +177,7 @@ def load_checkpoint(
     model: Mapping[str, Any],
     *,
     with_optimizer: bool = True,
-    accept: Callable[[Path, Manifest], None] = lambda path, manifest: None,
+    accept: Accept = lambda path, manifest, upstream: None,
 ) -> LoadedCheckpoint:
     """Collective: check a checkpoint, then fill the engine's parameters and moments from it.
 
@@ -179,7 +186,7 @@ def load_checkpoint(
         engine: may have other strategies and ranks than the run that wrote the checkpoint.
         model: of this run, as in `Manifest.model`.
         with_optimizer: load moments and fp32 master; parameters alone otherwise.
-        accept: called on every rank before anything is loaded; may raise ConfigurationError.
+        accept: called before anything is loaded.
 
     Raises:
         CheckpointError: it is damaged or incomplete; what the shards then hold is undefined.
@@ -197,7 +204,6 @@ def load_checkpoint(
     def check() -> tuple[StoredCheckpoint, UpstreamState, dict[str, Any], Any]:
         if manifest is not None:
             _check_same_model(path, model_differences(manifest.model, model))
-            accept(path, manifest)
         checkpoint = StoredCheckpoint(path)
         upstream = upstream_state(checkpoint)
         if manifest is None:
@@ -206,8 +212,8 @@ def load_checkpoint(
                     f"{path}: {MANIFEST_NAME} is missing, so its files cannot be checked; load "
                     "another checkpoint"
                 )
-            differences = model_differences(upstream.model, model, lists_all=False)
-            _check_same_model(path, differences)
+            _check_same_model(path, model_differences(upstream.model, model, of=upstream.settings))
+        accept(path, manifest, upstream)
         states = {MODEL: engine.shards.parameters}
         if with_optimizer:
             _check_optimizer(checkpoint, upstream)
@@ -263,6 +269,7 @@ def upstream_state(checkpoint: StoredCheckpoint) -> UpstreamState:
         written_here=WRITTEN_HERE in metadata,
         sharding_type=metadata.get("distrib_optim_sharding_type"),
         model={} if args is None else model_of(args),
+        settings=frozenset(() if args is None else known_settings(args)),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,12 +232,18 @@ def records_of(
     return records
 
 
-def model_of(args: Any) -> dict[str, Any]:
-    """The arguments of Megatron that make the model; of `OFF_BY_DEFAULT` those that are on."""
+def known_settings(args: Any) -> dict[str, Any]:
+    """Arguments of Megatron, earlier versions of it included, by their names today."""
     given = dict(vars(args))
     for earlier, name in _EARLIER_NAMES.items():
         if earlier in given:
             given.setdefault(name, given[earlier])
+    return given
+
+
+def model_of(args: Any) -> dict[str, Any]:
+    """The arguments of Megatron that make the model; of `OFF_BY_DEFAULT` those that are on."""
+    given = known_settings(args)
     model = {name: given[name] for name in MODEL_ARGUMENTS if name in given}
     if not given.get("group_query_attention", True):
         model["num_query_groups"] = given["num_attention_heads"]
@@ -249,13 +255,13 @@ def model_of(args: Any) -> dict[str, Any]:
 
 
 def model_differences(
-    saved: Mapping[str, Any], here: Mapping[str, Any], *, lists_all: bool = True
+    saved: Mapping[str, Any], here: Mapping[str, Any], *, of: Collection[str] = OFF_BY_DEFAULT
 ) -> list[str]:
     """In what the models differ, both as `model_of` returns them, possibly with more entries.
 
     An entry that only one of them has is no difference, since a checkpoint of another program may
     have fewer, unless it is one of `OFF_BY_DEFAULT`. Those that are on here only are differences if
-    ``lists_all``: the checkpoint lists all that are on, as those of this program do.
+    ``of`` holds them: the settings that the checkpoint knows, in one of this program all.
     """
     differences = [
         f"{name} is {saved[name]} there and {value} here"
@@ -265,7 +271,7 @@ def model_differences(
     return differences + [
         f"{name} is {saved.get(name, 'off')} there and {here.get(name, 'off')} here"
         for name in OFF_BY_DEFAULT
-        if (name in saved) != (name in here) and (name in saved or lists_all)
+        if (name in saved) != (name in here) and (name in saved or name in of)
     ]
 
 

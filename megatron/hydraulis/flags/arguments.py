@@ -113,35 +113,37 @@ def parse_arguments(
         *_missing_here(flags, has_cuda=has_cuda),
     )
     problems.hide(args, {*flags.wrong, *missing})
-    hydraulis, pool, sizes, vocabulary = None, None, None, None
+    pool, sizes, vocabulary = None, None, None
+    hydraulis = _take_our_flags(flags, problems)
+    ours = {field.name for field in dataclasses.fields(hydraulis)}
+    problems.hide(hydraulis, flags.wrong & ours)
+    num_started = num_ranks
     with problems.collected():
-        hydraulis = _take_our_flags(flags)
-    if hydraulis is not None:
-        ours = {field.name for field in dataclasses.fields(hydraulis)}
-        problems.hide(hydraulis, flags.wrong & ours)
-        num_started = num_ranks
-        with problems.collected():
-            num_ranks = _num_ranks(hydraulis, num_started)
-            pool, pool_changes = checks.resolve_pool(
-                args,
-                hydraulis,
-                num_ranks=num_ranks,
-                ranks_per_node=_ranks_per_node(hydraulis, is_started=num_ranks == num_started),
-            )
-        with problems.collected():
-            checks.check_batch(args, hydraulis)
-        with problems.collected():
-            sizes = training_sizes(args, hydraulis.global_batch_tokens)
-        with problems.collected():
-            given = {given.dest for given in flags.given}
-            checks.check_needed(args, hydraulis, given=given)
+        num_ranks = _num_ranks(hydraulis, num_started)
+        pool, pool_changes = checks.resolve_pool(
+            args,
+            hydraulis,
+            num_ranks=num_ranks,
+            ranks_per_node=_ranks_per_node(hydraulis, is_started=num_ranks == num_started),
+        )
+    with problems.collected():
+        checks.check_batch(args, hydraulis)
+    with problems.collected():
+        sizes = training_sizes(args, hydraulis.global_batch_tokens)
+    with problems.collected():
+        given = {given.dest for given in flags.given}
+        checks.check_needed(args, hydraulis, given=given)
     set_defaults(flags, before, run_dir, has_cuda=has_cuda)
-    with problems.collected():
-        try:
-            checks.check_variants(args)
-        except ConfigurationError:
-            problems.hide(args, {"window_size"})  # the shape of the model is unknown
-            raise
+    for check, name in (
+        (checks.check_variants, "window_size"),
+        (checks.check_query_groups, "num_query_groups"),
+    ):
+        with problems.collected():
+            try:
+                check(args)
+            except ConfigurationError:
+                problems.hide(args, {name})  # the shape of the model is unknown
+                raise
     for check in (
         checks.check_model,
         checks.check_recompute,
@@ -161,7 +163,7 @@ def parse_arguments(
     with problems.collected():
         vocabulary = resolve_vocabulary(args)
 
-    if hydraulis is None or pool is None or sizes is None or vocabulary is None:
+    if pool is None or sizes is None or vocabulary is None:
         problems.raise_any()
         raise AssertionError("what is missing had a problem")
     try:
@@ -294,8 +296,9 @@ def gpt_model_config(
     return config
 
 
-def _take_our_flags(flags: ParsedFlags) -> HydraulisConfig:
-    """Move our attributes out of the parsed arguments."""
+def _take_our_flags(flags: ParsedFlags, problems: Problems) -> HydraulisConfig:
+    """Move our attributes out of the parsed arguments; of those that contradict each other the
+    first."""
     values = {}
     for field in dataclasses.fields(HydraulisConfig):
         if hasattr(flags.args, field.name):  # unless it has a problem
@@ -308,7 +311,13 @@ def _take_our_flags(flags: ParsedFlags) -> HydraulisConfig:
     ]
     # Two flags for one switch: the last one wins, as with a repeated flag.
     values["no_sequence_parallel"] = wishes[-1:] == ["--no-sequence-parallel"]
-    return HydraulisConfig(**values)
+    hydraulis = HydraulisConfig()
+    with problems.collected():
+        return HydraulisConfig(**values)
+    for name, value in values.items():
+        with contextlib.suppress(ConfigurationError):
+            hydraulis = dataclasses.replace(hydraulis, **{name: value})
+    return hydraulis
 
 
 def _num_ranks(hydraulis: HydraulisConfig, num_started: int) -> int:

@@ -97,6 +97,16 @@ def check_model(args: argparse.Namespace) -> None:
         )
 
 
+def check_query_groups(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError unless the query groups share the attention heads evenly."""
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if args.group_query_attention and groups is not None and heads % groups:
+        raise ConfigurationError(
+            f"query groups share the heads evenly but --num-attention-heads {heads} is not a "
+            f"multiple of --num-query-groups {groups}; use {math.gcd(heads, groups)} groups"
+        )
+
+
 def check_variants(args: argparse.Namespace) -> None:
     """Raise ConfigurationError for variants of layers that contradict each other or the model."""
     activations = ("swiglu", "squared_relu", "quick_geglu")

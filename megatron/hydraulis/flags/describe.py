@@ -98,7 +98,7 @@ def describe(
         "left_out": list(left_out),
         "model": dataclasses.asdict(shape)
         | {
-            "num_parameters": _num_parameters(resolved),
+            "num_parameters": num_parameters_of(resolved),
             "vocab_size_unpadded": resolved.vocabulary.size,
         },
         "hydraulis": {
@@ -227,7 +227,7 @@ def _describe_strategy(resolved: Resolved, strategy: Strategy, limits: Limits) -
     }
 
 
-def _num_parameters(resolved: Resolved) -> int:
+def num_parameters_of(resolved: Resolved) -> int:
     """Parameters of the model: those of a replica of one rank."""
     replica = Replica(Scheme(), (0,))
     return num_parameters_of_rank(resolved.args, resolved.shape, replica, 0)

@@ -7,11 +7,13 @@ from megatron.hydraulis.errors import ConfigurationError
 
 
 class SeveralProblems(ConfigurationError):
-    """Several errors as one, with a line for each."""
+    """Several errors as one, with a line for each.
 
-    def __init__(self, errors: Collection[ConfigurationError]) -> None:
-        listed = "".join(f"\n  {error}" for error in errors)
-        super().__init__(f"{len(errors)} problems with these flags:{listed}")
+    Like every error of ours it can be made from its text alone, as other ranks do that get it.
+    """
+
+    def __init__(self, text: str, errors: Collection[ConfigurationError] = ()) -> None:
+        super().__init__(text)
         self.errors = tuple(errors)
 
 
@@ -48,7 +50,7 @@ class Problems:
         try:
             yield
         except SeveralProblems as several:
-            self._errors += several.errors
+            self._errors += several.errors or [several]
         except ConfigurationError as error:
             self._errors.append(error)
         except AttributeError as error:
@@ -66,4 +68,5 @@ class Problems:
         if len(unique) == 1:
             raise unique[0]
         if unique:
-            raise SeveralProblems(unique)
+            listed = "".join(f"\n  {error}" for error in unique)
+            raise SeveralProblems(f"{len(unique)} problems with these flags:{listed}", unique)

@@ -25,7 +25,9 @@ from megatron.training.global_vars import get_args
 from megatron.hydraulis.checkpoint.collective_errors import on_rank_0
 from megatron.hydraulis.checkpoint.folder import RELEASE, CheckpointFolder
 from megatron.hydraulis.checkpoint.loading import (
+    Accept,
     LoadedCheckpoint,
+    UpstreamState,
     find_checkpoints,
     load_first_whole,
     read_rng_state,
@@ -43,6 +45,7 @@ from megatron.hydraulis.errors import CheckpointError, ConfigurationError, liste
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.changes import changed_settings
 from megatron.hydraulis.flags.describe import block_lines
+from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.samples import counts_iterations
 from megatron.hydraulis.loop.batch_reader import PlannedData
 from megatron.hydraulis.loop.model_container import ModelContainer
@@ -186,7 +189,7 @@ class RunCheckpoints:
             ddp_model[0].engine,
             self._model(),
             with_optimizer=not (args.finetune or args.no_load_optim),
-            accept=(lambda path, manifest: None) if args.finetune else self._accept,
+            accept=self._accept(opt_param_scheduler),
             log=partial(print, flush=True),
         )
         if args.finetune or loaded.path.name == RELEASE:
@@ -194,8 +197,7 @@ class RunCheckpoints:
             return 0, 0.0
         upstream = loaded.upstream
         if loaded.with_optimizer:
-            self._check_unit(loaded)
-            _set_scheduler(opt_param_scheduler, upstream.scheduler, loaded.path)
+            opt_param_scheduler.load_state_dict(upstream.scheduler)
         args.consumed_train_samples = upstream.num_consumed_sequences
         args.skipped_train_samples = 0
         self.first_iteration = upstream.iteration
@@ -295,10 +297,30 @@ class RunCheckpoints:
             "with iteration 1"
         )
 
-    def _accept(self, path: Path, manifest: Manifest) -> None:
-        """Raise ConfigurationError unless the run may go on with these data and settings."""
+    def _accept(self, scheduler: Any) -> Accept:
+        """Raises one ConfigurationError unless the run may go on with these data, settings and
+        learning-rate schedule."""
         args, hydraulis = self._resolved.args, self._resolved.hydraulis
-        self._accept_data(path, _data_of(manifest), is_allowed=hydraulis.allow_other_data)
+
+        def accept(path: Path, manifest: Manifest | None, upstream: UpstreamState) -> None:
+            if args.finetune or path.name == RELEASE:
+                return
+            problems = Problems()
+            if manifest is not None:
+                with problems.collected():
+                    saved = _data_of(manifest)
+                    self._accept_data(path, saved, is_allowed=hydraulis.allow_other_data)
+                with problems.collected():
+                    self._accept_settings(path, manifest)
+            if not args.no_load_optim:
+                with problems.collected():
+                    self._check_schedule(path, manifest, upstream, scheduler)
+            problems.raise_any()
+
+        return accept
+
+    def _accept_settings(self, path: Path, manifest: Manifest) -> None:
+        args, hydraulis = self._resolved.args, self._resolved.hydraulis
         here = self._planning.description_of(self._resolved)
         changes = changed_settings(
             manifest.configuration, here, keeps_schedule=args.use_checkpoint_opt_param_scheduler
@@ -315,19 +337,37 @@ class RunCheckpoints:
         for line in block_lines("changed", f"settings since {path}", list(map(str, changes))):
             self._say(line)
 
-    def _check_unit(self, loaded: LoadedCheckpoint) -> None:
-        """Raise ConfigurationError unless both learning-rate schedules count the same."""
+    def _check_schedule(
+        self, path: Path, manifest: Manifest | None, upstream: UpstreamState, scheduler: Any
+    ) -> None:
+        """Raise ConfigurationError unless the learning-rate schedule goes on, or is chosen."""
+        if upstream.scheduler is None:
+            raise CheckpointError(
+                f"{path} has no state of the learning-rate schedule; take its weights alone by "
+                "--finetune, or load another checkpoint"
+            )
         theirs = "samples"
-        if loaded.manifest is not None:
-            theirs = _unit_of_schedule(loaded.manifest.configuration)
+        if manifest is not None:
+            theirs = _unit_of_schedule(manifest.configuration)
         ours = _unit_of_schedule(self._planning.description_of(self._resolved))
         if theirs != ours:
             fix = "--train-iters, and the former size or growth of the global batch"
             if theirs == "samples":
                 fix = "--train-samples, and the schedule in samples of --seq-length tokens each"
             raise ConfigurationError(
-                f"the learning-rate schedule of {loaded.path} counts {theirs} but that of this run "
+                f"the learning-rate schedule of {path} counts {theirs} but that of this run "
                 f"counts {ours}; give {fix}"
+            )
+        args = self._resolved.args
+        if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
+            return
+        differences = _schedule_differences(scheduler, upstream.scheduler, ours)
+        if differences:
+            raise ConfigurationError(
+                f"{path} was trained with another learning-rate schedule: "
+                f"{listed(differences, most=len(differences))}; give the former values, or choose "
+                "this run's by --override-opt_param-scheduler or the checkpoint's by "
+                "--use-checkpoint-opt_param-scheduler"
             )
 
     def _accept_data(
@@ -492,18 +532,30 @@ def _set_rng_state(path: Path) -> None:
         ) from error
 
 
-def _set_scheduler(scheduler: Any, state: Mapping[str, Any] | None, path: Path) -> None:
-    if state is None:
-        raise CheckpointError(
-            f"{path} has no state of the learning-rate schedule; take its weights alone by "
-            "--finetune, or load another checkpoint"
-        )
-    try:
-        scheduler.load_state_dict(state)
-    except AssertionError as error:
-        reason = str(error).removeprefix("OptimizerParamScheduler: ")
-        raise ConfigurationError(
-            f"the learning-rate schedule is not that of {path}: {reason}; give its flags again "
-            "(--train-iters or --train-samples and --global-batch-size among them), or choose by "
-            "--override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
-        ) from error
+_SCHEDULE = (
+    ("--lr", "max_lr", ("start_lr",)),
+    ("--min-lr", "min_lr", ()),
+    ("the end of the warm-up", "lr_warmup_steps", ("warmup_iter", "warmup_steps")),
+    ("the end of the decay", "lr_decay_steps", ("end_iter", "decay_steps")),
+    ("--lr-decay-style", "lr_decay_style", ("decay_style",)),
+    ("the weight decay at the start", "start_wd", ()),
+    ("the weight decay at the end", "end_wd", ()),
+    ("the end of training", "wd_incr_steps", ()),
+    ("--weight-decay-incr-style", "wd_incr_style", ()),
+)
+"""What users call an attribute of upstream's schedule, its name, and names in older checkpoints."""
+
+
+def _schedule_differences(scheduler: Any, saved: Mapping[str, Any], unit: str) -> list[str]:
+    """In what upstream's schedule differs from that of a checkpoint.
+
+    unit: what both count.
+    """
+    found = []
+    for what, name, earlier in _SCHEDULE:
+        here = getattr(scheduler, name)
+        there = next((saved[key] for key in (*earlier, name) if key in saved), here)
+        if there != here:
+            counted = f" {unit}" if name.endswith("_steps") else ""
+            found.append(f"{what} is {there}{counted} there and {here}{counted} here")
+    return found

@@ -33,6 +33,7 @@ from megatron.hydraulis.flags.describe import (
     batch_text,
     format_description,
     length_text,
+    num_parameters_of,
     option_lines,
 )
 from megatron.hydraulis.flags.samples import sample_tokens
@@ -76,7 +77,7 @@ from megatron.hydraulis.runtime.executor import (
     loss_func,
     make_forward_step,
 )
-from megatron.hydraulis.runtime.memory import memory_meter
+from megatron.hydraulis.runtime.memory import is_out_of_memory, memory_meter
 from megatron.hydraulis.runtime.model_building import ModelDefinition
 from megatron.hydraulis.runtime.process_groups import (
     device_of_job,
@@ -85,6 +86,9 @@ from megatron.hydraulis.runtime.process_groups import (
     training_loop_collection,
 )
 from megatron.hydraulis.runtime.spans import SpanRecorder, combine_recorders
+
+_STATE_BYTES = 16
+"""Of a parameter in the canonical shards: itself, its gradient and two moments in fp32."""
 
 Corpora = tuple[Corpus | None, Corpus | None, Corpus | None]
 """Training, validation and test data."""
@@ -429,8 +433,24 @@ class Job:
         return config
 
     def _make_engine(self, definition: ModelDefinition, *, spans: SpanRecorder) -> Engine:
+        try:
+            self._engine = self._build_engine(definition, spans)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            num_ranks, num_parameters = dist.get_world_size(), num_parameters_of(self._resolved)
+            state_gb = _STATE_BYTES * num_parameters / num_ranks / 1e9
+            raise ConfigurationError(
+                f"every rank owns 1/{num_ranks} of the parameters, gradients and optimizer state "
+                f"but of {num_parameters:,} parameters that is {state_gb:,.3g} GB, for which "
+                f"memory is too small; use more ranks or a smaller model (--vocab-size is "
+                f"{self._resolved.vocabulary.size})"
+            ) from error
+        return self._engine
+
+    def _build_engine(self, definition: ModelDefinition, spans: SpanRecorder) -> Engine:
         args = self._resolved.args
-        self._engine = self._hooks.engine(
+        return self._hooks.engine(
             definition,
             self._planning.pool,
             AdamWSettings(
@@ -450,7 +470,6 @@ class Job:
             overlap=not self._resolved.hydraulis.no_regroup_overlap,
             spans=spans,
         )
-        return self._engine
 
     def _try_memory_out(
         self, memory: MemorySafety, forward_step: ForwardStep, corpora: Corpora

@@ -201,7 +201,11 @@ REFUSED = {
         "with --finetune the run starts from iteration 1 and would replace them; "
         "give --load {saved} to go on without --finetune",
     ),
-    "another schedule": ("--load {saved} --ckpt-step 2 --lr 0.5", "learning rate"),
+    "another schedule": (
+        "--load {saved} --ckpt-step 2 --lr 0.5 --lr-warmup-iters 0",
+        "was trained with another learning-rate schedule: --lr is 0.01 there and 0.5 here, the end "
+        f"of the warm-up is {BATCH_SIZE} samples there and 0 samples here; give the former values",
+    ),
     "another seed": ("--load {saved} --ckpt-step 2 --seed 5", "resume with --seed"),
     "no such iteration": ("--load {saved} --ckpt-step 3", "no checkpoint of iteration 3"),
     "other tokens": (
@@ -238,6 +242,20 @@ def test_a_checkpoint_that_cannot_be_resumed_ends_with_one_line(
     (line,) = [each for each in outcome.ranks[0].stderr.splitlines() if "error" in each.lower()]
     assert message.format(**places) in line
     assert not any((tmp_path / "other").glob("iter_*"))
+
+
+def test_all_that_keeps_a_run_from_resuming_is_one_message(
+    uninterrupted: Run, saved: Path, tmp_path: Path
+) -> None:
+    shifted = write_corpus(tmp_path / "shifted", num_tokens=VOCAB_SIZE - 1)
+    other = ("--data-path", shifted, "--clip-grad", "0.01", "--lr", "0.5")
+    load = ("--load", str(saved), "--ckpt-step", "2", "--run-dir", str(tmp_path / "run"))
+    outcome = run_job([*uninterrupted.argv, *load, *other], 4, tmp_path / "output")
+    first, *lines = outcome.ranks[0].stderr.partition("error: ")[2].splitlines()
+    assert first == "3 problems with these flags:"
+    says = ("has other tokens", "--clip-grad 1.0 -> 0.01", "--lr is 0.01 there and 0.5 here")
+    for line, words in zip(lines, says, strict=True):
+        assert words in line
 
 
 def test_a_folder_that_another_job_writes_to_is_refused_and_can_be_taken_over(

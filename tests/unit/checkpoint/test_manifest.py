@@ -11,6 +11,7 @@ from megatron.hydraulis.checkpoint.manifest import (
     MODEL_ARGUMENTS,
     OFF_BY_DEFAULT,
     Manifest,
+    known_settings,
     model_differences,
     model_of,
     records_of,
@@ -64,13 +65,16 @@ def test_arguments_without_a_flag_here_are_attributed_to_plain_megatron() -> Non
         "squared_relu is True there and off here",
         "window_size is [64, 0] there and off here",
     ]
-    assert model_differences(there, here, lists_all=False) == model_differences(there, here)
+    assert model_differences(there, here, of=()) == model_differences(there, here)
 
 
 def test_another_program_may_not_have_stored_what_is_on_here() -> None:
     there, here = {"num_layers": 2}, {"num_layers": 2, "window_size": [4, 0]}
-    assert model_differences(there, here, lists_all=False) == []
-    assert model_differences(there, here) == ["window_size is off there and [4, 0] here"]
+    assert model_differences(there, here, of=known_settings(Namespace(num_layers=2))) == []
+    known = known_settings(Namespace(num_layers=2, window_size=None))
+    for of in (known, OFF_BY_DEFAULT):
+        differences = model_differences(there, here, of=of)
+        assert differences == ["window_size is off there and [4, 0] here"]
 
 
 def test_earlier_argument_names_are_read() -> None:
