@@ -32,6 +32,8 @@ def ratios(profile: ProfileCostModel) -> dict[str, tuple[float | None, ...]]:
     )
     found: dict[str, tuple[float | None, ...]] = {}
     for row in profile.schemes:
+        if row.is_assumed:
+            continue
         estimated, measured = (
             (
                 coefficients.a_ms_per_token2,

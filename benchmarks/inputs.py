@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -96,13 +96,15 @@ class LengthDistribution:
 
 
 def cost_model() -> ProfileCostModel:
-    """Llama of 32B parameters on A800."""
-    return ProfileCostModel.read(COST_PROFILE)
+    """Llama of 32B parameters on A800, as measured."""
+    profile = ProfileCostModel.read(COST_PROFILE)
+    return replace(profile, schemes=tuple(row for row in profile.schemes if not row.is_assumed))
 
 
 def pool() -> Pool:
-    """S0 to S6 on 64 ranks."""
-    return Pool.read(POOL)
+    """S0 to S6 on 64 ranks: the strategies of the file without cp."""
+    strategies = Pool.read(POOL).strategies
+    return Pool.of(*(s for s in strategies if all(scheme.cp == 1 for scheme in s.schemes)))
 
 
 def large_pool() -> Pool:

@@ -28,6 +28,7 @@ from typing import Literal
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
@@ -231,6 +232,17 @@ class ContextCosts:
     parameter_bytes: int = 2
     """Of an element of a key or value."""
 
+    @classmethod
+    def of(cls, profile: ProfileCostModel, regroup: RegroupCosts) -> ContextCosts:
+        """With the model and the links that regrouping has."""
+        return cls(
+            profile=profile,
+            shape=regroup.shape,
+            cluster=regroup.cluster,
+            link_fraction=regroup.link_fraction,
+            parameter_bytes=regroup.parameter_bytes,
+        )
+
     @property
     def knows_exchange(self) -> bool:
         """Whether the overhead of cp is known: measured, or from model and links."""
@@ -240,7 +252,34 @@ class ContextCosts:
     def is_measured(self, scheme: Scheme) -> bool:
         """Whether the profile has the scheme itself."""
         full_width = scheme.of_context_group(scheme.cp)
-        return any(row.scheme == full_width for row in self.profile.schemes)
+        return any(row.scheme == full_width and not row.is_assumed for row in self.profile.schemes)
+
+    def with_widths(self, num_ranks: int) -> ProfileCostModel:
+        """The profile with rows for all cp that are powers of two and have room in a job.
+
+        Without model and cluster it is unchanged: the exchange would be free.
+        """
+        if self.shape is None or self.cluster is None:
+            return self.profile
+        known = {row.scheme for row in self.profile.schemes}
+        assumed = [
+            scheme
+            for row in self.profile.schemes
+            for power in range(1, (num_ranks // row.scheme.num_ranks).bit_length())
+            if row.scheme.cp == 1
+            and row.max_tokens
+            and (scheme := row.scheme.of_context_group(1 << power)) not in known
+        ]
+        rows = (
+            ProfiledScheme(
+                scheme=scheme,
+                coefficients=self.coefficients(scheme),
+                max_tokens=self.max_tokens(scheme),
+                is_assumed=True,
+            )
+            for scheme in assumed
+        )
+        return replace(self.profile, schemes=(*self.profile.schemes, *rows))
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
         """Measured or assumed; StrategyError if the profile has no width of the scheme."""

@@ -12,7 +12,8 @@ A cost profile is a JSON file::
 
 The time of a micro-batch on one stage, forward and backward, is ``a·Σs² + b·Σs + c``, less what
 the sliding windows of ``model`` leave out of s²; max_tokens is the most tokens of a micro-batch.
-A scheme whose layers are not split evenly has its own row, with ``"layers": [14, 16]``. ``version``
+A scheme whose layers are not split evenly has its own row, with ``"layers": [14, 16]``; a row of
+a cp that was not measured has ``"assumed": true``. ``version``
 and ``strategies`` are optional. A strategy is found by its replicas and where they are placed;
 older profiles lack ``replicas``, and their names count. What is not listed is computed
 (regrouping.py), or 0 where model and links are unknown.
@@ -38,7 +39,7 @@ from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.model_shape import AttentionWindow, ModelShape
-from megatron.hydraulis.strategy import Scheme, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 _FORMAT_VERSION = 1
 _MIN_R_SQUARED = 0.9
@@ -59,6 +60,8 @@ class ProfiledScheme:
     coefficients: Coefficients
     max_tokens: int
     """Most tokens of a micro-batch; 0 if not even the weights fit."""
+    is_assumed: bool = False
+    """Whether the row was not measured but follows from another width of cp, see context.py."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
@@ -236,6 +239,17 @@ class ProfileCostModel:
             if all(self._has(scheme) for scheme in strategy.schemes)
         ]
         return replace(self, regroup=regroup.calibrated(known, partial(usual_time_ms, self)))
+
+    def assumed_schemes(self, pool: Pool) -> tuple[Scheme, ...]:
+        """The schemes of a pool, and of its context groups, whose rows were not measured."""
+        used = {group for s in pool.strategies for one in s.schemes for group in one.group_schemes}
+        return tuple(row.scheme for row in self.schemes if row.is_assumed and row.scheme in used)
+
+    def only_for(self, pool: Pool) -> "ProfileCostModel":
+        """Without assumed rows that a pool does not need."""
+        needed = self.assumed_schemes(pool)
+        rows = (row for row in self.schemes if not row.is_assumed or row.scheme in needed)
+        return replace(self, schemes=tuple(rows))
 
     def poor_fits(self) -> str | None:
         """A line about schemes whose coefficients describe the measured times badly; None if all
@@ -424,6 +438,7 @@ def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledSc
             window=window,
         ),
         max_tokens=entry.integer("max_tokens"),
+        is_assumed=entry.flag("assumed", default=False),
     )
     entry.check_all_read()
     return row
@@ -431,12 +446,17 @@ def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledSc
 
 def _scheme_to_json(row: ProfiledScheme) -> dict[str, Any]:
     coefficients = row.coefficients
-    return row.scheme.to_json() | {
-        "a_ms_per_token2": coefficients.a_ms_per_token2,
-        "b_ms_per_token": coefficients.b_ms_per_token,
-        "c_ms": coefficients.c_ms,
-        "max_tokens": row.max_tokens,
-    }
+    assumed = {"assumed": True} if row.is_assumed else {}
+    return (
+        row.scheme.to_json()
+        | assumed
+        | {
+            "a_ms_per_token2": coefficients.a_ms_per_token2,
+            "b_ms_per_token": coefficients.b_ms_per_token,
+            "c_ms": coefficients.c_ms,
+            "max_tokens": row.max_tokens,
+        }
+    )
 
 
 def _strategy_row(entry: JsonObject) -> ProfiledStrategy:

@@ -6,6 +6,7 @@ Times depend on nothing else, so the search works on mixes.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +16,16 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
+_NUM_COMPARED, _MOST_OVER_SHORTEST = 16, 64.0
+"""Lengths at which two schemes are compared, and the longest of them over the shortest: of shorter
+sequences only the rank time counts."""
+
 FloatArray = npt.NDArray[np.float64]
 Mix = tuple[int, ...]
 """Replicas of each scheme, shape (num_schemes,)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidates:
     """The schemes that may be in a best strategy of a job of num_ranks ranks.
 
@@ -54,13 +59,13 @@ class Candidates:
         """The schemes of a cost profile that may be in a best strategy.
 
         Excluded are schemes that are not allowed (None allows all), are too large for the job, do
-        not hold the model, or are worse in everything than another one of as many ranks. If a
-        profile has cp 1, 2, … up to some width with the same tp, pp and layers, the scheme that
-        divides this width per micro-batch (``cp8~``) is included. Raises ConfigurationError for an
-        allowed scheme that the profile lacks.
+        not hold the model, or are worse than another one in everything, see `_beats`. If a profile
+        has cp 1, 2, … up to some width with the same tp and without pipeline, the schemes that
+        divide all or half of the job's ranks per micro-batch (``cp8~``) are included. Raises
+        ConfigurationError for an allowed scheme that the profile lacks.
         """
         rows = {row.scheme: row for row in cost_model.schemes}
-        known = (*rows, *_splitting(rows))
+        known = (*rows, *_splitting(rows, num_ranks))
         for scheme in allowed or ():
             if scheme not in known:
                 names = ", ".join(map(str, known))
@@ -79,7 +84,7 @@ class Candidates:
             mine
             for index, mine in enumerate(found)
             if not any(
-                rival[0].num_ranks == mine[0].num_ranks and _beats(rival, mine, place < index)
+                _beats(rival, mine, place < index)
                 for place, rival in enumerate(found)
                 if place != index
             )
@@ -87,10 +92,15 @@ class Candidates:
         schemes, costs, overheads_ms = zip(*kept, strict=True) if kept else ((), (), ())
         return cls(num_ranks, ranks_per_node, schemes, costs, overheads_ms)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Ranks of a replica of each scheme, shape (num_schemes,)."""
         return tuple(scheme.num_ranks for scheme in self.schemes)
+
+    @cached_property
+    def _largest_first(self) -> tuple[int, ...]:
+        """Indices of the schemes."""
+        return tuple(sorted(range(len(self.sizes)), key=lambda i: (-self.sizes[i], i)))
 
     @property
     def longest(self) -> int:
@@ -132,18 +142,23 @@ class Candidates:
         Ranks that are too few for any scheme remain idle.
         """
         counts, idle = list(mix), self.num_idle(mix)
-        rest = sorted(range(len(counts)), key=lambda index: (-self.sizes[index], index))
-        for index in (*first, *rest):
+        for index in (*first, *self._largest_first):
             num, idle = divmod(idle, self.sizes[index])
             counts[index] += num
         return tuple(counts)
 
 
-def _splitting(schemes: Iterable[Scheme]) -> tuple[Scheme, ...]:
-    """Schemes with ``~`` for which all widths of groups are among the schemes."""
+def _splitting(schemes: Iterable[Scheme], num_ranks: int) -> tuple[Scheme, ...]:
+    """Schemes with ``~`` for which all widths of groups are among the schemes.
+
+    Narrower ones than half of the job hardly differ from groups of fixed widths.
+    """
     known = set(schemes)
-    wide = (s for s in known if s.cp > 1 and s.cp & (s.cp - 1) == 0)
-    split = (Scheme(s.tp, s.cp, s.pp, s.layers, splits_cp=True) for s in wide)
+    split = (
+        Scheme(s.tp, s.cp, splits_cp=True)
+        for s in known
+        if s.pp == 1 and s.cp > 1 and s.cp & (s.cp - 1) == 0 and 2 * s.num_ranks >= num_ranks
+    )
     return tuple(sorted((s for s in split if known.issuperset(s.group_schemes)), key=str))
 
 
@@ -170,23 +185,29 @@ _Rated = tuple[Scheme, SchemeCost, float]
 def _beats(rival: _Rated, mine: _Rated, wins_ties: bool) -> bool:
     """Whether the rival is worse in nothing, and better in something unless it wins ties.
 
-    Only bounds are known of a scheme that divides its width per micro-batch, so it beats none.
+    Compared are, for sequences of every length that mine holds, the time of one alone and the rank
+    time per token in full micro-batches; stages, ranks and overhead. Replicas of mine must give
+    way to whole ones of the rival. Only bounds are known of a scheme that divides its width per
+    micro-batch, so it beats none, and none beats it.
     """
-    (_, better, better_ms), (_, cost, overhead_ms) = rival, mine
-    if better.waves is not None:
+    (scheme, better, better_ms), (other, cost, overhead_ms) = rival, mine
+    if better.waves is not None or cost.waves is not None or other.num_ranks % scheme.num_ranks:
         return False
-    pairs = (
-        (better.coefficients.a_ms_per_token2, cost.coefficients.a_ms_per_token2),
-        (better.coefficients.b_ms_per_token, cost.coefficients.b_ms_per_token),
-        (better.coefficients.c_ms, cost.coefficients.c_ms),
-        (better.num_stages, cost.num_stages),
-        (-better.max_tokens, -cost.max_tokens),
-        (-better.longest, -cost.longest),
-        (better_ms, overhead_ms),
-    )
-    return all(one <= other for one, other in pairs) and (
-        wins_ties or any(one < other for one, other in pairs)
-    )
+    if better.longest < cost.longest:
+        return False
+    lengths = np.geomspace(cost.longest / _MOST_OVER_SHORTEST, cost.longest, _NUM_COMPARED)
+    ones = (*_pace(scheme, better, lengths), better.num_stages, scheme.num_ranks, better_ms)
+    others = (*_pace(other, cost, lengths), cost.num_stages, other.num_ranks, overhead_ms)
+    less, more = np.hstack(ones), np.hstack(others)
+    return bool((less <= more).all() and (wins_ties or (less < more).any()))
+
+
+def _pace(scheme: Scheme, cost: SchemeCost, lengths: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Time of one sequence alone, and rank time per token in full micro-batches."""
+    times = cost.coefficients
+    alone_ms = cost.num_stages * (times.sequence_time_ms(lengths) + times.c_ms)
+    per_token_ms = times.token_time_ms(lengths) + times.c_ms / cost.max_tokens
+    return alone_ms, scheme.num_ranks * per_token_ms
 
 
 def neighbours(candidates: Candidates, mix: Mix) -> tuple[Mix, ...]:

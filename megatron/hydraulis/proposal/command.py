@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from rich.progress import TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
@@ -39,6 +40,7 @@ from megatron.hydraulis.terminal import (
 
 _NONE = "–"
 _NUM_BATCHES = 32
+_PROFILE_SUFFIX = ".cost_profile.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="maximum number of strategies in the pool (default: %(default)s)",
     )
-    output.add_argument("--out", metavar="FILE", help="write the pool file here, JSON")
+    output.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write the pool file here, JSON; if it has schemes with a cp that was not measured, "
+        f"a cost profile with assumed rows for them goes next to it, FILE{_PROFILE_SUFFIX}",
+    )
     output.add_argument("--json", action="store_true", help="print all results as JSON")
     output.add_argument(
         "--seed",
@@ -125,8 +132,12 @@ def run(namespace: argparse.Namespace) -> int:
             row_quantum=namespace.row_quantum_tokens,
             on_progress=on_progress,
         )
+    assumed, profile_path = cost_model.assumed_schemes(proposal.pool), namespace.cost_profile
     if namespace.out is not None:
         write_output(namespace.out, {"version": 1, **proposal.pool.to_json()})
+        if assumed:
+            profile_path = f"{namespace.out}{_PROFILE_SUFFIX}"
+            write_output(profile_path, cost_model.only_for(proposal.pool).to_json())
     if namespace.json:
         print_json(proposal.to_json())
         return 0
@@ -139,11 +150,24 @@ def run(namespace: argparse.Namespace) -> int:
         f"{proposal.num_mixes} strategies estimated, {proposal.num_bounds} bounds and "
         f"{proposal.num_plans} plans in {proposal.seconds:.1f} s"
     )
+    if proposal.static_s is not None:
+        console.print(
+            f"{proposal.static_s / proposal.mean_s:.3f} × as fast as {proposal.static}, the best "
+            f"static strategy of one scheme with balanced plans: {proposal.static_s:.4f} s",
+            highlight=False,
+        )
+    if assumed:
+        console.print(
+            f"not measured: {', '.join(map(str, assumed))}; assumed from other widths of cp, with "
+            "a ring of keys and values that nothing hides. Measure them with hydraulis profile."
+        )
     if namespace.out is not None:
         print(f"pool: {namespace.out}")
+        if assumed:
+            print(f"cost profile with the assumed rows: {profile_path}")
         print_next(
             launch_command(proposal.pool.num_ranks, proposal.pool.ranks_per_node),
-            *("--strategy-pool", namespace.out, "--cost-profile", namespace.cost_profile, "FLAGS"),
+            *("--strategy-pool", namespace.out, "--cost-profile", profile_path, "FLAGS"),
         )
     return 0
 
@@ -170,6 +194,7 @@ def _candidates(namespace: argparse.Namespace) -> tuple[ProfileCostModel, Candid
         tp_degrees=[row.scheme.tp for row in profile.schemes if row.scheme.num_ranks <= num_ranks],
     )
     if regroup is not None:
+        profile = ContextCosts.of(profile, regroup).with_widths(num_ranks)
         profile = profile.with_regrouping(regroup)
     return profile, Candidates.of(profile, num_ranks, ranks_per_node, allowed)
 

@@ -18,6 +18,7 @@ from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.search import TARGET_GAP, StrategySearch
 from megatron.hydraulis.planner.solver import Deadline, Solver
+from megatron.hydraulis.planner.wave_packing import packer_for
 from megatron.hydraulis.proposal.candidates import Candidates, Mix
 from megatron.hydraulis.strategy import Pool
 
@@ -179,7 +180,7 @@ class Evaluator:
 
     def _packer(self, batch: int, cost: SchemeCost) -> ReplicaPacker:
         if (cost, batch) not in self._packers:
-            self._packers[cost, batch] = ReplicaPacker(cost, self.batches[batch], self._solver)
+            self._packers[cost, batch] = packer_for(cost, self.batches[batch], self._solver)
         return self._packers[cost, batch]
 
 

@@ -17,6 +17,7 @@ from megatron.hydraulis.proposal.explore import (
     Explorer,
     pool_times,
     select,
+    single_scheme_mixes,
     with_longest_sequence,
 )
 from megatron.hydraulis.strategy import Pool
@@ -30,11 +31,14 @@ _LEARNING_PER_MEMBER, _SHORTLIST_PER_MEMBER = 1, 2
 """New mixes per strategy that are bounded in a round, and for all batches in the end."""
 _MIN_REGIME_SHARE = 1.0 / 32.0
 """A regime with a smaller share of the batches is searched together with the next longer one."""
+_NUM_STATIC = 3
+"""Strategies of one scheme that are planned in full, to compare the pool with the best."""
 _NUM_NEAR = 2
 """Neighbours of a member that are bounded for its batches."""
 _LEAST_EXCHANGE_GAIN = 2e-3
 """Expected gain, as a share of the mean time, that justifies planning other members."""
-_LEAST_MEMBER_GAIN = 1e-6
+_LEAST_MEMBER_GAIN = 3e-3
+"""Gain, as a share of the mean time, below which a member is left out."""
 _LEAST_GAIN = 1e-4
 _LEAST_PLAN_GAIN = 4e-3
 """Expected gain, as a share of a batch's time, that justifies a plan."""
@@ -100,6 +104,11 @@ class Proposal:
     mean_s: float
     """Mean predicted iteration time over all batches, by full plans."""
     sizes: tuple[PoolSize, ...]
+    static: str | None
+    """Replicas of the best static strategy: of one scheme, by full plans; None if none holds the
+    longest sequence."""
+    static_s: float | None
+    """Mean predicted iteration time with it alone."""
     one_more_s: float | None
     """Mean with one more strategy; None if none was found."""
     one_more: tuple[str, ...] | None
@@ -115,7 +124,7 @@ class Proposal:
     def to_json(self) -> dict[str, Any]:
         """All fields; the pool as in its file."""
         tables = ("members", "sizes", "regimes")
-        pools = ("mean_s", "one_more_s", "one_more")
+        pools = ("mean_s", "static", "static_s", "one_more_s", "one_more")
         counts = ("num_batches", "num_mixes", "num_bounds", "num_plans", "seconds")
         return {
             "pool": self.pool.to_json(),
@@ -172,13 +181,17 @@ def propose(
         on_progress("bounds", done, len(shortlist) + 1)
     search.improve(max_strategies)
     on_progress("bounds", len(shortlist) + 1, len(shortlist) + 1)
-    on_progress("plans", 0, 2)
+    on_progress("plans", 0, 3)
+    static = search.best_static()
+    on_progress("plans", 1, 3)
     chosen = search.planned_pool(max_strategies)
-    on_progress("plans", 1, 2)
+    if static is not None and search.mean_ms((static,)) < search.mean_ms(chosen):
+        chosen = (static,)
+    on_progress("plans", 2, 3)
     larger = search.planned_pool(max_strategies + 1, chosen)
-    on_progress("plans", 2, 2)
+    on_progress("plans", 3, 3)
     one_more = larger if len(larger) > len(chosen) else None
-    return _proposal(search, regimes, chosen, one_more, time.perf_counter() - start_s)
+    return _proposal(search, regimes, chosen, static, one_more, time.perf_counter() - start_s)
 
 
 def _explore(
@@ -250,6 +263,26 @@ class _PoolSearch:
                     better.append(mix)
         for mix in better:
             self.add(mix)
+
+    def best_static(self) -> int | None:
+        """The fastest strategy of one scheme, by full plans of all batches; None if none holds the
+        longest sequence."""
+        schemes = self.candidates.schemes
+        means_ms = {
+            mix: float(self.explorer.estimates_ms(mix).mean())
+            for mix in single_scheme_mixes(self.candidates)
+            if sum(num > 0 for num in mix) == 1
+            and not self.candidates.num_idle(mix)
+            and not schemes[int(np.argmax(mix))].splits_cp
+            and self.candidates.limit(mix) >= self._longest
+        }
+        rows = []
+        for mix in sorted(means_ms, key=lambda mix: means_ms[mix])[:_NUM_STATIC]:
+            self.add(mix)
+            rows.append(self.mixes.index(mix))
+            for batch in range(self.times_ms.shape[1]):
+                self.times_ms[rows[-1], batch] = self.evaluator.plan_ms(mix, batch)
+        return min(rows, key=lambda row: self.mean_ms((row,)), default=None)
 
     def planned_pool(self, size: int, start: Sequence[int] = ()) -> tuple[int, ...]:
         """The best pool found of at most size strategies, as indices of mixes, no worse than start.
@@ -340,6 +373,7 @@ def _proposal(
     search: _PoolSearch,
     regimes: Iterable[Regime],
     chosen: Sequence[int],
+    static: int | None,
     one_more: Sequence[int] | None,
     seconds: float,
 ) -> Proposal:
@@ -379,6 +413,8 @@ def _proposal(
         members=tuple(members),
         mean_s=mean_ms / _MS_PER_S,
         sizes=tuple(sizes),
+        static=None if static is None else candidates.text(mixes[static]),
+        static_s=None if static is None else search.mean_ms((static,)) / _MS_PER_S,
         one_more_s=one_more_s,
         one_more=added,
         regimes=tuple(_choice(regime, search, chosen, names) for regime in regimes),

@@ -282,13 +282,7 @@ def _settings(
     settings = SimulationSettings(
         shape=regroup.shape, regroup=profile.regroup, plan_ahead=namespace.plan_ahead
     )
-    context_costs = ContextCosts(
-        profile=profile,
-        shape=regroup.shape,
-        cluster=regroup.cluster,
-        link_fraction=regroup.link_fraction,
-    )
-    return settings, profile, context_costs
+    return settings, profile, ContextCosts.of(profile, regroup)
 
 
 def _tp_degrees(pool: Pool, profile: ProfileCostModel) -> Iterator[int]:

@@ -180,7 +180,8 @@ def test_an_estimate_is_a_cost_profile(tmp_path: Path, capsys: pytest.CaptureFix
     measured = ProfileCostModel.read(EXAMPLES / "cost_profile_llama32b_a800.json")
     assert measured.model is not None
     assert profile.model == replace(measured.model, recompute="none")
-    for row in profile.schemes:
+    # Of other widths the estimate takes the cheaper exchange, the shipped profile a ring.
+    for row in (row for row in profile.schemes if row.scheme.cp == 1):
         lengths = [2048, 1024, 512, 512]
         estimate = row.coefficients.time_ms(lengths)
         assert estimate == pytest.approx(

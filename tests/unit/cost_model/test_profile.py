@@ -1,12 +1,20 @@
 """Cost profiles: reading and writing, look-up, errors, and the shipped profile."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.hydraulis.cost_model import Coefficients, CostModel, ModelShape, ProfileCostModel
+from megatron.hydraulis.cost_model import (
+    Coefficients,
+    ContextCosts,
+    CostModel,
+    ModelShape,
+    ProfileCostModel,
+    device_constants,
+)
 from megatron.hydraulis.cost_model.profile import ProfiledModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject
@@ -200,12 +208,36 @@ def test_files(tmp_path: Path) -> None:
 def test_the_shipped_profile_covers_the_shipped_pool() -> None:
     shipped = ProfileCostModel.read(EXAMPLES / "cost_profile_llama32b_a800.json")
     pool = Pool.read(EXAMPLES / "pool_64_ranks.json")
-    assert [strategy.name for strategy in pool.strategies] == [f"S{i}" for i in range(7)]
-    pool_schemes = {scheme for strategy in pool.strategies for scheme in strategy.schemes}
+    names = [strategy.name for strategy in pool.strategies]
+    assert names == [*(f"S{i}" for i in range(7)), *(f"C{i}" for i in range(1, 6)), "W1", "W2"]
+    pool_schemes = {
+        group
+        for strategy in pool.strategies
+        for scheme in strategy.schemes
+        for group in scheme.group_schemes
+    }
     assert all(shipped.max_tokens(scheme) >= 7808 for scheme in pool_schemes)
     assert "PKU-DAIR/Hetu" in shipped.source
     shape = ModelShape.read(EXAMPLES / "model_llama32b.json")
     assert shipped.model == ProfiledModel(shape=shape, dtype="bf16")
+    # What was not measured is what the formulas of context.py give.
+    cluster = device_constants("a800-80g").cluster(64, 8)
+    costs = ContextCosts(
+        profile=replace(
+            shipped, schemes=tuple(row for row in shipped.schemes if not row.is_assumed)
+        ),
+        shape=shape,
+        cluster=cluster,
+        link_fraction=device_constants("a800-80g").link_fraction,
+    )
+    computed = {row.scheme: row for row in costs.with_widths(64).schemes}
+    assumed = shipped.assumed_schemes(pool)
+    assert assumed == tuple(row.scheme for row in shipped.schemes if row.scheme.cp > 1)
+    for scheme in assumed:
+        assert shipped.max_tokens(scheme) == computed[scheme].max_tokens
+        assert shipped.coefficients(scheme).time_ms([5000, 100]) == pytest.approx(
+            computed[scheme].coefficients.time_ms([5000, 100])
+        )
     assert "Apache-2.0" in shipped.source
 
 

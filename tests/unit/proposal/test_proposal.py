@@ -25,6 +25,8 @@ from megatron.hydraulis.proposal.explore import pool_times, range_mixes, select,
 from megatron.hydraulis.proposal.propose import Proposal, propose
 from megatron.hydraulis.strategy import Pool, Scheme
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SHIPPED = EXAMPLES / "cost_profile_llama32b_a800.json"
 _SCHEMES = (
     # tp, pp, a in ms/token², b in ms/token, c in ms, most tokens
     (1, 1, 4.0e-5, 0.40, 8.0, 1000),
@@ -309,10 +311,10 @@ def context_profile(widths: tuple[int, ...]) -> ProfileCostModel:
 
 def test_schemes_that_divide_cp_per_micro_batch_are_candidates() -> None:
     texts = set(map(str, Candidates.of(context_profile((1, 2, 4, 8)), 8, 8).schemes))
-    assert texts == {"tp1", "cp2", "cp4", "cp8", "cp2~", "cp4~", "cp8~"}
+    assert texts == {"tp1", "cp2", "cp4", "cp8", "cp4~", "cp8~"}
     # cp4 was not measured, so neither cp4~ nor cp8~ can be planned.
     texts = set(map(str, Candidates.of(context_profile((1, 2, 8)), 8, 8).schemes))
-    assert texts == {"tp1", "cp2", "cp8", "cp2~"}
+    assert texts == {"tp1", "cp2", "cp8"}
 
 
 def test_schemes_that_divide_cp_are_proposed_if_they_are_faster() -> None:
@@ -377,3 +379,20 @@ def test_command_refuses(
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert any(part in error for part in message.split("|"))
+
+
+def test_widths_that_were_not_measured_are_offered_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "pool.json"
+    flags = ("--lengths", str(EXAMPLES / "lengths_instance_b.json"), "--cost-profile", str(SHIPPED))
+    sizes = ("--global-batch-size", "80", "--num-batches", "2", "--num-ranks", "64")
+    node = ("--ranks-per-node", "8", "--max-strategies", "2", "--schemes", "tp4cp2+tp4cp4")
+    assert main(["propose", *flags, *sizes, *node, "--out", str(out)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    pool, profile = Pool.read(out), ProfileCostModel.read(f"{out}.cost_profile.json")
+    assumed = profile.assumed_schemes(pool)
+    assert assumed
+    assert f"not measured: {', '.join(map(str, assumed))}; assumed" in printed
+    assert f"--cost-profile {out}.cost_profile.json" in printed
+    assert all(not row.is_assumed or row.scheme in assumed for row in profile.schemes)
