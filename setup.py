@@ -57,6 +57,10 @@ DATA_AND_OUTPUT = [
     "safetensors>=0.4.3",
     "tensorboard>=2.17,<3",
     "tokenizers>=0.22,<1",
+    # The syntax of launch scripts, for `hydraulis convert`. A new minor version of the grammar may
+    # rename its nodes.
+    "tree-sitter>=0.25,<1",
+    "tree-sitter-bash>=0.25,<0.26",
 ]
 
 EXTRAS = {

@@ -218,7 +218,8 @@ def test_all_that_is_wrong_is_said_at_once_in_the_order_of_the_command_line() ->
         "layers, without experts; remove it",
         "--lr fast: invalid float value: 'fast'; correct the value",
         "--adam-eps must be above 0 but is -1.0; give a positive number",
-        "--swiglu takes no value but has 'true'; remove it",
+        "'true' after --swiglu belongs to no option, as --swiglu takes no value; quote a value "
+        "with blanks, give the option that is missing, or remove them",
     ]
 
 

@@ -257,7 +257,9 @@ class FlagParser:
             elif options:
                 options[-1].append(word)
             else:
-                problems.add(f"flags begin with -- but there is {word!r}; remove it")
+                problems.add(
+                    f"{word!r} belongs to no option, as it stands before the first; remove it"
+                )
         found = {}
         for option, *values in options:
             equivalent = EQUIVALENTS.get(option, "")
@@ -283,9 +285,13 @@ class FlagParser:
 
     def _has_right_values(self, given: Given, row: Row | None, problems: Problems) -> bool:
         """Whether the values can be converted and lie in their range; adds a problem otherwise."""
-        if self._actions[given.option].nargs == 0 and given.values:
-            problems.add(f"{given.option} takes no value but has {given.values[0]!r}; remove it")
+        nargs = self._actions[given.option].nargs
+        most = 1 if nargs in (None, "?") else nargs
+        if isinstance(most, int) and len(given.values) > most:
+            problems.add(_stray(given, most))
             return False
+        if isinstance(row, Taken) and row.only is None:
+            return True
         try:
             args = self._parser.parse_args([given.option, *given.values])
         except ConfigurationError as error:
@@ -300,7 +306,7 @@ class FlagParser:
             problems.add(f"{given.option} {value} is not honoured: {row.otherwise}")
             return False
         bounds = RANGES.get(self._actions[given.option].option_strings[0])
-        if isinstance(row, Taken) or bounds is None or given.values == ():
+        if bounds is None or given.values == ():
             return True
         values = value if isinstance(value, list | tuple) else [value]
         lines = [line for each in values if (line := bounds.problem(given.option, each))]
@@ -367,6 +373,19 @@ class FlagParser:
         for option in FORMER_OPTIONS:
             recorder.add_argument(option, action=_Record, nargs="*", default=argparse.SUPPRESS)
         return recorder
+
+
+def _stray(given: Given, most: int) -> str:
+    """The problem with the words after an option beyond the most values that it takes."""
+    words = given.values[most:]
+    fix = "quote a value with blanks, give the option that is missing, or remove them"
+    if not any(word.strip() for word in words):
+        fix = "remove the blank after a backslash at the end of a line"
+    takes = f"{most or 'no'} value{'s' * (most > 1)}"
+    return (
+        f"{' '.join(map(repr, words))} after {' '.join((given.option, *given.values[:most]))} "
+        f"belong{'s' * (len(words) == 1)} to no option, as {given.option} takes {takes}; {fix}"
+    )
 
 
 def _in_our_words(given: Given, message: str) -> str:

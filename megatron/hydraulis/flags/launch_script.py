@@ -1,0 +1,828 @@
+"""Reads a launch script of Megatron without running it.
+
+Assignments, functions, loops and sourced files are followed from top to bottom. A condition on
+strings or whole numbers that are known decides its branches. Of any other condition all branches
+count, and the last known value wins. What only the job knows, such as ``$(...)`` and Slurm's
+variables, stays as the script writes it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from megatron.hydraulis.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+_ENTRY = re.compile(r"(?:^|/)\w*pretrain\w*\.py$")
+"""The program among the words of a command."""
+_NO_LAUNCHER = ("cp", "mv", "ln", "ls", "cat", "echo", "printf", "rsync", "scp", "test", "[", "[[")
+"""Commands that name the program without calling it."""
+_SET_BY_JOB = re.compile(
+    r"SLURM_\w+|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|"
+    r"HOME|USER|PWD|HOSTNAME|RANDOM|UID|\W|0"
+)
+"""Variables that the shell, Slurm or a cluster sets when the job runs."""
+_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
+_ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
+    "%": operator.mod,
+}
+_EXPANSIONS = (
+    "simple_expansion",
+    "expansion",
+    "arithmetic_expansion",
+    "command_substitution",
+    "process_substitution",
+)
+_STRINGS = ("string", "raw_string", "ansi_c_string")
+_CONTAINERS = (
+    "program",
+    "pipeline",
+    "compound_statement",
+    "subshell",
+    "do_group",
+    "negated_command",
+    "declaration_command",
+    "variable_assignments",
+    "redirected_statement",
+    "heredoc_redirect",
+)
+"""Nodes whose children are commands to follow."""
+_MOST_NESTED = 20
+"""Functions, sourced files and texts handed to other shells within each other."""
+_MOST_SHOWN = 60
+"""Characters of a value that is shown."""
+# Tangut: letters, which Python prints as they are.
+_FIRST_MARK, _LAST_MARK = 0x17000, 0x187F7
+_MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
+_TO_SPLIT = {mark: mark + 1 for mark in range(_FIRST_MARK, _LAST_MARK, 2)}
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """An expansion whose value reading does not give."""
+
+    source: str
+    """As a shell reads it: ``$NAME``, ``$(date)``."""
+    name: str
+    """The variable; empty for a command."""
+    depth: int
+    """How many shells, one within the other, have read the text that it stands in."""
+    is_set_by_job: bool
+    """Whether the script, Slurm or the shell gives it a value when the job runs."""
+    where: str
+    """The line that uses it, or that sets the variable."""
+
+    @property
+    def shown_name(self) -> str:
+        """The variable, or the command."""
+        return self.name or self.source
+
+
+class Unknowns:
+    """Those of a script. A character stands for each in a text, another one where it is unquoted,
+    so that a shell would split its value."""
+
+    def __init__(self) -> None:
+        self._all: list[Unknown] = []
+
+    def mark(self, unknown: Unknown) -> str:
+        """The character for a quoted one."""
+        if unknown not in self._all:
+            self._all.append(unknown)
+        return chr(_FIRST_MARK + 2 * self._all.index(unknown))
+
+    def of(self, text: str) -> list[Unknown]:
+        """Those in a text."""
+        return [self._all[(ord(mark) - _FIRST_MARK) // 2] for mark in _MARK.findall(text)]
+
+    def shown(self, text: str) -> str:
+        """The text as the script writes it."""
+        return _MARK.sub(lambda mark: self.of(mark[0])[0].source, text)
+
+    def typed(self, word: str, depth: int) -> str:
+        """A word as one types it into the shell of a depth, which expands its own unknowns."""
+        assigned = re.match(r"[A-Za-z_]\w*=(?=.)", word)
+        if assigned is not None:
+            return assigned[0] + self.typed(word[assigned.end() :], depth)
+        live = {mark for mark in _MARK.findall(word) if self.of(mark)[0].depth == depth}
+        if _MARK.fullmatch(word) and (ord(word) - _FIRST_MARK) % 2:
+            return self.shown(word) if live else word
+        if not live:
+            return shlex.quote(word)
+        escaped = re.sub(r'([\\"$`])', r"\\\1", word)
+        return '"' + "".join(self.shown(c) if c in live else c for c in escaped) + '"'
+
+
+@dataclass(frozen=True, slots=True)
+class _Shell:
+    """A command that hands a text to another shell, as in ``srun bash -c '…'``."""
+
+    before: tuple[str, ...]
+    """Its words before the text."""
+    around: tuple[str, str]
+    """The text before and after the command in it that leads to the program."""
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A command that calls the program."""
+
+    words: tuple[str, ...]
+    place: str
+    around: tuple[str, str]
+    """The text of another shell before and after the command."""
+    shells: tuple[_Shell, ...] = ()
+    """Those that lead to it, outermost first."""
+
+    @property
+    def at(self) -> int:
+        """The position of the program among the words."""
+        return next(at for at, word in enumerate(self.words) if _ENTRY.search(word))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The words after the program."""
+        return self.words[self.at + 1 :]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCommand:
+    """What a script runs; characters in its words stand for the unknowns."""
+
+    launcher: tuple[str, ...]
+    """The words before the program; none for a file of options."""
+    options: tuple[str, ...]
+    """The words after the program."""
+    place: str
+    """Where the script calls the program; empty for a file of options."""
+    shells: tuple[_Shell, ...]
+    num_ranks: int | None
+    """Ranks on all nodes; None if the script does not say."""
+    unknowns: Unknowns
+    cut_off: tuple[str, ...]
+    """Lines that begin with an option, which no command continues."""
+    changed: tuple[str, ...]
+    """Variables with several values, as in branches: ``N = 1, 2``."""
+    not_found: tuple[str, ...]
+    """Files that the script reads and that are not here."""
+
+    @property
+    def is_torchrun(self) -> bool:
+        """Whether torchrun starts the ranks."""
+        return _is_torchrun(self.launcher)
+
+    @property
+    def words_around(self) -> tuple[str, ...]:
+        """All words but the program and its options."""
+        outer = (word for shell in self.shells for word in (*shell.before, *shell.after))
+        return (*outer, *self.launcher)
+
+    def command(self, options: Iterable[Sequence[str]]) -> str:
+        """The command to run instead, an option a line, within the shells that the script calls."""
+        words = [["hydraulis", "train"], *options]
+        names = [PurePath(word).name for word in self.launcher]
+        placeholder = ""
+        if not self.place or not {"deepspeed", "accelerate"}.isdisjoint(names):
+            placeholder = "torchrun [TORCHRUN OPTIONS] --no-python "
+        elif self.is_torchrun:
+            words[0] = [*self.launcher, "--no-python", *words[0]]
+        else:
+            python = [at for at, name in enumerate(names) if re.fullmatch(r"python[\d.]*", name)]
+            words[0] = [*self.launcher[: python[-1] if python else None], *words[0]]
+        depth = len(self.shells)
+        text = placeholder + " \\\n    ".join(
+            " ".join(self.unknowns.typed(word, depth) for word in line) for line in words
+        )
+        for shell in reversed(self.shells):
+            depth -= 1
+            outer = (*shell.before, text.join(shell.around), *shell.after)
+            text = " ".join(self.unknowns.typed(word, depth) for word in outer)
+        return text
+
+
+class _NotKnownError(Exception):
+    """A number is needed of a text that is none."""
+
+
+class _Script:
+    """Follows a script from top to bottom."""
+
+    def __init__(self, variables: Mapping[str, str], of_job: Mapping[str, str], folder: Path):
+        """variables: those that the script does not change; of_job: Slurm's; folder: of files that
+        the script reads."""
+        self._fixed = frozenset(variables)
+        self._values = {name: [value] for name, value in {**of_job, **variables}.items()}
+        self._histories: dict[str, list[str]] = {}
+        self._used: set[str] = set()
+        self._functions: dict[str, tuple[Node, int]] = {}
+        self._followed: set[str] = set()
+        self._here_documents: list[tuple[str, str]] = []
+        self._folder = folder
+        self.calls: list[_Call] = []
+        self.unknowns = Unknowns()
+        self.cut_off: list[str] = []
+        self.not_found: list[str] = []
+        # What follows holds for the text or function that is being followed, see _within.
+        self._arguments: list[str] | None = None
+        self._is_certain = True
+        self._depth = self._nesting = 0
+        self._text = b""
+        self._file = self._place = ""
+        self._span: tuple[int, int] | None = None
+
+    def read_all(self, text: str) -> None:
+        """Follow a script; without a call, also functions and here-documents that nobody reads."""
+        self._read(text)
+        for name, (body, _) in tuple(self._functions.items()):
+            if not self.calls and name not in self._followed:
+                self._follow(body)
+        for here, place in () if self.calls else tuple(self._here_documents):
+            with self._within(_place=place):
+                self._read(here, is_lenient=True)
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The variables that were used and are not certain, with their values."""
+        return tuple(
+            f"{name} = {', '.join(endings(dict.fromkeys(history)))}"
+            for name, history in self._histories.items()
+            if name in self._used and len(set(history)) > 1
+        )
+
+    @contextmanager
+    def _within(self, **state: object) -> Iterator[None]:
+        """Give attributes other values for a while."""
+        before = {name: getattr(self, name) for name in state}
+        for name, value in state.items():
+            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
+    def _read(self, text: str, *, is_lenient: bool = False) -> None:
+        if self._nesting == _MOST_NESTED:
+            return
+        root = _parsed(text)
+        if root.has_error and not is_lenient:
+            wrong = root
+            while not (wrong.is_error or wrong.is_missing):
+                wrong = next(child for child in wrong.children if child.has_error)
+            raise ConfigurationError(
+                f"a launch script is one that bash can read, but {self._at(wrong)} has "
+                f"{_shortened(_text_of(wrong))!r}; correct it: is a quote or bracket not closed?"
+            )
+        with self._within(_text=text.encode(), _nesting=self._nesting + 1):
+            self._follow(root)
+
+    def _at(self, node: Node) -> str:
+        return self._place or f"{self._file}line {node.start_point.row + 1}"
+
+    def _mark(self, source: str, name: str, node: Node, *, is_set_by_job: bool = False) -> str:
+        is_set_by_job |= _SET_BY_JOB.fullmatch(name) is not None
+        where = f"used in {self._at(node)}"
+        return self.unknowns.mark(Unknown(source, name, self._depth, is_set_by_job, where))
+
+    # --- commands ---
+
+    def _follow(self, node: Node) -> None:
+        """Follow what the node of a syntax tree does."""
+        match node.type:
+            case "command":
+                self._follow_command(node)
+            case "variable_assignment":
+                self._follow_assignment(node)
+            case "function_definition":
+                name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+                if name is not None and body is not None:
+                    self._functions[_text_of(name)] = (body, self._depth)
+            case "if_statement":
+                self._follow_first(self._branches(node))
+            case "case_statement":
+                self._follow_first(self._cases(node))
+            case "list":
+                first, then = node.children[0], node.children[-1]
+                self._follow(first)
+                outcome = self._outcome(first)
+                if node.children[1].type == "||" and outcome is not None:
+                    outcome = not outcome
+                self._follow_first([(outcome, [then])])
+            case "for_statement":
+                self._follow_loop(node)
+            case "while_statement" | "c_style_for_statement":
+                self._follow_first([(None, node.named_children)])
+            case "heredoc_body":
+                start = node.prev_named_sibling
+                is_quoted = start is not None and _text_of(start)[:1] in ("'", '"', "\\")
+                text = _text_of(node) if is_quoted else self._joined(node, 0)
+                self._here_documents.append((text, self._at(node)))
+            case kind if kind in _CONTAINERS:
+                for child in node.named_children:
+                    self._follow(child)
+
+    def _follow_first(self, branches: Iterable[tuple[bool | None, Sequence[Node]]]) -> None:
+        """Follow all branches that may be taken, up to one that is taken for certain."""
+        is_certain = self._is_certain
+        for outcome, body in branches:
+            if outcome is not False:
+                with self._within(_is_certain=is_certain and outcome is True):
+                    for node in body:
+                        self._follow(node)
+            if outcome:
+                return
+            is_certain &= outcome is False
+
+    def _branches(self, node: Node) -> Iterator[tuple[bool | None, list[Node]]]:
+        """The outcomes and bodies of an ``if``."""
+        others = ("elif_clause", "else_clause")
+        for clause in (node, *(child for child in node.children if child.type in others)):
+            kinds = [child.type for child in clause.children]
+            begin = kinds.index("then") if "then" in kinds else 0
+            tests = [child for child in clause.children[1:begin] if child.is_named]
+            for test in tests:
+                self._follow(test)
+            body = [child for child in clause.children[begin + 1 :] if child.type not in others]
+            yield self._outcome(tests[-1]) if tests else True, body
+
+    def _cases(self, node: Node) -> Iterator[tuple[bool | None, list[Node]]]:
+        """The outcomes and bodies of a ``case``."""
+        subject = self._one_word(node.child_by_field_name("value"))
+        for item in node.named_children:
+            values = item.children_by_field_name("value")
+            patterns = [self._one_word(value) for value in values]
+            outcome: bool | None = any(fnmatch.fnmatchcase(subject, each) for each in patterns)
+            if "*" not in patterns and _MARK.search(subject + "".join(patterns)):
+                outcome = None
+            if item.type == "case_item":
+                yield outcome, [child for child in item.named_children if child not in values]
+
+    def _follow_loop(self, node: Node) -> None:
+        variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
+        if variable is None or body is None:
+            return
+        given = node.children_by_field_name("value")
+        values = [text for value in given for text in self._words(value)]
+        for value in values:
+            self._assign(_text_of(variable), [value], variable)
+            self._follow(body)
+
+    def _outcome(self, node: Node) -> bool | None:
+        """What a condition finds; None if it is no test or not all of it is known."""
+        match node.type:
+            case "negated_command":
+                outcome = self._outcome(node.named_children[0])
+                return None if outcome is None else not outcome
+            case "list":
+                outcomes = {self._outcome(node.children[0]), self._outcome(node.children[-1])}
+                decisive = node.children[1].type == "||"
+                if decisive in outcomes:
+                    return decisive
+                return None if None in outcomes else not decisive
+            case "test_command" | "command":
+                return _tested([*self._tested_words(node)])
+        return None
+
+    def _tested_words(self, node: Node) -> Iterator[str]:
+        for child in node.children:
+            if child.type in ("unary_expression", "binary_expression"):
+                yield from self._tested_words(child)
+            else:
+                yield self._one_word(child) if child.is_named else _text_of(child)
+
+    def _follow_assignment(self, node: Node) -> None:
+        name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        if name is None or name.type != "variable_name":
+            return
+        is_array = value is not None and value.type == "array"
+        values = [self._one_word(value)]
+        if value is not None and is_array:
+            values = [word for child in value.named_children for word in self._words(child)]
+        added = ""
+        if node.children[1].type == "+=":
+            added = " ".join(values)
+            before = self._values.get(_text_of(name), [])
+            values = before + values if is_array else ["".join((*before[:1], added))]
+        self._assign(_text_of(name), values, node, added=added)
+
+    def _assign(self, name: str, values: list[str], node: Node, *, added: str = "") -> None:
+        """Give a variable a value, of which added is what its old one lacks."""
+        if name in self._fixed:
+            return
+        shown = self.unknowns.shown(" ".join(" ".join(values).split()))
+        history = self._histories.get(name, [])
+        if not self._is_certain:
+            history = [*history, shown]
+        elif added:
+            history = [f"{each} {self.unknowns.shown(added)}" for each in history]
+        else:
+            history = [shown]
+        self._histories[name] = history
+        before, unknowns = self._values.get(name), self.unknowns.of("".join(values))
+        if not self._is_certain and unknowns and before and not _MARK.search("".join(before)):
+            return
+        is_set_by_job = all(unknown.is_set_by_job for unknown in unknowns)
+        if unknowns and is_set_by_job and len(values) == 1 and not re.search(r"\s", values[0]):
+            # The script runs the command, or asks Slurm, once.
+            where = f"{self._at(node)} sets it to {_shortened(shown)}"
+            unknown = Unknown(f"${{{name}}}", name, self._depth, True, where)
+            values = [self.unknowns.mark(unknown)]
+        self._values[name] = values
+
+    def _follow_command(self, node: Node) -> None:
+        name = node.child_by_field_name("name")
+        assignments = [child for child in node.children if child.type == "variable_assignment"]
+        for assignment in assignments:
+            self._follow_assignment(assignment)
+        if name is None:
+            return
+        arguments = [*name.children, *node.children_by_field_name("argument")]
+        for redirect in node.parent.children_by_field_name("redirect") if node.parent else ():
+            arguments += redirect.children_by_field_name("destination")[1:]
+        words = [word for argument in arguments for word in self._words(argument)]
+        if not words:
+            return
+        program, function = words[0], self._functions.get(words[0])
+        if program in ("eval", "source", "."):
+            span = self._span or (name.start_byte, node.end_byte)
+            with self._within(_span=span, _place=self._at(node)):
+                self._read(" ".join(words[1:])) if program == "eval" else self._source(words[1:])
+        elif program == "shift" and self._arguments is not None:
+            del self._arguments[: int(words[1]) if words[1:] and words[1].isdigit() else 1]
+        elif function is not None and function[1] == self._depth and self._nesting < _MOST_NESTED:
+            self._followed.add(program)
+            with self._within(_arguments=words[1:], _nesting=self._nesting + 1):
+                self._follow(function[0])
+        elif program.startswith("-"):
+            shown = _shortened(self.unknowns.shown(" ".join(words)))
+            self.cut_off.append(f"{self._at(node)}, {shown}")
+        elif PurePath(program).name not in _NO_LAUNCHER:
+            self._call(words, assignments, node, name)
+
+    def _call(self, words: list[str], assignments: list[Node], node: Node, name: Node) -> None:
+        """Take down a command if it calls the program, or hands a text that does to a shell."""
+        begin, end = self._span or (name.start_byte, node.end_byte)
+        for assignment in reversed(assignments if self._span is None else ()):
+            between = _bytes_of(node)[assignment.end_byte - node.start_byte :]
+            if b"\n" in between[: begin - assignment.end_byte].replace(b"\\\n", b""):
+                break  # a command of an earlier line
+            begin = assignment.start_byte
+            parts = (assignment.child_by_field_name(part) for part in ("name", "value"))
+            words.insert(0, "=".join(self._one_word(part) for part in parts))
+        around = ("", "")
+        if self._depth:
+            around = (self._text[:begin].decode(), self._text[end:].decode())
+        for at, word in enumerate(words):
+            if _ENTRY.search(word):
+                self.calls.append(_Call(tuple(words), self._at(node), around))
+                return
+            if re.search(r"pretrain\w*\.py\s", f"{word} ") and re.search(r"\s", word):
+                num_before = len(self.calls)
+                with self._within(_depth=self._depth + 1, _place=self._at(node), _span=None):
+                    self._read(word)
+                for index, call in enumerate(self.calls[num_before:], num_before):
+                    shell = _Shell(tuple(words[:at]), call.around, tuple(words[at + 1 :]))
+                    self.calls[index] = replace(call, around=around, shells=(shell, *call.shells))
+                return
+
+    def _source(self, words: Sequence[str]) -> None:
+        """Follow a file; one in an unknown folder is looked for in that of the script."""
+        name = _MARK.split(words[0])[-1] if words else ""
+        path = self._folder / (name if words and name == words[0] else name.lstrip("/"))
+        if not path.is_file():
+            shown = self.unknowns.shown(" ".join(words[:1]))
+            self.not_found.append(f"{self._place} reads {shown}, which is not here")
+            return
+        with self._within(_place="", _file=f"{path.name} "):
+            self._read(path.read_text(encoding="utf-8", errors="replace"), is_lenient=True)
+
+    # --- words ---
+
+    def _one_word(self, node: Node | None) -> str:
+        """What a word stands for, not split at blanks."""
+        if node is None or node.type in ("extglob_pattern", "regex"):
+            return "" if node is None else _text_of(node)
+        return " ".join(self._words(node, splits=False))
+
+    def _words(self, node: Node, *, splits: bool = True) -> list[str]:
+        """The words that one word of the script stands for."""
+        words, is_quoted = [""], False
+        for piece in node.children if node.type == "concatenation" else (node,):
+            texts: list[str] = []
+            if piece.type in _STRINGS:
+                texts = self._string(piece)
+                is_quoted |= bool(texts)
+            elif piece.type in _EXPANSIONS:
+                text = " ".join(self._expand(piece))
+                texts = text.translate(_TO_SPLIT).split() if splits else [text]
+            elif piece.type != "comment":
+                text = re.sub(r"\\(\n|(.))", r"\2", _text_of(piece)).translate(_TO_SPLIT)
+                if re.match(r"~(/|$)", text) and words == [""]:
+                    text = self._mark("$HOME", "HOME", piece) + text[1:]
+                texts = [text]
+            if texts:
+                words[-1] += texts[0]
+                words += texts[1:]
+        return words if is_quoted else [word for word in words if word]
+
+    def _string(self, node: Node) -> list[str]:
+        """What a quoted text stands for: one word, or those of a whole array."""
+        text = _text_of(node)
+        if node.type != "string":
+            return [text.lstrip("$")[1:-1]]
+        expands = [child for child in node.children if child.type in _EXPANSIONS]
+        if expands and text == f'"{_text_of(expands[0]).lstrip()}"':
+            return self._expand(expands[0])
+        return [self._joined(node, 1)]
+
+    def _joined(self, node: Node, num_quotes: int) -> str:
+        """A text with its expansions replaced, without the quotes at either end."""
+        raw, at, joined = _bytes_of(node), num_quotes, ""
+        for child in node.children:
+            if child.type in _EXPANSIONS:
+                # The grammar puts blanks before an expansion into its node.
+                blanks = len(_bytes_of(child)) - len(_bytes_of(child).lstrip())
+                joined += _unescaped(raw[at : child.start_byte - node.start_byte + blanks])
+                joined += " ".join(self._expand(child))
+                at = child.end_byte - node.start_byte
+        return joined + _unescaped(raw[at : len(raw) - num_quotes])
+
+    def _expand(self, node: Node) -> list[str]:
+        """What ``$…`` stands for: one word, or those of a whole array."""
+        source = _text_of(node).lstrip()
+        if node.type not in ("simple_expansion", "expansion"):
+            return [self._computed(node, source)]
+        kinds = ("variable_name", "special_variable_name", "subscript")
+        subject = next(child for child in node.children if child.type in kinds)
+        name, _, index = _text_of(subject).rstrip("]").partition("[")
+        values = self._elements(name, index)
+        operators = node.children_by_field_name("operator")
+        sign = _text_of(operators[0]) if operators else ""
+        if sign in ("-", ":-", "=", ":=", "+", ":+"):
+            is_set = values is not None and (any(values) or not sign.startswith(":"))
+            if is_set == (sign[-1] != "+"):
+                return values or []
+            rest = [child for child in node.children if child.start_byte >= operators[0].end_byte]
+            default = [word for child in rest[:-1] for word in self._words(child, splits=False)]
+            if sign[-1] == "=":
+                self._assign(name, default, node)
+            return default
+        if values is None or sign not in ("", "?", ":?") or node.children[1] != subject:
+            return [self._mark(source, name, node, is_set_by_job=values is not None)]
+        return values
+
+    def _computed(self, node: Node, source: str) -> str:
+        """The value of ``$((…))``, or what stands for that of a command."""
+        if node.type == "arithmetic_expansion" and len(node.named_children) == 1:
+            try:
+                return str(self._calculated(node.named_children[0]))
+            except _NotKnownError as error:
+                for unknown in self.unknowns.of(str(error)):
+                    if not unknown.is_set_by_job:
+                        return self._mark(source, unknown.name, node)
+        source = f"$({source.strip('`')})" if source.startswith("`") else source
+        return self._mark(source, "", node, is_set_by_job=True)
+
+    def _calculated(self, node: Node) -> int:
+        """The value of an arithmetic expression; raises _NotKnownError."""
+        children = node.children
+        match node.type:
+            case "parenthesized_expression":
+                return self._calculated(children[1])
+            case "binary_expression" if children[1].type in _ARITHMETIC:
+                left, right = self._calculated(children[0]), self._calculated(children[2])
+                if right or children[1].type not in ("/", "%"):
+                    return _ARITHMETIC[children[1].type](left, right)
+            case "variable_name":
+                name = _text_of(node)
+                text = "".join(self._elements(name, "") or [self._mark(f"${name}", name, node)])
+                return _whole(text)
+        return _whole(self._one_word(node))
+
+    def _elements(self, name: str, index: str) -> list[str] | None:
+        """The value of a variable, of one element of an array or of all; None if it has none."""
+        self._used.add(name)
+        values = self._values.get(name)
+        if name in ("@", "*"):
+            values, index = self._arguments or [], name
+        elif self._arguments is not None and name.isdecimal() and name != "0":
+            values = self._arguments[int(name) - 1 : int(name)]
+        if values is None or index == "@":
+            return values
+        if index == "*":
+            return [" ".join(values)]
+        return values[int(index or 0) :][:1] if (index or "0").isdecimal() else None
+
+
+def _parsed(text: str) -> Node:
+    """The root of the syntax tree of a script."""
+    import tree_sitter  # used by no other command
+    import tree_sitter_bash
+
+    language = tree_sitter.Language(tree_sitter_bash.language())
+    return tree_sitter.Parser(language).parse(text.encode()).root_node
+
+
+def _bytes_of(node: Node) -> bytes:
+    return node.text or b""
+
+
+def _text_of(node: Node) -> str:
+    return _bytes_of(node).decode()
+
+
+def _unescaped(text: bytes) -> str:
+    """What stands between double quotes, without the backslashes that quote something."""
+    return re.sub(r'\\(\n|([\\"$`]))', r"\2", text.decode())
+
+
+def _whole(text: str) -> int:
+    if re.fullmatch(r"-?\d+", text) is None:
+        raise _NotKnownError(text)
+    return int(text)
+
+
+def _tested(words: Sequence[str]) -> bool | None:
+    """What a test like ``[ A = B ]`` finds; None if it is no test or not all of it is known."""
+    match words:
+        case ["!", *others]:
+            outcome = _tested(others)
+            return None if outcome is None else not outcome
+        case ["[", *inside, "]"] | ["[[", *inside, "]]"] | ["test", *inside]:
+            pass
+        case _:
+            return None
+    if any(_MARK.search(word) for word in inside):
+        return None
+    match inside:
+        case ["!", *others]:
+            return _tested(["!", "test", *others])
+        case ["-z", text]:
+            return not text
+        case ["-n", text]:
+            return bool(text)
+        case [left, "=" | "==", right] if not re.search(r"[*?\[]", right):
+            return left == right
+        case [left, "!=", right] if not re.search(r"[*?\[]", right):
+            return left != right
+        case [left, sign, right] if sign in _COMPARISONS and (left + right).isdigit():
+            return _COMPARISONS[sign](int(left), int(right))
+    return None
+
+
+def _shortened(text: str) -> str:
+    return textwrap.shorten(text, _MOST_SHOWN, placeholder=" …")
+
+
+def endings(values: Iterable[str]) -> list[str]:
+    """Texts to compare; if one is long, each without the words with which all begin."""
+    texts = list(values)
+    lists = [text.split() for text in texts]
+    num_common = 0
+    if max(map(len, texts)) > _MOST_SHOWN:
+        columns = zip(*lists, strict=False)
+        num_common = next((at for at, words in enumerate(columns) if len(set(words)) > 1), 0)
+        num_common = num_common or min(map(len, lists))
+    start = ["…"] if num_common else []
+    return [_shortened(" ".join(start + words[num_common:])) for words in lists]
+
+
+# --- what a script starts ---
+
+_SIZE = re.compile(
+    r"(?<!\S)--?(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task|nnodes|"
+    r"nproc-per-node|np|[Nnc])(?:[=\s]+|(?=\d))(\S+)"
+)
+_SAME_SIZE = {
+    "N": "nodes",
+    "n": "ntasks",
+    "np": "ntasks",
+    "c": "cpus-per-task",
+    "gres": "gpus-per-node",
+}
+_SLURM_VARIABLES = {
+    "nodes": "SLURM_NNODES SLURM_JOB_NUM_NODES",
+    "ntasks": "SLURM_NTASKS SLURM_NPROCS",
+    "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
+    "gpus-per-node": "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE",
+    "cpus-per-task": "SLURM_CPUS_PER_TASK",
+}
+
+
+def _sizes(text: str) -> dict[str, int | None]:
+    """Options of sbatch, srun, mpirun and torchrun; None for a value that is no number."""
+    sizes: dict[str, int | None] = {}
+    for name, value in _SIZE.findall(text.replace("_", "-")):
+        number = value.rpartition(":")[2]  # of gpu:a100:8
+        sizes[_SAME_SIZE.get(name, name)] = int(number) if number.isdecimal() else None
+    return sizes
+
+
+def _is_torchrun(launcher: Sequence[str]) -> bool:
+    return any(
+        PurePath(word).name == "torchrun" or word.startswith("torch.distributed.")
+        for word in launcher
+    )
+
+
+def _num_ranks(words: Sequence[str], of_job: Mapping[str, int | None]) -> int | None:
+    """Processes that the words before the program start on all nodes; None if that is not clear.
+
+    of_job: `_sizes` of the script.
+    """
+    sizes = {**of_job, **_sizes(" ".join(words))}
+    num_gpus, num_nodes = sizes.get("gpus-per-node"), sizes.get("nodes")
+    if _is_torchrun(words):
+        num_nodes = sizes.get("nnodes", 1) or num_nodes
+        num_of_node = sizes.get("nproc-per-node", 1) or num_gpus
+    else:
+        num_of_node = sizes.get("ntasks-per-node") or num_gpus
+        if sizes.get("ntasks"):
+            return sizes["ntasks"]
+    return num_nodes * num_of_node if num_nodes and num_of_node else None
+
+
+def read_launch_command(
+    text: str, variables: Mapping[str, str] | None = None, folder: Path = Path()
+) -> LaunchCommand:
+    """The command of a launch script, or of a file of options alone.
+
+    Args:
+        text: of the script.
+        variables: values that the script expects from its environment or its arguments.
+        folder: of the script, for files that it reads.
+
+    Raises:
+        ConfigurationError: the script calls no program named pretrain….py, or calls it several
+            times with other options, or bash could not read it.
+    """
+    lines = (line.strip() for line in text.splitlines())
+    is_script = not next((line for line in lines if line and line[0] != "#"), "").startswith("--")
+    of_job = _sizes("\n".join(re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)))
+    values = {
+        name: str(number)
+        for size, number in of_job.items()
+        for name in _SLURM_VARIABLES.get(size, "").split()
+        if number is not None
+    }
+    script = _Script(variables or {}, values, folder)
+    if not is_script:
+        # Such a file may be one that no shell reads: --moe-layer-freq ([0]*3+[1]*58).
+        text = re.sub(r"(?<=\s)\(\S*\)(?=\s)", r"'\g<0>'", text)
+        text = f'O=({text}\n)\ntorchrun pretrain_gpt.py "${{O[@]}}"'
+    script.read_all(text)
+    calls = list({call.options: call for call in script.calls}.values())
+    if not calls:
+        raise ConfigurationError(
+            "a launch script calls pretrain_gpt.py, or another pretrain….py, but this one calls "
+            "none; give the file that does, or a file with the options alone"
+        )
+    if len(calls) > 1:
+        listed = "; ".join(
+            f"{call.place} with {script.unknowns.shown(ending)}"
+            for call, ending in zip(
+                calls, endings(" ".join(call.options) for call in calls), strict=True
+            )
+        )
+        raise ConfigurationError(
+            "a launch script has one command to convert but this one calls pretrain….py with "
+            f"{len(calls)} different lists of options: {listed}; leave one of them in the file, or "
+            "give the variable that makes the difference by --set NAME=VALUE"
+        )
+    call = calls[0]
+    launcher = call.words[: call.at]
+    outer = [word for shell in call.shells for word in shell.before]
+    return LaunchCommand(
+        launcher=launcher if is_script else (),
+        options=call.options,
+        place=call.place if is_script else "",
+        shells=call.shells,
+        num_ranks=_num_ranks((*outer, *launcher), of_job) if is_script else None,
+        unknowns=script.unknowns,
+        cut_off=tuple(script.cut_off),
+        changed=script.changed,
+        not_found=tuple(script.not_found),
+    )
