@@ -123,12 +123,12 @@ _COMMANDS_BY_TOPIC = {
         ),
         Command(
             "export-hf",
-            "write a checkpoint as Hugging Face Llama, Qwen2 or Qwen3",
+            "write a checkpoint as Hugging Face Llama, Qwen3, …",
             "megatron.hydraulis.checkpoint.hugging_face.export_hf",
         ),
         Command(
             "import-hf",
-            "make a checkpoint from Hugging Face Llama, Qwen2, Qwen3",
+            "make a checkpoint from Hugging Face Llama, Qwen3, …",
             "megatron.hydraulis.checkpoint.hugging_face.import_hf",
         ),
     ),

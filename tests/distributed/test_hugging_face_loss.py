@@ -48,6 +48,12 @@ ITERATION = 5
         ("llama, stretched", "tp2"),
         ("qwen2", "tp2"),
         ("qwen3, tied", "tp2"),
+        ("mistral", "tp2"),
+        ("nemotron", "pp2"),
+        ("nemotron, biases, whole heads", "tp2"),
+        ("smollm3", "pp2"),
+        ("smollm3, untied, biases", "tp2"),
+        ("qwen3_next", "tp2"),
     ],
 )
 def test_the_same_loss_before_and_after_training(

@@ -14,12 +14,20 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 LLAMA3_ROPE = {
@@ -43,6 +51,10 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "nemotron": (NemotronConfig, NemotronForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 16384},
@@ -61,6 +73,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2, tied, one group": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {"head_dim": 16, "vocab_size": 128},
     "qwen3, tied": {"head_dim": 6, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 7, "head_dim": 12},
+    "nemotron": {},
+    "nemotron, biases, whole heads": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "partial_rotary_factor": 1.0,
+        "tie_word_embeddings": True,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": None},
+    "smollm3, untied, biases": {
+        "no_rope_layer_interval": 2,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "pad_token_id": None,
+    },
+    "qwen3_next": {
+        "layer_types": ["full_attention"] * 3,
+        "mlp_only_layers": [0, 1, 2],
+        "head_dim": 16,
+    },
 }
 """Differences from the family's small model, which the first part of the name gives."""
 

@@ -269,7 +269,7 @@ def upstream_state(checkpoint: StoredCheckpoint) -> UpstreamState:
         written_here=WRITTEN_HERE in metadata,
         sharding_type=metadata.get("distrib_optim_sharding_type"),
         model={} if args is None else model_of(args),
-        settings=frozenset(() if args is None else known_settings(args)),
+        settings=frozenset(() if args is None else known_settings(vars(args))),
     )
 
 

@@ -232,9 +232,9 @@ def records_of(
     return records
 
 
-def known_settings(args: Any) -> dict[str, Any]:
+def known_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of Megatron, earlier versions of it included, by their names today."""
-    given = dict(vars(args))
+    given = dict(arguments)
     for earlier, name in _EARLIER_NAMES.items():
         if earlier in given:
             given.setdefault(name, given[earlier])
@@ -243,7 +243,7 @@ def known_settings(args: Any) -> dict[str, Any]:
 
 def model_of(args: Any) -> dict[str, Any]:
     """The arguments of Megatron that make the model; of `OFF_BY_DEFAULT` those that are on."""
-    given = known_settings(args)
+    given = known_settings(vars(args))
     model = {name: given[name] for name in MODEL_ARGUMENTS if name in given}
     if not given.get("group_query_attention", True):
         model["num_query_groups"] = given["num_attention_heads"]

@@ -56,7 +56,10 @@ def cut(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 NORM = "model.layers.1.input_layernorm.weight"
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "architecture": ({"model_type": "mixtral"}, ["llama, qwen2, qwen3", "'mixtral'"]),
+    "architecture": (
+        {"model_type": "mixtral"},
+        ["llama, mistral, nemotron, qwen2, qwen3, ", "'mixtral'"],
+    ),
     "task": ({"architectures": ["Qwen2ForTokenClassification"]}, ["Qwen2ForCausalLM"]),
     "activation": ({"hidden_act": "gelu"}, ["hidden_act", "silu", "'gelu'"]),
     "window": ({"use_sliding_window": True}, ["use_sliding_window", "False"]),
@@ -340,6 +343,19 @@ def test_checkpoints_of_other_models(checkpoint: Path, tmp_path: Path) -> None:
         ({"qk_layernorm": True}, ["--qk-layernorm", "Qwen3"]),
         ({"add_qkv_bias": False, "hidden_size": 30}, ["30", "4 heads"]),
         ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, ["both"]),
+        ({"window_size": (7, 0)}, ["Mistral has --window-size but", "biases and --window-size"]),
+        ({"window_size": (7, 0), "window_attn_skip_freq": 2}, ["window_attn_skip_freq = 2"]),
+        ({"no_rope_freq": [0, 1, 0]}, ["SmolLM3", "biases in all linear layers but"]),
+        ({"softmax_type": "learnable"}, ["--softmax-type must be vanilla"]),
+        ({"squared_relu": True}, ["--normalization must be LayerNorm but is RMSNorm"]),
+        (
+            {"layernorm_zero_centered_gamma": True},
+            ["--apply-layernorm-1p must be False but is True"],
+        ),
+        (
+            {"attention_output_gate": True, "layernorm_zero_centered_gamma": True},
+            ["Qwen3Next has", "--qk-layernorm"],
+        ),
         ({"num_layers": None}, ["num_layers"]),
         ({"kv_channels": 2.5}, ["kv_channels", "2.5"]),
         ({"layernorm_epsilon": "small"}, ["layernorm_epsilon", "'small'"]),
@@ -352,6 +368,41 @@ def test_arguments_without_counterpart(changes: dict[str, Any], words: list[str]
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "; " in message
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "words"),
+    [
+        ("mistral", {"attention_bias": True}, ["attention_bias", "False"]),
+        ("nemotron", {"hidden_act": "silu"}, ["hidden_act", "relu2"]),
+        ("smollm3", {"use_sliding_window": True}, ["use_sliding_window"]),
+        ("qwen3_next", {"mlp_only_layers": [0, 2]}, ["mlp_only_layers", "without experts"]),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, ["layer_types"]),
+    ],
+)
+def test_parts_of_other_families_without_counterpart(
+    variant: str, changes: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    source = make_folder(tmp_path / "hf", variant)
+    change_config(source, **changes)
+    with pytest.raises(ConfigurationError) as caught:
+        import_folder(source, tmp_path / "mega")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_window_is_what_transformers_takes_it_for(tmp_path: Path) -> None:
+    """Null is none, and an absent key 4,096 tokens."""
+    for name, window in (("none", None), ("absent", 4096)):
+        source = make_folder(tmp_path / name, "mistral")
+        path = source / "config.json"
+        content = json.loads(path.read_text())
+        del content["sliding_window"]
+        if name == "none":
+            content["sliding_window"] = None
+        path.write_text(json.dumps(content))
+        model = import_folder(source, tmp_path / f"mega {name}").model
+        assert model.window_tokens == window
+        assert model.family == ("llama" if window is None else "mistral")
 
 
 def test_bad_flags_and_errors_of_the_commands(

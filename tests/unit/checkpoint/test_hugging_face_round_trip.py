@@ -51,7 +51,9 @@ def test_import_export_and_import_again(variant: str, tmp_path: Path) -> None:
     assert exported.dtype_name == str(dtype).removeprefix("torch.")
     assert_same_tensors(tensors_of(source), tensors_of(back))
     before, after = (json.loads((p / "config.json").read_text()) for p in (source, back))
-    assert {key: before[key] for key in CONFIG_KEYS} == {key: after[key] for key in CONFIG_KEYS}
+    keys = [key for key in CONFIG_KEYS if key in before]
+    assert len(keys) >= len(CONFIG_KEYS) - 1  # Nemotron has no rms_norm_eps
+    assert {key: before[key] for key in keys} == {key: after[key] for key in keys}
     import_folder(back, tmp_path / "again", vocab_divisor=16)
     assert_same_tensors(
         whole_tensors(tmp_path / "mega" / "release"), whole_tensors(tmp_path / "again" / "release")

@@ -70,8 +70,8 @@ def test_arguments_without_a_flag_here_are_attributed_to_plain_megatron() -> Non
 
 def test_another_program_may_not_have_stored_what_is_on_here() -> None:
     there, here = {"num_layers": 2}, {"num_layers": 2, "window_size": [4, 0]}
-    assert model_differences(there, here, of=known_settings(Namespace(num_layers=2))) == []
-    known = known_settings(Namespace(num_layers=2, window_size=None))
+    assert model_differences(there, here, of=known_settings({"num_layers": 2})) == []
+    known = known_settings({"num_layers": 2, "window_size": None})
     for of in (known, OFF_BY_DEFAULT):
         differences = model_differences(there, here, of=of)
         assert differences == ["window_size is off there and [4, 0] here"]

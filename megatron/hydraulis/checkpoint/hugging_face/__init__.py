@@ -1,1 +1,1 @@
-"""Conversion from and to Hugging Face folders: parameters of Llama, Qwen2 and Qwen3."""
+"""Conversion from and to Hugging Face folders: parameters of seven families."""

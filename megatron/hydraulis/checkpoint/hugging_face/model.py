@@ -6,31 +6,41 @@ All differences of layout between the two are about rows, so one table serves bo
   its key head and of its value head; Hugging Face has three matrices, heads in order.
 - Megatron's ``linear_fc1`` stacks gate and up.
 - Megatron's vocabulary may be padded.
+- Qwen3-Next puts the gate of each query head behind it, Megatron all gates of a group behind the
+  group's queries.
 
 Rotary positions are the same: both rotate the first half of a head against the second half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.hydraulis.checkpoint.byte_progress import size_text
-from megatron.hydraulis.checkpoint.manifest import OFF_BY_DEFAULT
+from megatron.hydraulis.checkpoint.manifest import OFF_BY_DEFAULT, known_settings
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
 from megatron.hydraulis.json_object import JsonObject
 from megatron.hydraulis.model_shape import ModelShape
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "nemotron", "qwen2", "qwen3", "qwen3_next", "smollm3"]
 
 CONFIG_NAME = "config.json"
 _ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "nemotron": "NemotronForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
+_WITH_BIASES = ("llama", "nemotron", "smollm3")
+"""Families that may have biases in all linear layers of a block."""
+_ROTARY_PERCENT: Mapping[str, float] = {"nemotron": 0.5, "qwen3_next": 0.25}
+"""Families that may rotate a part of each head, and the part by default."""
 _LLAMA3: Mapping[str, float] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -38,11 +48,16 @@ _LLAMA3: Mapping[str, float] = {
 }
 """What Megatron (0.19.2, `RotaryEmbedding._apply_scaling`) has fixed of Llama 3's scaling."""
 _DEFAULT_ROPE_THETA = 10000.0
+_ROPE_THETA_OF_SMOLLM3 = 2e6
 _DEFAULT_RMS_NORM_EPS = 1e-6
-"""Defaults of transformers (5.23) for all three families."""
+_LAYER_NORM_EPS_OF_NEMOTRON = 1e-5
+_WINDOW_OF_MISTRAL = 4096
+_INTERVAL_OF_SMOLLM3 = 4
+"""Defaults of transformers (5.23), for all families where none is named."""
 _DEFAULT_LLAMA3_FACTOR = 8.0
 """Megatron's default of ``--rope-scaling-factor``."""
 _PARTIAL = "partial_rotary_factor"
+_FULL_ATTENTION = "full_attention"
 
 _SIZES = (
     "num_layers",
@@ -55,27 +70,28 @@ _SIZES = (
     "rotary_base",
 )
 """Whole numbers that are called the same in Megatron's arguments and here."""
-_REQUIRED: Mapping[str, tuple[object, str]] = {
-    "normalization": ("RMSNorm", "--normalization"),
-    "position_embedding_type": ("rope", "--position-embedding-type"),
-    "softmax_type": ("vanilla", "--softmax-type"),
-    "swiglu": (True, "--swiglu"),
-    "rotary_percent": (1.0, "--rotary-percent"),
-}
-"""Arguments of Megatron that must have one value, and their flags."""
-_MUST_BE_OFF = (*OFF_BY_DEFAULT, "rotary_interleaved", "spec")
-"""Arguments of Megatron that change what is computed unless they are false, empty or absent."""
-_NO_COUNTERPART = (
-    "Llama, Qwen2 and Qwen3 have no counterpart; only models of these families can be exported"
+_SOME_FAMILIES_HAVE = (
+    "attention_output_gate",
+    "layernorm_zero_centered_gamma",
+    "no_rope_freq",
+    "squared_relu",
+    "window_size",
 )
+_MUST_BE_OFF = (
+    *(name for name in OFF_BY_DEFAULT if name not in _SOME_FAMILIES_HAVE),
+    *("rotary_interleaved", "spec"),
+)
+"""Arguments of Megatron that change what is computed unless they are false, empty or absent."""
+_FAMILIES = "Llama, Mistral, Nemotron, Qwen2, Qwen3, dense Qwen3-Next and SmolLM3"
+_NO_COUNTERPART = f"{_FAMILIES} have no counterpart; only such models can be exported"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceModel:
     """A model that Megatron and Hugging Face compute in the same way.
 
-    RMSNorm, rotary positions over whole heads, a gated MLP with SiLU. Raises ConfigurationError for
-    impossible sizes, and for a combination that no family has.
+    RMSNorm, rotary positions and a gated MLP with SiLU, unless a field says otherwise. Raises
+    ConfigurationError for impossible sizes, and for a combination that no family has.
     """
 
     num_layers: int
@@ -100,6 +116,17 @@ class HuggingFaceModel:
     has_qkv_biases: bool = False
     """In the projections to query, key and value; always with `has_linear_biases`."""
     has_qk_norms: bool = False
+    window_tokens: int | None = None
+    """To which a token attends in every layer, itself included; None for all before it."""
+    layers_without_rope: tuple[int, ...] = ()
+    """1 for a layer without positions and 0 for the others, as --no-rope-freq; empty if all have
+    them."""
+    has_squared_relu: bool = False
+    """An MLP without gate and with squared ReLU, and LayerNorm around one: Nemotron."""
+    has_output_gate: bool = False
+    """A gate on attention's output, and RMSNorm around one: Qwen3-Next."""
+    rotary_percent: float = 1.0
+    """Part of each head that is rotated."""
 
     def __post_init__(self) -> None:
         """Check sizes and family."""
@@ -111,7 +138,7 @@ class HuggingFaceModel:
             num_query_groups=self.num_query_groups,
             kv_channels=self.kv_channels,
             vocab_size=self.vocab_size,
-            gated_mlp=True,
+            gated_mlp=not self.has_squared_relu,
             tied_embeddings=self.tied_embeddings,
         )
         for name in (
@@ -138,11 +165,7 @@ class HuggingFaceModel:
                 f"(--rotary-seq-len-interpolation-factor) but it is {stretch}; such a model has no "
                 "counterpart in Megatron"
             )
-        if self.has_qk_norms and self.has_qkv_biases:
-            raise ConfigurationError(
-                "model: norms of queries and keys (--qk-layernorm) come without biases in Qwen3 "
-                f"but this model has both, for which {_NO_COUNTERPART}"
-            )
+        self._check_family()
         if self.family == "llama" and self.hidden_size % self.num_attention_heads:
             raise ConfigurationError(
                 f"model: Llama's --hidden-size is a multiple of its attention heads but is "
@@ -150,12 +173,63 @@ class HuggingFaceModel:
                 f"{_NO_COUNTERPART}"
             )
 
+    def _check_family(self) -> None:
+        family = self.family
+        found = {
+            "--qk-layernorm": self.has_qk_norms,
+            "biases": self.has_qkv_biases,
+            "--window-size": self.window_tokens is not None,
+            "--no-rope-freq": any(self.layers_without_rope),
+            "--squared-relu": self.has_squared_relu,
+            "--attention-output-gate": self.has_output_gate,
+            f"--rotary-percent {self.rotary_percent:g}": self.rotary_percent != 1.0,
+        }
+        may_have = {
+            "llama": "biases",
+            "mistral": "--window-size",
+            "nemotron": "--squared-relu --rotary-percent biases",
+            "qwen2": "biases",
+            "qwen3": "--qk-layernorm",
+            "qwen3_next": "--attention-output-gate --qk-layernorm --rotary-percent",
+            "smollm3": "--no-rope-freq biases",
+        }[family].split()
+        named = [what for what, is_there in found.items() if is_there]
+        others = [what for what in named if what.split()[0] not in may_have]
+        lacks_norms = family == "qwen3_next" and not self.has_qk_norms
+        has_part_of_biases = self.has_qkv_biases != self.has_linear_biases and family != "qwen2"
+        if others or lacks_norms or has_part_of_biases:
+            has = " and ".join(may_have)
+            if family in _WITH_BIASES:
+                has = has.replace("biases", "biases in all linear layers")
+            raise ConfigurationError(
+                f"model: {_ARCHITECTURES[family].removesuffix('ForCausalLM')} has {has} but this "
+                f"model {' and '.join(named)}, for which {_NO_COUNTERPART}"
+            )
+
     @property
     def family(self) -> Family:
-        """The family that has these biases and norms."""
+        """The only family that may have these parts."""
+        if self.has_squared_relu:
+            return "nemotron"
+        if self.has_output_gate:
+            return "qwen3_next"
+        if any(self.layers_without_rope):
+            return "smollm3"
+        if self.window_tokens is not None:
+            return "mistral"
         if self.has_qk_norms:
             return "qwen3"
         return "qwen2" if self.has_qkv_biases and not self.has_linear_biases else "llama"
+
+    @property
+    def norms_around_one(self) -> bool:
+        """Whether norms multiply by one more than their weights."""
+        return self.has_squared_relu or self.has_output_gate
+
+    @property
+    def normalization(self) -> str:
+        """Megatron's name of the norms."""
+        return "LayerNorm" if self.has_squared_relu else "RMSNorm"
 
     def to_arguments(self) -> dict[str, Any]:
         """The model as Megatron's arguments."""
@@ -164,14 +238,19 @@ class HuggingFaceModel:
             "group_query_attention": True,
             "vocab_size": self.vocab_size,
             "position_embedding_type": "rope",
-            "rotary_percent": 1.0,
+            "rotary_percent": self.rotary_percent,
             "rotary_interleaved": False,
             "rotary_seq_len_interpolation_factor": None if stretch is None else int(stretch),
             "use_rope_scaling": self.llama3_factor is not None,
             "rope_scaling_factor": self.llama3_factor or _DEFAULT_LLAMA3_FACTOR,
-            "normalization": "RMSNorm",
+            "normalization": self.normalization,
             "layernorm_epsilon": self.norm_epsilon,
-            "swiglu": True,
+            "layernorm_zero_centered_gamma": self.norms_around_one,
+            "swiglu": not self.has_squared_relu,
+            "squared_relu": self.has_squared_relu,
+            "attention_output_gate": self.has_output_gate,
+            "window_size": None if self.window_tokens is None else (self.window_tokens - 1, 0),
+            "no_rope_freq": list(self.layers_without_rope) or None,
             "add_bias_linear": self.has_linear_biases,
             "add_qkv_bias": self.has_qkv_biases,
             "qk_layernorm": self.has_qk_norms,
@@ -192,9 +271,22 @@ def model_from_arguments(
         what: name of the checkpoint, for errors.
         vocab_size: number of tokens, without padding.
 
-    Raises ConfigurationError for what the three families do not have.
+    Raises ConfigurationError for what none of the families has.
     """
-    for name, (value, flag) in _REQUIRED.items():
+    arguments = known_settings(arguments)
+    has_squared_relu = bool(arguments.get("squared_relu"))
+    has_output_gate = bool(arguments.get("attention_output_gate"))
+    required: dict[str, tuple[object, str]] = {
+        "normalization": ("LayerNorm" if has_squared_relu else "RMSNorm", "--normalization"),
+        "layernorm_zero_centered_gamma": (
+            has_squared_relu or has_output_gate,
+            "--apply-layernorm-1p",
+        ),
+        "position_embedding_type": ("rope", "--position-embedding-type"),
+        "softmax_type": ("vanilla", "--softmax-type"),
+        "swiglu": (not has_squared_relu, "--swiglu"),
+    }
+    for name, (value, flag) in required.items():
         if arguments.get(name, value) != value:
             raise ConfigurationError(
                 f"{what}: {flag} must be {value} but is {arguments[name]}, for which "
@@ -225,7 +317,25 @@ def model_from_arguments(
         has_linear_biases=has_linear_biases,
         has_qkv_biases=has_linear_biases or bool(arguments.get("add_qkv_bias")),
         has_qk_norms=bool(arguments.get("qk_layernorm")),
+        window_tokens=_window_tokens(arguments.get("window_size")),
+        layers_without_rope=_layers_without_rope(arguments.get("no_rope_freq"), sizes),
+        has_squared_relu=has_squared_relu,
+        has_output_gate=has_output_gate,
+        rotary_percent=given.number("rotary_percent", default=1.0),
     )
+
+
+def _window_tokens(window_size: Sequence[int] | None) -> int | None:
+    """Tokens of a window of Megatron's, which counts those before a token."""
+    return None if window_size is None or window_size[0] < 0 else window_size[0] + 1
+
+
+def _layers_without_rope(
+    frequency: int | Sequence[int] | None, sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    if isinstance(frequency, int):
+        return tuple(int(layer % frequency == 0) for layer in range(1, sizes["num_layers"] + 1))
+    return tuple(frequency or ())
 
 
 def model_flags(model: HuggingFaceModel) -> list[str]:
@@ -235,10 +345,20 @@ def model_flags(model: HuggingFaceModel) -> list[str]:
         "--group-query-attention",
         f"--vocab-size {model.vocab_size}",
         "--position-embedding-type rope",
-        "--normalization RMSNorm",
+        f"--normalization {model.normalization}",
         f"--norm-epsilon {model.norm_epsilon!r}",
-        "--swiglu",
+        "--squared-relu" if model.has_squared_relu else "--swiglu",
     ]
+    if model.norms_around_one:
+        flags.append("--apply-layernorm-1p")
+    if model.has_output_gate:
+        flags.append("--attention-output-gate")
+    if model.window_tokens is not None:
+        flags.append(f"--window-size {model.window_tokens - 1},0")
+    if model.layers_without_rope:
+        flags.append(f"--no-rope-freq '{list(model.layers_without_rope)}'".replace(", ", ","))
+    if model.rotary_percent != 1.0:
+        flags.append(f"--rotary-percent {model.rotary_percent!r}")
     if model.llama3_factor is not None:
         flags.append(f"--use-rope-scaling --rope-scaling-factor {model.llama3_factor!r}")
     if model.interpolation_factor is not None:
@@ -280,9 +400,9 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_channels,
-        "hidden_act": "silu",
+        "hidden_act": "relu2" if model.has_squared_relu else "silu",
         "max_position_embeddings": model.max_position_embeddings,
-        "rms_norm_eps": model.norm_epsilon,
+        "norm_eps" if model.has_squared_relu else "rms_norm_eps": model.norm_epsilon,
         "rope_theta": float(model.rotary_base),
         "rope_scaling": rope_scaling,
         "tie_word_embeddings": model.tied_embeddings,
@@ -291,13 +411,23 @@ def config_of(model: HuggingFaceModel, dtype: str) -> dict[str, Any]:
         # A checkpoint does not know its tokenizer; the families' defaults would be a guess.
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": None,
     }
-    if family == "llama":
+    if family in _WITH_BIASES:
         config |= {"attention_bias": model.has_linear_biases, "mlp_bias": model.has_linear_biases}
-    else:
+    if family in _ROTARY_PERCENT:
+        config[_PARTIAL] = model.rotary_percent
+    if family in ("qwen2", "qwen3", "smollm3"):
         config["use_sliding_window"] = False
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_next"):
         config["attention_bias"] = False
+    if family == "mistral":
+        config["sliding_window"] = model.window_tokens
+    if family == "smollm3":
+        config["no_rope_layers"] = [1 - skips for skips in model.layers_without_rope]
+    if family == "qwen3_next":
+        config["layer_types"] = [_FULL_ATTENTION] * model.num_layers
+        config["mlp_only_layers"] = list(range(model.num_layers))
     return config
 
 
@@ -313,34 +443,41 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
             f"{what}: only the model types {', '.join(_ARCHITECTURES)} can be imported but this "
             f"one is {family!r}; import a model of these"
         )
+    is_nemotron = family == "nemotron"
     _only(config, "architectures", [_ARCHITECTURES[family]])
-    _only(config, "hidden_act", "silu")
+    _only(config, "hidden_act", "relu2" if is_nemotron else "silu")
     _only(config, "use_sliding_window", False)
     _only(config, "quantization_config", None)
-    if config.has("layer_types") and set(config.array("layer_types")) != {"full_attention"}:
-        raise _wrong(config, "layer_types", ["full_attention", "…"])
+    num_layers = config.integer("num_hidden_layers")
+    types = config.array("layer_types") if config.has("layer_types") else []
+    if family == "qwen3_next":
+        if sorted(config.array("mlp_only_layers")) != list(range(num_layers)):
+            raise _wrong(config, "mlp_only_layers", "all layers, without experts")
+        types = config.array("layer_types")
+    if set(types) - {_FULL_ATTENTION}:
+        raise _wrong(config, "layer_types", [_FULL_ATTENTION, "…"])
     has_biases = False
-    if family == "llama":
+    if family in _WITH_BIASES:
         has_biases = config.flag("attention_bias", default=False)
         if config.flag("mlp_bias", default=False) != has_biases:
             raise _wrong(config, "mlp_bias", f"attention_bias, which is {has_biases}")
-    elif family == "qwen3":
+    elif family != "qwen2":
         _only(config, "attention_bias", False)
     heads = config.integer("num_attention_heads")
     hidden_size = config.integer("hidden_size")
     num_query_groups = heads
-    # Llama's first configurations do not have it, and mean one group for each head.
-    if family != "llama" or config.has("num_key_value_heads"):
+    # Configurations of these may not have it, and mean one group for each head.
+    if family not in ("llama", "nemotron") or config.has("num_key_value_heads"):
         num_query_groups = config.integer("num_key_value_heads")
-    # Qwen3's default is a fixed number, which a later version might change.
-    if family == "qwen3" or config.has("head_dim"):
+    # The default of these is a fixed number, which a later version might change.
+    if family in ("qwen3", "qwen3_next") or config.has("head_dim"):
         kv_channels = config.integer("head_dim")
     elif heads < 1 or hidden_size % heads:
         raise _wrong(config, "hidden_size", f"a multiple of {heads} attention heads")
     else:
         kv_channels = hidden_size // heads
     return HuggingFaceModel(
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         ffn_hidden_size=config.integer("intermediate_size"),
         num_attention_heads=heads,
@@ -348,16 +485,35 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         kv_channels=kv_channels,
         vocab_size=config.integer("vocab_size"),
         max_position_embeddings=config.integer("max_position_embeddings"),
-        norm_epsilon=config.number("rms_norm_eps", default=_DEFAULT_RMS_NORM_EPS),
-        **_rope(config),
-        tied_embeddings=config.flag("tie_word_embeddings", default=False),
+        norm_epsilon=(
+            config.number("norm_eps", default=_LAYER_NORM_EPS_OF_NEMOTRON)
+            if is_nemotron
+            else config.number("rms_norm_eps", default=_DEFAULT_RMS_NORM_EPS)
+        ),
+        **_rope(config, family),
+        tied_embeddings=config.flag("tie_word_embeddings", default=family == "smollm3"),
         has_linear_biases=has_biases,
         has_qkv_biases=family == "qwen2" or has_biases,
-        has_qk_norms=family == "qwen3",
+        has_qk_norms=family in ("qwen3", "qwen3_next"),
+        # Where it is null, there is no window.
+        window_tokens=(
+            content.get("sliding_window", _WINDOW_OF_MISTRAL) if family == "mistral" else None
+        ),
+        layers_without_rope=_no_rope_layers(config, num_layers) if family == "smollm3" else (),
+        has_squared_relu=is_nemotron,
+        has_output_gate=family == "qwen3_next",
     )
 
 
-def _rope(config: JsonObject) -> dict[str, Any]:
+def _no_rope_layers(config: JsonObject, num_layers: int) -> tuple[int, ...]:
+    """SmolLM3's list has 1 for a layer with positions, and may be longer than the model."""
+    if config.has("no_rope_layers"):
+        return tuple(1 - int(has_rope) for has_rope in config.array("no_rope_layers"))[:num_layers]
+    interval = config.integer("no_rope_layer_interval", default=_INTERVAL_OF_SMOLLM3)
+    return tuple(int(layer % interval == 0) for layer in range(1, num_layers + 1))
+
+
+def _rope(config: JsonObject, family: str) -> dict[str, Any]:
     """The model's rotary fields: ``rope_theta`` and ``rope_scaling``, or ``rope_parameters``."""
     content: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
@@ -367,14 +523,17 @@ def _rope(config: JsonObject) -> dict[str, Any]:
             content |= config.value(key)
     kinds = {content.pop("type", None), content.pop("rope_type", None)} - {None}
     rope = _without_nulls(content, f"{config.what}, rope")
-    theta = config.number("rope_theta", default=_DEFAULT_ROPE_THETA)
+    default = _ROPE_THETA_OF_SMOLLM3 if family == "smollm3" else _DEFAULT_ROPE_THETA
+    theta = config.number("rope_theta", default=default)
     theta = rope.number("rope_theta", default=theta)
     if theta != int(theta):
         raise _wrong(config, "rope_theta", "a whole number", theta)
-    _only(rope, _PARTIAL, 1.0)
-    _only(config, _PARTIAL, 1.0)
+    percent = config.number(_PARTIAL, default=_ROTARY_PERCENT.get(family, 1.0))
+    percent = rope.number(_PARTIAL, default=percent)
+    if percent != 1.0 and family not in _ROTARY_PERCENT:
+        raise _wrong(config, _PARTIAL, 1.0, percent)
     kind = kinds.pop() if len(kinds) == 1 else "default" if not kinds else str(kinds)
-    fields: dict[str, Any] = {"rotary_base": int(theta)}
+    fields: dict[str, Any] = {"rotary_base": int(theta), "rotary_percent": percent}
     if kind == "llama3":
         fields["llama3_factor"] = rope.number("factor")
         for key, value in _LLAMA3.items():
@@ -457,7 +616,8 @@ def tensor_rows(model: HuggingFaceModel) -> Iterator[TensorRows]:
     yield whole("model.embed_tokens.weight", EMBEDDING)
     for layer in range(model.num_layers):
         yield from _layer_rows(model, layer)
-    yield whole("model.norm.weight", f"{FINAL_NORM}.weight")
+    for kind in _norm_kinds(model):
+        yield whole(f"model.norm.{kind}", f"{FINAL_NORM}.{kind}")
     if not model.tied_embeddings:
         yield whole("lm_head.weight", OUTPUT)
 
@@ -472,7 +632,7 @@ def outer_shapes(model: HuggingFaceModel, padded_size: int | None = None) -> dic
     num_tokens = model.vocab_size if padded_size is None else padded_size
     shapes: dict[str, Any] = {
         EMBEDDING: (num_tokens, model.hidden_size),
-        f"{FINAL_NORM}.weight": (model.hidden_size,),
+        **{f"{FINAL_NORM}.{kind}": (model.hidden_size,) for kind in _norm_kinds(model)},
     }
     if not model.tied_embeddings:
         shapes[OUTPUT] = shapes[EMBEDDING]
@@ -483,25 +643,33 @@ def layer_shapes(model: HuggingFaceModel) -> dict[str, tuple[int, ...]]:
     """Shapes of Megatron's tensors of one layer, by key without the layer's number."""
     hidden = model.hidden_size
     query = model.num_attention_heads * model.kv_channels
-    qkv = query + 2 * model.num_query_groups * model.kv_channels
+    num_query_matrices = 2 if model.has_output_gate else 1
+    qkv = num_query_matrices * query + 2 * model.num_query_groups * model.kv_channels
+    fc1 = (1 if model.has_squared_relu else 2) * model.ffn_hidden_size
     shapes: dict[str, tuple[int, ...]] = {
-        "self_attention.linear_qkv.layer_norm_weight": (hidden,),
         "self_attention.linear_qkv.weight": (qkv, hidden),
         "self_attention.linear_proj.weight": (hidden, query),
-        "mlp.linear_fc1.layer_norm_weight": (hidden,),
-        "mlp.linear_fc1.weight": (2 * model.ffn_hidden_size, hidden),
+        "mlp.linear_fc1.weight": (fc1, hidden),
         "mlp.linear_fc2.weight": (hidden, model.ffn_hidden_size),
     }
+    for kind in _norm_kinds(model):
+        shapes[f"self_attention.linear_qkv.layer_norm_{kind}"] = (hidden,)
+        shapes[f"mlp.linear_fc1.layer_norm_{kind}"] = (hidden,)
     if model.has_qkv_biases:
         shapes["self_attention.linear_qkv.bias"] = (qkv,)
     if model.has_linear_biases:
         shapes["self_attention.linear_proj.bias"] = (hidden,)
-        shapes["mlp.linear_fc1.bias"] = (2 * model.ffn_hidden_size,)
+        shapes["mlp.linear_fc1.bias"] = (fc1,)
         shapes["mlp.linear_fc2.bias"] = (hidden,)
     if model.has_qk_norms:
         shapes["self_attention.q_layernorm.weight"] = (model.kv_channels,)
         shapes["self_attention.k_layernorm.weight"] = (model.kv_channels,)
     return shapes
+
+
+def _norm_kinds(model: HuggingFaceModel) -> tuple[str, ...]:
+    """Parameters of a norm outside of attention."""
+    return ("weight", "bias") if model.has_squared_relu else ("weight",)
 
 
 def _layer_rows(model: HuggingFaceModel, layer: int) -> Iterator[TensorRows]:
@@ -510,6 +678,8 @@ def _layer_rows(model: HuggingFaceModel, layer: int) -> Iterator[TensorRows]:
         "self_attention.linear_qkv": _qkv_runs(model),
         "mlp.linear_fc1": {"mlp.gate_proj": ((0, ffn),), "mlp.up_proj": ((ffn, 2 * ffn),)},
     }
+    if model.has_squared_relu:
+        split["mlp.linear_fc1"] = {"mlp.up_proj": ((0, ffn),)}
     for key, shape in layer_shapes(model).items():
         # "….linear_qkv.weight" as well as "….linear_qkv.layer_norm_weight"
         kind = "bias" if key.endswith("bias") else "weight"
@@ -525,11 +695,20 @@ def _layer_rows(model: HuggingFaceModel, layer: int) -> Iterator[TensorRows]:
 
 def _qkv_runs(model: HuggingFaceModel) -> dict[str, _Runs]:
     size = model.kv_channels
-    num_query_rows = model.num_attention_heads // model.num_query_groups * size
+    num_heads = model.num_attention_heads // model.num_query_groups
+    num_query_rows = num_heads * size * (2 if model.has_output_gate else 1)
     starts = [group * (num_query_rows + 2 * size) for group in range(model.num_query_groups)]
     ends = [start + num_query_rows for start in starts]
+    queries = list(zip(starts, ends, strict=True))
+    if model.has_output_gate:
+        queries = [
+            (start + row, start + row + size)
+            for start in starts
+            for head in range(num_heads)
+            for row in (head * size, (num_heads + head) * size)
+        ]
     return {
-        "self_attn.q_proj": tuple(zip(starts, ends, strict=True)),
+        "self_attn.q_proj": tuple(queries),
         "self_attn.k_proj": tuple((end, end + size) for end in ends),
         "self_attn.v_proj": tuple((end + size, end + 2 * size) for end in ends),
     }
@@ -588,7 +767,7 @@ def check_tensors[Dtype](
     if unknown:
         raise ConfigurationError(
             f"{source}: {listed(unknown)} have no counterpart, since a {model.family} model has "
-            f"{len(wanted)} tensors; only Llama, Qwen2 and Qwen3 models can be converted"
+            f"{len(wanted)} tensors; only models of {_FAMILIES} can be converted"
         )
     differences = [
         f"{name} is {found[name][0]} instead of {shape}"
