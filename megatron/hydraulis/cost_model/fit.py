@@ -115,6 +115,20 @@ def fit_near(samples: Sequence[Sample], prior: Coefficients, *, prior_weight: fl
     return _fit(samples, prior, prior_weight)
 
 
+def shrunk_mean(values: Sequence[float], prior: float) -> float:
+    """The mean of noisy values, shrunk towards what was known before: the prior for one value.
+
+    The positive part of the James-Stein estimator: of a deviation of k standard errors the share
+    1 - 1/k² is kept, and nothing within one standard error. So noise leaves the prior as it is,
+    and a clear deviation is followed, however large it is.
+    """
+    deviation = statistics.fmean(values) - prior
+    if len(values) < 2 or deviation == 0.0:
+        return prior
+    error = statistics.variance(values) / len(values)
+    return prior + deviation * max(0.0, 1.0 - error / deviation**2)
+
+
 def _fit(samples: Sequence[Sample], prior: Coefficients | None, prior_weight: float) -> Fit:
     if not samples:
         raise ConfigurationError(

@@ -2,24 +2,30 @@
 
 `OnlineRefit` computes them from times; `RunRefit` measures the times and plans by the result.
 
-Every iteration gives the time of each micro-batch on each rank. Times of the last iterations are
-fitted as those of a profile are, close to the profile's coefficients scaled by the drift: see
-`fit.fit_near`. The first iteration of a strategy is ignored, because it also builds models.
+Every iteration gives the time of each micro-batch on each rank. The first iteration of a strategy
+is ignored, because it also builds models. Every second one from then on is fitted as the points of
+a profile are, close to the profile's coefficients scaled by the drift; both are shrunk towards the
+profile (`fit.fit_near`, `fit.shrunk_mean`). The others are held out: a scheme keeps its profiled
+times unless the fitted ones predict its held-out micro-batches better, and the run keeps the
+profile unless what results predicts the held-out iterations better.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
+import itertools
 import json
+import math
 import statistics
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.hydraulis.cost_model.fit import Sample, fit_near
+from megatron.hydraulis.cost_model.fit import Sample, fit_near, shrunk_mean
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
@@ -46,6 +52,8 @@ _NUM_SLOTS = 4
 nothing is overwritten that rank 0 still has to read."""
 _NS_PER_MS = 1e6
 _MS_PER_S = 1e3
+_LEAST_MS = 1e-6
+"""A clock's nanosecond: a prediction of 0 is wrong by a large factor, not by an infinite one."""
 _NO_TRACKS: frozenset[str] = frozenset()
 
 
@@ -57,11 +65,16 @@ class RefitSettings:
     """Share by which the times of a scheme must differ from the profile's, or those of a rank
     exceed those of other ranks of its stage, to be reported."""
     num_iterations: int = 20
-    """Iterations that are fitted."""
+    """Iterations that are fitted or held out."""
     min_iterations: int = 3
-    """Iterations of a scheme or a rank before it is reported or planned by."""
-    prior_weight: float = 8.0
-    """Weight of the profile, in micro-batches, see `fit.fit_near`."""
+    """Iterations of a scheme or a rank before it is reported; as many are fitted and as many held
+    out before plans follow."""
+    min_standard_errors: float = 2.0
+    """By how many of its standard errors the gain on held-out iterations must exceed 0, so that
+    luck is no gain: 2.3 % of true profiles would be left if times were normally distributed."""
+    prior_weight: float = 18.0
+    """Weight of the profile, in micro-batches, see `fit.fit_near`: as many as it was fitted to,
+    6 sizes in 3 packings by default (`survey.grid`)."""
 
     def __post_init__(self) -> None:
         if self.drift <= 0.0:
@@ -75,6 +88,8 @@ class IterationTimes:
     """Measured times of one iteration."""
 
     plan: IterationPlan
+    strategy: Strategy
+    """Of the plan."""
     rank_times_ms: Mapping[int, Sequence[float]]
     """By rank: forward and backward of each micro-batch of its replica."""
     iteration_ms: float
@@ -166,6 +181,63 @@ class RefittedCostModel:
         return True
 
 
+_Groups = tuple[tuple[Scheme, Sample], ...]
+"""Context groups of a micro-batch that hold sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """An iteration in the window of its strategy."""
+
+    strategy: Strategy
+    replicas: tuple[tuple[int, tuple[_Groups, ...]], ...]
+    """Number of stages and micro-batches."""
+    iteration_ms: float
+    overhead_ms: float
+    """What the iteration took beyond the makespan of its micro-batches."""
+    is_held_out: bool
+
+    def predicted_ms(
+        self,
+        coefficients: Callable[[Scheme], Coefficients],
+        overhead_ms: Callable[[Strategy], float],
+    ) -> float:
+        """Time of the iteration by those of a cost model."""
+        makespans_ms = (
+            pipeline_time_ms(
+                [
+                    max(
+                        (s.predicted_ms(coefficients(scheme)) for scheme, s in groups),
+                        default=0.0,
+                    )
+                    for groups in micro_batches
+                ],
+                num_stages,
+            )
+            for num_stages, micro_batches in self.replicas
+        )
+        return max(makespans_ms, default=0.0) + overhead_ms(self.strategy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """A refitted cost model, and how well it predicts the iterations that were held out."""
+
+    model: RefittedCostModel
+    error: float
+    base_error: float
+    num_iterations: int
+    is_better: bool
+    """By more than noise explains."""
+
+    def __str__(self) -> str:
+        choice = "plans follow the refitted times" if self.is_better else "plans keep the profile"
+        return (
+            f"cost profile: {choice}: on {self.num_iterations} iterations that were not fitted "
+            f"refitted times are off by {self.error:.1%} and the profile by {self.base_error:.1%}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A stage of a scheme: all its ranks do the same work."""
@@ -186,73 +258,158 @@ class OnlineRefit:
     """
 
     def __init__(self, base: CostModel, settings: RefitSettings | None = None) -> None:
-        self._base = base
         self._settings = RefitSettings() if settings is None else settings
-        self._samples: dict[Scheme, deque[list[Sample]]] = defaultdict(self._window)
-        self._overheads_ms: dict[str, deque[float]] = defaultdict(self._window)
+        self._base = base
+        # It can take 40 ms.
+        self._base_overhead_ms = functools.cache(base.overhead_ms)
+        self._samples: dict[Scheme, deque[tuple[bool, list[Sample]]]] = defaultdict(self._window)
+        """By scheme: whether an iteration is held out, and its micro-batches."""
+        self._measured: dict[str, deque[_Measured]] = defaultdict(self._window)
+        """By strategy."""
         self._ratios: dict[int, deque[tuple[_Place, float]]] = defaultdict(self._window)
         """By rank: measured over predicted time of its micro-batches in an iteration. Predictions
         are for the slowest stage, so the ratio is below 1 on others."""
         self._replica_mates: dict[tuple[_Place, int], frozenset[int]] = {}
-        self._seen: set[str] = set()
+        self._num_seen: Counter[str] = Counter()
+        """Iterations by strategy."""
+        self._verdict: _Verdict | None = None
+        self._reported_verdict: bool | None = None
         self._reported_drift: dict[Scheme, float] = {}
         self._reported_slow: dict[int, float] = {}
 
     def add(self, times: IterationTimes) -> bool:
         """Add an iteration; returns whether it changes anything."""
         plan = times.plan
-        if plan.strategy not in self._seen:
-            self._seen.add(plan.strategy)
+        self._num_seen[plan.strategy] += 1
+        if self._num_seen[plan.strategy] == 1:
             return False
+        # The second is fitted, the third held out, and so on.
+        is_held_out = self._num_seen[plan.strategy] % 2 == 1
         by_scheme: dict[Scheme, list[Sample]] = defaultdict(list)
         makespan_ms = 0.0
+        replicas = []
         for replica in plan.replicas:
             if not replica.micro_batches:
                 continue
             self._note_ratios(replica, times.rank_times_ms)
             slowest_ms = []
+            micro_batches = []
             for place, micro_batch in enumerate(replica.micro_batches):
                 groups_ms = []
+                groups = []
                 for scheme, share in replica.shares(micro_batch):
                     time_ms = _slowest_stage_ms(replica, share.group, place, times.rank_times_ms)
                     groups_ms.append(time_ms)
                     if time_ms > 0.0 and share.lengths:
                         window = self._base.coefficients(scheme).window
-                        by_scheme[scheme].append(
-                            Sample.of(share.lengths, time_ms, share.row_tokens, window)
-                        )
+                        sample = Sample.of(share.lengths, time_ms, share.row_tokens, window)
+                        by_scheme[scheme].append(sample)
+                        groups.append((scheme, sample))
                 slowest_ms.append(max(groups_ms))
+                micro_batches.append(tuple(groups))
+            replicas.append((replica.scheme.pp, tuple(micro_batches)))
             makespan_ms = max(makespan_ms, pipeline_time_ms(slowest_ms, replica.scheme.pp))
         for scheme, samples in by_scheme.items():
-            self._samples[scheme].append(samples)
-        self._overheads_ms[plan.strategy].append(max(0.0, times.iteration_ms - makespan_ms))
+            self._samples[scheme].append((is_held_out, samples))
+        self._measured[plan.strategy].append(
+            _Measured(
+                strategy=times.strategy,
+                replicas=tuple(replicas),
+                iteration_ms=times.iteration_ms,
+                overhead_ms=max(0.0, times.iteration_ms - makespan_ms),
+                is_held_out=is_held_out,
+            )
+        )
+        self._verdict = self._judged(self._candidate())
         return True
 
     def refitted(self) -> RefittedCostModel:
-        """With the times of all schemes and strategies that ran often enough."""
+        """With the times of all schemes and strategies that ran often enough, if they predict
+        iterations that were held out better than the base does; else the base."""
+        if self._verdict is not None and self._verdict.is_better:
+            return self._verdict.model
+        return RefittedCostModel(self._base, (), ())
+
+    @property
+    def verdict(self) -> str:
+        """Whether the refitted times or those of the profile are used, and why."""
+        return "cost profile: nothing was refitted" if self._verdict is None else str(self._verdict)
+
+    def news(self) -> list[str]:
+        """Changes since the last call: whether plans follow the refitted times, drift that began,
+        changed or ended, and ranks that became slow or are no longer slow."""
+        return [*self._news_of_verdict(), *self._news_of_drift(), *self._news_of_ranks()]
+
+    def _candidate(self) -> RefittedCostModel:
+        """Fitted to the iterations that are not held out."""
         fitted = []
-        for scheme, ratio in self._drifts().items():
+        for scheme, window in self._samples.items():
+            seen = [samples for is_held_out, samples in window if not is_held_out]
+            unseen = [samples for is_held_out, samples in window if is_held_out]
+            if min(len(seen), len(unseen)) < self._settings.min_iterations:
+                continue
             before = self._base.coefficients(scheme)
+            ratio = _shrunk_ratio(seen, before)
             prior = replace(
                 before,
                 a_ms_per_token2=before.a_ms_per_token2 * ratio,
                 b_ms_per_token=before.b_ms_per_token * ratio,
                 c_ms=before.c_ms * ratio,
             )
-            samples = [sample for each in self._samples[scheme] for sample in each]
-            fit = fit_near(samples, prior, prior_weight=self._settings.prior_weight)
-            fitted.append((scheme, replace(fit.coefficients, window=before.window)))
-        overheads_ms = tuple(
-            (name, statistics.median(window))
-            for name, window in self._overheads_ms.items()
-            if len(window) >= self._settings.min_iterations
-        )
-        return RefittedCostModel(self._base, tuple(fitted), overheads_ms)
+            fit = fit_near(
+                list(itertools.chain(*seen)), prior, prior_weight=self._settings.prior_weight
+            )
+            after = replace(fit.coefficients, window=before.window)
+            errors, errors_before = (
+                [
+                    statistics.fmean(_error(s.time_ms, s.predicted_ms(times)) for s in samples)
+                    for samples in unseen
+                ]
+                for times in (after, before)
+            )
+            if self._is_better(errors, errors_before):
+                fitted.append((scheme, after))
+        overheads_ms = []
+        for name, iterations in self._judged_iterations():
+            seen_ms = [one.overhead_ms for one in iterations if not one.is_held_out]
+            before_ms = self._base_overhead_ms(iterations[0].strategy)
+            overheads_ms.append((name, shrunk_mean(seen_ms, before_ms)))
+        return RefittedCostModel(self._base, tuple(fitted), tuple(overheads_ms))
 
-    def news(self) -> list[str]:
-        """Changes since the last call: drift that began, changed or ended, and ranks that became
-        slow or are no longer slow."""
-        return [*self._news_of_drift(), *self._news_of_ranks()]
+    def _judged(self, model: RefittedCostModel) -> _Verdict | None:
+        """By the iterations that are held out; None if there is nothing to judge yet."""
+        unseen = [one for _, each in self._judged_iterations() for one in each if one.is_held_out]
+        if not unseen:
+            return None
+        errors, base_errors = (
+            [
+                _error(one.iteration_ms, one.predicted_ms(coefficients, overhead_ms))
+                for one in unseen
+            ]
+            for coefficients, overhead_ms in (
+                (functools.cache(model.coefficients), model.overhead_ms),
+                (functools.cache(self._base.coefficients), self._base_overhead_ms),
+            )
+        )
+        return _Verdict(
+            model=model,
+            error=math.expm1(statistics.fmean(errors)),
+            base_error=math.expm1(statistics.fmean(base_errors)),
+            num_iterations=len(unseen),
+            is_better=self._is_better(errors, base_errors),
+        )
+
+    def _judged_iterations(self) -> Iterator[tuple[str, Sequence[_Measured]]]:
+        """By strategy, those of which enough are fitted and enough held out."""
+        for name, iterations in self._measured.items():
+            if len(iterations) >= 2 * self._settings.min_iterations:
+                yield name, iterations
+
+    def _is_better(self, errors: Sequence[float], base_errors: Sequence[float]) -> bool:
+        """Whether errors on the same iterations are lower by more than noise explains."""
+        gains = [base - error for error, base in zip(errors, base_errors, strict=True)]
+        standard_error = math.sqrt(statistics.variance(gains) / len(gains))
+        return statistics.fmean(gains) > self._settings.min_standard_errors * standard_error
 
     def _window(self) -> deque:  # type: ignore[type-arg]
         return deque(maxlen=self._settings.num_iterations)
@@ -283,7 +440,7 @@ class OnlineRefit:
         """Median of measured over profiled time, for the schemes that ran often enough."""
         found = {}
         for scheme, window in self._samples.items():
-            samples = [sample for each in window for sample in each]
+            samples = [sample for _, each in window for sample in each]
             if len(window) < self._settings.min_iterations or not samples:
                 continue
             coefficients = self._base.coefficients(scheme)
@@ -296,6 +453,11 @@ class OnlineRefit:
                 found[scheme] = statistics.median(ratios)
         return found
 
+    def _news_of_verdict(self) -> Iterator[str]:
+        if self._verdict is not None and self._verdict.is_better != self._reported_verdict:
+            self._reported_verdict = self._verdict.is_better
+            yield str(self._verdict)
+
     def _news_of_drift(self) -> Iterator[str]:
         limit = self._settings.drift
         for scheme, ratio in self._drifts().items():
@@ -303,12 +465,12 @@ class OnlineRefit:
             if abs(ratio / reported - 1.0) <= limit:
                 continue
             self._reported_drift[scheme] = ratio
-            num_samples = sum(map(len, self._samples[scheme]))
+            num_samples = sum(len(samples) for _, samples in self._samples[scheme])
             if abs(ratio - 1.0) > limit:
                 yield (
                     f"cost profile: {scheme} takes {ratio:.2f} times the profiled time, by the "
                     f"median of {num_samples} micro-batches: a drift of {ratio - 1.0:+.0%}, more "
-                    f"than {limit:.0%}; plans follow the measured times"
+                    f"than {limit:.0%}"
                 )
             else:
                 yield (
@@ -357,6 +519,30 @@ class OnlineRefit:
                 if rank not in found or relative > found[rank][1]:
                     found[rank] = (place, relative)
         return found
+
+
+def _shrunk_ratio(iterations: Sequence[Sequence[Sample]], before: Coefficients) -> float:
+    """Measured over profiled time, shrunk towards 1.
+
+    Micro-batches of an iteration share its noise, so that each iteration counts once.
+    """
+    logarithms = [
+        statistics.median(ratios)
+        for samples in iterations
+        if (
+            ratios := [
+                math.log(sample.time_ms / predicted_ms)
+                for sample in samples
+                if (predicted_ms := sample.predicted_ms(before)) > 0.0
+            ]
+        )
+    ]
+    return math.exp(shrunk_mean(logarithms, 0.0)) if logarithms else 1.0
+
+
+def _error(measured_ms: float, predicted_ms: float) -> float:
+    """|ln(measured / predicted)|: twice as long and half as long are equally wrong."""
+    return abs(math.log(max(measured_ms, _LEAST_MS) / max(predicted_ms, _LEAST_MS)))
 
 
 def _slowest_stage_ms(
@@ -472,7 +658,7 @@ class RunRefit:
             planning.limits,
             model=self._model,
             device=f"{self._num_ranks} ranks as trained",
-            source=f"refitted in training; before: {planning.source}",
+            source=f"{self._refit.verdict}; before: {planning.source}",
             date=datetime.date.today().isoformat(),
         )
         path = folder / REFITTED_PROFILE_FILE_NAME
@@ -483,6 +669,7 @@ class RunRefit:
                 f"cannot write {path}: {why_not_written(error, path)}; make room or name another "
                 f"--run-dir"
             ) from error
+        print(self._refit.verdict, flush=True)
 
     def _times_of(self, trained: _Trained) -> IterationTimes:
         keys = [_key(trained.iteration, rank) for rank in range(self._num_ranks)]
@@ -490,6 +677,7 @@ class RunRefit:
         assert {message["iteration"] for message in messages} == {trained.iteration}
         return IterationTimes(
             plan=trained.plan,
+            strategy=self._pool.strategy(trained.plan.strategy),
             rank_times_ms={rank: message["times_ms"] for rank, message in enumerate(messages)},
             iteration_ms=trained.iteration_ms,
         )

@@ -16,7 +16,7 @@ from tests.support.training_run import Launch
 pytestmark = pytest.mark.distributed
 
 STRATEGY, NUM_RANKS = "2*tp1", 2
-NUM_ITERATIONS = 8
+NUM_ITERATIONS = 12
 PROFILED_MS = 1e5
 """Of every micro-batch, by a profile that no machine can match."""
 SMALL_BATCHES = ("--max-tokens-per-micro-batch", "96")

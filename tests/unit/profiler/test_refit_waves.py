@@ -48,7 +48,8 @@ def iteration(draw: random.Random, number: int) -> IterationTimes:
             for column in share.group.columns:
                 times_ms[column].append(time_ms)
                 times_ms[2 + column].append(0.9 * time_ms)
-    return IterationTimes(plan=plan, rank_times_ms=times_ms, iteration_ms=100.0)
+    strategy = Strategy.parse("cp2~pp2", 4)
+    return IterationTimes(plan=plan, strategy=strategy, rank_times_ms=times_ms, iteration_ms=100.0)
 
 
 def test_every_group_size_is_fitted_separately() -> None:
@@ -73,7 +74,7 @@ def test_every_group_size_is_fitted_separately() -> None:
 def test_the_profile_has_a_row_for_every_known_size() -> None:
     refit = OnlineRefit(BASE)
     draw = random.Random(6)
-    for number in range(6):
+    for number in range(8):
         refit.add(iteration(draw, number))
     pool = Pool.of(Strategy.parse("cp2~pp2", 4))
     newest = refit.refitted()
