@@ -72,6 +72,8 @@ class OrderCase:
     knows_next: bool = True
     ranks_per_node: int | None = None
     """One node if None; with several, regrouping may take two steps."""
+    gradient_dtype: torch.dtype | None = None
+    """In which gradients travel; None for fp32."""
 
     @property
     def details(self) -> str:
@@ -85,6 +87,7 @@ class OrderCase:
             "biases, no sequence parallelism" if self.model == PLAIN_MODEL else "",
             f"{self.model.granularity} recompute" if self.model.granularity else "",
             "fewer query groups than cp ranks" if self.model.num_groups == 2 else "",
+            "gradients in bf16" if self.gradient_dtype else "",
         ]
         return "".join(f", {part}" for part in parts if part)
 
@@ -113,6 +116,7 @@ class OrderCase:
             assignments=tuple(assignments),
             batches=tuple(batches),
             ranks_per_node=self.ranks_per_node,
+            gradient_dtype=self.gradient_dtype,
             overlap=self.overlap,
             knows_next=self.knows_next,
         )
@@ -275,6 +279,7 @@ NIGHTLY = (
     OrderCase(("cp4", "cp2pp2"), 4, model=replace(MODEL, num_groups=2)),
     OrderCase(("tp2pp2", "pp2+tp2"), 4, model=replace(MODEL, granularity="selective")),
     OrderCase(("2*tp2+4*tp1", "4*pp2", "tp2pp2+4*tp1"), 8, ranks_per_node=4),
+    OrderCase(("2*tp2+4*tp1", "8*tp1"), 8, ranks_per_node=4, gradient_dtype=torch.bfloat16),
 )
 
 

@@ -44,6 +44,8 @@ class Role:
     num_ranks: int = 64
     recompute: Recompute = NO_RECOMPUTE
     parameter_bytes: int = 2
+    gradient_bytes: int = 4
+    """Of a gradient on the wire."""
     sequence_parallel: bool = True
     cp_comm_type: str = "p2p"
     qk_norms: bool = False
@@ -62,6 +64,7 @@ class Role:
             f"{self.cp_comm_type}" if self.scheme.cp > 1 else "",
             f"in groups of {self.context_size}" if self.context_size else "",
             "fp32" if self.parameter_bytes == 4 else "",
+            "gradients in bf16" if self.gradient_bytes == 2 else "",
             "" if self.sequence_parallel else "no sequence parallelism",
             f"{recompute.granularity} {recompute.method or ''} {recompute.num_layers or ''} "
             f"{' '.join(recompute.modules)}"
@@ -123,7 +126,13 @@ def measure(role: Role, num_tokens: int) -> RoleMemory:
     """
     pool = role.pool
     strategy = pool.strategies[0]
-    engine = Engine(definition_of(role), pool, AdamWSettings(lr=1e-3), seed=1)
+    engine = Engine(
+        definition_of(role),
+        pool,
+        AdamWSettings(lr=1e-3),
+        seed=1,
+        gradient_dtype=torch.bfloat16 if role.gradient_bytes == 2 else None,
+    )
     batches = [_batch(role, num_tokens).to(engine.device)] * role.scheme.pp
     allocated: dict[str, int] = {}
     reserved: dict[str, int] = {}

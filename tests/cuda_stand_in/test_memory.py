@@ -111,6 +111,9 @@ MORE = (
     Role(shape=M7, strategy="16*tp4", qk_norms=True),
     Role(shape=M8, strategy="4*tp4cp4", qk_norms=True),
     Role(shape=M7, strategy="16*tp4", sequence_parallel=False),
+    Role(shape=M32, strategy="8*tp8", gradient_bytes=2),
+    Role(shape=M32, strategy="16*tp4", gradient_bytes=2),
+    Role(shape=M8, strategy="64*tp1", gradient_bytes=2),
     Role(shape=M7, strategy="16*tp4", parameter_bytes=4),
     Role(shape=M7, strategy="16*tp2pp2", parameter_bytes=4),
     Role(shape=dataclasses.replace(M7, gated_mlp=False), strategy="16*tp4"),
@@ -130,7 +133,7 @@ def model_of(role: Role) -> MemoryModel:
         qk_norms=role.qk_norms,
         has_te_layers=role.has_te,
         ranks_per_node=role.ranks_per_node,
-        pool=PoolFootprint.of(role.pool),
+        pool=PoolFootprint.of(role.pool, gradient_bytes=role.gradient_bytes),
     )
 
 

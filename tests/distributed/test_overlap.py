@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.hydraulis.runtime.spans import RecordedSpan
 from megatron.hydraulis.runtime.track import ThreadTrack
@@ -189,7 +190,10 @@ def test_a_bucket_is_gathered_for_the_next_strategy_as_soon_as_it_is_updated() -
         assert log == [f"{what} {i}" for i in range(num_buckets) for what in ("update", "gather")]
 
 
-def test_reported_bytes_are_those_of_the_collectives_after_any_strategy() -> None:
+@pytest.mark.parametrize("gradient_dtype", [None, torch.bfloat16])
+def test_reported_bytes_are_those_of_the_collectives_after_any_strategy(
+    gradient_dtype: torch.dtype | None,
+) -> None:
     texts = ("tp2@0,2+tp2@1,3", "4*tp1", "tp2@0,1+pp2@3,2", "tp2@2,1+2*idle")
     schedule = (0, 0, 1, 2, 3, 0, 2)
     job = replace(
@@ -200,6 +204,7 @@ def test_reported_bytes_are_those_of_the_collectives_after_any_strategy() -> Non
             spread(len(LENGTHS[0]), len(Strategy.parse(texts[i], 4).replicas)) for i in schedule
         ),
         batches=law_job(4, texts[0]).batches[:1] * len(schedule),
+        gradient_dtype=gradient_dtype,
     )
     for iterations in pool_of(4).run(bytes_of_iterations, job):
         assert all(exchanged == reported > 0 for _, exchanged, reported in iterations), iterations

@@ -167,6 +167,8 @@ class Job:
     num_slots: int = 2
     owners_for: str | None = None
     """A strategy; if None, rank r owns share r."""
+    gradient_dtype: torch.dtype | None = None
+    """In which gradients travel; None for that in which they are added up."""
     knows_next: bool = True
     """Whether an iteration knows the strategy of the next one."""
 
@@ -280,6 +282,7 @@ def build_engine(job: Job, spans: SpanRecorder = NO_SPANS) -> Engine:
         groups=worker_groups(),
         num_atoms=job.num_atoms,
         owners_for=job.owners_for,
+        gradient_dtype=job.gradient_dtype,
         overlap=job.overlap,
         num_slots=job.num_slots,
         spans=spans,

@@ -198,6 +198,7 @@ ROWS: dict[str, Row] = {
     "--adam-beta2": _args("0.95", "adam_beta2", 0.95),
     "--adam-eps": _args("1e-5", "adam_eps", 1e-5),
     "--use-distributed-optimizer": _args("", "use_distributed_optimizer", True, always=True),
+    "--grad-reduce-in-bf16": _args("", "grad_reduce_in_bf16", True, also="--bf16"),
     "--bf16": _model("", "params_dtype", torch.bfloat16),
     "--accumulate-allreduce-grads-in-fp32": _args(
         "", "accumulate_allreduce_grads_in_fp32", True, always=True

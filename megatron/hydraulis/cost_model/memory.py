@@ -5,9 +5,9 @@ Between iterations a tensor-parallel rank holds its *state* (`state_bytes`):
 - its parameters in the training precision and their gradients in fp32;
 - its canonical shard: fp32 master weights, two moments and the gradient over all ranks of the job;
 - staging: two slots, each with a send and a receive buffer for the largest bucket, which is a
-  layer. An owner sends parameters and receives fp32 gradients, one copy of its share for each
-  holder; a role receives and sends in the arena itself or, if the order of travel differs, the
-  layer over tp. If transfers are relayed inside a node, a third buffer holds what passes through
+  layer. An owner sends parameters and receives gradients, one copy of its share for each holder; a
+  role receives and sends in the arena itself or, if order or dtype of travel differ, the layer
+  over tp. If transfers are relayed inside a node, a third buffer holds what passes through
   (`PoolFootprint`);
 - workspaces of cuBLAS.
 
@@ -113,26 +113,36 @@ class PoolFootprint:
     share_as_owner: float
     """What an owner or relay sends and receives: its part, once for each rank that holds it."""
     share_as_role: float
-    """What a role sends and receives through staging: its part of the layer, or nothing if it
-    travels in the order in which it lies in memory, as with the largest tp."""
+    """What a role receives through staging: its part of the layer, or nothing if it travels in the
+    order in which it lies in memory, as with the largest tp."""
+    share_sent_by_role: float
+    """As much, or its part in any order if gradients travel in bf16."""
     share_relayed: float
     """What a rank relays for the others of its node, in a separate buffer."""
     weight_shapes: float
     """The rank's parts of a layer's matrices, one for each tp degree that it has: 1/tp in sum."""
     num_communicators: int
     """NCCL communicators once every strategy has been used."""
+    gradient_bytes: int = _FP32_BYTES
+    """Bytes of a gradient on the wire."""
 
     @classmethod
-    def of(cls, pool: Pool) -> "PoolFootprint":
+    def of(cls, pool: Pool, *, gradient_bytes: int = _FP32_BYTES) -> "PoolFootprint":
         """The largest needs of all strategies of a pool."""
-        shares = [_shares_of_strategy(strategy, pool.tp_lcm) for strategy in pool.strategies]
-        as_owner, as_role, relayed = (max(column) for column in zip(*shares, strict=True))
+        in_fp32 = gradient_bytes == _FP32_BYTES
+        shares = [
+            _shares_of_strategy(strategy, pool.tp_lcm, in_fp32=in_fp32)
+            for strategy in pool.strategies
+        ]
+        as_owner, as_role, sent, relayed = (max(column) for column in zip(*shares, strict=True))
         return cls(
             share_as_owner=as_owner,
             share_as_role=as_role,
+            share_sent_by_role=sent,
             share_relayed=relayed,
             weight_shapes=_weight_shapes(pool.strategies),
             num_communicators=_num_communicators(pool.strategies, pool.num_ranks),
+            gradient_bytes=gradient_bytes,
         )
 
     @classmethod
@@ -140,7 +150,7 @@ class PoolFootprint:
         """The needs of a job that replicas of one scheme fill."""
         of_stage = scheme.tp * scheme.cp
         in_node = min(ranks_per_node, of_stage) * max(1, ranks_per_node // scheme.num_ranks)
-        as_owner, as_role, relayed = _shares(
+        as_owner, as_role, sent, relayed = _shares(
             num_copies=max(1, num_ranks // scheme.num_ranks) * scheme.cp,
             copies_in_node=in_node / scheme.tp,
             num_ranks=num_ranks,
@@ -153,6 +163,7 @@ class PoolFootprint:
         return cls(
             share_as_owner=as_owner,
             share_as_role=as_role,
+            share_sent_by_role=sent,
             share_relayed=relayed,
             weight_shapes=1 / scheme.tp,
             num_communicators=NUM_GROUPS_OF_ALL + sum(has_groups) if num_ranks > 1 else 0,
@@ -168,7 +179,9 @@ def communicators_text(num_communicators: int) -> str:
     )
 
 
-def _shares_of_strategy(strategy: Strategy, num_atoms: int) -> tuple[float, float, float]:
+def _shares_of_strategy(
+    strategy: Strategy, num_atoms: int, *, in_fp32: bool
+) -> tuple[float, float, float, float]:
     replicas, nodes = strategy.replicas, strategy.ranks_per_node
     copies_in_node: dict[int, float] = defaultdict(float)
     for replica in replicas:
@@ -190,6 +203,7 @@ def _shares_of_strategy(strategy: Strategy, num_atoms: int) -> tuple[float, floa
         least_tp=min(degrees),
         is_in_order=min(degrees) == num_atoms,
         holds_everything=sum(r.scheme.cp for r in replicas) == strategy.num_ranks,
+        in_fp32=in_fp32,
     )
 
 
@@ -202,13 +216,17 @@ def _shares(
     least_tp: int,
     is_in_order: bool,
     holds_everything: bool,
-) -> tuple[float, float, float]:
-    """(as owner, as role, relayed), by the kind of transfer (`transfer.collective`)."""
-    if holds_everything:  # an all-gather of shares, into staging and out of it
-        return 1.0, 0.0, 0.0
+    in_fp32: bool = True,
+) -> tuple[float, float, float, float]:
+    """(as owner, as role, sent by a role, relayed), by the kind of transfer
+    (`transfer.collective`); in_fp32: whether gradients travel in fp32."""
+    if holds_everything and in_fp32:  # an all-gather of shares, into staging and out of it
+        return 1.0, 0.0, 0.0, 0.0
+    part = 1 / least_tp
     if num_ranks > ranks_per_node and copies_in_node > 1:  # two steps
-        return copies_in_node / ranks_per_node, 1 / least_tp, 1 / ranks_per_node
-    return num_copies / num_ranks, 0.0 if is_in_order else 1 / least_tp, 0.0
+        return copies_in_node / ranks_per_node, part, part, 1 / ranks_per_node
+    as_role = 0.0 if is_in_order else part
+    return num_copies / num_ranks, as_role, as_role if in_fp32 else part, 0.0
 
 
 def _weight_shapes(strategies: Sequence[Strategy]) -> float:
@@ -359,9 +377,9 @@ class MemoryModel:
     def _staging_bytes(self, scheme: Scheme) -> float:
         """All strategies of the pool share the slots, so the largest need counts."""
         pool = self._footprint(scheme)
-        as_owner, as_role = pool.share_as_owner, pool.share_as_role
-        sent = max(as_owner * self.parameter_bytes, as_role * _FP32_BYTES)
-        received = max(as_owner * _FP32_BYTES, as_role * self.parameter_bytes)
+        as_owner, num_bytes = pool.share_as_owner, pool.gradient_bytes
+        sent = max(as_owner * self.parameter_bytes, pool.share_sent_by_role * num_bytes)
+        received = max(as_owner * num_bytes, pool.share_as_role * self.parameter_bytes)
         relayed = pool.share_relayed * _FP32_BYTES
         layer = self.shape.num_parameters_per_layer
         return NUM_STAGING_SLOTS * (sent + received + relayed) * layer

@@ -15,7 +15,8 @@ the sliding windows of ``model`` leave out of s²; max_tokens is the most tokens
 A scheme whose layers are not split evenly has its own row, with ``"layers": [14, 16]``; a row of
 a cp that was not measured has ``"assumed": true``. ``version``
 and ``strategies`` are optional. A strategy is found by its replicas and where they are placed;
-older profiles lack ``replicas``, and their names count. What is not listed is computed
+older profiles lack ``replicas``, and their names count. ``gradient_bytes``, 4 if absent, is the
+size in which gradients travelled when strategies were measured. What is not listed is computed
 (regrouping.py), or 0 where model and links are unknown.
 ``model`` says what the times are of (`ProfiledModel`); older profiles lack it.
 ``measurement``, an optional object that no prediction uses, records how well the
@@ -35,7 +36,7 @@ from megatron.hydraulis.cost_model.interface import (
     CostModel,
     usual_time_ms,
 )
-from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.model_shape import AttentionWindow, ModelShape
@@ -171,6 +172,8 @@ class ProfileCostModel:
     date: str
     schemes: tuple[ProfiledScheme, ...]
     strategies: tuple[ProfiledStrategy, ...] = ()
+    gradient_bytes: int = FP32_BYTES
+    """Bytes of a gradient on the wire when strategies were measured."""
     model: ProfiledModel | None = None
     """None in profiles that do not say."""
     measurement: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -222,7 +225,8 @@ class ProfileCostModel:
         """The profile with computed overheads of strategies that it lacks.
 
         They are scaled by measured over computed times of all rows of this job whose schemes were
-        measured too. Rows without replicas are found by the names of the given strategies.
+        measured too. Rows without replicas are found by the names of the given strategies. If
+        gradients had another size on the wire, rows count for nothing else.
         """
         measured = {
             placed.replicas: (placed, row.overhead_ms)
@@ -238,7 +242,12 @@ class ProfileCostModel:
             for strategy, time_ms in measured.values()
             if all(self._has(scheme) for scheme in strategy.schemes)
         ]
-        return replace(self, regroup=regroup.calibrated(known, partial(usual_time_ms, self)))
+        as_measured = replace(regroup, gradient_bytes=self.gradient_bytes)
+        calibrated = as_measured.calibrated(known, partial(usual_time_ms, self))
+        if as_measured == regroup:
+            return replace(self, regroup=calibrated)
+        here = replace(calibrated, gradient_bytes=regroup.gradient_bytes)
+        return replace(self, strategies=(), gradient_bytes=regroup.gradient_bytes, regroup=here)
 
     def assumed_schemes(self, pool: Pool) -> tuple[Scheme, ...]:
         """The schemes of a pool, and of its context groups, whose rows were not measured."""
@@ -380,6 +389,7 @@ class ProfileCostModel:
                 _strategy_row(profile.nested(entry, f"strategy {index} of {what}"))
                 for index, entry in enumerate(strategies)
             ),
+            gradient_bytes=profile.integer("gradient_bytes", default=FP32_BYTES),
             model=made_for,
             measurement=_measurement(profile),
         )
@@ -406,6 +416,8 @@ class ProfileCostModel:
                 }
                 for row in self.strategies
             ]
+        if self.gradient_bytes != FP32_BYTES:
+            content["gradient_bytes"] = self.gradient_bytes
         if self.measurement:
             content["measurement"] = dict(self.measurement)
         return content

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -31,7 +31,10 @@ from megatron.hydraulis.transfer.role import roles_of
 from megatron.hydraulis.transfer.traffic import amounts_by_rank
 
 _MS_PER_S = 1e3
-_FP32_BYTES = 4
+FP32_BYTES = 4
+BF16_BYTES = 2
+_LEAST_SAVING = 0.01
+"""Share of an iteration that is worth a line about an option."""
 # Gradient, master weight and two moments are read; master weight and moments are written.
 _UPDATE_FP32_PASSES = 4 + 3
 
@@ -120,7 +123,7 @@ class RegroupCosts:
     """Share of a link's bandwidth that collectives reach."""
     parameter_bytes: int = 2
     """Bytes of a parameter on the wire."""
-    gradient_bytes: int = 4
+    gradient_bytes: int = FP32_BYTES
     """Bytes of a gradient on the wire."""
     hiding: Hiding = Hiding.ONE_QUEUE
     factor: float = 1.0
@@ -138,6 +141,7 @@ class RegroupCosts:
         *,
         num_atoms: int,
         parameter_bytes: int = 2,
+        gradient_bytes: int = FP32_BYTES,
         overlaps: bool = True,
     ) -> RegroupCosts:
         """On devices of one kind; overlaps is false for --no-regroup-overlap."""
@@ -149,6 +153,7 @@ class RegroupCosts:
             memory_bytes_per_s=device.memory_bytes_per_s,
             link_fraction=device.link_fraction,
             parameter_bytes=parameter_bytes,
+            gradient_bytes=gradient_bytes,
             hiding=hiding if overlaps else Hiding.NOTHING,
         )
 
@@ -242,23 +247,55 @@ class RegroupCosts:
             return self
         return replace(self, factor=self.factor * measured_ms / computed_ms)
 
+    def bf16_advice(
+        self,
+        shares: Mapping[Strategy, float],
+        micro_batch_ms: Callable[[Scheme], float],
+        iteration_ms: float,
+    ) -> str | None:
+        """A line about what --grad-reduce-in-bf16 would save, if that is worth it; else None.
+
+        shares: of the iterations, by strategy; micro_batch_ms: as in `exposed_ms`; iteration_ms:
+        mean time of an iteration, predicted.
+        """
+        if self.parameter_bytes != BF16_BYTES or self.gradient_bytes == BF16_BYTES:
+            return None
+        in_fp32_ms, in_bf16_ms = (
+            math.fsum(share * costs.exposed_ms(s, micro_batch_ms) for s, share in shares.items())
+            for costs in (self, replace(self, gradient_bytes=BF16_BYTES))
+        )
+        saved_ms = in_fp32_ms - in_bf16_ms
+        if saved_ms <= _LEAST_SAVING * iteration_ms:
+            return None
+        return f"--grad-reduce-in-bf16 would save {saved_ms:.0f} ms an iteration"
+
     def _of(self, strategy: Strategy) -> RegroupTimes:
         strategy.check_model(self.shape)
         roles = roles_of(strategy, self.shape.num_layers, self.shape.tied_embeddings)
         per_node = self.cluster.ranks_per_node
         amounts = StrategyAmounts(self._amounts, roles)
-        kind = collective_of(self.layout, roles, ranks_per_node=per_node, amounts=amounts)
+        kind, scatter_kind = (
+            collective_of(
+                self.layout,
+                roles,
+                ranks_per_node=per_node,
+                amounts=amounts,
+                may_reduce=may_reduce,
+            )
+            for may_reduce in (True, self.gradient_bytes == FP32_BYTES)
+        )
         times: list[BucketTimes] = []
         received_bytes = 0.0
         for buckets in amounts.equal_buckets():
-            gather, scatter = amounts_by_rank(
-                kind, amounts, buckets[0], roles, ranks_per_node=per_node
+            gather, scatter = (
+                amounts_by_rank(each, amounts, buckets[0], roles, ranks_per_node=per_node)[place]
+                for place, each in enumerate((kind, scatter_kind))
             )
             num_received = self.parameter_bytes * float(gather.received.sum())
             num_received += self.gradient_bytes * float(scatter.received.sum())
             received_bytes += len(buckets) * num_received / self.cluster.num_ranks
             gather_ms = self._collective_ms(gather, self.parameter_bytes, kind)
-            scatter_ms = self._collective_ms(scatter, self.gradient_bytes, kind)
+            scatter_ms = self._collective_ms(scatter, self.gradient_bytes, scatter_kind)
             times += [
                 BucketTimes(
                     index=bucket.index,
@@ -292,5 +329,5 @@ class RegroupCosts:
     def _update_ms(self, bucket: Bucket) -> float:
         borders = bucket.shard_borders
         most = max(stop - start for start, stop in itertools.pairwise(borders))
-        num_bytes = most * (_UPDATE_FP32_PASSES * _FP32_BYTES + self.parameter_bytes)
+        num_bytes = most * (_UPDATE_FP32_PASSES * FP32_BYTES + self.parameter_bytes)
         return self.factor * _MS_PER_S * num_bytes / self.memory_bytes_per_s

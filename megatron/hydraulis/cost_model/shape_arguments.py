@@ -5,8 +5,9 @@ import ast
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.hydraulis.cost_model.device import (
@@ -15,8 +16,9 @@ from megatron.hydraulis.cost_model.device import (
     described_device,
     device_constants,
 )
+from megatron.hydraulis.cost_model.interface import usual_time_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
-from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
 from megatron.hydraulis.strategy import Strategy
@@ -154,6 +156,14 @@ def add_regroup_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="regroup before and after compute instead of during it",
     )
+    add_gradient_argument(links)
+
+
+def add_gradient_argument(parser: argparse._ActionsContainer) -> None:
+    """Declare --grad-reduce-in-bf16, as in training."""
+    parser.add_argument(
+        "--grad-reduce-in-bf16", action="store_true", help="let gradients travel in bf16"
+    )
 
 
 def regroup_costs(
@@ -208,8 +218,20 @@ def regroup_costs(
         replace(cluster, **links),
         num_atoms=math.lcm(*tp_degrees),
         parameter_bytes=4 if is_fp32 else 2,
+        gradient_bytes=BF16_BYTES if namespace.grad_reduce_in_bf16 and not is_fp32 else FP32_BYTES,
         overlaps=not namespace.no_regroup_overlap,
     )
+
+
+def print_bf16_advice(
+    profile: ProfileCostModel, shares: Mapping[Strategy, float], iteration_ms: float
+) -> None:
+    """Print what --grad-reduce-in-bf16 would save, if that is worth it; see `bf16_advice`."""
+    if profile.regroup is not None:
+        times = partial(usual_time_ms, profile)
+        advice = profile.regroup.bf16_advice(shares, times, iteration_ms)
+        if advice is not None:
+            print(advice)
 
 
 def warn_of_unknown_overheads(

@@ -19,6 +19,7 @@ _CHANGE_UPDATE = (
     "decoupled_min_lr",
     "global_batch_size",
     "global_batch_tokens",
+    "grad_reduce_in_bf16",
     "lr_warmup_init",
     "lr_wsd_decay_iters",
     "lr_wsd_decay_samples",

@@ -12,6 +12,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron.hydraulis.cost_model.context import CP_COMM_TYPES, all_to_all_refusal
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
+from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.samples import check_counting
@@ -441,6 +442,11 @@ def _check_modules(args: argparse.Namespace) -> None:
             "its output bias would get no gradient; add --disable-bias-linear or use "
             "--recompute-granularity full"
         )
+
+
+def gradient_bytes(args: argparse.Namespace) -> int:
+    """Bytes of a gradient on the wire."""
+    return BF16_BYTES if args.bf16 and args.grad_reduce_in_bf16 else FP32_BYTES
 
 
 def recompute_of(args: argparse.Namespace) -> Recompute:

@@ -51,7 +51,8 @@ _CHANGES_UPDATE = {
     "calculate_per_token_loss": "the loss is a mean over the tokens of the global batch",
     "reset_position_ids": "positions restart in every sequence",
     "reset_attention_mask": "attention stays inside a sequence",
-    "accumulate_allreduce_grads_in_fp32": "gradients are added in fp32",
+    "accumulate_allreduce_grads_in_fp32": "gradients are added in fp32, also if they travel in "
+    "bf16",
 }
 _GROWTH = ("rampup_batch_size", "step_batch_size_schedule")
 _FILLERS = ("eval_interval", "save_interval")

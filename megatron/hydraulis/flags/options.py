@@ -80,7 +80,8 @@ _TOPICS = {
         --lr-wsd-decay-samples
         --weight-decay --start-weight-decay --end-weight-decay --weight-decay-incr-style --clip-grad
         --apply-wd-to-qk-layernorm --no-weight-decay-cond-type --adam-beta1 --adam-beta2 --adam-eps
-        --use-distributed-optimizer --bf16 --accumulate-allreduce-grads-in-fp32""",
+        --use-distributed-optimizer --bf16 --accumulate-allreduce-grads-in-fp32
+        --grad-reduce-in-bf16""",
     "Checkpoints": """
         --save --save-interval --async-save --load --ckpt-step --finetune --no-load-optim
         --exit-on-missing-checkpoint --dist-ckpt-optim-fully-reshardable
@@ -158,6 +159,8 @@ _DIFFERENT = {
     "per head; both take --core-attention sdpa",
     "--glu-linear-offset": "added to the linear half of a gated MLP",
     "--activation-func-clamp-value": "limit of both halves of a gated MLP",
+    "--grad-reduce-in-bf16": "gradients travel in bf16, half the bytes, and are added in fp32, "
+    "those of micro-batches too",
     "--sequence-parallel": "on wherever tp > 1, unless --no-sequence-parallel",
     "--use-rotary-position-embeddings": "--position-embedding-type rope",
     "--attention-backend": "chooses --core-attention where that is not given: local and unfused "
@@ -218,6 +221,7 @@ _NEEDS = {
         --rotary-base --rotary-percent --rotary-interleaved
         --rotary-seq-len-interpolation-factor --use-rope-scaling --no-rope-freq""",
     Need("window_size", "--window-size"): "--window-attn-skip-freq",
+    Need("bf16", "--bf16"): "--grad-reduce-in-bf16",
     Need("qk_layernorm", "--qk-layernorm"): (
         "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type"
     ),
@@ -333,7 +337,7 @@ _TAKEN_FOR = {
         --suggested-communication-unit-size --num-distributed-optimizer-instances""",
     _FP32_STATE: """
         --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype
-        --exp-avg-sq-dtype --grad-reduce-in-bf16""",
+        --exp-avg-sq-dtype""",
     "tensor-parallel layers run without this overlap of communication": """
         --tp-comm-overlap --tp-comm-overlap-cfg --no-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad
         --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad

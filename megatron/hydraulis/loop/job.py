@@ -28,6 +28,7 @@ from megatron.hydraulis.errors import (
     why_not_written,
 )
 from megatron.hydraulis.flags.arguments import Resolved, install_globals
+from megatron.hydraulis.flags.checks import gradient_bytes
 from megatron.hydraulis.flags.defaults import has_fused_weight_gradients
 from megatron.hydraulis.flags.describe import (
     batch_text,
@@ -46,6 +47,7 @@ from megatron.hydraulis.loop.memory_safety import MemorySafety
 from megatron.hydraulis.loop.model_container import (
     HydraulisModelConfig,
     choose_core_attention,
+    gradient_dtype,
     model_config,
 )
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
@@ -147,6 +149,11 @@ class Job:
                 print(f"  longest sequence {int(corpus.lengths.max()):,} tokens")
         assert corpora[0] is not None
         print(f"global batch {batch_text(self._resolved, corpora[0].mean_length)}")
+        sizes = self._resolved.sizes
+        mean_tokens = 1.0 if sizes.in_tokens else corpora[0].mean_length
+        advice = self._planning.bf16_advice(sizes.largest * mean_tokens)
+        if advice is not None:
+            print(f"regrouping   {advice}")
         length = length_text(self._resolved, corpora[0].mean_length)
         if length:
             print(f"training     {length}")
@@ -373,6 +380,7 @@ class Job:
                 lambda: memory.planning,
                 store,
                 model=self._profiled_model,
+                gradient_bytes=gradient_bytes(args),
                 has_cuda=self._has_cuda,
             )
         guard = HangGuard(store, rank, num_ranks, 60.0 * args.distributed_timeout_minutes)
@@ -467,6 +475,7 @@ class Job:
             seed=args.seed,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
             owners_for=self._resolved.hydraulis.regroup_owners_for,
+            gradient_dtype=gradient_dtype(self._resolved),
             overlap=not self._resolved.hydraulis.no_regroup_overlap,
             spans=spans,
         )

@@ -14,7 +14,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
+from megatron.hydraulis.cost_model.regrouping import BF16_BYTES
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
+from megatron.hydraulis.flags.checks import gradient_bytes
 from megatron.hydraulis.runtime.core_attention import (
     CoreAttention,
     CoreAttentionName,
@@ -101,6 +103,11 @@ def model_config(resolved: Resolved, core_attention: CoreAttentionName) -> Hydra
     config.core_attention = core_attention
     config.decays_qk_norms = resolved.args.apply_wd_to_qk_layernorm
     return config
+
+
+def gradient_dtype(resolved: Resolved) -> torch.dtype | None:
+    """In which gradients travel; None for that in which they are added up."""
+    return torch.bfloat16 if gradient_bytes(resolved.args) == BF16_BYTES else None
 
 
 def model_definition(config: HydraulisModelConfig) -> ModelDefinition:

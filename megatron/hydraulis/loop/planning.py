@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.interface import CostModel, usual_time_ms
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
@@ -17,7 +18,7 @@ from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.cost_model.shape_arguments import keeps_gate
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
-from megatron.hydraulis.flags.checks import check_schedule, recompute_of
+from megatron.hydraulis.flags.checks import check_schedule, gradient_bytes, recompute_of
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.flags.describe import describe
 from megatron.hydraulis.planner.ahead import LookAheadPlanner
@@ -101,6 +102,7 @@ class Planning:
             cluster,
             num_atoms=resolved.pool.tp_lcm,
             parameter_bytes=2 if resolved.args.bf16 else 4,
+            gradient_bytes=gradient_bytes(resolved.args),
             overlaps=not resolved.hydraulis.no_regroup_overlap,
         )
         if profile is not None:
@@ -145,6 +147,25 @@ class Planning:
             cost_model=self.source,
             left_out=self.left_out,
         )
+
+    def bf16_advice(self, num_tokens: float) -> str | None:
+        """What --grad-reduce-in-bf16 would save in the mean over the strategies, if that is worth
+        a line.
+
+        num_tokens: of a global batch, assumed to fill micro-batches evenly.
+        """
+        cost_model, strategies = self.cost_model, self.pool.strategies
+        assert isinstance(cost_model, AnalyticCostModel | ProfileCostModel)
+        assert cost_model.regroup is not None
+        times = partial(usual_time_ms, cost_model)
+        iteration_ms = fmean(
+            cost_model.overhead_ms(strategy)
+            + num_tokens
+            / sum(cost_model.max_tokens(r.scheme) / times(r.scheme) for r in strategy.replicas)
+            for strategy in strategies
+        )
+        shares = dict.fromkeys(strategies, 1.0 / len(strategies))
+        return cost_model.regroup.bf16_advice(shares, times, iteration_ms)
 
     def check_longest(self, lengths: Mapping[str, int]) -> None:
         """Raise ConfigurationError for a longest sequence that no strategy holds.
@@ -229,7 +250,7 @@ def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
             and resolved.args.transformer_impl == "local"
         ),
         has_te_layers=resolved.args.transformer_impl == "transformer_engine",
-        pool=PoolFootprint.of(pool),
+        pool=PoolFootprint.of(pool, gradient_bytes=gradient_bytes(resolved.args)),
     )
 
 

@@ -583,6 +583,7 @@ class RunRefit:
         current: what the run plans with at the time of the call.
         store: of the job.
         model: that is trained.
+        gradient_bytes: of a gradient on the wire.
         has_cuda: whether the job computes on CUDA devices.
     """
 
@@ -593,11 +594,13 @@ class RunRefit:
         store: dist.Store,
         *,
         model: ProfiledModel,
+        gradient_bytes: int,
         has_cuda: bool,
     ) -> None:
         self._hydraulis = hydraulis
         self._current = current
         self._model = model
+        self._gradient_bytes = gradient_bytes
         self._pool = current().pool
         """With strategies that are later dropped because they run out of memory."""
         self._store = dist.PrefixStore("hydraulis_refit", store)
@@ -661,6 +664,7 @@ class RunRefit:
             source=f"{self._refit.verdict}; before: {planning.source}",
             date=datetime.date.today().isoformat(),
         )
+        profile = replace(profile, gradient_bytes=self._gradient_bytes)
         path = folder / REFITTED_PROFILE_FILE_NAME
         try:
             write_json(path, profile.to_json())

@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cost profile, JSON, times in ms, limits in tokens",
     )
     parser.add_argument("--pool", required=True, metavar="FILE", help="pool of strategies, JSON")
+    parser.add_argument(
+        "--grad-reduce-in-bf16",
+        action="store_true",
+        help="gradients travelled in bf16: measured overheads count only if they did so there",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -47,7 +52,8 @@ def run(namespace: argparse.Namespace) -> int:
     Raises DataError for a file that cannot be read.
     """
     lengths = read_lengths(namespace.lengths)
-    pool = read_pool(namespace.pool, namespace.cost_profile)
+    gradient_bytes = 2 if namespace.grad_reduce_in_bf16 else 4
+    pool = read_pool(namespace.pool, namespace.cost_profile, gradient_bytes)
     try:
         plan = read_plan(namespace.plan)
         findings = check_plan(plan, lengths, pool)

@@ -300,10 +300,17 @@ def _lengths_of_index(path: str) -> list[int]:
     return [num_tokens - 1 for num_tokens in documents if num_tokens > 1]
 
 
-def read_pool(pool_path: str, profile_path: str) -> dict[str, StrategyFigures]:
-    """Strategies by name; DataError if a file is damaged or a scheme is not in the cost profile."""
+def read_pool(
+    pool_path: str, profile_path: str, gradient_bytes: int = 4
+) -> dict[str, StrategyFigures]:
+    """Strategies by name; DataError if a file is damaged or a scheme is not in the cost profile.
+
+    gradient_bytes: of a gradient on the wire; overheads of another size do not count.
+    """
     profile, pool = _json(profile_path), _json(pool_path)
     try:
+        if profile.get("gradient_bytes", 4) != gradient_bytes:
+            profile.pop("strategies", None)
         return _strategies(pool, profile)
     except KeyError as error:
         raise DataError(f"{pool_path}, {profile_path}: needs {error} but lacks it") from error

@@ -12,6 +12,7 @@ from megatron.hydraulis.cost_model.limits import Limits, add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
+    print_bf16_advice,
     regroup_costs,
     warn_of_unknown_overheads,
 )
@@ -116,6 +117,9 @@ def run(namespace: argparse.Namespace) -> int:
         return 0
     warn_of_unknown_overheads(cost_model, pool.strategies)
     print(summary(plan))
+    print_bf16_advice(
+        cost_model, {pool.strategy(plan.strategy): 1.0}, MS_PER_S * plan.predicted_time_s
+    )
     if explanation is not None:
         console = results_console(_WIDTH)
         console.print(strategy_table(explanation, pool, cost_model))
@@ -124,6 +128,7 @@ def run(namespace: argparse.Namespace) -> int:
         print_next(
             *("hydraulis check-plan --plan", namespace.out, "--lengths", namespace.lengths),
             *("--cost-profile", namespace.cost_profile, "--pool", namespace.pool),
+            *(["--grad-reduce-in-bf16"] if namespace.grad_reduce_in_bf16 else []),
         )
     return 0
 

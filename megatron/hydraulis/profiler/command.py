@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,13 @@ from hydraulis_patches.cpu_backend import apply_cpu_backend
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
-from megatron.hydraulis.flags.checks import check_vocabulary_parts
+from megatron.hydraulis.flags.checks import check_vocabulary_parts, gradient_bytes
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.loop.faults import quieten_upstream, report_error
 from megatron.hydraulis.loop.model_container import (
     choose_core_attention,
+    gradient_dtype,
     model_config,
     model_definition,
 )
@@ -329,7 +330,7 @@ class _Job:
             }
             strategies = self._strategies(rig, measurements, points, report)
         rig.close()
-        return profile_of(
+        profile = profile_of(
             points,
             strategies,
             model=profiled_model(self.resolved, core_attention.name),
@@ -339,6 +340,7 @@ class _Job:
             date=date.today().isoformat(),
             setup=setup,
         )
+        return replace(profile, gradient_bytes=gradient_bytes(args))
 
     def _strategies(
         self,
@@ -395,6 +397,7 @@ class _Job:
             AdamWSettings(lr=args.lr, clip_grad=args.clip_grad, eps=args.adam_eps),
             seed=args.seed,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
+            gradient_dtype=gradient_dtype(self.resolved),
             overlap=not self.resolved.hydraulis.no_regroup_overlap,
             spans=spans,
         )

@@ -12,6 +12,7 @@ from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
+    print_bf16_advice,
     regroup_costs,
     warn_of_unknown_overheads,
 )
@@ -41,6 +42,7 @@ from megatron.hydraulis.terminal import (
 _NONE = "–"
 _NUM_BATCHES = 32
 _PROFILE_SUFFIX = ".cost_profile.json"
+_MS_PER_S = 1e3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,6 +163,11 @@ def run(namespace: argparse.Namespace) -> int:
             f"not measured: {', '.join(map(str, assumed))}; assumed from other widths of cp, with "
             "a ring of keys and values that nothing hides. Measure them with hydraulis profile."
         )
+    shares = {
+        proposal.pool.strategy(member.name): member.num_batches / proposal.num_batches
+        for member in proposal.members
+    }
+    print_bf16_advice(cost_model, shares, _MS_PER_S * proposal.mean_s)
     if namespace.out is not None:
         print(f"pool: {namespace.out}")
         if assumed:

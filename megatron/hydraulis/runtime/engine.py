@@ -120,6 +120,8 @@ class Engine:
         owners_for: a strategy of the pool for which owners are chosen, so that ranks own what they
             hold in it (`transfer.owner_order`); rank r owns share r where None. Fixed for the run:
             it determines where optimizer state is.
+        gradient_dtype: in which gradients travel; None for that in which they are added up, fp32
+            or with an fp64 model fp64.
         overlap: overlap regrouping with compute; the results are the same bit by bit.
         num_slots: staging slots: buckets that may be rearranged at the same time.
         spans: records gathers, scatters, waits, and the work of the schedules.
@@ -140,6 +142,7 @@ class Engine:
         timeout: timedelta | None = None,
         num_atoms: int | None = None,
         owners_for: str | None = None,
+        gradient_dtype: torch.dtype | None = None,
         overlap: bool = True,
         num_slots: int = NUM_STAGING_SLOTS,
         spans: SpanRecorder = NO_SPANS,
@@ -187,7 +190,14 @@ class Engine:
         self.gather_timer = StallTimer("gather wait", spans, stamp)
         self.scatter_timer = StallTimer("scatter wait", spans, stamp)
         self._runtimes = StrategyRuntimes(
-            definition, pool, groups, self.layout, self.shards, self.memory, self.dtype
+            definition,
+            pool,
+            groups,
+            self.layout,
+            self.shards,
+            self.memory,
+            self.dtype,
+            gradient_dtype or wide,
         )
         self._gathered: tuple[str, GatherPass] | None = None
         """The strategy whose current parameters are in the arena or on their way there."""

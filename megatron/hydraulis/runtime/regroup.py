@@ -51,6 +51,8 @@ class Regrouper:
         shards: this rank's canonical shards.
         arena: this rank's arena, its model bound; None where idle.
         wire_dtype: in which parameters travel: that of every rank's arena.
+        gradient_dtype: in which gradients travel. Owners and relays add them up in the dtype of
+            the shards.
         group: of all ranks, in their order, used for regrouping only.
         ranks_per_node: as the pool says.
     """
@@ -63,36 +65,53 @@ class Regrouper:
         arena: Arena | None,
         *,
         wire_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
         group: dist.ProcessGroup,
         ranks_per_node: int,
     ) -> None:
-        self.collective = collective_of(layout, roles, ranks_per_node=ranks_per_node)
-        """The kind of all transfers of the strategy."""
-        plans = strategy_plans(
+        self.collective, scatter_collective = (
+            collective_of(layout, roles, ranks_per_node=ranks_per_node, may_reduce=may_reduce)
+            for may_reduce in (True, gradient_dtype == shards.gradients.dtype)
+        )
+        """The kind of gathers, and of scatters that may use it."""
+        plans = scatter_plans = strategy_plans(
             self.collective, layout, roles, ranks_per_node=ranks_per_node, rank=shards.rank
         )
+        if scatter_collective is not self.collective:
+            scatter_plans = strategy_plans(
+                scatter_collective, layout, roles, ranks_per_node=ranks_per_node, rank=shards.rank
+            )
         self.traffic = regroup_bytes(
             [gather for gather, _ in plans],
-            [scatter for _, scatter in plans],
+            [scatter for _, scatter in scatter_plans],
             shards.rank,
             ranks_per_node=ranks_per_node,
             parameter_bytes=wire_dtype.itemsize,
-            gradient_bytes=shards.gradients.element_size(),
+            gradient_bytes=gradient_dtype.itemsize,
         )
         """What this rank exchanges with others in an iteration."""
         self.routes: list[Route] = []
         """By index of the bucket."""
+        self._scatter_routes: list[Route] = []
         role = roles[shards.rank]
         # Views are made here, and torch refuses views beyond the current memory.
         with nullcontext() if arena is None else arena.in_memory():
-            for bucket, (gather, scatter) in zip(layout.buckets, plans, strict=True):
+            for bucket, plan, scatter_plan in zip(
+                layout.buckets, plans, scatter_plans, strict=True
+            ):
                 held: tuple[Copy, ...] = ()
                 contributed: tuple[Copy, ...] = ()
                 if role is not None and arena is not None:
                     held = canonical_copies(layout, bucket, role, arena, gradients=False)
                     contributed = canonical_copies(layout, bucket, role, arena, gradients=True)
-                ends = BucketEnds(bucket, shards, held, contributed, wire_dtype, group)
-                self.routes.append(make_route(ends, gather, scatter))
+                ends = BucketEnds(
+                    bucket, shards, held, contributed, wire_dtype, gradient_dtype, group
+                )
+                route = make_route(ends, *plan)
+                self.routes.append(route)
+                self._scatter_routes.append(
+                    route if scatter_plan is plan else make_route(ends, *scatter_plan)
+                )
 
     def gather_job(self, bucket: int) -> Job:
         """Fills the arena's parameters of the bucket from the shards of all ranks."""
@@ -101,7 +120,7 @@ class Regrouper:
 
     def scatter_job(self, bucket: int) -> Job:
         """Adds up the gradients of the bucket on the shards, in the order of the ranks."""
-        route = self.routes[bucket]
+        route = self._scatter_routes[bucket]
         return route.job("scatter", route.scatter_needs_staging)
 
 
@@ -116,7 +135,9 @@ class BucketEnds:
     contributed: tuple[Copy, ...]
     """What it contributes to gradients, in canonical order."""
     wire_dtype: torch.dtype
-    """In which parameters travel; gradients travel in the dtype of the shards."""
+    """In which parameters travel."""
+    gradient_dtype: torch.dtype
+    """In which gradients travel: that of the shards, or a narrower one."""
     group: dist.ProcessGroup
     """Of all ranks, in their order."""
 
@@ -177,7 +198,8 @@ class Route(ABC):
         self._arrivals = in_order_of(arriving, ends.held)
         self._departures = in_order_of(departing, ends.contributed)
         self._arrival_run = single_run(self._arrivals, num_received)
-        self._departure_run = single_run(self._departures, num_sent)
+        narrows = ends.gradient_dtype != ends.gradients.dtype
+        self._departure_run = None if narrows else single_run(self._departures, num_sent)
         self._pads = sum(copy.stop - copy.start for copy in self._departures) < num_sent
 
     @property
@@ -241,7 +263,7 @@ class Route(ABC):
         """What the rank contributes, in the order in which it is sent."""
         if self._departure_run is not None:
             return self._departure_run
-        send = slot.take("sent", self._num_sent, self._ends.gradients.dtype)
+        send = slot.take("sent", self._num_sent, self._ends.gradient_dtype)
         if self._pads:
             send.zero_()  # padding is added up as well
         for copy in self._departures:
@@ -406,13 +428,17 @@ class TwoStepRoute(Route):
         send = self._packed_gradients(slot)
         received = slot.take("received", sum(inside.received), send.dtype)
         yield self._exchange(received, send, inside)
-        relayed = slot.take("relayed", sum(across.sent), send.dtype).zero_()
+        relayed = slot.take("relayed", sum(across.sent), self._ends.gradients.dtype).zero_()
         for copy in self._scatter_relays:
             relayed[copy.across_start : copy.across_start + copy.num_elements] += received[
                 copy.inside_start : copy.inside_start + copy.num_elements
             ]
-        received = slot.take("received", sum(across.received), send.dtype)
-        yield self._exchange(received, relayed, across)
+        dtype = send.dtype
+        send = relayed
+        if relayed.dtype != dtype:
+            send = slot.take("sent", relayed.numel(), dtype).copy_(relayed)
+        received = slot.take("received", sum(across.received), dtype)
+        yield self._exchange(received, send, across)
         self._add_to_shard(self._scatter_runs, received)
 
 

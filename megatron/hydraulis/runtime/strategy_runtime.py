@@ -60,6 +60,7 @@ class StrategyRuntimes:
         shards: of this rank.
         memory: that all models are bound to.
         dtype: in which parameters travel.
+        gradient_dtype: in which gradients travel.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StrategyRuntimes:
         shards: CanonicalShards,
         memory: ArenaMemory,
         dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
     ) -> None:
         self._definition = definition
         self._pool = pool
@@ -79,6 +81,7 @@ class StrategyRuntimes:
         self._shards = shards
         self._memory = memory
         self._dtype = dtype
+        self._gradient_dtype = gradient_dtype
         self._built: dict[str, StrategyRuntime] = {}
         self._bound_roles: dict[object, BoundRole] = {}
         self._is_training = True
@@ -110,6 +113,7 @@ class StrategyRuntimes:
             self._shards,
             None if bound is None else bound.arena,
             wire_dtype=self._dtype,
+            gradient_dtype=self._gradient_dtype,
             group=self._groups.regroup,
             ranks_per_node=self._pool.ranks_per_node,
         )

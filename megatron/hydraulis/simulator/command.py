@@ -15,6 +15,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
     given_shape,
+    print_bf16_advice,
     regroup_costs,
     warn_of_unknown_overheads,
 )
@@ -57,6 +58,7 @@ from megatron.hydraulis.terminal import (
 
 RESULTS_FILE_NAME, PICTURE_FILE_NAME = "simulation.json", "simulation.png"
 ITERATION_PICTURE_FILE_NAME = "iteration.png"
+_MS_PER_S = 1e3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -238,6 +240,13 @@ def run(namespace: argparse.Namespace) -> int:
     console.print(strategy_use_table(results))
     for name, why in skipped.items():
         console.print(f"{name!r} is skipped: {why}.", markup=False)
+    for result in results:
+        if result.name == POOL:
+            num_iterations = len(result.accounts)
+            shares = {
+                pool.strategy(name): num / num_iterations for name, num in result.num_uses.items()
+            }
+            print_bf16_advice(profile, shares, _MS_PER_S * result.time_s / num_iterations)
     if namespace.out is not None:
         console.print(f"written to {namespace.out}", markup=False)
     print_next(

@@ -242,6 +242,29 @@ def test_staging_of_a_pool(texts: list[str], expected: tuple[float, ...]) -> Non
     assert (found.share_as_owner, found.share_as_role, found.share_relayed) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # Packed for the wire in any order; received in place as before.
+        ("8*tp8", (1 / 8, 0, 1 / 8, 0)),
+        ("16*tp4", (2 / 8, 1 / 4, 1 / 4, 1 / 8)),
+        # No reduce-scatter: relays between nodes.
+        ("8*tp1cp8", (1, 1, 1, 1 / 8)),
+    ],
+)
+def test_staging_of_gradients_in_bf16(text: str, expected: tuple[float, ...]) -> None:
+    pool = Pool.of(Strategy.parse(text, 64, ranks_per_node=8))
+    found = PoolFootprint.of(pool, gradient_bytes=2)
+    shares = (found.share_as_owner, found.share_as_role, found.share_sent_by_role)
+    assert (*shares, found.share_relayed) == expected
+    scheme = pool.strategies[0].replicas[0].scheme
+    in_fp32, in_bf16 = (
+        replace(memory(), pool=PoolFootprint.of(pool, gradient_bytes=size)).state_bytes(scheme, 0)
+        for size in (4, 2)
+    )
+    assert in_bf16 < in_fp32
+
+
 @pytest.mark.parametrize("text", ["8*tp8", "16*tp4", "8*tp1cp8", "4*tp1cp8pp2", "2*tp8pp4", "64"])
 def test_a_scheme_alone_takes_what_a_job_of_it_takes(text: str) -> None:
     strategy = Strategy.parse(text.replace("64", "64*tp1"), 64, ranks_per_node=8)

@@ -11,7 +11,12 @@ from megatron.hydraulis.cost_model.profile import (
     ProfiledScheme,
     ProfiledStrategy,
 )
-from megatron.hydraulis.cost_model.regrouping import BucketTimes, Hiding, RegroupTimes
+from megatron.hydraulis.cost_model.regrouping import (
+    BucketTimes,
+    Hiding,
+    RegroupCosts,
+    RegroupTimes,
+)
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.strategy import Scheme, Strategy
 from megatron.hydraulis.transfer.canonical import Unit
@@ -96,6 +101,43 @@ class TestExposed:
         assert alone_ms - hidden_ms == pytest.approx(of_first_stage)
 
 
+class TestBf16Gradients:
+    in_fp32 = regroup_costs(8, ranks_per_node=4)
+    in_bf16 = replace(in_fp32, gradient_bytes=2)
+
+    def times(self, text: str) -> tuple[RegroupTimes, RegroupTimes]:
+        of = Strategy.parse(text, 8, ranks_per_node=4)
+        return self.in_fp32.times(of), self.in_bf16.times(of)
+
+    @pytest.mark.parametrize("text", ["tp4+4*tp1", "2*tp4", "4*pp2", "tp2pp2+2*tp2"])
+    def test_scatters_take_half_the_time_and_nothing_else_changes(self, text: str) -> None:
+        for wide, narrow in zip(*(times.buckets for times in self.times(text)), strict=True):
+            halved = replace(wide, scatter_ms=pytest.approx(wide.scatter_ms / 2))  # type: ignore[arg-type]
+            assert narrow == halved
+
+    def test_relays_replace_the_reduce_scatter_between_nodes(self) -> None:
+        # A share crosses to the other node once. Without relays 4 of 8 ranks would send it.
+        wide, narrow = self.times("8*tp1")
+        for before, after in zip(wide.buckets, narrow.buckets, strict=True):
+            assert after.gather_ms == before.gather_ms
+            assert after.scatter_ms < before.scatter_ms
+
+    def test_advice_where_it_saves_more_than_one_percent(self) -> None:
+        of = Strategy.parse("2*tp4", 8, ranks_per_node=4)
+        costs = replace(self.in_fp32, hiding=Hiding.NOTHING)
+        scatter_ms = sum(bucket.scatter_ms for bucket in costs.times(of).buckets)
+
+        def advice(costs: RegroupCosts, iteration_ms: float) -> str | None:
+            return costs.bf16_advice({of: 1.0}, lambda _: 0.0, iteration_ms)
+
+        saved_ms = scatter_ms / 2
+        text = f"--grad-reduce-in-bf16 would save {saved_ms:.0f} ms an iteration"
+        assert advice(costs, 99 * saved_ms) == text
+        assert advice(costs, 101 * saved_ms) is None
+        assert advice(replace(costs, gradient_bytes=2), saved_ms) is None
+        assert advice(replace(costs, parameter_bytes=4), saved_ms) is None
+
+
 class TestOverheads:
     costs = regroup_costs(4, ranks_per_node=4, hiding=Hiding.ONE_QUEUE)
 
@@ -130,6 +172,19 @@ class TestOverheads:
         assert calibrated.regroup.times(strategy(MIXED)).total_ms == pytest.approx(
             3.0 * self.costs.times(strategy(MIXED)).total_ms
         )
+
+    def test_overheads_with_gradients_of_another_size_only_scale(self) -> None:
+        costs = replace(self.costs, gradient_bytes=2)
+        in_fp32_ms, in_bf16_ms = (
+            profile().with_regrouping(each).overhead_ms(strategy(SINGLE))
+            for each in (self.costs, costs)
+        )
+        row = ProfiledStrategy(name="S6", replicas=SINGLE, regroup_ms=3.0 * in_fp32_ms)
+        calibrated = profile(row).with_regrouping(costs)
+        assert calibrated.overhead_ms(strategy(SINGLE)) == pytest.approx(3.0 * in_bf16_ms, rel=0.05)
+        measured = replace(profile(row), gradient_bytes=2)
+        assert measured.with_regrouping(costs).overhead_ms(strategy(SINGLE)) == 3.0 * in_fp32_ms
+        assert ProfileCostModel.from_json(measured.to_json(), what="profile") == measured
 
     @pytest.mark.parametrize("replicas", ["4*tp2", "tp4"])
     def test_rows_of_another_job_or_without_their_schemes_count_for_nothing(

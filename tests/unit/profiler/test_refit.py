@@ -250,12 +250,20 @@ def test_the_profile_for_the_next_run_has_the_limits_of_the_end(
         cost_model=PROFILE, limits=limits, pool=Pool.of(*strategies), left_out=(), source="test"
     )
     flags = cast(Any, SimpleNamespace(refit_drift=0.1))
-    refit = RunRefit(flags, lambda: planning, dist.HashStore(), model=MODEL, has_cuda=False)
+    refit = RunRefit(
+        flags,
+        lambda: planning,
+        dist.HashStore(),
+        model=MODEL,
+        gradient_bytes=2,
+        has_cuda=False,
+    )
     # The other strategy was dropped, and the next run must find its scheme.
     reduced = limits.reduced([(Scheme(), 700), (Scheme(tp=2), 0)])
     planning = replace(planning, limits=reduced, pool=Pool.of(strategies[0]))
     refit.write(tmp_path)
     written = ProfileCostModel.read(tmp_path / REFITTED_PROFILE_FILE_NAME)
+    assert written.gradient_bytes == 2
     assert {row.scheme: row.max_tokens for row in written.schemes} == {
         Scheme(): 700,
         Scheme(tp=2): 0,
