@@ -56,6 +56,7 @@ from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import pack
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.plan import IterationPlan
@@ -237,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         window = min(CONTEXT_TOKENS, _longest_held(pool, device.cost_model))
         batches = sample_batches(
             read_length_counts(WIKIPEDIA).cut(window, "truncate").sequences,
-            batch_tokens=int(TOKENS_PER_RANK * pool.num_ranks),
+            sizes=BatchSizes.constant(num_tokens=int(TOKENS_PER_RANK * pool.num_ranks)),
             num_batches=options.iterations,
             seed=options.seed,
         )

@@ -21,9 +21,10 @@ from rich.table import Table
 from benchmarks import inputs
 from benchmarks.command import make_parser, write_figures
 from benchmarks.paired_statistics import ratio_of_totals
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.planners import CertifiedPlanner
-from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
+from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import Proposal, propose
 from megatron.hydraulis.strategy import Pool, Strategy
@@ -42,7 +43,7 @@ def proposed(
     """A proposal, and the CPU time that it took, s."""
     counts = read_length_counts(inputs.WIKIPEDIA).cut(inputs.CONTEXT_TOKENS, "truncate")
     batches = draw_batches(
-        counts, BatchSize(num_tokens=num_tokens), options.proposal_batches, options.seed
+        counts, BatchSizes.constant(num_tokens=num_tokens), options.proposal_batches, options.seed
     )
     model = inputs.cost_model()
     candidates = Candidates.of(model, num_ranks, RANKS_PER_NODE)

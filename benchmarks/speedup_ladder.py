@@ -31,6 +31,7 @@ from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
@@ -158,7 +159,7 @@ def simulate(
             np.minimum(corpus.lengths, inputs.CONTEXT_TOKENS),
             num_batches=options.iterations,
             seed=options.seed,
-            batch_tokens=inputs.BATCH_TOKENS,
+            sizes=BatchSizes.constant(num_tokens=inputs.BATCH_TOKENS),
         ),
         pool=pool,
         profile=profile,

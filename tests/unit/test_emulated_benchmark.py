@@ -24,6 +24,7 @@ from benchmarks.inputs import COST_PROFILE, DATA, WIKIPEDIA
 from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from megatron.hydraulis.simulator.batches import sample_batches
 from megatron.hydraulis.simulator.ways import equal_rows, first_fit_decreasing
@@ -101,8 +102,9 @@ def test_a_strategy_that_does_not_hold_a_row_is_refused() -> None:
 
 def test_batches_are_cut_filled_and_repeatable() -> None:
     lengths = LengthCounts.of([10, 200], [50, 5]).cut(60, "truncate").sequences
-    batches = sample_batches(lengths, batch_tokens=200, num_batches=3, seed=1)
-    assert batches == sample_batches(lengths, batch_tokens=200, num_batches=3, seed=1)
+    sizes = BatchSizes.constant(num_tokens=200)
+    batches = sample_batches(lengths, sizes=sizes, num_batches=3, seed=1)
+    assert batches == sample_batches(lengths, sizes=sizes, num_batches=3, seed=1)
     assert {length for batch in batches for length in batch} == {10, 60}
     assert all(150 < sum(batch) <= 200 for batch in batches)
 

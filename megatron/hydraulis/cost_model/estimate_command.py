@@ -73,6 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="local",
         help="layers, as in training, which take different memory (default: %(default)s)",
     )
+    job.add_argument("--qk-layernorm", action="store_true", help="norms of queries and keys")
+    job.add_argument(
+        "--softmax-type",
+        choices=("vanilla", "off-by-one", "learnable"),
+        default="vanilla",
+        help="of core attention, as in training, where others take more memory (default: vanilla)",
+    )
+    job.add_argument(
+        "--apply-layernorm-1p",
+        action="store_true",
+        help="norms around one, which take more memory in local layers",
+    )
     job.add_argument(
         "--recompute-granularity",
         choices=("full", "selective"),
@@ -129,7 +141,10 @@ def run(namespace: argparse.Namespace) -> int:
         sequence_parallel=namespace.sequence_parallel,
         recompute=recompute,
         cp_comm_type=namespace.cp_comm_type,
+        qk_norms=namespace.qk_layernorm,
         keeps_gate=keeps_gate(namespace),
+        softmax_type=namespace.softmax_type,
+        has_wide_norms=namespace.apply_layernorm_1p and namespace.transformer_impl == "local",
         has_te_layers=namespace.transformer_impl == "transformer_engine",
         pool=pool,
     )

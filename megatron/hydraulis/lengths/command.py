@@ -1,6 +1,8 @@
 """``hydraulis lengths``: statistics of a corpus as tables and a picture."""
 
 import argparse
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
 from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
 from megatron.hydraulis.observability.pictures import save_picture
@@ -202,6 +205,52 @@ def add_long_sequences(parser: argparse._ActionsContainer) -> None:
         default="split",
         help="what to do with a sequence longer than --seq-length (default: %(default)s)",
     )
+
+
+def add_batch_arguments(parser: argparse._ActionsContainer) -> None:
+    """Declares the flags that `batch_sizes` reads, as in training."""
+    parser.add_argument(
+        "--global-batch-size", type=int, metavar="N", help="sequences of a global batch"
+    )
+    parser.add_argument(
+        "--global-batch-tokens", type=int, metavar="N", help="or its most tokens instead"
+    )
+    parser.add_argument(
+        "--rampup-batch-size",
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
+        help="accepted: batches here are those of the end of training",
+    )
+    parser.add_argument(
+        "--step-batch-size-schedule",
+        metavar="'0:256 1M:512'",
+        help="likewise; without the others its last size is that of a batch, in sequences",
+    )
+
+
+def batch_sizes(namespace: argparse.Namespace) -> BatchSizes:
+    """The size of global batches; of those that grow in training the last, which stderr says.
+
+    Raises ConfigurationError unless exactly one size is given, and positive.
+    """
+    num_sequences, num_tokens = namespace.global_batch_size, namespace.global_batch_tokens
+    schedule = namespace.step_batch_size_schedule
+    if schedule is not None and num_sequences is None and num_tokens is None:
+        last = re.fullmatch(r"(?:.*[\s,])?[\d.]+[KMBT]?:(\d+)", schedule.strip(), re.IGNORECASE)
+        if last is None:
+            raise ConfigurationError(
+                f"--step-batch-size-schedule lists sizes from numbers of tokens on but is "
+                f"'{schedule}'; write for example '0:256 1M:512'"
+            )
+        num_sequences = int(last[1])
+    sizes = BatchSizes.constant(num_sequences=num_sequences, num_tokens=num_tokens)
+    if schedule is not None or namespace.rampup_batch_size is not None:
+        print(
+            f"batches grow in training; these are those of its end, {sizes.largest:,} {sizes.unit}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return sizes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

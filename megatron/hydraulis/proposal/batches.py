@@ -5,37 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts
 
 _DRAWN_AT_ONCE = 4096
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSize:
-    """Size of a global batch, in sequences or in tokens.
-
-    Raises ConfigurationError unless exactly one of them is given, and positive.
-    """
-
-    num_sequences: int | None = None
-    num_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.num_sequences is None) == (self.num_tokens is None):
-            raise ConfigurationError(
-                f"a global batch is measured in sequences or in tokens but --global-batch-size is "
-                f"{self.num_sequences} and --global-batch-tokens {self.num_tokens}; give one"
-            )
-        if (self.num_sequences or self.num_tokens or 0) < 1:
-            raise ConfigurationError(
-                f"a global batch holds at least 1 but its size is "
-                f"{self.num_sequences or self.num_tokens}; raise it"
-            )
-
-
 def draw_batches(
-    counts: LengthCounts, size: BatchSize, num_batches: int, seed: int
+    counts: LengthCounts, size: BatchSizes, num_batches: int, seed: int
 ) -> tuple[tuple[int, ...], ...]:
     """Lengths in tokens of num_batches global batches, sequences sampled with replacement.
 
@@ -47,7 +25,7 @@ def draw_batches(
         raise ConfigurationError(
             f"a proposal needs at least 1 batch but --num-batches is {num_batches}; raise it"
         )
-    budget = size.num_tokens
+    budget = size.largest if size.in_tokens else None
     if budget is not None and counts.longest > budget:
         raise ConfigurationError(
             f"a global batch must hold the longest sequence: {counts.longest} tokens are more "
@@ -61,9 +39,7 @@ def draw_batches(
     while True:
         for length in generator.choice(counts.lengths, size=_DRAWN_AT_ONCE, p=shares).tolist():
             is_full = (
-                len(open_batch) == size.num_sequences
-                if budget is None
-                else num_tokens + length > budget
+                len(open_batch) == size.largest if budget is None else num_tokens + length > budget
             )
             if is_full:
                 batches.append(tuple(open_batch))

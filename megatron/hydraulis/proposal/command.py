@@ -19,13 +19,15 @@ from megatron.hydraulis.cost_model.shape_arguments import (
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
 from megatron.hydraulis.lengths.command import (
+    add_batch_arguments,
     add_lengths_arguments,
+    batch_sizes,
     check_seed,
     check_seq_length,
 )
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
-from megatron.hydraulis.proposal.batches import BatchSize, draw_batches
+from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
 from megatron.hydraulis.strategy.notation import parse_terms
@@ -49,12 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of the subcommand."""
     corpus = parser.add_argument_group("corpus and batches")
     add_lengths_arguments(corpus)
-    corpus.add_argument(
-        "--global-batch-size", type=int, metavar="N", help="size of a global batch in sequences"
-    )
-    corpus.add_argument(
-        "--global-batch-tokens", type=int, metavar="N", help="or its largest size in tokens"
-    )
+    add_batch_arguments(corpus)
     corpus.add_argument(
         "--num-batches",
         type=int,
@@ -118,10 +115,8 @@ def run(namespace: argparse.Namespace) -> int:
     counts = read_length_counts(namespace.lengths)
     if namespace.seq_length is not None:
         counts = counts.cut(namespace.seq_length, namespace.long_sequences)
-    size = BatchSize(
-        num_sequences=namespace.global_batch_size, num_tokens=namespace.global_batch_tokens
-    )
-    batches = draw_batches(counts, size, namespace.num_batches, namespace.seed)
+    sizes = batch_sizes(namespace)
+    batches = draw_batches(counts, sizes, namespace.num_batches, namespace.seed)
     cost_model, candidates = _candidates(namespace)
     with _progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         proposal = propose(

@@ -38,19 +38,17 @@ def sample_batches(
     *,
     num_batches: int,
     seed: int,
-    batch_tokens: int | None = None,
-    batch_size: int | None = None,
+    sizes: BatchSizes,
 ) -> list[tuple[int, ...]]:
     """Global batches as the training program samples them.
 
-    lengths: shape (num_sequences,), the corpus. A batch has batch_size sequences, or up to
-    batch_tokens tokens. Raises ConfigurationError as BatchSizes and LengthSampler do.
+    lengths: shape (num_sequences,), the corpus. Raises ConfigurationError as LengthSampler does.
     """
     sampler = LengthSampler(
         np.asarray(lengths),
         [SequenceGroup(0, len(lengths), 1.0)],
         seed=seed,
-        sizes=BatchSizes.constant(num_sequences=batch_size, num_tokens=batch_tokens),
+        sizes=sizes,
     )
     return [sampler.next_batch().lengths for _ in range(num_batches)]
 

@@ -21,7 +21,13 @@ from megatron.hydraulis.cost_model.shape_arguments import (
 )
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.json_object import write_json
-from megatron.hydraulis.lengths.command import add_long_sequences, check_seed, check_seq_length
+from megatron.hydraulis.lengths.command import (
+    add_batch_arguments,
+    add_long_sequences,
+    batch_sizes,
+    check_seed,
+    check_seq_length,
+)
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.observability.trace import (
     MERGED_FILE_NAME,
@@ -100,11 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="iterations to simulate (default: %(default)s)",
     )
-    size = batches.add_mutually_exclusive_group(required=True)
-    size.add_argument(
-        "--global-batch-size", type=int, metavar="N", help="sequences of an iteration"
-    )
-    size.add_argument("--global-batch-tokens", type=int, metavar="N", help="tokens of an iteration")
+    add_batch_arguments(batches)
     batches.add_argument(
         "--seq-length",
         type=int,
@@ -191,8 +193,7 @@ def run(namespace: argparse.Namespace) -> int:
         counts.sequences,
         num_batches=namespace.iterations,
         seed=namespace.seed,
-        batch_tokens=namespace.global_batch_tokens,
-        batch_size=namespace.global_batch_size,
+        sizes=batch_sizes(namespace),
     )
     names = [way for way in WAYS if way in namespace.ways]
     with (

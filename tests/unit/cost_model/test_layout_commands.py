@@ -11,7 +11,11 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.loop.planning import Planning
 from megatron.hydraulis.strategy import Scheme
+from tests.unit.argument_command import parse
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 COLUMNS = (
@@ -366,6 +370,37 @@ def test_patterns_are_lists_of_numbers(text: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         _estimated("--window-size", "7,0", "--window-attn-skip-freq", text, capsys=capsys)
     assert "--window-attn-skip-freq" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("--qk-layernorm", "--softmax-type off-by-one", "--softmax-type learnable"),
+        *("--apply-layernorm-1p", "--apply-layernorm-1p --transformer-impl transformer_engine"),
+    ],
+)
+def test_limits_of_variants_are_those_of_training(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = (
+        "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 --swiglu"
+    )
+    device = device_constants("h100")
+    job = f"--device {device.name} --schemes tp2 --num-ranks 8"
+    argv = f"{model} {flags} --vocab-size 32000"
+    assert main(["estimate", *argv.split(), *job.split(), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["schemes"]
+    resolved = parse(tmp_path, *argv.split(), "--disable-bias-linear", "--bf16")
+    # Without CUDA the flag falls back to local layers.
+    if "transformer_engine" in flags:
+        resolved.args.transformer_impl = "transformer_engine"
+    in_training = Planning.of(resolved, device, None).cost_model
+    assert isinstance(in_training, AnalyticCostModel)
+    alone = replace(in_training, pool=None, cp_comm_type="auto")
+    assert row["max_tokens"] == alone.max_tokens(Scheme(tp=2))
+    assert row["max_tokens"] <= replace(
+        alone, qk_norms=False, softmax_type="vanilla", has_wide_norms=False
+    ).max_tokens(Scheme(tp=2))
 
 
 @pytest.mark.parametrize("flag", ["--glu-linear-offset=1", "--activation-func-clamp-value=7"])

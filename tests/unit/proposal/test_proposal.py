@@ -14,10 +14,11 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.planner.planners import CertifiedPlanner
-from megatron.hydraulis.proposal.batches import BatchSize, draw_batches, regimes_of
+from megatron.hydraulis.proposal.batches import draw_batches, regimes_of
 from megatron.hydraulis.proposal.candidates import Candidates, Mix, neighbours
 from megatron.hydraulis.proposal.estimate import Estimator
 from megatron.hydraulis.proposal.evaluator import Evaluator
@@ -38,7 +39,7 @@ _SCHEMES = (
 )
 SHAPE = llama_shape(hidden_size=64, ffn_hidden_size=128, num_query_groups=8, vocab_size=64)
 COUNTS = LengthCounts.of([60, 200, 700, 1400, 3000, 5500], [60, 50, 25, 10, 4, 1])
-SIZE = BatchSize(num_sequences=14)
+SIZE = BatchSizes.constant(num_sequences=14)
 
 
 def profile(schemes: Any = _SCHEMES) -> dict[str, Any]:
@@ -183,7 +184,7 @@ def test_every_mix_can_be_reached_by_exchanges() -> None:
 
 def test_the_quick_estimate_is_near_the_plans() -> None:
     candidates = Candidates.of(MODEL, 8, 8)
-    batches = draw_batches(COUNTS, BatchSize(num_sequences=40), 2, 2)
+    batches = draw_batches(COUNTS, BatchSizes.constant(num_sequences=40), 2, 2)
     evaluator = Evaluator(candidates, MODEL, batches)
     mixes = [*single_scheme_mixes(candidates), (2, 1, 0, 1, 0, 0), (0, 0, 2, 1, 0, 0)]
     estimates_ms = Estimator(candidates, batches).times_ms(mixes, range(2))
@@ -240,16 +241,16 @@ def test_regimes() -> None:
 
 
 def test_batches_keep_their_budget() -> None:
-    batches = draw_batches(COUNTS, BatchSize(num_tokens=6000), 20, 0)
+    batches = draw_batches(COUNTS, BatchSizes.constant(num_tokens=6000), 20, 0)
     assert all(0 < sum(batch) <= 6000 for batch in batches)
     # A batch is closed only by a sequence that does not fit.
     for batch, following in itertools.pairwise(batches):
         assert sum(batch) + following[0] > 6000
     with pytest.raises(ConfigurationError, match="5500 tokens are more than --global-batch-tokens"):
-        draw_batches(COUNTS, BatchSize(num_tokens=5000), 1, 0)
+        draw_batches(COUNTS, BatchSizes.constant(num_tokens=5000), 1, 0)
     for size in ({}, {"num_tokens": 1, "num_sequences": 1}, {"num_tokens": 0}):
         with pytest.raises(ConfigurationError):
-            BatchSize(**size)
+            BatchSizes.constant(**size)
 
 
 def _flags(folder: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """``simulate``: tables, JSON, trace and pictures from files."""
 
+import argparse
 import itertools
 import json
 from collections.abc import Callable
@@ -10,6 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.lengths.command import add_batch_arguments, batch_sizes
 from megatron.hydraulis.observability.trace import read_trace
 from megatron.hydraulis.observability.trace_analysis import Spans, rank_shares
 
@@ -54,6 +57,46 @@ def simulate(folder: Path) -> Callable[..., int]:
     files = [text for name in FILES for text in (f"--{name}", str(folder / f"{name}.json"))]
     sizes = ["--global-batch-size", "8", "--iterations", "2", "--plan-time", "0.1"]
     return lambda *flags: main(["simulate", *files, *sizes, *flags])
+
+
+@pytest.mark.parametrize(
+    ("growth", "size"),
+    [
+        ("--rampup-batch-size 2 2 12", "--global-batch-size 8"),
+        ("--step-batch-size-schedule 0:2,1.5K:4,3k:8", ""),
+        ("--step-batch-size-schedule 0:8,1K:16", "--global-batch-tokens 2048"),
+    ],
+)
+def test_of_batches_that_grow_the_last_count(growth: str, size: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_batch_arguments(parser)
+    namespace = parser.parse_args([*growth.split(), *size.split()])
+    sizes = batch_sizes(namespace)
+    wanted = (2048, "tokens") if "tokens" in size else (8, "sequences")
+    assert (sizes.largest, sizes.unit) == wanted
+
+
+def test_the_output_says_which_batches_of_growth_it_is_for(
+    simulate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--ways", "pool", "--json")
+    assert simulate(*flags) == 0
+    plain = capsys.readouterr()
+    assert simulate(*flags, "--rampup-batch-size", "2", "2", "12") == 0
+    grown = capsys.readouterr()
+    assert grown.out == plain.out
+    assert plain.err.count("batches grow") == 0
+    assert "batches grow in training; these are those of its end, 8 sequences" in grown.err
+    assert simulate(*flags, "--global-batch-tokens", "99") == 2
+    assert "give one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", ["x", "0:2,1K", "0:2 1K:x"])
+def test_a_schedule_without_a_last_size_is_refused(typed: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_batch_arguments(parser)
+    with pytest.raises(ConfigurationError, match="write for example '0:256 1M:512'"):
+        batch_sizes(parser.parse_args(["--step-batch-size-schedule", typed]))
 
 
 @pytest.fixture
