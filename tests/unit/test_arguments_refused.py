@@ -223,6 +223,23 @@ def test_all_that_is_wrong_is_said_at_once_in_the_order_of_the_command_line() ->
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["extra", "--lr", "1"], "'extra' belongs to no option, as it stands before the first;"),
+        (
+            ["--wandb-exp-name", "my", "new", "run"],
+            "'new' 'run' after --wandb-exp-name my belong to no option, as --wandb-exp-name takes "
+            "1 value; quote a value with blanks",
+        ),
+        (["--lr", "1", " "], "' ' after --lr 1 belongs to .* remove the blank after a backslash"),
+    ],
+)
+def test_words_of_no_option_are_quoted(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        _parse(*words)
+
+
 def test_unknown_options_are_left_out_and_listed_when_asked_for() -> None:
     flags = _parse("--ignore-unknown-options", "--sliding-window", "8", "--use-mpi", "--lr", "1")
     assert flags.unknown == (("--sliding-window 8", "--window-size"), ("--use-mpi", ""))

@@ -135,7 +135,7 @@ def _unknown_lines(unknowns: Iterable[Unknown]) -> tuple[str, ...]:
     """A line for each name, with where it is used or set."""
     places: dict[str, dict[str, None]] = {}
     for unknown in unknowns:
-        places.setdefault(unknown.shown_name, {})[unknown.where] = None
+        places.setdefault(unknown.name or unknown.source, {})[unknown.where] = None
     return tuple(f"{name}: {', '.join(where)}" for name, where in places.items())
 
 

@@ -33,14 +33,6 @@ _SET_BY_JOB = re.compile(
     r"HOME|USER|PWD|HOSTNAME|RANDOM|UID|\W|0"
 )
 """Variables that the shell, Slurm or a cluster sets when the job runs."""
-_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-lt": operator.lt,
-    "-le": operator.le,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-}
 _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -56,21 +48,8 @@ _EXPANSIONS = (
     "process_substitution",
 )
 _STRINGS = ("string", "raw_string", "ansi_c_string")
-_CONTAINERS = (
-    "program",
-    "pipeline",
-    "compound_statement",
-    "subshell",
-    "do_group",
-    "negated_command",
-    "declaration_command",
-    "variable_assignments",
-    "redirected_statement",
-    "heredoc_redirect",
-)
-"""Nodes whose children are commands to follow."""
 _MOST_NESTED = 20
-"""Functions, sourced files and texts handed to other shells within each other."""
+"""Sourced files and texts handed to other shells within each other."""
 _MOST_SHOWN = 60
 """Characters of a value that is shown."""
 # Tangut: letters, which Python prints as they are.
@@ -93,11 +72,6 @@ class Unknown:
     """Whether the script, Slurm or the shell gives it a value when the job runs."""
     where: str
     """The line that uses it, or that sets the variable."""
-
-    @property
-    def shown_name(self) -> str:
-        """The variable, or the command."""
-        return self.name or self.source
 
 
 class Unknowns:
@@ -147,28 +121,6 @@ class _Shell:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """A command that calls the program."""
-
-    words: tuple[str, ...]
-    place: str
-    around: tuple[str, str]
-    """The text of another shell before and after the command."""
-    shells: tuple[_Shell, ...] = ()
-    """Those that lead to it, outermost first."""
-
-    @property
-    def at(self) -> int:
-        """The position of the program among the words."""
-        return next(at for at, word in enumerate(self.words) if _ENTRY.search(word))
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The words after the program."""
-        return self.words[self.at + 1 :]
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchCommand:
     """What a script runs; characters in its words stand for the unknowns."""
 
@@ -176,17 +128,20 @@ class LaunchCommand:
     """The words before the program; none for a file of options."""
     options: tuple[str, ...]
     """The words after the program."""
-    place: str
-    """Where the script calls the program; empty for a file of options."""
-    shells: tuple[_Shell, ...]
-    num_ranks: int | None
-    """Ranks on all nodes; None if the script does not say."""
     unknowns: Unknowns
-    cut_off: tuple[str, ...]
+    place: str = ""
+    """Where the script calls the program; empty for a file of options."""
+    around: tuple[str, str] = ("", "")
+    """The text of the innermost shell before and after the call."""
+    shells: tuple[_Shell, ...] = ()
+    """Those that lead to the call, outermost first."""
+    num_ranks: int | None = None
+    """Ranks on all nodes; None if the script does not say."""
+    cut_off: tuple[str, ...] = ()
     """Lines that begin with an option, which no command continues."""
-    changed: tuple[str, ...]
+    changed: tuple[str, ...] = ()
     """Variables with several values, as in branches: ``N = 1, 2``."""
-    not_found: tuple[str, ...]
+    not_found: tuple[str, ...] = ()
     """Files that the script reads and that are not here."""
 
     @property
@@ -223,10 +178,6 @@ class LaunchCommand:
         return text
 
 
-class _NotKnownError(Exception):
-    """A number is needed of a text that is none."""
-
-
 class _Script:
     """Follows a script from top to bottom."""
 
@@ -241,7 +192,7 @@ class _Script:
         self._followed: set[str] = set()
         self._here_documents: list[tuple[str, str]] = []
         self._folder = folder
-        self.calls: list[_Call] = []
+        self.calls: list[LaunchCommand] = []
         self.unknowns = Unknowns()
         self.cut_off: list[str] = []
         self.not_found: list[str] = []
@@ -290,11 +241,13 @@ class _Script:
         root = _parsed(text)
         if root.has_error and not is_lenient:
             wrong = root
-            while not (wrong.is_error or wrong.is_missing):
-                wrong = next(child for child in wrong.children if child.has_error)
+            while children := [child for child in wrong.children if child.has_error]:
+                wrong = children[0]
+            line = [*text.splitlines(), ""][wrong.start_point.row]
             raise ConfigurationError(
-                f"a launch script is one that bash can read, but {self._at(wrong)} has "
-                f"{_shortened(_text_of(wrong))!r}; correct it: is a quote or bracket not closed?"
+                f"a launch script is one that bash can read, but {self._at(wrong)} is "
+                f"{_shortened(self.unknowns.shown(line))!r}; correct it: is a quote or bracket not "
+                "closed?"
             )
         with self._within(_text=text.encode(), _nesting=self._nesting + 1):
             self._follow(root)
@@ -340,7 +293,7 @@ class _Script:
                 is_quoted = start is not None and _text_of(start)[:1] in ("'", '"', "\\")
                 text = _text_of(node) if is_quoted else self._joined(node, 0)
                 self._here_documents.append((text, self._at(node)))
-            case kind if kind in _CONTAINERS:
+            case kind if kind not in (*_EXPANSIONS, *_STRINGS):
                 for child in node.named_children:
                     self._follow(child)
 
@@ -472,10 +425,12 @@ class _Script:
                 self._read(" ".join(words[1:])) if program == "eval" else self._source(words[1:])
         elif program == "shift" and self._arguments is not None:
             del self._arguments[: int(words[1]) if words[1:] and words[1].isdigit() else 1]
-        elif function is not None and function[1] == self._depth and self._nesting < _MOST_NESTED:
+        elif function is not None and function[1] == self._depth:
             self._followed.add(program)
-            with self._within(_arguments=words[1:], _nesting=self._nesting + 1):
+            del self._functions[program]  # no recursion
+            with self._within(_arguments=words[1:]):
                 self._follow(function[0])
+            self._functions.setdefault(program, function)
         elif program.startswith("-"):
             shown = _shortened(self.unknowns.shown(" ".join(words)))
             self.cut_off.append(f"{self._at(node)}, {shown}")
@@ -497,7 +452,9 @@ class _Script:
             around = (self._text[:begin].decode(), self._text[end:].decode())
         for at, word in enumerate(words):
             if _ENTRY.search(word):
-                self.calls.append(_Call(tuple(words), self._at(node), around))
+                launcher, options = tuple(words[:at]), tuple(words[at + 1 :])
+                call = LaunchCommand(launcher, options, self.unknowns, self._at(node), around)
+                self.calls.append(call)
                 return
             if re.search(r"pretrain\w*\.py\s", f"{word} ") and re.search(r"\s", word):
                 num_before = len(self.calls)
@@ -517,7 +474,8 @@ class _Script:
             self.not_found.append(f"{self._place} reads {shown}, which is not here")
             return
         with self._within(_place="", _file=f"{path.name} "):
-            self._read(path.read_text(encoding="utf-8", errors="replace"), is_lenient=True)
+            text = path.read_text(encoding="utf-8", errors="replace")
+            self._read(_MARK.sub("?", text), is_lenient=True)
 
     # --- words ---
 
@@ -573,10 +531,10 @@ class _Script:
     def _expand(self, node: Node) -> list[str]:
         """What ``$…`` stands for: one word, or those of a whole array."""
         source = _text_of(node).lstrip()
-        if node.type not in ("simple_expansion", "expansion"):
-            return [self._computed(node, source)]
         kinds = ("variable_name", "special_variable_name", "subscript")
-        subject = next(child for child in node.children if child.type in kinds)
+        subject = next((child for child in node.children if child.type in kinds), None)
+        if subject is None:
+            return [self._computed(node, source)]
         name, _, index = _text_of(subject).rstrip("]").partition("[")
         values = self._elements(name, index)
         operators = node.children_by_field_name("operator")
@@ -597,30 +555,34 @@ class _Script:
     def _computed(self, node: Node, source: str) -> str:
         """The value of ``$((…))``, or what stands for that of a command."""
         if node.type == "arithmetic_expansion" and len(node.named_children) == 1:
-            try:
-                return str(self._calculated(node.named_children[0]))
-            except _NotKnownError as error:
-                for unknown in self.unknowns.of(str(error)):
-                    if not unknown.is_set_by_job:
-                        return self._mark(source, unknown.name, node)
+            value = self._calculated(node.named_children[0])
+            if isinstance(value, int):
+                return str(value)
+            for unknown in self.unknowns.of(value):
+                if not unknown.is_set_by_job:
+                    return self._mark(source, unknown.name, node)
         source = f"$({source.strip('`')})" if source.startswith("`") else source
         return self._mark(source, "", node, is_set_by_job=True)
 
-    def _calculated(self, node: Node) -> int:
-        """The value of an arithmetic expression; raises _NotKnownError."""
-        children = node.children
+    def _calculated(self, node: Node) -> int | str:
+        """The value of an arithmetic expression, or a text with the unknowns in it."""
+        children, text = node.children, ""
         match node.type:
             case "parenthesized_expression":
                 return self._calculated(children[1])
-            case "binary_expression" if children[1].type in _ARITHMETIC:
+            case "binary_expression":
                 left, right = self._calculated(children[0]), self._calculated(children[2])
-                if right or children[1].type not in ("/", "%"):
-                    return _ARITHMETIC[children[1].type](left, right)
+                sign = children[1].type
+                if not (isinstance(left, int) and isinstance(right, int)):
+                    return f"{left} {right}"
+                if sign in _ARITHMETIC and (right or sign not in "/%"):
+                    return _ARITHMETIC[sign](left, right)
             case "variable_name":
                 name = _text_of(node)
                 text = "".join(self._elements(name, "") or [self._mark(f"${name}", name, node)])
-                return _whole(text)
-        return _whole(self._one_word(node))
+            case _:
+                text = self._one_word(node)
+        return int(text) if re.fullmatch(r"-?\d+", text) else text
 
     def _elements(self, name: str, index: str) -> list[str] | None:
         """The value of a variable, of one element of an array or of all; None if it has none."""
@@ -656,13 +618,7 @@ def _text_of(node: Node) -> str:
 
 def _unescaped(text: bytes) -> str:
     """What stands between double quotes, without the backslashes that quote something."""
-    return re.sub(r'\\(\n|([\\"$`]))', r"\2", text.decode())
-
-
-def _whole(text: str) -> int:
-    if re.fullmatch(r"-?\d+", text) is None:
-        raise _NotKnownError(text)
-    return int(text)
+    return re.sub(r'\\(\n|([\\"$`]))', r"\2", text.decode(errors="replace"))
 
 
 def _tested(words: Sequence[str]) -> bool | None:
@@ -684,12 +640,11 @@ def _tested(words: Sequence[str]) -> bool | None:
             return not text
         case ["-n", text]:
             return bool(text)
-        case [left, "=" | "==", right] if not re.search(r"[*?\[]", right):
-            return left == right
-        case [left, "!=", right] if not re.search(r"[*?\[]", right):
-            return left != right
-        case [left, sign, right] if sign in _COMPARISONS and (left + right).isdigit():
-            return _COMPARISONS[sign](int(left), int(right))
+        case [left, "=" | "==" | "!=" as sign, right] if not re.search(r"[*?\[]", right):
+            return (left == right) == (sign != "!=")
+        case [left, sign, right] if (left + right).isdecimal():
+            if re.fullmatch("-(eq|ne|lt|le|gt|ge)", sign):
+                return bool(getattr(operator, sign[1:])(int(left), int(right)))
     return None
 
 
@@ -788,6 +743,7 @@ def read_launch_command(
         for name in _SLURM_VARIABLES.get(size, "").split()
         if number is not None
     }
+    text = _MARK.sub("?", text)
     script = _Script(variables or {}, values, folder)
     if not is_script:
         # Such a file may be one that no shell reads: --moe-layer-freq ([0]*3+[1]*58).
@@ -801,27 +757,17 @@ def read_launch_command(
             "none; give the file that does, or a file with the options alone"
         )
     if len(calls) > 1:
-        listed = "; ".join(
-            f"{call.place} with {script.unknowns.shown(ending)}"
-            for call, ending in zip(
-                calls, endings(" ".join(call.options) for call in calls), strict=True
-            )
-        )
+        options = endings(script.unknowns.shown(" ".join(call.options)) for call in calls)
+        places = (call.place for call in calls)
+        listed = "; ".join(map(" with ".join, zip(places, options, strict=True)))
         raise ConfigurationError(
             "a launch script has one command to convert but this one calls pretrain….py with "
             f"{len(calls)} different lists of options: {listed}; leave one of them in the file, or "
             "give the variable that makes the difference by --set NAME=VALUE"
         )
-    call = calls[0]
-    launcher = call.words[: call.at]
-    outer = [word for shell in call.shells for word in shell.before]
-    return LaunchCommand(
-        launcher=launcher if is_script else (),
-        options=call.options,
-        place=call.place if is_script else "",
-        shells=call.shells,
-        num_ranks=_num_ranks((*outer, *launcher), of_job) if is_script else None,
-        unknowns=script.unknowns,
+    return replace(
+        calls[0] if is_script else LaunchCommand((), calls[0].options, script.unknowns),
+        num_ranks=_num_ranks(calls[0].words_around, of_job) if is_script else None,
         cut_off=tuple(script.cut_off),
         changed=script.changed,
         not_found=tuple(script.not_found),
