@@ -371,11 +371,7 @@ class SequenceOrder:
             ConfigurationError: the state was written under another seed.
             DataError: the state belongs to another corpus.
         """
-        if state["seed"] != self._seed:
-            raise ConfigurationError(
-                f"the order of the data depends on the seed: the checkpoint was written with seed "
-                f"{state['seed']} but this run has {self._seed}; resume with --seed {state['seed']}"
-            )
+        check_seed(state["seed"], self._seed)
         saved = [int(group["num_sequences"]) for group in state["groups"]]
         here = [group.num_sequences for group in self._groups]
         if saved != here:
@@ -387,6 +383,15 @@ class SequenceOrder:
             int(group["epoch"]) * size + int(group["position"])
             for group, size in zip(state["groups"], here, strict=True)
         ]
+
+
+def check_seed(saved: int, here: int) -> None:
+    """Raise ConfigurationError if a checkpoint was written under another seed."""
+    if saved != here:
+        raise ConfigurationError(
+            f"the order of the data depends on the seed: the checkpoint was written with seed "
+            f"{saved} but this run has {here}; resume with --seed {saved}"
+        )
 
 
 def epoch_permutation(

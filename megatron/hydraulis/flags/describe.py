@@ -204,7 +204,9 @@ def option_lines(description: dict[str, Any]) -> list[str]:
     description: of `option_texts`, or more.
     """
     return [
-        *block_lines("warning", "Megatron trains with dropout", description["warnings"]),
+        *block_lines(
+            "warning", "Megatron trains with dropout unless 0 is given", description["warnings"]
+        ),
         *block_lines("unknown", "options that Megatron does not know", description["unknown"]),
         *block_lines("differs", "from Megatron with the same options", description["differences"]),
         *block_lines(

@@ -41,6 +41,7 @@ from megatron.hydraulis.data.fingerprint import (
     data_differences,
     keeps_place,
 )
+from megatron.hydraulis.data.sampler import check_seed
 from megatron.hydraulis.errors import CheckpointError, ConfigurationError, listed
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.changes import changed_settings
@@ -307,9 +308,13 @@ class RunCheckpoints:
                 return
             problems = Problems()
             if manifest is not None:
+                saved = _data_of(manifest)
                 with problems.collected():
-                    saved = _data_of(manifest)
                     self._accept_data(path, saved, is_allowed=hydraulis.allow_other_data)
+                order = manifest.state.get("sampler", {}).get("order", {})
+                if "seed" in order and (saved is None or keeps_place(saved, self._data)):
+                    with problems.collected():
+                        check_seed(order["seed"], args.seed)
                 with problems.collected():
                     self._accept_settings(path, manifest)
             if not args.no_load_optim:

@@ -248,12 +248,15 @@ def test_all_that_keeps_a_run_from_resuming_is_one_message(
     uninterrupted: Run, saved: Path, tmp_path: Path
 ) -> None:
     shifted = write_corpus(tmp_path / "shifted", num_tokens=VOCAB_SIZE - 1)
-    other = ("--data-path", shifted, "--clip-grad", "0.01", "--lr", "0.5")
+    other = ("--data-path", shifted, "--seed", "7", "--clip-grad", "0.01", "--lr", "0.5")
     load = ("--load", str(saved), "--ckpt-step", "2", "--run-dir", str(tmp_path / "run"))
     outcome = run_job([*uninterrupted.argv, *load, *other], 4, tmp_path / "output")
     first, *lines = outcome.ranks[0].stderr.partition("error: ")[2].splitlines()
-    assert first == "3 problems with these flags:"
-    says = ("has other tokens", "--clip-grad 1.0 -> 0.01", "--lr is 0.01 there and 0.5 here")
+    assert first == "4 problems with these flags:"
+    says = (
+        *("has other tokens", f"resume with --seed {SEED}"),
+        *("--clip-grad 1.0 -> 0.01", "--lr is 0.01 there and 0.5 here"),
+    )
     for line, words in zip(lines, says, strict=True):
         assert words in line
 
