@@ -1,10 +1,12 @@
-"""Fit the constants of the layout model to measured layouts, and cross-validate them.
+"""Fit the constants of time to measured layouts and a cost profile, and cross-validate them.
 
     python -m benchmarks.layout_calibration --layouts FILE [--no-cross-validation] [--json]
 
 FILE has the columns that `predict-layouts` reads, `status` (anything but ok is out of memory) and
-`step_time_s`. Prints the constants of layout_constants.py, the errors of every kernel, and those
-of groups of layouts that are excluded from the fit. docs/cost-model.md explains the model.
+`step_time_s`; the cost profile is that of a 32B model on 64 A800. Prints the constants of
+software.py and device.py, the errors of every kernel, and those of groups of layouts that are
+excluded from the fit. Constants of memory are counts and not fitted. docs/cost-model.md explains
+the model.
 """
 
 from __future__ import annotations
@@ -14,39 +16,40 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from scipy.optimize import least_squares, minimize
+from scipy.optimize import least_squares
+from scipy.stats import spearmanr
 
+from benchmarks.inputs import COST_PROFILE, MODEL
+from megatron.hydraulis.cost_model import AnalyticCostModel, ModelShape, ProfileCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
-from megatron.hydraulis.cost_model.layout_constants import LAYOUT_CONSTANTS, LayoutConstants
-from megatron.hydraulis.cost_model.layouts import (
-    FixedLengthJob,
-    Layout,
-    rank_memory,
-    step_time,
-    usable_bytes,
-)
+from megatron.hydraulis.cost_model.layouts import FixedLengthJob, Layout, predict_layout, step_time
 from megatron.hydraulis.cost_model.predict_layouts_command import read_layouts
+from megatron.hydraulis.cost_model.software import SOFTWARE, TRAINING, OtherTraining, Software
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.terminal import figures_table
 
 MEASURED_SPREAD = 0.03
 """Relative spread of measured times that is a residual of 1."""
+PROFILE_SPREAD = 0.06
+"""Of times by a measured profile, which are not independent."""
 ROBUST_RESIDUAL = 1.5
 """Larger residuals count linearly instead of squared: a few rows are outliers."""
-MEMORY_SPREAD_BYTES = 2e9
-"""Bytes above the limit at which the odds of running out of memory are e to 1."""
-MEMORY_CAP = 6.0
-"""Distance from the limit, in spreads, beyond which a layout has no further influence."""
+PROFILE_LENGTHS = ((1024,), (512,) * 8, (4096,), (16384,))
+"""Micro-batches for which profile and model are compared, in tokens."""
+NUM_PROFILE_RANKS, RANKS_PER_NODE = 64, 8
 
 FIRST_SOFTWARE = ("torch", "fused", "flash_attentionv1.0.8")
-LATER_SOFTWARE = ("flash_attention2", "flash_attention2 + RMS kernel")
-WITH_NORM_KERNEL = LATER_SOFTWARE[1:]
+WITHOUT_NORM_KERNEL = (*FIRST_SOFTWARE, "flash_attention2")
+WITH_NORM_KERNEL = ("flash_attention2 + RMS kernel",)
+LATER_SOFTWARE = ("flash_attention2", *WITH_NORM_KERNEL)
+OTHER_SOFTWARE = (*FIRST_SOFTWARE, *LATER_SOFTWARE)
+NAMES = tuple(software.name for software in SOFTWARE)
 
 
 Group = Mapping[str, object]
@@ -62,52 +65,80 @@ class Parameter:
     spread: float
     """Of its logarithm."""
     kernels: tuple[str, ...] = ()
-    """To which it applies; all if empty."""
+    """To whose software it belongs; to the device if empty."""
 
 
 # Expected values are counts or from data sheets; spreads are their uncertainty.
-TIME_PARAMETERS = (
-    Parameter("matmul_fraction", 1.1, 0.1),
-    Parameter("layer_launch_s", 3e-4, 1.0),
+PARAMETERS = (
+    Parameter("matmul_fraction", 0.8, 0.1),
+    Parameter("attention_fraction", 0.62, 0.1),
+    Parameter("layer_overhead_s", 1.25e-3, 1.0),
+    Parameter("network_fraction", 0.6, 0.3),
+    Parameter("launch_share", 0.6, 1.0, OTHER_SOFTWARE),
     # Sequence parallelism saves 7/8 of this work at tp 8, which was 0.6 of a 22B layer's 19.6 ms
     # with fused kernels (arXiv 2205.05198, table 4): about 5 passes. Data of tp 1 and 2 without
     # sequence parallelism cannot distinguish this from other work that tp 2 does not speed up.
-    Parameter("hidden_passes", 6.0, 0.25),
-    Parameter("query_passes", 6.0, 0.7),
-    Parameter("ffn_passes", 5.0, 0.5),
-    Parameter("norm_passes", 20.0, 1.0),
-    Parameter("logit_passes", 20.0, 0.4),
-    Parameter("weight_passes", 2.0, 0.5),
+    Parameter("hidden_passes", 6.0, 0.25, NAMES),
+    Parameter("query_passes", 6.0, 0.7, NAMES),
+    Parameter("ffn_passes", 5.0, 0.5, NAMES),
+    Parameter("norm_passes", 20.0, 1.0, WITHOUT_NORM_KERNEL),
+    Parameter("logit_passes", 20.0, 0.4, NAMES),
+    Parameter("weight_passes", 2.0, 0.5, NAMES),
+    Parameter("collective_latencies", 2.0, 0.3, NAMES),
+    Parameter("tp_link_share", 0.75, 0.3, (TRAINING.name,)),
     # A single degree of tp cannot distinguish messages from work that every tp rank repeats: stays
     # near published runs with tp 8 and sequence parallelism (arXiv 2205.05198, tables 4, 5).
-    Parameter("tp_link_fraction", 0.45, 0.08),
-    Parameter("tp_latency_s", 2e-5, 0.3),
+    Parameter("tp_link_share", 0.56, 0.08, OTHER_SOFTWARE),
     Parameter("score_passes", 6.0, 1.0, ("torch",)),
     Parameter("score_passes", 3.0, 1.0, ("fused",)),
-    Parameter("attention_fraction", 0.74, 0.3, ("flash_attentionv1.0.8",)),
-    Parameter("attention_fraction", 1.24, 0.1, LATER_SOFTWARE),
-    Parameter("data_parallel_fraction", 0.2, 1.0, FIRST_SOFTWARE),
+    Parameter("attention_share", 0.6, 0.3, ("flash_attentionv1.0.8",)),
+    Parameter("reduce_share", 0.25, 1.0, FIRST_SOFTWARE),
     # A 30B model on 256 GPUs reportedly loses 9 to 29 % to data parallelism: about 5 GB/s a GPU.
-    Parameter("data_parallel_fraction", 0.2, 0.15, LATER_SOFTWARE),
-    Parameter("pipeline_wait_micro_batches", 0.3, 1.0, FIRST_SOFTWARE),
-    Parameter("pipeline_wait_micro_batches", 5.0, 1.0, ("flash_attention2",)),
+    Parameter("network_share", 0.25, 0.15, LATER_SOFTWARE),
+    Parameter("wait_micro_batches", 0.3, 1.0, FIRST_SOFTWARE),
+    Parameter("wait_micro_batches", 5.0, 1.0, ("flash_attention2",)),
     # Only eight rows, of one length and one depth of pipelines, determine it: deliberately low.
-    Parameter("pipeline_wait_micro_batches", 4.0, 0.08, WITH_NORM_KERNEL),
+    Parameter("wait_micro_batches", 4.0, 0.08, WITH_NORM_KERNEL),
 )
-MEMORY_PARAMETERS = (
-    Parameter("hidden_states_kept", 5.0, 0.25),
-    Parameter("norm_states_kept", 7.0, 0.4),
-    Parameter("attention_states_kept", 6.0, 0.25),
-    Parameter("ffn_states_kept", 4.0, 0.25),
-    Parameter("working_layers", 1.0, 0.5),
-    Parameter("logit_bytes_split", 8.0, 0.5),
-    Parameter("logit_bytes_whole", 2.0, 1.0),
-    Parameter("fragmentation", 1.04, 0.03),
-    Parameter("reserve_bytes", 3e9, 0.4),
-    Parameter("score_bytes", 8.0, 0.4, ("torch",)),
-    Parameter("score_bytes", 5.0, 0.4, ("fused",)),
-    Parameter("copied_hidden_states", 3.0, 0.6, ("flash_attentionv1.0.8",)),
-)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fitted."""
+
+    device: DeviceConstants
+    software: Mapping[str, Software] = field(
+        default_factory=lambda: {software.name: software for software in SOFTWARE}
+    )
+    """By name."""
+
+    def with_values(self, logarithms: np.ndarray) -> Constants:
+        """The constants with other values of PARAMETERS, given as logarithms."""
+        device, software = self.device, dict(self.software)
+        for parameter, value in zip(PARAMETERS, np.exp(logarithms).tolist(), strict=True):
+            change = {parameter.field: value}
+            if not parameter.kernels:
+                device = replace(device, **change)
+            for name in parameter.kernels:
+                own = software[name]
+                if own.other is not None and parameter.field in OtherTraining.__slots__:
+                    change = {"other": replace(own.other, **{parameter.field: value})}
+                software[name] = replace(own, **change)
+        return Constants(device, software)
+
+    def value(self, parameter: Parameter) -> float:
+        """Of a parameter."""
+        owner: Any = self.device
+        if parameter.kernels:
+            owner = self.software[parameter.kernels[0]]
+            if parameter.field in OtherTraining.__slots__:
+                owner = owner.other
+        return float(getattr(owner, parameter.field))
+
+    def step_time_s(self, row: Measured) -> float:
+        """Predicted."""
+        software = self.software[row.layout.kernel]
+        return step_time(row.job, row.layout, self.device, software).total_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,77 +162,69 @@ def read_measured(path: str) -> list[Measured]:
     ]
 
 
-def with_values(
-    constants: LayoutConstants, parameters: Sequence[Parameter], logarithms: np.ndarray
-) -> LayoutConstants:
-    """The constants with other values of the parameters, given as logarithms."""
-    shared: dict[str, Any] = {}
-    by_kernel: dict[str, dict[str, Any]] = {}
-    for parameter, logarithm in zip(parameters, logarithms, strict=True):
-        value = float(np.exp(logarithm))
-        if not parameter.kernels:
-            shared[parameter.field] = value
-        for kernel in parameter.kernels:
-            by_kernel.setdefault(kernel, {})[parameter.field] = value
-    kernels = tuple(
-        dataclasses.replace(kernel, **by_kernel.get(kernel.name, {}))
-        for kernel in constants.kernels
+def profile_ratios(constants: Constants, profile: ProfileCostModel) -> np.ndarray:
+    """Predicted over profiled times of PROFILE_LENGTHS, of all schemes without cp."""
+    links = device_constants("a800-80g").cluster(NUM_PROFILE_RANKS, RANKS_PER_NODE)
+    model = AnalyticCostModel(
+        shape=ModelShape.read(MODEL),
+        device=constants.device,
+        cluster=links,
+        software=constants.software[TRAINING.name],
     )
-    return dataclasses.replace(constants, kernels=kernels, **shared)
+    rows = [row for row in profile.schemes if row.scheme.cp == 1]
+    return np.array(
+        [
+            model.coefficients(row.scheme).time_ms(lengths) / row.coefficients.time_ms(lengths)
+            for row in rows
+            for lengths in PROFILE_LENGTHS
+        ]
+    )
 
 
 def fit_times(
-    measured: Sequence[Measured], device: DeviceConstants, constants: LayoutConstants
-) -> LayoutConstants:
+    measured: Sequence[Measured], profile: ProfileCostModel, constants: Constants
+) -> Constants:
     """Constants of time by robust least squares on logarithms, regularised to expected values."""
     timed = [row for row in measured if row.step_time_s is not None]
-    expected, spread = _expected(TIME_PARAMETERS)
+    expected = np.log([parameter.expected for parameter in PARAMETERS])
+    spread = np.array([parameter.spread for parameter in PARAMETERS])
     times_s = np.array([row.step_time_s for row in timed])
 
     def residuals(logarithms: np.ndarray) -> np.ndarray:
-        trial = with_values(constants, TIME_PARAMETERS, logarithms)
-        predicted = [step_time(row.job, row.layout, device, trial).total_s for row in timed]
-        errors = np.log(np.array(predicted) / times_s) / MEASURED_SPREAD
-        return np.concatenate([errors, (logarithms - expected) / spread])
+        trial = constants.with_values(logarithms)
+        predicted = np.array([trial.step_time_s(row) for row in timed])
+        return np.concatenate(
+            [
+                np.log(predicted / times_s) / MEASURED_SPREAD,
+                np.log(profile_ratios(trial, profile)) / PROFILE_SPREAD,
+                (logarithms - expected) / spread,
+            ]
+        )
 
-    fitted = least_squares(residuals, expected, loss="soft_l1", f_scale=ROBUST_RESIDUAL)
-    return with_values(constants, TIME_PARAMETERS, fitted.x)
-
-
-def fit_memory(
-    measured: Sequence[Measured], device: DeviceConstants, constants: LayoutConstants
-) -> LayoutConstants:
-    """Constants of memory by logistic regression of fitting, regularised to expected values."""
-    expected, spread = _expected(MEMORY_PARAMETERS)
-    signs = np.array([1.0 if row.step_time_s is not None else -1.0 for row in measured])
-    limit = usable_bytes(device, constants)
-
-    def loss(logarithms: np.ndarray) -> float:
-        trial = with_values(constants, MEMORY_PARAMETERS, logarithms)
-        needed = [rank_memory(row.job, row.layout, trial).total_bytes for row in measured]
-        margins = np.clip(signs * (limit - np.array(needed)) / MEMORY_SPREAD_BYTES, -MEMORY_CAP, 50)
-        far = ((logarithms - expected) / spread) ** 2
-        return float(np.sum(np.log1p(np.exp(-margins))) + 0.5 * np.sum(far))
-
-    point = expected
-    for _ in range(2):  # restart a simplex that has shrunk at a step of this loss
-        options = {"maxiter": 3000, "maxfev": 3000, "adaptive": True}
-        point = minimize(loss, point, method="Nelder-Mead", options=options).x
-    return with_values(constants, MEMORY_PARAMETERS, point)
-
-
-def _expected(parameters: Sequence[Parameter]) -> tuple[np.ndarray, np.ndarray]:
-    expected = np.log([parameter.expected for parameter in parameters])
-    return expected, np.array([parameter.spread for parameter in parameters])
+    # Fractions are at most 1.
+    most = [0.0 if each.field.endswith("_fraction") else np.inf for each in PARAMETERS]
+    fitted = least_squares(
+        residuals, expected, bounds=(-np.inf, most), loss="soft_l1", f_scale=ROBUST_RESIDUAL
+    )
+    return constants.with_values(fitted.x)
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative errors of times, and the number of wrong predictions whether layouts fit."""
+    """Of times, of predictions whether layouts fit, and of the layouts that would be chosen."""
 
     times: tuple[float, ...]
-    num_wrong: int
+    """Relative."""
+    rank_correlation: float
+    """Spearman's, of predicted and measured times."""
     num_layouts: int
+    num_wrong: int
+    """Predicted to fit and out of memory, or the reverse."""
+    num_false_fits: int
+    chosen_fails: bool
+    """Whether the fastest layout of those that are predicted to fit ran out of memory."""
+    regret: float | None
+    """Its excess over the fastest measured layout, relative; None if it has no time."""
 
     @property
     def mape(self) -> float:
@@ -214,22 +237,26 @@ class Errors:
         return 100.0 * max(map(abs, self.times), default=float("nan"))
 
 
-def errors_of(
-    measured: Sequence[Measured], device: DeviceConstants, constants: LayoutConstants
-) -> Errors:
+def errors_of(measured: Sequence[Measured], constants: Constants) -> Errors:
     """Errors of the model with these constants."""
-    limit = usable_bytes(device, constants)
-    times = tuple(
-        step_time(row.job, row.layout, device, constants).total_s / row.step_time_s - 1.0
+    predictions = [
+        predict_layout(row.job, row.layout, constants.device, constants.software[row.layout.kernel])
         for row in measured
-        if row.step_time_s is not None
+    ]
+    pairs = list(zip(measured, predictions, strict=True))
+    timed = [(p.time.total_s, row.step_time_s) for row, p in pairs if row.step_time_s is not None]
+    fitting = [(p.time.total_s, row.step_time_s) for row, p in pairs if p.fits]
+    chosen_s = min(fitting)[1] if fitting else None
+    regret = None if chosen_s is None else chosen_s / min(time_s for _, time_s in timed) - 1.0
+    return Errors(
+        times=tuple(predicted_s / time_s - 1.0 for predicted_s, time_s in timed),
+        rank_correlation=float(spearmanr(timed).statistic) if len(timed) > 2 else float("nan"),
+        num_layouts=len(measured),
+        num_wrong=sum(p.fits != (row.step_time_s is not None) for row, p in pairs),
+        num_false_fits=sum(p.fits and row.step_time_s is None for row, p in pairs),
+        chosen_fails=bool(fitting) and chosen_s is None,
+        regret=regret,
     )
-    num_wrong = sum(
-        (rank_memory(row.job, row.layout, constants).total_bytes <= limit)
-        != (row.step_time_s is not None)
-        for row in measured
-    )
-    return Errors(times, num_wrong, len(measured))
 
 
 def belongs(layout: Layout, group: Group) -> bool:
@@ -253,30 +280,39 @@ def groups(measured: Sequence[Measured]) -> dict[str, Group]:
     return found
 
 
-def cross_validate(measured: Sequence[Measured], device: DeviceConstants) -> dict[str, Errors]:
+def cross_validate(
+    measured: Sequence[Measured], profile: ProfileCostModel, constants: Constants
+) -> dict[str, Errors]:
     """Errors on each group with constants that were fitted without it."""
     found = {}
     for name, group in groups(measured).items():
         kept = [row for row in measured if not belongs(row.layout, group)]
         excluded = [row for row in measured if belongs(row.layout, group)]
         if kept and excluded:
-            constants = fit_memory(kept, device, fit_times(kept, device, LAYOUT_CONSTANTS))
-            found[name] = errors_of(excluded, device, constants)
+            found[name] = errors_of(excluded, fit_times(kept, profile, constants))
     return found
 
 
+_COLUMNS = ("times", "MAPE %", "largest %", "Spearman", "layouts", "fits wrong", "false fits")
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100.0 * share:.1f}"
+
+
 def _table(title: str, rows: Mapping[str, Errors]) -> Table:
-    table = figures_table(
-        title, ("layouts",), ("with a time", "MAPE %", "largest %", "layouts", "fits wrong")
-    )
+    table = figures_table(title, ("layouts",), (*_COLUMNS, "regret %"))
     for name, errors in rows.items():
         table.add_row(
             name,
             str(len(errors.times)),
             f"{errors.mape:.1f}" if errors.times else "–",
             f"{errors.largest:.1f}" if errors.times else "–",
+            f"{errors.rank_correlation:.2f}" if len(errors.times) > 2 else "–",
             str(errors.num_layouts),
             str(errors.num_wrong),
+            str(errors.num_false_fits),
+            "out of memory" if errors.chosen_fails else _percent(errors.regret),
         )
     return table
 
@@ -290,51 +326,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object, nothing else")
     namespace = parser.parse_args(argv)
     try:
-        device = device_constants(namespace.device)
+        before = Constants(device_constants(namespace.device))
         measured = read_measured(namespace.layouts)
     except HydraulisError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    constants = fit_memory(measured, device, fit_times(measured, device, LAYOUT_CONSTANTS))
+    profile = ProfileCostModel.read(COST_PROFILE)
+    constants = fit_times(measured, profile, before)
     kernels = sorted({row.layout.kernel for row in measured})
     by_kernel = {
-        name: errors_of([row for row in measured if row.layout.kernel == name], device, constants)
+        name: errors_of([row for row in measured if row.layout.kernel == name], constants)
         for name in kernels
-    } | {"all": errors_of(measured, device, constants)}
+    } | {"all": errors_of(measured, constants)}
     left_out = {}
     if not namespace.no_cross_validation:
-        left_out = cross_validate(measured, device)
+        left_out = cross_validate(measured, profile, before)
     if namespace.json:
         report = {
-            "constants": dataclasses.asdict(constants),
-            "errors": {name: _to_json(errors) for name, errors in by_kernel.items()},
-            "left_out": {name: _to_json(errors) for name, errors in left_out.items()},
+            "constants": {
+                f"{parameter.field} of {', '.join(parameter.kernels) or 'the device'}": (
+                    constants.value(parameter)
+                )
+                for parameter in PARAMETERS
+            },
+            "errors": {name: dataclasses.asdict(errors) for name, errors in by_kernel.items()},
+            "left_out": {name: dataclasses.asdict(errors) for name, errors in left_out.items()},
         }
         json.dump(report, sys.stdout, indent=1)
         print()
         return 0
-    console = Console(width=100)
-    for parameter in (*TIME_PARAMETERS, *MEMORY_PARAMETERS):
-        owner = constants.kernel(parameter.kernels[0]) if parameter.kernels else constants
-        whose = ", ".join(parameter.kernels)
+    console = Console(width=120)
+    for parameter in PARAMETERS:
+        whose = ", ".join(parameter.kernels) or "the device"
         console.print(
-            f"{parameter.field:30} {getattr(owner, parameter.field):.4g}   {whose}", highlight=False
+            f"{parameter.field:22} {constants.value(parameter):.4g}   {whose}", highlight=False
         )
     console.print(_table("fitted to all", by_kernel))
+    errors = np.abs(profile_ratios(constants, profile) - 1.0)
+    console.print(
+        f"cost profile of 32B: median error {100 * np.median(errors):.1f} %, largest "
+        f"{100 * errors.max():.1f} %"
+    )
     if left_out:
         console.print(_table("excluded from the fit", left_out))
     return 0
-
-
-def _to_json(errors: Errors) -> dict[str, float | int | None]:
-    timed = bool(errors.times)
-    return {
-        "num_times": len(errors.times),
-        "mape_percent": errors.mape if timed else None,
-        "largest_percent": errors.largest if timed else None,
-        "num_layouts": errors.num_layouts,
-        "num_fits_wrong": errors.num_wrong,
-    }
 
 
 if __name__ == "__main__":

@@ -2,15 +2,26 @@
 
 from dataclasses import fields, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.hydraulis.cost_model.layout_constants import LAYOUT_CONSTANTS
-from megatron.hydraulis.cost_model.layouts import FixedLengthJob, Layout, StepTime
+from megatron.hydraulis.cost_model.layouts import (
+    FixedLengthJob,
+    Layout,
+    StepTime,
+    cost_model_of,
+    step_time,
+)
+from megatron.hydraulis.cost_model.pipeline import StageCosts
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.cost_model.software import TRAINING
 from megatron.hydraulis.model_shape import ModelShape
-from tests.support.fixed_length import predict
+from megatron.hydraulis.simulator.simulation import Simulator
+from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
+from megatron.hydraulis.strategy import Strategy
+from tests.support.fixed_length import A100, KERNELS, predict
 
-KERNELS = [kernel.name for kernel in LAYOUT_CONSTANTS.kernels]
 POWERS = st.sampled_from([1, 2, 4, 8])
 
 
@@ -99,3 +110,28 @@ def test_more_sequences_take_longer_and_need_no_more_memory_once_the_pipeline_is
     assert predict(more, how).time.total_s > predict(of, how).time.total_s
     if how.num_micro_batches(of) >= how.pp:
         assert predict(more, how).memory == predict(of, how).memory
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_a_step_takes_as_long_as_an_iteration_of_the_simulator(
+    case: tuple[FixedLengthJob, Layout],
+) -> None:
+    of, how = case
+    how = replace(how, kernel=TRAINING.name)
+    time, model = step_time(of, how, A100), cost_model_of(of, how, A100)
+    num_ranks, ranks_per_node = of.num_ranks, min(of.num_ranks, of.ranks_per_node)
+    micro_batch = MicroBatchWork.packed([of.sequence_tokens] * how.micro_batch_size)
+    work = IterationWork(
+        Strategy.parse(f"{how.dp(of)}*{how.scheme}", num_ranks, ranks_per_node=ranks_per_node),
+        ((micro_batch,) * how.num_micro_batches(of),) * how.dp(of),
+        plan_time_s=0.0,
+    )
+    regroup = RegroupCosts.of(of.shape, A100, model.cluster, num_atoms=how.tp)
+    simulator = Simulator(StageCosts(model, of.shape), regroup=regroup)
+    before, iteration = simulator.run([work, work])
+    assert (iteration.end_ms - before.end_ms) / 1e3 == pytest.approx(time.total_s)
+    compute_ms = max(iteration.replica_ends_ms) - iteration.replicas[0].by_stage[0][0].start_ms
+    assert compute_ms / 1e3 == pytest.approx(time.total_s - time.data_parallel_s)
+    slots = model.memory.max_tokens(how.scheme)
+    assert predict(of, how).fits == (slots >= how.micro_batch_size * of.sequence_tokens)

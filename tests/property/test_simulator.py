@@ -5,10 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, pipeline_time_ms
+from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, StageCosts, pipeline_time_ms
 from megatron.hydraulis.cost_model.regrouping import Hiding
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.results import account
 from megatron.hydraulis.simulator.simulation import Simulator
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork

@@ -2,17 +2,19 @@
 
 from benchmarks.inputs import llama_shape
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.layout_constants import DEFAULT_KERNEL
 from megatron.hydraulis.cost_model.layouts import (
     FixedLengthJob,
     Layout,
     LayoutPrediction,
     predict_layout,
 )
+from megatron.hydraulis.cost_model.software import SOFTWARE
 from megatron.hydraulis.model_shape import ModelShape
 
 A100 = device_constants("a100-80g")
 TOKENS_PER_STEP = 2**22
+KERNELS = [software.name for software in SOFTWARE]
+NORM_KERNEL = "flash_attention2 + RMS kernel"
 # Layers, hidden size, MLP width of the Llamas (arXiv 2302.13971).
 LLAMAS = {"13B": (40, 5120, 13824), "30B": (60, 6656, 17920), "65B": (80, 8192, 22016)}
 
@@ -45,11 +47,11 @@ def layout(
     tp: int = 1,
     pp: int = 1,
     *,
-    kernel: str = DEFAULT_KERNEL,
+    kernel: str = NORM_KERNEL,
     sequence_parallel: bool = False,
     recomputes_layers: bool = False,
 ) -> Layout:
-    """A layout, with the best kernel."""
+    """A layout, with the best kernel of other software."""
     return Layout(
         micro_batch_size=micro_batch_size,
         tp=tp,

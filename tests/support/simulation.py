@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model import Coefficients, ModelShape
+from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import Hiding, RegroupCosts
-from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.simulation import IterationTasks, Simulator
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Strategy

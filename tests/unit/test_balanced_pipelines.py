@@ -18,7 +18,7 @@ from megatron.hydraulis.strategy.pool import balance_pool
 from tests.unit.argument_command import parse
 
 # Four layers of a narrow model; an output layer of a whole layer and more.
-WIDE_OUTPUT = ("--vocab-size", "2000", "--num-layers", "8")
+WIDE_OUTPUT = ("--vocab-size", "4000", "--num-layers", "8")
 BALANCE = "--balance-pipeline-layers"
 
 

@@ -1,37 +1,40 @@
-"""A cost model from first principles, without measurements.
+"""A cost model from first principles: the time terms of training, of ``estimate`` and of layouts.
 
-Time of a micro-batch of lengths s_i on one stage, forward and backward, on a scheme ⟨tp, cp, pp⟩
-with L layers on the stage (h hidden size, q width of all query heads, P entries of a layer's
-matrices, V padded vocabulary):
+Forward of one layer on a rank, for a micro-batch of lengths s_i (h hidden size, q width of all
+query heads, f width of the MLP, P entries of a layer's matrices; lower-case constants are those of
+`Software`, rates and links those of the device):
 
-    a  = 3 · 2 · q · L / (tp·cp) / attention rate
-         causal attention forward: half of 4·q·s² (scores and their product with the values);
-         the backward is twice the forward (as in arXiv 2104.04473, appendix)
-    b  = 3 · 2 · P · L / (tp·cp) / matmul rate                 matrices
-       + 3 · 2 · h · V / (tp·cp) / matmul rate                 output layer, on the last stage
-       + 8 · (tp-1)/tp · h · bytes · L / cp / bandwidth        TP with or without SP
-       + 3 · (cp-1)/cp · 2·kv · bytes · L / tp / bandwidth     CP: a ring of keys and values, or
-       | 2 · (cp-1)/cp² · 2·(q + kv') · bytes · L / tp / bandwidth  an all-to-all of heads
-       + 2 · h · bytes / (tp·cp) / bandwidth                   PP: activation and its gradient
-    c  = overhead · L + latencies of all messages
+    matmul       2·P/(tp·cp) · Σ s / matmul rate
+    attention    2·q/(tp·cp) · Σ (s² + half_rate_tokens·s) / attention rate: half of 4·q·s², being
+                 causal, at a rate that grows with s; or, if scores are stored,
+                 (4·q / matmul rate + score_passes·2 bytes·heads / memory bandwidth) / tp · Σ s²
+    elementwise  (hidden_passes·h/shares + query_passes·qkv/tp + ffn_passes·f/tp) · bytes/cp · Σ s
+                 / memory bandwidth; shares is tp with sequence parallelism and 1 without
+    tp           4 collectives of latency + (tp-1)/tp · h · bytes/cp · Σ s / bandwidth: all-gather
+                 and reduce-scatter around attention and MLP (arXiv 2205.05198 §4.2.2; an all-reduce
+                 without sequence parallelism moves as much as the two)
+    cp           a ring of keys and values, or an all-to-all of heads (context.py)
+    launch       a constant
 
-TP moves a layer's activations 8 times: an all-gather and a reduce-scatter around attention and
-around the MLP, forward and backward (arXiv 2205.05198 §4.2.2; an all-reduce without sequence
-parallelism moves as much as the two). CP sends keys and values round the ring in the forward, and
-them and their gradients in the backward, which makes 3 times; or, depending on --cp-comm-type, it
-exchanges attention's inputs and output between tokens and heads, forward and backward, where kv' is
-kv with query groups repeated up to cp (context.py). No overlap is assumed. Recomputation runs a
-forward and its messages once more: of a layer, its core attention (with the ring) or its MLP (with
-two of the collectives).
+The backward takes twice the forward, as matrix products have two gradients (arXiv 2104.04473,
+appendix); attention without stored scores 2.5 times, since it recomputes scores (arXiv 2307.08691);
+messages of tp once more and those of cp as context.py has it; launches 1.5 times. It moves the
+weights weight_passes times to accumulate their gradients. Recomputation runs a forward and its
+messages once more: of a layer, its core attention (with the exchange of cp) or its MLP (with two of
+the collectives).
 
-Each coefficient is that of the stage where it is largest, because a replica runs at the pace of its
-slowest stage.
+The last stage also computes logits and loss: 3 · 2·V·h/(tp·cp) · Σ s / matmul rate for V padded
+entries, and logit_passes rows of logits through memory. Stages send activations and gradients to
+their neighbours. No overlap is assumed.
+
+Everything is linear in Σ s², Σ s and 1, which gives the coefficients a, b and c. Each coefficient
+is that of the stage where it is largest, because a replica runs at the pace of its slowest stage.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron.hydraulis.cluster import Cluster, Link
+from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import Coefficients, usual_time_ms
@@ -39,6 +42,7 @@ from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.cost_model.software import TRAINING, Software
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
@@ -46,14 +50,40 @@ from megatron.hydraulis.strategy import Scheme, Strategy
 _MS_PER_S = 1e3
 # A multiplication and an addition per entry of a matrix and token.
 _FLOPS_PER_ENTRY = 2
-# Forward, gradient of the input, gradient of the weight.
-_NUM_PASSES = 3
-# Collectives of the forward over the TP ranks around a layer's attention, and as many around its
-# MLP; the backward has as many.
-_NUM_TP_COLLECTIVES_FORWARD = 2
-_NUM_TP_COLLECTIVES = 8
+_BACKWARD_FORWARDS = 2.0
+_BACKWARD_FORWARDS_OF_FLASH = 2.5
+_BACKWARD_LAUNCHES = 1.5
+# Around attention and around the MLP; the backward has as many.
+_NUM_TP_COLLECTIVES_FORWARD = 4
 # The activation to the next stage and its gradient back.
 _NUM_PP_MESSAGES = 2
+# Gate, up and down: ffn_passes is for three matrices.
+_NUM_GATED_MATRICES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Seconds of a cause, of a micro-batch on a stage: a polynomial in the lengths."""
+
+    per_token2_s: float = 0.0
+    """Times Σ s²."""
+    per_token_s: float = 0.0
+    """Times Σ s."""
+    constant_s: float = 0.0
+
+    def __add__(self, other: "Term") -> "Term":
+        return Term(
+            self.per_token2_s + other.per_token2_s,
+            self.per_token_s + other.per_token_s,
+            self.constant_s + other.constant_s,
+        )
+
+    def seconds(self, sum_of_squares: float, num_tokens: float) -> float:
+        """Of a micro-batch."""
+        return self.per_token2_s * sum_of_squares + self.per_token_s * num_tokens + self.constant_s
+
+    def __rmul__(self, factor: float) -> "Term":
+        return Term(factor * self.per_token2_s, factor * self.per_token_s, factor * self.constant_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +113,8 @@ class AnalyticCostModel:
     """Whether norms keep their inputs in fp32; affects memory only."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine; affects memory only."""
+    software: Software = TRAINING
+    """Kernels and their efficiencies."""
     pool: PoolFootprint | None = None
     """Of the job; affects memory only."""
     regroup: RegroupCosts | None = None
@@ -126,6 +158,7 @@ class AnalyticCostModel:
             has_te_layers=self.has_te_layers,
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,
+            kept=None if self.software.other is None else self.software.other.kept,
         )
 
     def coefficients(self, scheme: Scheme) -> Coefficients:
@@ -133,34 +166,29 @@ class AnalyticCostModel:
 
         Raises StrategyError when the scheme cannot hold the model's layers.
         """
-        layers = scheme.layers_per_stage(self.shape.num_layers)
-        longest = max(layers)
-        per_token_s = max(
-            self.stage_s_per_token(scheme, longest, is_last=False),
-            self.stage_s_per_token(scheme, layers[-1], is_last=True),
-        )
-        boundary_s, boundary_latency_s = self._boundary(scheme)
+        totals = [sum(stage.values(), Term()) for stage in self.terms_by_stage(scheme)]
         return Coefficients(
-            a_ms_per_token2=self._stage_s_per_token2(scheme, longest) * _MS_PER_S,
-            b_ms_per_token=(per_token_s + boundary_s) * _MS_PER_S,
-            c_ms=(self._stage_overhead_s(scheme, longest) + boundary_latency_s) * _MS_PER_S,
+            a_ms_per_token2=_MS_PER_S * max(each.per_token2_s for each in totals),
+            b_ms_per_token=_MS_PER_S * max(each.per_token_s for each in totals),
+            c_ms=_MS_PER_S * max(each.constant_s for each in totals),
             window=self.shape.window,
         )
 
     def balanced_scheme(self, scheme: Scheme, *, min_tokens: int) -> Scheme:
         """The scheme with the layers that minimise b: embedding and output layer are balanced.
 
-        A stage's time is stage_s_per_token, that of a micro-batch of many short sequences; with
-        long ones, attention in the layers makes the output layer weigh less. A micro-batch of
-        min_tokens must fit in memory, or as many tokens as fit with any layers. The scheme is
-        unchanged if the even split is as fast and holds min_tokens.
+        A stage's time is that of a micro-batch of many short sequences; with long ones, attention
+        in the layers makes the output layer weigh less. A micro-batch of min_tokens must fit in
+        memory, or as many tokens as fit with any layers. The scheme is unchanged if the even split
+        is as fast and holds min_tokens.
 
         Raises StrategyError when there are more stages than layers.
         """
         even = scheme.layers_per_stage(self.shape.num_layers)
 
         def time(stage: int, num_layers: int) -> float:
-            return self.stage_s_per_token(scheme, num_layers, is_last=stage == scheme.pp - 1)
+            terms = self.stage_terms(scheme, num_layers, is_last=stage == scheme.pp - 1)
+            return sum(terms.values(), Term()).per_token_s
 
         def tokens(stage: int, num_layers: int) -> int:
             return self.memory.stage_tokens(scheme, stage, num_layers)
@@ -174,104 +202,154 @@ class AnalyticCostModel:
             return scheme
         return replace(scheme, layers=layers)
 
-    def stage_s_per_token(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> float:
-        """Seconds per token on a stage of num_layers layers, without attention's quadratic part.
+    def terms_by_stage(self, scheme: Scheme) -> list[dict[str, Term]]:
+        """`stage_terms` of every stage; raises as `coefficients`."""
+        *before, last = scheme.layers_per_stage(self.shape.num_layers)
+        inner = {num: self.stage_terms(scheme, num, is_last=False) for num in set(before)}
+        return [*(inner[num] for num in before), self.stage_terms(scheme, last, is_last=True)]
 
-        Matrices and messages of the layers and, on the last stage, the output layer; without the
-        messages between stages. The embedding's lookup is free.
+    def stage_terms(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> dict[str, Term]:
+        """Forward and backward of a micro-batch on a stage of num_layers layers, by cause.
+
+        Messages to the neighbours and, on the last stage, output layer and loss included. The
+        embedding's lookup is free.
         """
-        again = self.recompute
-        seconds = num_layers * self._layer_s_per_token(scheme)
-        seconds += again.num_layers_again(num_layers) * self._projections_again_s(scheme)
-        seconds += again.num_mlps_again(num_layers) * self._mlp_again_s(scheme)
-        exchange_s = self._cp_seconds(scheme, self._exchange(scheme).forward_bytes)
-        seconds += again.num_attentions_again(num_layers) * exchange_s
-        return seconds + self._output_layer_s_per_token(scheme) if is_last else seconds
-
-    def _stage_s_per_token2(self, scheme: Scheme, num_layers: int) -> float:
-        """Core attention of a stage."""
-        causal_flops = _FLOPS_PER_ENTRY * self.shape.query_size
-        rate = self.device.peak_flops_per_s * self.device.attention_fraction
-        num_passes = _NUM_PASSES * num_layers + self.recompute.num_attentions_again(num_layers)
-        return num_passes * causal_flops / (scheme.tp * scheme.cp) / rate
-
-    def _stage_overhead_s(self, scheme: Scheme, num_layers: int) -> float:
-        """Constant cost of a stage: launches and latencies."""
-        again = self.recompute
-        tp_s = (scheme.tp > 1) * self._tp_link(scheme).latency_s
-        cp_s = self._cp_link(scheme).latency_s
-        num_halves_again = again.num_layers_again(num_layers) + again.num_mlps_again(num_layers)
-        num_collectives = (
-            _NUM_TP_COLLECTIVES * num_layers + _NUM_TP_COLLECTIVES_FORWARD * num_halves_again
-        )
+        forward = self.forward_terms(scheme)
         exchange = self._exchange(scheme)
-        num_messages = (
-            exchange.total_messages * num_layers
-            + exchange.forward_messages * again.num_attentions_again(num_layers)
+        matrix_bytes = self.shape.num_matrix_parameters_per_layer * self.parameter_bytes
+        weights_s = self.software.weight_passes * matrix_bytes / scheme.tp
+        flash = not self.software.stores_scores
+        backward = {
+            "matmul": _BACKWARD_FORWARDS * forward["matmul"],
+            "attention": (_BACKWARD_FORWARDS_OF_FLASH if flash else _BACKWARD_FORWARDS)
+            * forward["attention"],
+            "elementwise": _BACKWARD_FORWARDS * forward["elementwise"]
+            + Term(constant_s=weights_s / self.device.memory_bytes_per_s),
+            "launch": _BACKWARD_LAUNCHES * forward["launch"],
+            "tensor_parallel": forward["tensor_parallel"],
+            "context_parallel": self._cp_term(
+                scheme,
+                exchange.total_bytes - exchange.forward_bytes,
+                exchange.total_messages - exchange.forward_messages,
+            ),
+        }
+        terms = {cause: num_layers * (term + backward[cause]) for cause, term in forward.items()}
+        again = self.recompute
+        terms["recompute"] = (
+            again.num_layers_again(num_layers) * sum(forward.values(), Term())
+            if again.granularity == "full"
+            else again.num_attentions_again(num_layers)
+            * (forward["attention"] + forward["context_parallel"])
+            + again.num_mlps_again(num_layers) * self._mlp_forward(scheme)
         )
-        overhead_s = self.device.layer_overhead_s * num_layers
-        return overhead_s + num_collectives * tp_s + num_messages * cp_s
+        terms["logits"] = self._logits(scheme) if is_last else Term()
+        terms["boundary"] = self._boundary(scheme)
+        return terms
 
-    def _projections_again_s(self, scheme: Scheme) -> float:
-        """Forward of a layer's matrices around core attention, per token."""
-        shape = self.shape
-        num_entries = shape.num_matrix_parameters_per_layer - shape.num_mlp_parameters_per_layer
-        messages_s = _NUM_TP_COLLECTIVES_FORWARD * self._tp_collective_s(scheme)
-        return self._matmul_s_per_token(num_entries, 1, scheme) + messages_s
+    def forward_terms(self, scheme: Scheme) -> dict[str, Term]:
+        """Forward of one layer by cause."""
+        shape, software = self.shape, self.software
+        qkv_size = shape.query_size + 2 * shape.num_query_groups * shape.kv_channels
+        hidden_passes = software.hidden_passes + software.norm_passes
+        num_shares = scheme.tp if self.sequence_parallel else 1
+        row = (
+            hidden_passes * shape.hidden_size / num_shares
+            + software.query_passes * qkv_size / scheme.tp
+        ) / scheme.cp
+        exchange = self._exchange(scheme)
+        return {
+            "matmul": self._matmul(shape.num_matrix_parameters_per_layer, scheme),
+            "attention": self._attention(scheme),
+            "elementwise": self._moved(row) + self._activation(scheme),
+            "launch": Term(
+                constant_s=software.launch_share
+                * self.device.layer_overhead_s
+                / (1 + _BACKWARD_LAUNCHES)
+            ),
+            "tensor_parallel": self._tp_collectives(scheme, _NUM_TP_COLLECTIVES_FORWARD),
+            "context_parallel": self._cp_term(
+                scheme, exchange.forward_bytes, exchange.forward_messages
+            ),
+        }
 
-    def _mlp_again_s(self, scheme: Scheme) -> float:
-        """Forward of a layer's MLP, per token."""
-        messages_s = _NUM_TP_COLLECTIVES_FORWARD * self._tp_collective_s(scheme)
-        num_entries = self.shape.num_mlp_parameters_per_layer
-        return self._matmul_s_per_token(num_entries, 1, scheme) + messages_s
-
-    def _matmul_s_per_token(self, num_entries: int, num_passes: int, scheme: Scheme) -> float:
+    def _matmul(self, num_entries: int, scheme: Scheme) -> Term:
+        """One product with matrices of num_entries entries."""
         rate = self.device.peak_flops_per_s * self.device.matmul_fraction
-        return num_passes * _FLOPS_PER_ENTRY * num_entries / (scheme.tp * scheme.cp) / rate
+        num_ranks = scheme.tp * scheme.cp
+        return Term(per_token_s=_FLOPS_PER_ENTRY * num_entries / num_ranks / rate)
 
-    def _output_layer_s_per_token(self, scheme: Scheme) -> float:
-        return self._matmul_s_per_token(self.shape.num_embedding_parameters, _NUM_PASSES, scheme)
+    def _moved(self, num_elements: float) -> Term:
+        """Elements of activations that a token moves through memory."""
+        num_bytes = num_elements * self.parameter_bytes
+        return Term(per_token_s=num_bytes / self.device.memory_bytes_per_s)
 
-    def _layer_s_per_token(self, scheme: Scheme) -> float:
-        """Matrices and messages of one layer without recomputation."""
-        num_entries = self.shape.num_matrix_parameters_per_layer
-        compute_s = self._matmul_s_per_token(num_entries, _NUM_PASSES, scheme)
-        tp_s = _NUM_TP_COLLECTIVES * self._tp_collective_s(scheme)
-        return compute_s + tp_s + self._cp_seconds(scheme, self._exchange(scheme).total_bytes)
+    def _activation(self, scheme: Scheme) -> Term:
+        """Elementwise work inside the MLP."""
+        num_matrices = _NUM_GATED_MATRICES if self.shape.gated_mlp else _NUM_GATED_MATRICES - 1
+        passes = self.software.ffn_passes * num_matrices / _NUM_GATED_MATRICES
+        return self._moved(passes * self.shape.ffn_hidden_size / (scheme.tp * scheme.cp))
 
-    def _tp_collective_s(self, scheme: Scheme) -> float:
-        """An all-gather or reduce-scatter of a hidden state over the TP ranks, per token."""
-        tp, cp = scheme.tp, scheme.cp
-        num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / cp
-        link = self._tp_link(scheme)
-        if self.cluster.crosses_nodes(scheme.tp):
-            return num_bytes / (link.bytes_per_s * self.device.network_fraction)
-        return num_bytes / self._bandwidth(link)
+    def _mlp_forward(self, scheme: Scheme) -> Term:
+        return (
+            self._matmul(self.shape.num_mlp_parameters_per_layer, scheme)
+            + self._activation(scheme)
+            + self._tp_collectives(scheme, _NUM_TP_COLLECTIVES_FORWARD // 2)
+        )
+
+    def _attention(self, scheme: Scheme) -> Term:
+        """Scores and their product with the values; whole squares if scores are stored, as all are
+        computed and half of them masked."""
+        shape, device, software = self.shape, self.device, self.software
+        num_ranks = scheme.tp * scheme.cp
+        causal_flops = _FLOPS_PER_ENTRY * shape.query_size / num_ranks
+        if software.stores_scores:
+            moved = software.score_passes * self.parameter_bytes * shape.num_attention_heads
+            compute_s = 2 * causal_flops / (device.peak_flops_per_s * device.matmul_fraction)
+            return Term(compute_s + moved / num_ranks / device.memory_bytes_per_s)
+        fraction = device.attention_fraction * software.attention_share
+        per_token2_s = causal_flops / (device.peak_flops_per_s * fraction)
+        return Term(per_token2_s, per_token2_s * software.half_rate_tokens)
+
+    def _logits(self, scheme: Scheme) -> Term:
+        """Output layer and loss, forward and backward."""
+        product = self._matmul(self.shape.num_embedding_parameters, scheme)
+        num_moved = self.software.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
+        return (1 + _BACKWARD_FORWARDS) * product + self._moved(num_moved)
+
+    def _tp_collectives(self, scheme: Scheme, number: int) -> Term:
+        """All-gathers or reduce-scatters of a hidden state over the tp ranks."""
+        tp, device = scheme.tp, self.device
+        if tp == 1:
+            return Term()
+        link = self.cluster.collective(tp)
+        share = device.link_fraction * self.software.tp_link_share
+        if self.cluster.crosses_nodes(tp):
+            share = device.network_fraction
+        num_bytes = (tp - 1) / tp * self.shape.hidden_size * self.parameter_bytes / scheme.cp
+        latency_s = self.software.collective_latencies * link.latency_s
+        return number * Term(0.0, num_bytes / (link.bytes_per_s * share), latency_s)
 
     def _exchange(self, scheme: Scheme) -> Exchange:
         return exchange_of(self.shape, scheme, self.parameter_bytes, self.cp_comm_type)
 
-    def _cp_seconds(self, scheme: Scheme, num_bytes: float) -> float:
-        """Time in which the CP ranks exchange num_bytes."""
-        return num_bytes / self._bandwidth(self._cp_link(scheme))
+    def _cp_term(self, scheme: Scheme, num_bytes: float, num_messages: int) -> Term:
+        """Messages between the cp ranks, num_bytes for every token of the row."""
+        link = self.cluster.point_to_point(scheme.tp * scheme.cp)
+        bandwidth = link.bytes_per_s * self.device.link_fraction
+        return Term(0.0, num_bytes / bandwidth, num_messages * link.latency_s)
 
-    def _boundary(self, scheme: Scheme) -> tuple[float, float]:
-        """Seconds per token, and of latency, for a stage's messages to the next one."""
+    def _boundary(self, scheme: Scheme) -> Term:
+        """A stage's messages to its neighbours."""
         if scheme.pp == 1:
-            return 0.0, 0.0
-        link = self.cluster.point_to_point(scheme.num_ranks)
+            return Term()
+        other = self.software.other
+        # In other software, replicas come before stages in the order of ranks.
+        link = self.cluster.point_to_point(
+            scheme.num_ranks if other is None else self.cluster.num_ranks
+        )
+        share = self.device.link_fraction
+        if other is not None and link is self.cluster.inter_node:
+            share *= other.network_share
         num_shares = scheme.cp * (scheme.tp if self.sequence_parallel else 1)
         num_bytes = self.shape.hidden_size * self.parameter_bytes / num_shares
-        return (
-            _NUM_PP_MESSAGES * num_bytes / self._bandwidth(link),
-            _NUM_PP_MESSAGES * link.latency_s,
-        )
-
-    def _tp_link(self, scheme: Scheme) -> Link:
-        return self.cluster.collective(scheme.tp)
-
-    def _cp_link(self, scheme: Scheme) -> Link:
-        return self.cluster.point_to_point(scheme.tp * scheme.cp)
-
-    def _bandwidth(self, link: Link) -> float:
-        return link.bytes_per_s * self.device.link_fraction
+        return _NUM_PP_MESSAGES * Term(0.0, num_bytes / (link.bytes_per_s * share), link.latency_s)

@@ -23,9 +23,10 @@ class DeviceConstants:
     peak_flops_per_s: float
     """Dense matrix products in the training precision, from the data sheet."""
     matmul_fraction: float
-    """Share of the peak that a layer's matrix products reach, norms and activations included."""
+    """Share of the peak that matrix products reach."""
     attention_fraction: float
-    """Share of the peak that causal attention reaches, counted as in analytic.py."""
+    """Share of the peak that causal attention of long sequences reaches, counted as in
+    analytic.py."""
     layer_overhead_s: float
     """Constant cost of a layer in every micro-batch, forward and backward."""
     link_fraction: float
@@ -124,17 +125,14 @@ _GLOO_NETWORK = Link(
     source="assumption: 10 Gbit/s Ethernet (2026)",
 )
 
-# Fractions and overhead of the Ampere devices: from the times measured for a 32B model on A800,
-# published with the code of arXiv 2412.07894 (PKU-DAIR/Hetu, examples/hydraulis/strategy,
-# generate_strategy_32b.py, 2024). b at tp1pp4, 0.2126 ms a token, is 0.73 of the peak; a at
-# tp2pp4 and tp4pp1 is 0.5 of it; c is 1.6 to 2.9 ms a layer.
-_AMPERE_MATMUL_FRACTION = 0.73
-_AMPERE_ATTENTION_FRACTION = 0.5
-_LAYER_OVERHEAD_S = 2.0e-3
+# Fractions and overhead of the Ampere devices are fitted, see software.py.
+_AMPERE_MATMUL_FRACTION = 0.812
+_AMPERE_ATTENTION_FRACTION = 0.622
+_LAYER_OVERHEAD_S = 1.81e-3
 # nccl-tests, all-reduce inside an A100 node: about 0.8 of the data sheet's bandwidth (assumption).
 _LINK_FRACTION = 0.8
-# b at tp16 of the 32B profile on A800: 0.1024 ms a token, of which 0.049 are messages.
-_NETWORK_FRACTION = 0.6
+# At tp16 of the 32B profile on A800.
+_NETWORK_FRACTION = 0.5
 # The context with its kernels: 0.3 GB and more are seen (pytorch/pytorch#107667, 2023; assumption).
 _CONTEXT_BYTES = 0.5e9
 # What torch's allocator reserves beyond its tensors, with expandable segments: at most 4.2 GiB for
@@ -155,12 +153,15 @@ _GPU_RESERVE_BYTES = (
     + NUM_COMMUNICATORS_IN_RESERVE * NCCL_COMMUNICATOR_BYTES
 )
 
-_AMPERE_SOURCE = "NVIDIA data sheet (2021/2022); fractions from arXiv 2412.07894's profiles (2024)"
-# Lower than on Ampere: the peak tripled, memory and launch rates did not. Between the 0.47
-# that Megatron-LM's README reports for whole training steps (2024) and Ampere's 0.73 (assumption).
-_HOPPER_MATMUL_FRACTION = 0.6
+_AMPERE_SOURCE = (
+    "NVIDIA data sheet (2021/2022); fractions fitted to arXiv 2412.07894 and 2311.05610 (2023/2024)"
+)
+# Lower than on Ampere: the peak tripled, memory and launch rates did not. With elementwise work a
+# layer reaches 0.6, between the 0.47 that Megatron-LM's README reports for whole training steps
+# (2024) and Ampere's 0.73 (assumption).
+_HOPPER_MATMUL_FRACTION = 0.71
 # FlashAttention-3 (arXiv 2407.08608, 2024), causal, forward and backward together, head size 128.
-_HOPPER_ATTENTION_FRACTION = 0.45
+_HOPPER_ATTENTION_FRACTION = 0.525
 _HOPPER_SOURCE = "NVIDIA data sheet (2023); fractions as named in device.py (2024)"
 
 _A100_80 = DeviceConstants(

@@ -1,78 +1,34 @@
-"""The layout model: step time, MFU and memory of fixed-length training under a layout.
+"""Step time, MFU and memory of fixed-length training under a layout.
 
-**Time.** One layer's forward of a micro-batch of n tokens (sequences of s) on a tp rank:
+A layout is a plan of equal micro-batches on replicas of one scheme. Its times are those of
+`AnalyticCostModel`, its memory that of `MemoryModel`, with the software of the layout's kernel.
 
-    matrices     2·n·P/tp / matmul rate
-    attention    2·n·s·q/tp / attention rate, causal; or, if scores are stored,
-                 4·n·s·q/tp / matmul rate + passes·2 bytes·n·s·heads/tp / memory bandwidth
-    elementwise  (passes·h/shares + passes·qkv/tp + passes·ffn/tp) · 2 bytes·n / memory bandwidth,
-                 norms as hidden states
-    messages     2·(latency + 2·(tp-1)/tp · n·h·2 bytes / bandwidth)     all-reduces; the
-                 all-gathers and reduce-scatters of sequence parallelism move as much
-    launches     a constant
-
-where shares is tp with sequence parallelism and 1 without. The backward takes twice the forward
-(attention without stored scores 2.5 times: it recomputes scores, arXiv 2307.08691), the same
-messages, 1.5 times the launches, and moves the weights to accumulate their gradients. With
-recomputation the forward runs once more.
-
-The last stage also computes logits and loss. With t_i for forward and backward of a micro-batch on
-stage i, messages to its neighbours included, and m micro-batches, 1F1B takes m·max t + Σ t - max t
-(equal stages: (m+pp-1)·t), and the pipeline loses another `pipeline_wait` of max t, reduced in
-proportion for sequences longer than `wait_tokens`, and never more than if its stages worked one at
-a time. Then the ranks that hold the same parameters add up gradients (all-reduce) and gather
-parameters (ZeRO-1): 6 bytes a parameter times (dp-1)/dp over the network of all of them on a node.
-
-**Memory.** A rank of stage i holds
-
-    bf16 weights and gradients        4 bytes a parameter of the stage / tp
-    ZeRO-1: fp32 weights, moments     12 bytes a parameter / tp / dp
-    activations for the backward      layers · min(m, pp-i) micro-batches in flight · n tokens ·
-                                      what a layer keeps per token (only its input if it is
-                                      recomputed)
-    working memory                    the layer in its backward, or logits and loss (last stage)
-    reserve                           context, communicators
-
-The allocator takes `fragmentation` times the activations' tensors. A layer keeps per token, in
-bytes (arXiv 2205.05198 §4 counts the same way):
-
-    2·h·(hidden states + norm states)/shares + (2·states·(2q+2kv)/4 + 2·rows·ffn)/tp
-    + score bytes·s·heads/tp
+1F1B takes at most m·max t + Σ t - max t for m micro-batches and t_i for forward and backward of one
+on stage i. Regrouping and optimizer follow (regrouping.py). In other software than this
+program, replicas of the same parameters add up gradients (all-reduce) and gather parameters
+(ZeRO-1) instead, 6 bytes a parameter times (dp-1)/dp over the network of all of them on a node, and
+a pipeline waits (`OtherTraining`), never longer than if its stages worked one at a time.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from megatron.hydraulis.cluster import Cluster
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.layout_constants import (
-    LAYOUT_CONSTANTS,
-    KernelConstants,
-    LayoutConstants,
-)
+from megatron.hydraulis.cost_model.memory import MemoryModel
+from megatron.hydraulis.cost_model.pipeline import StageCosts, equal_micro_batches_time_ms
+from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.cost_model.software import OtherTraining, Software, software_of
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.strategy import Scheme, Strategy
 
-# A multiplication and an addition per entry of a matrix and token.
-_FLOPS_PER_ENTRY = 2
-_BF16_BYTES = 2
-_BACKWARD_FORWARDS = 2.0
-_BACKWARD_FORWARDS_OF_FLASH = 2.5
-_BACKWARD_LAUNCHES = 1.5
-# After attention and after the MLP; the backward has as many.
-_NUM_ALL_REDUCES_FORWARD = 2
-# The activation to the next stage and its gradient back.
-_NUM_BOUNDARY_MESSAGES = 2
+_MS_PER_S = 1e3
 # Gradients in bf16 twice (reduce-scatter, all-gather), parameters once.
 _DATA_PARALLEL_BYTES = 6
-# Weights and gradients.
-_ROLE_BYTES = 2 * _BF16_BYTES
-# Master weights and two moments, fp32.
-_OPTIMIZER_BYTES = 12
-# Query, key, value and output: one hidden state each if heads are not grouped.
-_ATTENTION_STATES = 4
-# Gate, up and down: constants of the MLP are for three matrices.
-_GATED_MATRICES = 3
+_EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +88,7 @@ class Layout:
     tp: int
     pp: int
     kernel: str
-    """Name of the attention and norm kernels, see layout_constants."""
+    """Name of a `Software`."""
     sequence_parallel: bool = False
     recomputes_layers: bool = False
     """Whether every layer keeps only its input and runs its forward again in the backward."""
@@ -168,11 +124,6 @@ class Layout:
         """Micro-batches of a replica in a step; the last one may be partial."""
         return -(-job.num_sequences // (self.micro_batch_size * self.dp(job)))
 
-    @property
-    def num_shares_of_hidden(self) -> int:
-        """Over how many ranks a hidden state is spread between matrix products."""
-        return self.tp if self.sequence_parallel else 1
-
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -197,9 +148,9 @@ class StepTime:
     bubble_s: float
     """The pipeline fills and drains."""
     wait_s: float
-    """Other losses of pipelines in a kernel's software; see KernelConstants."""
+    """Other losses of pipelines in other software than this program."""
     data_parallel_s: float
-    """Gradients and parameters between replicas."""
+    """Regrouping and optimizer; in other software gradients and parameters between replicas."""
 
     @property
     def total_s(self) -> float:
@@ -213,13 +164,13 @@ class RankMemory:
 
     stage: int
     weights_bytes: float
-    """Weights and gradients in bf16."""
+    """Parameters and gradients."""
     optimizer_bytes: float
-    """Its share of fp32 weights and moments."""
+    """Its share of the optimizer's state, staging and workspaces."""
     activations_bytes: float
     """Kept for the backward."""
     working_bytes: float
-    """The layer in its backward, or the logits."""
+    """The layer in its backward, logits and loss."""
     reserve_bytes: float
 
     @property
@@ -245,7 +196,7 @@ class LayoutPrediction:
     memory: RankMemory
     """Of the fullest rank."""
     usable_bytes: float
-    """Memory of a rank."""
+    """Memory of a rank, reserve included."""
 
     @property
     def fits(self) -> bool:
@@ -257,225 +208,167 @@ def predict_layout(
     job: FixedLengthJob,
     layout: Layout,
     device: DeviceConstants,
-    constants: LayoutConstants = LAYOUT_CONSTANTS,
+    software: Software | None = None,
 ) -> LayoutPrediction:
     """Time, MFU and memory; the time of a layout that does not fit is what it would take.
 
+    software: by default that of the layout's kernel.
+
     Raises ConfigurationError for an unknown kernel and replicas that do not use all ranks,
-    StrategyError for more stages than layers.
+    StrategyError for more stages than layers, and for a layout that this program cannot run.
     """
-    time = step_time(job, layout, device, constants)
-    peak = device.peak_flops_per_s * job.num_ranks
+    time = step_time(job, layout, device, software)
+    memory, model = _rank_memory(job, layout, device, software)
     return LayoutPrediction(
         layout=layout,
         time=time,
-        mfu=job.model_flops / (time.total_s * peak),
-        memory=rank_memory(job, layout, constants),
-        usable_bytes=usable_bytes(device, constants),
+        mfu=job.model_flops / (time.total_s * device.peak_flops_per_s * job.num_ranks),
+        memory=memory,
+        usable_bytes=model.usable_bytes + model.reserve_bytes,
     )
 
 
 def step_time(
-    job: FixedLengthJob, layout: Layout, device: DeviceConstants, constants: LayoutConstants
+    job: FixedLengthJob,
+    layout: Layout,
+    device: DeviceConstants,
+    software: Software | None = None,
 ) -> StepTime:
     """Seconds of a step; formulas in the module's docstring, errors as of `predict_layout`."""
-    return _StepModel(job, layout, device, constants, constants.kernel(layout.kernel)).step_time()
-
-
-def usable_bytes(device: DeviceConstants, constants: LayoutConstants) -> float:
-    """Bytes of a device that a process can use."""
-    return device.memory_bytes * constants.visible_memory
-
-
-def rank_memory(job: FixedLengthJob, layout: Layout, constants: LayoutConstants) -> RankMemory:
-    """Memory of the fullest stage; formulas and errors as of `step_time`."""
-    stages = (_stage_memory(job, layout, constants, stage) for stage in range(layout.pp))
-    return max(stages, key=lambda memory: memory.total_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _StepModel:
-    """The times of one layout. Those of a micro-batch are of one tp rank."""
-
-    job: FixedLengthJob
-    layout: Layout
-    device: DeviceConstants
-    constants: LayoutConstants
-    kernel: KernelConstants
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.device.cluster(self.job.num_ranks, self.job.ranks_per_node)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.layout.micro_batch_size * self.job.sequence_tokens
-
-    @property
-    def matmul_rate(self) -> float:
-        device = self.device
-        return device.peak_flops_per_s * device.matmul_fraction * self.constants.matmul_fraction
-
-    def step_time(self) -> StepTime:
-        job, layout = self.job, self.layout
-        layer = self.layer_s()
-        layer_s = 0.0
-        for seconds in layer.values():
-            layer_s += seconds
-        logits_s, boundary_s = self.logits_s(), self.boundary_s()
-        layers = layout.scheme.layers_per_stage(job.shape.num_layers)
-        stages = [num * layer_s + boundary_s for num in layers]
-        stages[-1] += logits_s
-        slowest, together = max(stages), sum(stages)
-        num_micro_batches = layout.num_micro_batches(job)
-        layers_of_a_stage = num_micro_batches * job.shape.num_layers / layout.pp
-        one_at_a_time = (layout.pp - 1) * (num_micro_batches - 1)
-        of_short = min(1.0, self.constants.wait_tokens / job.sequence_tokens)
-        wait = min(self.kernel.pipeline_wait_micro_batches * of_short, float(one_at_a_time))
-        return StepTime(
-            **{name: layers_of_a_stage * seconds for name, seconds in layer.items()},
-            logits_s=num_micro_batches * logits_s / layout.pp,
-            imbalance_s=num_micro_batches * (slowest - together / layout.pp),
-            boundary_s=num_micro_batches * boundary_s,
-            bubble_s=together - slowest,
-            wait_s=wait * slowest,
-            data_parallel_s=self.data_parallel_s(),
-        )
-
-    def layer_s(self) -> dict[str, float]:
-        """Forward and backward of one layer for a micro-batch, by field of StepTime."""
-        shape, tp, device, constants = self.job.shape, self.layout.tp, self.device, self.constants
-        matmul_s = (
-            _FLOPS_PER_ENTRY * self.num_tokens * shape.num_matrix_parameters_per_layer / tp
-        ) / self.matmul_rate
-        attention_s = self.attention_forward_s()
-        norm_passes = 0.0 if self.kernel.has_norm_kernel else constants.norm_passes
-        num_matrices = _GATED_MATRICES if shape.gated_mlp else _GATED_MATRICES - 1
-        qkv_size = shape.query_size + 2 * shape.num_query_groups * shape.kv_channels
-        hidden_passes = constants.hidden_passes + norm_passes
-        rows = (
-            hidden_passes * shape.hidden_size / self.layout.num_shares_of_hidden
-            + constants.query_passes * qkv_size / tp
-            + constants.ffn_passes * num_matrices / _GATED_MATRICES * shape.ffn_hidden_size / tp
-        )
-        elementwise_s = self.num_tokens * _BF16_BYTES * rows / device.memory_bytes_per_s
-        messages_s = 0.0
-        if tp > 1:
-            num_bytes = 2 * (tp - 1) / tp * self.num_tokens * shape.hidden_size * _BF16_BYTES
-            bandwidth = self.cluster.collective(tp).bytes_per_s * constants.tp_link_fraction
-            messages_s = _NUM_ALL_REDUCES_FORWARD * (constants.tp_latency_s + num_bytes / bandwidth)
-        weights_s = (
-            constants.weight_passes * _BF16_BYTES * shape.num_matrix_parameters_per_layer / tp
-        ) / device.memory_bytes_per_s
-        forward_s = matmul_s + attention_s + elementwise_s + messages_s + constants.layer_launch_s
-        attention_backward = (
-            _BACKWARD_FORWARDS if self.kernel.stores_scores else _BACKWARD_FORWARDS_OF_FLASH
-        )
-        return {
-            "matmul_s": (1 + _BACKWARD_FORWARDS) * matmul_s,
-            "attention_s": (1 + attention_backward) * attention_s,
-            "elementwise_s": (1 + _BACKWARD_FORWARDS) * elementwise_s + weights_s,
-            "launch_s": (1 + _BACKWARD_LAUNCHES) * constants.layer_launch_s,
-            "tensor_parallel_s": 2 * messages_s,
-            "recompute_s": forward_s if self.layout.recomputes_layers else 0.0,
-        }
-
-    def attention_forward_s(self) -> float:
-        shape, length, device, kernel = (
-            self.job.shape,
-            self.job.sequence_tokens,
-            self.device,
-            self.kernel,
-        )
-        num_pairs = self.layout.micro_batch_size * length * length / self.layout.tp
-        causal_flops = _FLOPS_PER_ENTRY * num_pairs * shape.query_size
-        if kernel.stores_scores:
-            # All pairs are computed and half of them masked.
-            moved = kernel.score_passes * _BF16_BYTES * num_pairs * shape.num_attention_heads
-            return 2 * causal_flops / self.matmul_rate + moved / device.memory_bytes_per_s
-        reached = length / (length + self.constants.half_rate_tokens)
-        rate = device.peak_flops_per_s * device.attention_fraction * kernel.attention_fraction
-        if shape.window is not None:
-            causal_flops *= shape.window.squared(length) / (length * length)
-        return causal_flops / (rate * reached)
-
-    def logits_s(self) -> float:
-        """Output layer and loss of a micro-batch, forward and backward."""
-        shape, num_tokens, tp = self.job.shape, self.num_tokens, self.layout.tp
-        flops = _FLOPS_PER_ENTRY * num_tokens * shape.num_embedding_parameters / tp
-        moved = self.constants.logit_passes * _BF16_BYTES * num_tokens * shape.vocab_size / tp
-        compute_s = (1 + _BACKWARD_FORWARDS) * flops / self.matmul_rate
-        return compute_s + moved / self.device.memory_bytes_per_s
-
-    def boundary_s(self) -> float:
-        """Messages of a micro-batch between a stage and its neighbours."""
-        if self.layout.pp == 1:
-            return 0.0
-        # Stages are as far apart as possible: replicas come before stages in the order of ranks.
-        link = self.cluster.point_to_point(self.job.num_ranks)
-        num_elements = self.num_tokens * self.job.shape.hidden_size
-        num_bytes = num_elements * _BF16_BYTES / self.layout.num_shares_of_hidden
-        return _NUM_BOUNDARY_MESSAGES * (
-            link.latency_s + num_bytes / (link.bytes_per_s * self.device.link_fraction)
-        )
-
-    def data_parallel_s(self) -> float:
-        """Of the fullest stage; ranks that add up the same gradients share their node's network."""
-        shape, layout, dp = self.job.shape, self.layout, self.layout.dp(self.job)
-        layers = layout.scheme.layers_per_stage(shape.num_layers)
-        num_ends = 1 if layout.pp > 1 or shape.tied_embeddings else 2
-        num_parameters = (
-            layers[0] * shape.num_parameters_per_layer + num_ends * shape.num_embedding_parameters
-        )
-        num_bytes = _DATA_PARALLEL_BYTES * num_parameters / layout.tp * (dp - 1) / dp
-        num_together = max(1, min(self.job.ranks_per_node // layout.tp, dp))
-        bandwidth = num_together * self.device.inter_node.bytes_per_s
-        return num_bytes / (bandwidth * self.kernel.data_parallel_fraction)
-
-
-def _stage_memory(
-    job: FixedLengthJob, layout: Layout, constants: LayoutConstants, stage: int
-) -> RankMemory:
-    shape = job.shape
-    num_layers = layout.scheme.layers_per_stage(shape.num_layers)[stage]
-    is_last = stage == layout.pp - 1
-    num_ends = int(stage == 0) + int(is_last)
-    if layout.pp == 1 and shape.tied_embeddings:
-        num_ends = 1
-    num_parameters = (
-        num_layers * shape.num_parameters_per_layer + num_ends * shape.num_embedding_parameters
-    ) / layout.tp
+    model, scheme = cost_model_of(job, layout, device, software), layout.scheme
     num_tokens = layout.micro_batch_size * job.sequence_tokens
-    whole = num_tokens * _layer_bytes_per_token(job, layout, constants)
-    kept, working = whole, constants.working_layers * whole
-    if layout.recomputes_layers:
-        kept = num_tokens * shape.hidden_size * _BF16_BYTES / layout.num_shares_of_hidden
-        working += whole
-    if is_last:
-        logit_bytes = constants.logit_bytes_split / layout.tp + constants.logit_bytes_whole
-        working = max(working, num_tokens * shape.vocab_size * logit_bytes)
-    num_in_flight = min(layout.num_micro_batches(job), layout.pp - stage)
-    return RankMemory(
-        stage=stage,
-        weights_bytes=_ROLE_BYTES * num_parameters,
-        optimizer_bytes=_OPTIMIZER_BYTES * num_parameters / layout.dp(job),
-        activations_bytes=num_layers * num_in_flight * kept * constants.fragmentation,
-        working_bytes=working * constants.fragmentation,
-        reserve_bytes=constants.reserve_bytes,
+    lengths = [job.sequence_tokens] * layout.micro_batch_size
+    squares = sum(map(model.coefficients(scheme).squared, lengths))
+    causes: dict[str, float] = {}
+    for terms in model.terms_by_stage(scheme):
+        for cause, term in terms.items():
+            causes[cause] = causes.get(cause, 0.0) + term.seconds(squares, num_tokens)
+    coefficients = StageCosts(model, job.shape).coefficients(scheme)
+    stages_ms = [each.time_ms(lengths) for each in coefficients]
+    num_micro_batches = layout.num_micro_batches(job)
+    slowest_s = max(stages_ms) / _MS_PER_S
+    busy_s = equal_micro_batches_time_ms(stages_ms, num_micro_batches) / _MS_PER_S
+    other, wait_s = model.software.other, 0.0
+    if other is not None:
+        wait_s = slowest_s * _wait_micro_batches(job, layout, other)
+        data_parallel_s = _data_parallel_s(job, layout, device, other)
+    else:
+        data_parallel_s = _regrouping_s(job, layout, model, stages_ms[0])
+    per_cause = {
+        f"{cause}_s": num_micro_batches * seconds / scheme.pp
+        for cause, seconds in causes.items()
+        if cause != "context_parallel"
+    }
+    average_s = sum(per_cause.values())
+    return StepTime(
+        **per_cause,
+        imbalance_s=max(0.0, num_micro_batches * slowest_s - average_s),
+        bubble_s=busy_s - max(average_s, num_micro_batches * slowest_s),
+        wait_s=wait_s,
+        data_parallel_s=data_parallel_s,
     )
 
 
-def _layer_bytes_per_token(
-    job: FixedLengthJob, layout: Layout, constants: LayoutConstants
+def cost_model_of(
+    job: FixedLengthJob,
+    layout: Layout,
+    device: DeviceConstants,
+    software: Software | None = None,
+) -> AnalyticCostModel:
+    """The cost model of a layout, in bf16; raises as `predict_layout`."""
+    layout.dp(job)
+    return AnalyticCostModel(
+        shape=job.shape,
+        device=device,
+        cluster=device.cluster(job.num_ranks, min(job.num_ranks, job.ranks_per_node)),
+        sequence_parallel=layout.sequence_parallel,
+        recompute=_EVERY_LAYER if layout.recomputes_layers else NO_RECOMPUTE,
+        software=software or software_of(layout.kernel),
+    )
+
+
+def rank_memory(
+    job: FixedLengthJob,
+    layout: Layout,
+    device: DeviceConstants,
+    software: Software | None = None,
+) -> RankMemory:
+    """Memory of the fullest stage; errors as of `predict_layout`."""
+    return _rank_memory(job, layout, device, software)[0]
+
+
+def _rank_memory(
+    job: FixedLengthJob, layout: Layout, device: DeviceConstants, software: Software | None
+) -> tuple[RankMemory, MemoryModel]:
+    scheme = layout.scheme
+    model = cost_model_of(job, layout, device, software).memory
+    if model.kept is not None:
+        model = replace(
+            model,
+            sequence_tokens=job.sequence_tokens,
+            num_micro_batches=layout.num_micro_batches(job),
+        )
+    num_tokens = layout.micro_batch_size * job.sequence_tokens
+    num_tokens += -num_tokens % scheme.token_quantum
+    stages = []
+    for stage in range(scheme.pp):
+        role, state = model.role_bytes(scheme, stage), model.state_bytes(scheme, stage)
+        activations = model.activation_bytes(scheme, stage, num_tokens)
+        peak = model.peak_bytes(scheme, stage, num_tokens)
+        stages.append(
+            RankMemory(
+                stage=stage,
+                weights_bytes=role,
+                optimizer_bytes=state - role,
+                activations_bytes=activations,
+                working_bytes=peak - state - activations,
+                reserve_bytes=model.reserve_bytes,
+            )
+        )
+    return max(stages, key=lambda memory: memory.total_bytes), model
+
+
+def _wait_micro_batches(job: FixedLengthJob, layout: Layout, other: OtherTraining) -> float:
+    """How many micro-batches longer a pipeline takes than fill and drain explain."""
+    num_micro_batches = layout.num_micro_batches(job)
+    of_short = min(1.0, other.wait_tokens / job.sequence_tokens)
+    return min(
+        other.wait_micro_batches * of_short,
+        other.wait_share * num_micro_batches,
+        (layout.pp - 1.0) * (num_micro_batches - 1),
+    )
+
+
+def _data_parallel_s(
+    job: FixedLengthJob, layout: Layout, device: DeviceConstants, other: OtherTraining
 ) -> float:
-    shape, kernel = job.shape, constants.kernel(layout.kernel)
-    norm_states = 0.0 if kernel.has_norm_kernel else constants.norm_states_kept
-    hidden = (constants.hidden_states_kept + norm_states) * shape.hidden_size
-    states = constants.attention_states_kept + kernel.copied_hidden_states
-    key_value_size = shape.num_query_groups * shape.kv_channels
-    attention = states * 2 * (shape.query_size + key_value_size) / _ATTENTION_STATES
-    num_matrices = _GATED_MATRICES if shape.gated_mlp else _GATED_MATRICES - 1
-    rows = constants.ffn_states_kept * num_matrices / _GATED_MATRICES * shape.ffn_hidden_size
-    scores = kernel.score_bytes * job.sequence_tokens * shape.num_attention_heads
-    split = _BF16_BYTES * (attention + rows) + scores
-    return _BF16_BYTES * hidden / layout.num_shares_of_hidden + split / layout.tp
+    """Of the fullest stage; ranks that add up the same gradients share their node's network."""
+    shape, dp = job.shape, layout.dp(job)
+    layers = layout.scheme.layers_per_stage(shape.num_layers)
+    num_ends = 1 if layout.pp > 1 or shape.tied_embeddings else 2
+    num_parameters = (
+        layers[0] * shape.num_parameters_per_layer + num_ends * shape.num_embedding_parameters
+    )
+    num_bytes = _DATA_PARALLEL_BYTES * num_parameters / layout.tp * (dp - 1) / dp
+    num_together = max(1, min(job.ranks_per_node // layout.tp, dp))
+    share = device.link_fraction * other.network_share * other.reduce_share
+    return num_bytes / (num_together * device.inter_node.bytes_per_s * share)
+
+
+@lru_cache
+def _regroup_costs(
+    shape: ModelShape, device: DeviceConstants, cluster: Cluster, tp: int
+) -> RegroupCosts:
+    """Costs that remember the strategies they were asked for: layouts differ by micro-batch too."""
+    return RegroupCosts.of(shape, device, cluster, num_atoms=tp)
+
+
+def _regrouping_s(
+    job: FixedLengthJob, layout: Layout, model: AnalyticCostModel, first_stage_ms: float
+) -> float:
+    dp = layout.dp(job)
+    strategy = Strategy.parse(
+        f"{dp}*{layout.scheme}", job.num_ranks, ranks_per_node=job.ranks_per_node
+    )
+    costs = _regroup_costs(job.shape, model.device, model.cluster, layout.tp)
+    return costs.exposed_ms(strategy, lambda _: first_stage_ms) / _MS_PER_S

@@ -51,6 +51,9 @@ Full recompute keeps the inputs of the recomputed chunks and all of one chunk. S
 of the MLP keeps its inside for one layer only; that of core attention keeps the linear layer's
 output and, with grouped queries, a copy of the queries, so it saves nothing.
 
+Other software than this program has one moment, with what a layer in its backward and the logits
+take together, and keeps more (`KeptMemory`).
+
 The model was compared with what torch's allocator counts for roles of 1 to 70 billion parameters
 (docs/results/memory.md).
 """
@@ -71,12 +74,15 @@ from megatron.hydraulis.cost_model.device import (
     DeviceConstants,
 )
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
+from megatron.hydraulis.cost_model.software import KeptMemory
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 _FP32_BYTES = 4
 # Master weight, first moment, second moment, summed gradient: all fp32.
 _CANONICAL_BYTES_PER_PARAMETER = 4 * _FP32_BYTES
+# Without the summed gradient.
+_OPTIMIZER_BYTES_PER_PARAMETER = 3 * _FP32_BYTES
 # cuBLAS takes 32 MiB on Hopper, 8 MiB before, for each of two threads: forward and backward.
 _WORKSPACE_BYTES = 2 * 2**25
 # Of Transformer Engine's products, on Hopper (cpp_extensions/gemm.py in 2.20.2).
@@ -302,18 +308,27 @@ class MemoryModel:
     """None if all ranks are in one node."""
     pool: PoolFootprint | None = None
     """Of the job; None assumes that the scheme in question fills the job."""
+    kept: KeptMemory | None = None
+    """Of other software; None for this program."""
+    sequence_tokens: int = 0
+    """Of every sequence; affects other software that stores scores."""
+    num_micro_batches: int | None = None
+    """Of a replica in an iteration; None for many."""
 
     @property
     def reserve_bytes(self) -> float:
         """Memory kept free of micro-batches: the device's reserve, and communicators that exceed
         it."""
+        if self.kept is not None:
+            return self.kept.reserve_bytes
         num_communicators = 0 if self.pool is None else self.pool.num_communicators
         return self.device.reserve_with(num_communicators)
 
     @property
     def usable_bytes(self) -> float:
         """Limit of the peak."""
-        return self.device.memory_bytes - self.reserve_bytes
+        visible = 1.0 if self.kept is None else self.kept.visible_memory
+        return visible * self.device.memory_bytes - self.reserve_bytes
 
     def max_tokens(self, scheme: Scheme) -> int:
         """Most tokens of a micro-batch over all cp ranks, 0 if the model does not fit.
@@ -351,8 +366,26 @@ class MemoryModel:
     def _num_layers(self, scheme: Scheme, stage: int) -> int:
         return scheme.layers_per_stage(self.shape.num_layers)[stage]
 
-    def _state_bytes(self, scheme: Scheme, stage: int, num_layers: int) -> float:
+    def role_bytes(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
+        """Parameters and gradients of a rank of a stage."""
+        gradient_bytes = _FP32_BYTES if self.kept is None else self.parameter_bytes
+        num_parameters = self._num_parameters(scheme, stage, num_layers)
+        return num_parameters * (self.parameter_bytes + gradient_bytes)
+
+    def activation_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
+        """What micro-batches in flight keep for their backward, of num_tokens over all cp ranks."""
+        num_layers, is_last = self._num_layers(scheme, stage), stage == scheme.pp - 1
+        kept = self._kept_per_token(scheme, num_layers, is_last=is_last)
+        return self._num_in_flight(scheme, stage) * kept * num_tokens / scheme.cp
+
+    def _num_in_flight(self, scheme: Scheme, stage: int) -> int:
+        return min(self.num_micro_batches or scheme.pp, scheme.pp - stage)
+
+    def _num_parameters(self, scheme: Scheme, stage: int, num_layers: int | None = None) -> float:
+        """Of a rank of a stage."""
         shape = self.shape
+        if num_layers is None:
+            num_layers = self._num_layers(scheme, stage)
         num_parameters = num_layers * shape.num_parameters_per_layer
         is_first, is_last = stage == 0, stage == scheme.pp - 1
         if is_first:
@@ -362,7 +395,14 @@ class MemoryModel:
             # With one stage, tied embeddings are one matrix.
             if not (shape.tied_embeddings and is_first):
                 num_parameters += shape.num_embedding_parameters
-        role = num_parameters / scheme.tp * (self.parameter_bytes + _FP32_BYTES)
+        return num_parameters / scheme.tp
+
+    def _state_bytes(self, scheme: Scheme, stage: int, num_layers: int) -> float:
+        shape, role = self.shape, self.role_bytes(scheme, stage, num_layers)
+        if self.kept is not None:
+            dp = self.num_ranks / scheme.num_ranks
+            num_parameters = self._num_parameters(scheme, stage, num_layers)
+            return role + _OPTIMIZER_BYTES_PER_PARAMETER * num_parameters / dp
         canonical = _CANONICAL_BYTES_PER_PARAMETER * shape.num_parameters / self.num_ranks
         products: float = _WORKSPACE_BYTES
         if self.has_te_layers:
@@ -388,7 +428,15 @@ class MemoryModel:
         shape, token = self.shape, self._token(scheme)
         is_last = stage == scheme.pp - 1
         state = self._state_bytes(scheme, stage, num_layers)
-        kept = (scheme.pp - stage) * self._kept_per_token(scheme, num_layers, is_last=is_last)
+        kept = self._num_in_flight(scheme, stage) * self._kept_per_token(
+            scheme, num_layers, is_last=is_last
+        )
+        if self.kept is not None:
+            kept += self._again_per_token(scheme, num_layers) + token.hidden + token.mlp
+            kept += self._scores_per_token(scheme)
+            logits = is_last * self.kept.logit_bytes * shape.vocab_size
+            yield Moment("layer and logits", state, kept + logits)
+            return
         kept += self._left_per_token(scheme, stage)
         matrix = shape.hidden_size * self.parameter_bytes / scheme.tp  # a column or row of one
         if is_last:
@@ -490,7 +538,17 @@ class MemoryModel:
         shares = scheme.tp if self._spreads(scheme) else 1
         wide = _FP32_BYTES / self.parameter_bytes - 1 if self.has_wide_norms else 0.0
         norms = (4 + 2 * wide) * token.hidden_part + 2 * _NORM_BYTES_PER_TOKEN / shares
+        if self.kept is not None:
+            norms += (self.kept.hidden_states + self.kept.norm_states) * token.hidden_part
+            norms += self.kept.attention_states * (token.query + token.key) / 2
+            norms += self.shape.gated_mlp * self.kept.mlp_tensors * token.mlp
+            norms += self._scores_per_token(scheme)
         return norms + self._kept_by_attention_per_token(scheme) + self._mlp_per_token(scheme)
+
+    def _scores_per_token(self, scheme: Scheme) -> float:
+        """Stored scores of a layer."""
+        score_bytes = 0.0 if self.kept is None else self.kept.score_bytes
+        return score_bytes * self.sequence_tokens * self.shape.num_attention_heads / scheme.tp
 
     def _mlp_per_token(self, scheme: Scheme) -> float:
         """The output of fc1 and the input of fc2."""

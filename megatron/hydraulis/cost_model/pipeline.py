@@ -1,15 +1,22 @@
-"""Pipelines: the exact time of 1F1B over unequal micro-batches, and how layers are split."""
+"""Pipelines: the exact time of 1F1B over unequal micro-batches, how layers are split, and the times
+of stages."""
 
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.strategy import Scheme
 
 FORWARD_SHARE = 1.0 / 3.0
 """Share of the forward in a micro-batch's time: the backward of a matrix product is two products
 of its size, for the gradients of input and weight (arXiv 2104.04473, appendix)."""
+
+_NUM_UNTIL_STEADY = 16
+"""Micro-batches for each stage after which a pipeline is taken to repeat itself."""
 
 OfStage = Callable[[int, int], float]
 """Takes a stage, counted from 0, and its number of layers, at least 1."""
@@ -41,7 +48,20 @@ def pipeline_time_ms(
     _check(times_ms, num_stages, forward_share)
     if num_stages == 1:
         return math.fsum(times_ms)
-    return _last_backward_end_ms(times_ms, num_stages, forward_share)
+    return _last_backward_end_ms([times_ms] * num_stages, forward_share)
+
+
+def equal_micro_batches_time_ms(
+    stages_ms: Sequence[float], num_micro_batches: int, *, forward_share: float = FORWARD_SHARE
+) -> float:
+    """`pipeline_time_ms` of equal micro-batches on unequal stages.
+
+    stages_ms: shape (num_stages,), forward + backward of a micro-batch on each stage.
+    """
+    num_simulated = min(num_micro_batches, _NUM_UNTIL_STEADY * len(stages_ms))
+    times_ms = [[stage_ms] * num_simulated for stage_ms in stages_ms]
+    rest_ms = (num_micro_batches - num_simulated) * max(stages_ms)
+    return _last_backward_end_ms(times_ms, forward_share) + rest_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +85,7 @@ def pipeline_schedule(
     """
     _check(times_ms, num_stages, forward_share)
     operations: list[Operation] = []
-    _last_backward_end_ms(times_ms, num_stages, forward_share, operations)
+    _last_backward_end_ms([times_ms] * num_stages, forward_share, operations)
     return operations
 
 
@@ -80,15 +100,18 @@ def _check(times_ms: Sequence[float], num_stages: int, forward_share: float) -> 
 
 
 def _last_backward_end_ms(
-    times_ms: Sequence[float],
-    num_stages: int,
+    times_ms: Sequence[Sequence[float]],
     forward_share: float,
     operations: list[Operation] | None = None,
 ) -> float:
-    """The recurrence; appends to ``operations`` if given."""
-    num_micro_batches = len(times_ms)
-    forward_ms = [time_ms * forward_share for time_ms in times_ms]
-    backward_ms = [time_ms - forward for time_ms, forward in zip(times_ms, forward_ms, strict=True)]
+    """The recurrence for times_ms of shape (num_stages, num_micro_batches); appends to
+    ``operations`` if given."""
+    num_stages, num_micro_batches = len(times_ms), len(times_ms[0])
+    forward_ms = [[forward_share * time_ms for time_ms in of_stage] for of_stage in times_ms]
+    backward_ms = [
+        [time_ms - forward for time_ms, forward in zip(*of_stage, strict=True)]
+        for of_stage in zip(times_ms, forward_ms, strict=True)
+    ]
     free_ms = [0.0] * num_stages
     # End of the latest backward of each stage, and 0 behind the last one: its backward follows its
     # own forward, whose end is in free_ms.
@@ -102,13 +125,13 @@ def _last_backward_end_ms(
             finished = round_ - num_stages + stage
             if 0 <= finished < num_micro_batches:
                 start_ms = max(done_ms, backward_end_ms[stage + 1])
-                done_ms = start_ms + backward_ms[finished]
+                done_ms = start_ms + backward_ms[stage][finished]
                 backward_end_ms[stage] = done_ms
                 if operations is not None:
                     operations.append(Operation(False, stage, finished, start_ms, done_ms))
             if round_ < num_micro_batches:
                 start_ms = max(done_ms, forward_end_ms)
-                done_ms = start_ms + forward_ms[round_]
+                done_ms = start_ms + forward_ms[stage][round_]
                 forward_end_ms = done_ms
                 if operations is not None:
                     operations.append(Operation(True, stage, round_, start_ms, done_ms))
@@ -185,3 +208,63 @@ def _fill(num_layers: int, most: list[int], time: OfStage, tokens: OfStage) -> t
         )
         layers[chosen] += 1
     return tuple(layers)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Coefficients of every stage of a scheme.
+
+    A cost model has the time of the slowest stage. If the shape of the model is known, the other
+    stages take a share of it: of a and c by their layers, of b by the entries of their matrices,
+    including the output layer. The embedding is a look-up and costs nothing. Without the shape all
+    stages take the same time, which is what the planner assumes.
+    """
+
+    cost_model: CostModel
+    shape: ModelShape | None = None
+    """None if all stages are to take the same time."""
+    _known: dict[Scheme, tuple[Coefficients, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def coefficients(self, scheme: Scheme) -> tuple[Coefficients, ...]:
+        """Shape (pp,), by stage; raises StrategyError as cost model and scheme do."""
+        if scheme not in self._known:
+            self._known[scheme] = self._of(scheme)
+        return self._known[scheme]
+
+    def output_share(self, scheme: Scheme, stage: int) -> float:
+        """Share of the output layer in a stage's matrix products, from 0 to 1."""
+        if self.shape is None or stage < scheme.pp - 1:
+            return 0.0
+        return output_share(self.shape, scheme)
+
+    def _of(self, scheme: Scheme) -> tuple[Coefficients, ...]:
+        slowest = self.cost_model.coefficients(scheme)
+        if self.shape is None:
+            return (slowest,) * scheme.pp
+        layers = scheme.layers_per_stage(self.shape.num_layers)
+        entries = _stage_entries(self.shape, scheme)
+        most_layers, most_entries = max(layers), max(entries)
+        return tuple(
+            replace(
+                slowest,
+                a_ms_per_token2=slowest.a_ms_per_token2 * num_layers / most_layers,
+                b_ms_per_token=slowest.b_ms_per_token * num_entries / most_entries,
+                c_ms=slowest.c_ms * num_layers / most_layers,
+            )
+            for num_layers, num_entries in zip(layers, entries, strict=True)
+        )
+
+
+def output_share(shape: ModelShape, scheme: Scheme) -> float:
+    """Share of the output layer in the last stage's matrix products, from 0 to 1."""
+    return shape.num_embedding_parameters / _stage_entries(shape, scheme)[-1]
+
+
+def _stage_entries(shape: ModelShape, scheme: Scheme) -> list[int]:
+    """Number of entries of each stage's matrices: shape (pp,)."""
+    layers = scheme.layers_per_stage(shape.num_layers)
+    entries = [num_layers * shape.num_matrix_parameters_per_layer for num_layers in layers]
+    entries[-1] += shape.num_embedding_parameters
+    return entries

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.layout_constants import LAYOUT_CONSTANTS
 from megatron.hydraulis.cost_model.layouts import (
     FixedLengthJob,
     Layout,
@@ -15,11 +14,11 @@ from megatron.hydraulis.cost_model.layouts import (
     predict_layout,
 )
 from megatron.hydraulis.cost_model.shape_arguments import add_device_argument
+from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.terminal import print_json
 
-_KERNELS = ", ".join(repr(kernel.name) for kernel in LAYOUT_CONSTANTS.kernels)
 PREDICTED_COLUMNS = (
     "predicted_step_time_s",
     "predicted_mfu",
@@ -67,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layouts, one a row, with the columns seq_len (tokens), world_size (ranks), act_ckpt "
         "(disabled or every_layer), kernel, micro_batch_size (sequences), tp, pp, "
         "sequence_parallel (True, False or blank), layers, hidden, ffn, vocab, gbs (sequences a "
-        f"step); others are kept. Kernels: {_KERNELS}",
+        f"step); others are kept. Kernels: {SOFTWARE_NAMES}",
     )
     add_device_argument(parser, "; 8 ranks a node")
     parser.add_argument(

@@ -9,11 +9,6 @@ from typing import Any
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
-from megatron.hydraulis.cost_model.layout_constants import (
-    DEFAULT_KERNEL,
-    LAYOUT_CONSTANTS,
-    LayoutConstants,
-)
 from megatron.hydraulis.cost_model.layouts import (
     FixedLengthJob,
     Layout,
@@ -27,10 +22,10 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     add_shape_arguments,
     shape_of,
 )
+from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES, TRAINING, software_of
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.terminal import print_json, results_console
 
-_KERNELS = ", ".join(repr(kernel.name) for kernel in LAYOUT_CONSTANTS.kernels)
 _CAUSES = {
     "matmul_s": "matrix products",
     "attention_s": "attention",
@@ -43,7 +38,7 @@ _CAUSES = {
     "boundary_s": "messages between stages",
     "bubble_s": "the pipeline fills and drains",
     "wait_s": "waits of the kernel's software in pipelines",
-    "data_parallel_s": "gradients and parameters between replicas",
+    "data_parallel_s": "gradients and parameters between replicas, and the optimizer",
 }
 """Causes by field of StepTime."""
 _MEMORY = {
@@ -109,9 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     job.add_argument(
         "--kernel",
-        default=DEFAULT_KERNEL,
+        default=TRAINING.name,
         metavar="NAME",
-        help=f"one of {_KERNELS} (default: %(default)s)",
+        help=f"one of {SOFTWARE_NAMES} (default: %(default)s)",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -224,7 +219,6 @@ def search_layouts(
     job: FixedLengthJob,
     device: DeviceConstants,
     kernel: str,
-    constants: LayoutConstants = LAYOUT_CONSTANTS,
 ) -> LayoutSearch:
     """Predict and rank all layouts.
 
@@ -233,11 +227,9 @@ def search_layouts(
 
     Raises ConfigurationError for an unknown kernel, PlanError when no layout fits.
     """
-    constants.kernel(kernel)
+    software_of(kernel)
     refused: list[Refusal] = []
-    predictions = [
-        predict_layout(job, layout, device, constants) for layout in _layouts(job, kernel, refused)
-    ]
+    predictions = [predict_layout(job, layout, device) for layout in _layouts(job, kernel, refused)]
     predictions.sort(key=_order)
     fitting = [prediction for prediction in predictions if prediction.fits]
     rejected = [prediction for prediction in predictions if not prediction.fits]

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
+from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, output_share
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
@@ -215,15 +215,25 @@ class RegroupCosts:
 
     def _exposed_ms(self, times: RegroupTimes, scheme: Scheme, micro_batch_ms: float) -> float:
         layers = scheme.layers_per_stage(self.shape.num_layers)
-        of_layer = [micro_batch_ms / num for num in layers for _ in range(num)]
+        output_ms = micro_batch_ms * output_share(self.shape, scheme)
+        layers_ms = [micro_batch_ms] * (scheme.pp - 1) + [micro_batch_ms - output_ms]
+        of_layer = [
+            stage_ms / num
+            for stage_ms, num in zip(layers_ms, layers, strict=True)
+            for _ in range(num)
+        ]
         compute_ms = dict(zip(map(Unit.layer, range(len(of_layer))), of_layer, strict=True))
-        bucket_ms = [compute_ms.get(bucket.unit, 0.0) for bucket in times.buckets]
+        compute_ms[Unit.output()] = output_ms
+        # Of several buckets of a unit, the last one counts in the order of gathers.
+        bucket_ms = [compute_ms.pop(bucket.unit, 0.0) for bucket in reversed(times.buckets)][::-1]
         if self.hiding is Hiding.THREADS:
             return times.exposed_ms(
                 [FORWARD_SHARE * each_ms for each_ms in bucket_ms],
                 [(1.0 - FORWARD_SHARE) * each_ms for each_ms in bucket_ms],
             )
-        first_stage = set(map(Unit.layer, range(layers[0])))
+        first_stage = {*map(Unit.layer, range(layers[0]))}
+        if scheme.pp == 1:
+            first_stage.add(Unit.output())
         return times.exposed_ms(
             [0.0] * len(times.buckets),
             [

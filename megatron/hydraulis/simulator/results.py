@@ -13,10 +13,11 @@ from statistics import fmean
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.simulator.costs import CeilingCosts, StageCosts
+from megatron.hydraulis.simulator.costs import CeilingCosts
 from megatron.hydraulis.simulator.simulation import IterationTasks, ReplicaTasks, Simulator
 from megatron.hydraulis.simulator.work import IterationWork
 

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
+from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, StageCosts
 from megatron.hydraulis.cost_model.regrouping import (
     BucketTimes,
     Hiding,
@@ -37,7 +37,6 @@ from megatron.hydraulis.cost_model.regrouping import (
     RegroupTimes,
 )
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
-from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Replica, Strategy
 from megatron.hydraulis.transfer.canonical import Unit

@@ -46,6 +46,7 @@ from functools import partial
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.limits import Limits
+from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
@@ -53,7 +54,7 @@ from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.planner.greedy import best_fit, dispatch, longest_first
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.simulator.batches import BatchPlanning
-from megatron.hydraulis.simulator.costs import CeilingCosts, StageCosts
+from megatron.hydraulis.simulator.costs import CeilingCosts
 from megatron.hydraulis.simulator.schedulers import Wave, context_waves, packed_rows
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy

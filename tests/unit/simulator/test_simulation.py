@@ -7,11 +7,11 @@ import math
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
+from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.regrouping import Hiding
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError, PlanError
 from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.planner.planners import CertifiedPlanner
-from megatron.hydraulis.simulator.costs import StageCosts
 from megatron.hydraulis.simulator.results import account
 from megatron.hydraulis.simulator.simulation import EventLoop, Simulator, stage_program
 from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
