@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.hydraulis.command_line import CommandParser, closest, quiet_without_reader
 from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 
 _EXIT_BAD_INPUT = 2
 _EXIT_INTERRUPTED = 130
@@ -160,6 +161,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _run_command(program: str, command: Command, arguments: Sequence[str]) -> int:
     """Import the command's module and run it; returns the exit status."""
+    silence_warnings_of_imports()
     module = importlib.import_module(command.module)
     if command is TRAIN:
         module.main(arguments)

@@ -100,6 +100,7 @@ def test_help_fits_a_terminal_and_says_something_about_every_flag(
         ["lengths", "--lengths", "examples/lengths_instance_b.json"],
         ["lengths", "--lengths", "examples/lengths_instance_b.json", "--json"],
         ["train", "--help"],
+        ["convert", "tests/data/launch_arguments/llmjp_v3_1.8b.txt"],
     ],
     ids=" ".join,
 )

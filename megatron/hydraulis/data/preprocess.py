@@ -41,7 +41,6 @@ from megatron.hydraulis.data.tokenizer import (
 )
 from megatron.hydraulis.errors import ConfigurationError, DataError
 from megatron.hydraulis.json_object import write_json
-from megatron.hydraulis.quiet_imports import silence_warnings_of_imports
 from megatron.hydraulis.terminal import print_next
 
 _CHUNK_BYTES = 1 << 18
@@ -181,7 +180,6 @@ def run(namespace: argparse.Namespace) -> int:
     names = TokenizerSettings.__dataclass_fields__.keys() & given.keys()
     settings = TokenizerSettings(**{name: given[name] for name in names})
     files = find_files(namespace.input, pattern=namespace.pattern)
-    silence_warnings_of_imports()
     encoder = DocumentEncoder(build_tokenizer(settings), append_eod=namespace.append_eod)
     report_run(
         files,
