@@ -152,6 +152,23 @@ def planning(
     return Planning.of(resolved, device or device_constants("cpu"), read_cost_profile(resolved))
 
 
+def test_gradients_in_bf16_are_advised_where_batches_are_small(tmp_path: Path) -> None:
+    device = device_constants("a100-80g")
+    in_fp32 = planning(tmp_path, "--bf16", "--no-regroup-overlap", device=device)
+    advice = in_fp32.bf16_advice(1.0)
+    assert advice is not None
+    assert advice.startswith("--grad-reduce-in-bf16 would save ")
+    assert in_fp32.bf16_advice(1e12) is None
+    in_bf16 = planning(
+        tmp_path, "--bf16", "--no-regroup-overlap", "--grad-reduce-in-bf16", device=device
+    )
+    assert in_bf16.bf16_advice(1.0) is None
+    for name in POOL:
+        strategy = in_bf16.pool.strategy(name)
+        before_ms, after_ms = (p.cost_model.overhead_ms(strategy) for p in (in_fp32, in_bf16))
+        assert after_ms < before_ms
+
+
 def test_a_profile_must_have_every_scheme(tmp_path: Path) -> None:
     profile = write_profile(tmp_path, tp1=512)
     with pytest.raises(ConfigurationError) as caught:

@@ -36,7 +36,7 @@ from megatron.hydraulis.cost_model.interface import (
     CostModel,
     usual_time_ms,
 )
-from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
+from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.model_shape import AttentionWindow, ModelShape
@@ -163,7 +163,8 @@ _SETTINGS = tuple(each.name for each in fields(ProfiledModel) if each.name != "s
 class ProfileCostModel:
     """CostModel from a cost profile.
 
-    Raises ConfigurationError if there is no scheme, or a scheme or strategy is listed twice.
+    Raises ConfigurationError if there is no scheme, a scheme or strategy is listed twice, or
+    gradients have a size that they never have.
     """
 
     device: str
@@ -185,6 +186,11 @@ class ProfileCostModel:
         if not self.schemes:
             raise ConfigurationError(
                 "cost profile: needs at least 1 scheme but has 0; measure the schemes of the pool"
+            )
+        if self.gradient_bytes not in (BF16_BYTES, FP32_BYTES):
+            raise ConfigurationError(
+                f"cost profile: gradients travel in {BF16_BYTES} bytes each or in {FP32_BYTES} but "
+                f"gradient_bytes is {self.gradient_bytes}; correct it"
             )
         _check_distinct("scheme", [str(row.scheme) for row in self.schemes])
         _check_distinct("strategy", [row.name for row in self.strategies])

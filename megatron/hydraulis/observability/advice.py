@@ -187,7 +187,13 @@ def _on_replicas(run: Run) -> Iterator[Advice]:
             "Remove --no-regroup-overlap."
             if run.setting("hydraulis", "no_regroup_overlap")
             else "Check in a trace (--trace) whether the wait is for the network or for a late "
-            "rank; larger batches or strategies with more tp·pp transfer fewer bytes per token.",
+            "rank; larger batches or strategies with more tp·pp transfer fewer bytes per token"
+            + (
+                ", and --grad-reduce-in-bf16 halves those of gradients."
+                if run.setting("settings", "bf16")
+                and not run.setting("settings", "grad_reduce_in_bf16")
+                else "."
+            ),
         )
     if totals.padding_fraction > MAX_PADDING:
         yield Advice(

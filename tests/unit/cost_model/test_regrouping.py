@@ -182,6 +182,8 @@ class TestOverheads:
         row = ProfiledStrategy(name="S6", replicas=SINGLE, regroup_ms=3.0 * in_fp32_ms)
         calibrated = profile(row).with_regrouping(costs)
         assert calibrated.overhead_ms(strategy(SINGLE)) == pytest.approx(3.0 * in_bf16_ms, rel=0.05)
+        with pytest.raises(ConfigurationError, match=r"in 2 bytes each or in 4 but .* is 3;"):
+            replace(profile(row), gradient_bytes=3)
         measured = replace(profile(row), gradient_bytes=2)
         assert measured.with_regrouping(costs).overhead_ms(strategy(SINGLE)) == 3.0 * in_fp32_ms
         assert ProfileCostModel.from_json(measured.to_json(), what="profile") == measured

@@ -48,7 +48,12 @@ def write_config(
         "model": {"num_layers": 4, "hidden_size": 128, "num_parameters": 1_115_264},
         "hydraulis": {"plan_ahead": 2, "trace": str(run_dir / "trace"), "cost_profile": None}
         | ours,
-        "settings": {"train_iters": train_iters, "global_batch_size": 16, "seq_length": 1024},
+        "settings": {
+            "train_iters": train_iters,
+            "global_batch_size": 16,
+            "seq_length": 1024,
+            "bf16": True,
+        },
     }
     (run_dir / "config.json").write_text(json.dumps(config))
 

@@ -49,6 +49,7 @@ def test_a_scheme_with_another_prediction_error_is_named(tmp_path: Path) -> None
         ({"imbalance": 1.3}, {}, "wait 23.1% of the makespans"),
         ({"padding_fraction": 0.2}, {}, "20.0% of the computed tokens are padding"),
         ({"scatter_wait_s": 0.44}, {}, "20.0% for gradients"),
+        ({"scatter_wait_s": 0.44}, {}, "--grad-reduce-in-bf16 halves those of gradients"),
         ({"scatter_wait_s": 0.44}, {"no_regroup_overlap": True}, "Remove --no-regroup-overlap"),
         ({"lm_loss": None}, {}, "8 of 8 iterations updated nothing"),
         (

@@ -254,6 +254,21 @@ def test_a_measured_overhead_is_found_by_replicas_whatever_the_names(
     assert "optimizer 0.015000 s by the plan, not checked" in capsys.readouterr().out
 
 
+def test_overheads_with_gradients_of_another_size_do_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"name": "other", "replicas": POOL["strategies"][0]["replicas"], "regroup_ms": 14.0}
+    for size, option, status in (
+        ({}, [], 1),
+        ({}, ["--grad-reduce-in-bf16"], 0),
+        ({"gradient_bytes": 2}, [], 0),
+        ({"gradient_bytes": 2}, ["--grad-reduce-in-bf16"], 1),
+    ):
+        profile = PROFILE | {"strategies": [row]} | size
+        flags = write_files(tmp_path, plan=make_plan(), cost_profile=profile)
+        assert main(["check-plan", *flags, *option]) == status
+
+
 def test_findings_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan() | {"packing": None, "version": 1}
     assert main(["check-plan", *write_files(tmp_path, plan=plan), "--json"]) == 0

@@ -292,6 +292,18 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_command_advises_gradients_in_bf16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --padded-vocab-size 1024"
+    links = "--device cpu --intra-node-gb-per-s 0.1 --inter-node-gb-per-s 0.1"
+    flags = [*_flags(tmp_path), *shape.split(), *links.split()]
+    for option in ([], ["--grad-reduce-in-bf16"]):
+        assert main(["propose", *flags, *option]) == 0
+        text = capsys.readouterr().out
+        assert ("--grad-reduce-in-bf16 would save " in text) != bool(option)
+
+
 def context_profile(widths: tuple[int, ...]) -> ProfileCostModel:
     """Context parallelism of a scheme of one rank, with what the exchange costs."""
     content = profile()

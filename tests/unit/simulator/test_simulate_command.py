@@ -207,6 +207,19 @@ def test_a_bandwidth_changes_the_result(
     assert regrouping_s < time_s(*regroup, "--no-regroup-overlap")
 
 
+def test_gradients_in_bf16_are_advised_where_links_are_slow(
+    simulate: Callable[..., int], regroup: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    advice = "--grad-reduce-in-bf16 would save "
+    ways = ("--ways", "pool", "--no-regroup-overlap", *regroup)
+    for slow, advised in (("1000", False), ("0.01", True)):
+        links = ("--intra-node-gb-per-s", slow, "--inter-node-gb-per-s", slow)
+        assert simulate(*ways, *links) == 0
+        assert (advice in capsys.readouterr().out) == advised
+        assert simulate(*ways, *links, "--grad-reduce-in-bf16") == 0
+        assert advice not in capsys.readouterr().out
+
+
 def test_it_writes_results_pictures_and_a_trace_that_adds_up(
     tmp_path: Path, figures: Callable[..., dict[str, Any]], regroup: list[str]
 ) -> None:
