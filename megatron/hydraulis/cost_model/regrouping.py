@@ -26,7 +26,7 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, RankAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout, Unit, model_parameters
-from megatron.hydraulis.transfer.collective import Collective, collective_of
+from megatron.hydraulis.transfer.collective import Collective, collective_of, scatter_collective_of
 from megatron.hydraulis.transfer.role import roles_of
 from megatron.hydraulis.transfer.traffic import amounts_by_rank
 
@@ -284,23 +284,25 @@ class RegroupCosts:
         roles = roles_of(strategy, self.shape.num_layers, self.shape.tied_embeddings)
         per_node = self.cluster.ranks_per_node
         amounts = StrategyAmounts(self._amounts, roles)
-        kind, scatter_kind = (
-            collective_of(
-                self.layout,
-                roles,
-                ranks_per_node=per_node,
-                amounts=amounts,
-                may_reduce=may_reduce,
-            )
-            for may_reduce in (True, self.gradient_bytes == FP32_BYTES)
+        kind = collective_of(self.layout, roles, ranks_per_node=per_node, amounts=amounts)
+        scatter_kind = scatter_collective_of(
+            kind,
+            self.layout,
+            roles,
+            ranks_per_node=per_node,
+            may_reduce=self.gradient_bytes == FP32_BYTES,
+            amounts=amounts,
         )
         times: list[BucketTimes] = []
         received_bytes = 0.0
         for buckets in amounts.equal_buckets():
-            gather, scatter = (
-                amounts_by_rank(each, amounts, buckets[0], roles, ranks_per_node=per_node)[place]
-                for place, each in enumerate((kind, scatter_kind))
+            gather, scatter = amounts_by_rank(
+                kind, amounts, buckets[0], roles, ranks_per_node=per_node
             )
+            if scatter_kind is not kind:
+                _, scatter = amounts_by_rank(
+                    scatter_kind, amounts, buckets[0], roles, ranks_per_node=per_node
+                )
             num_received = self.parameter_bytes * float(gather.received.sum())
             num_received += self.gradient_bytes * float(scatter.received.sum())
             received_bytes += len(buckets) * num_received / self.cluster.num_ranks

@@ -19,7 +19,12 @@ from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import Arena
 from megatron.hydraulis.runtime.track import Job, StagingSlot, Step
 from megatron.hydraulis.transfer.canonical import Bucket, CanonicalLayout
-from megatron.hydraulis.transfer.collective import EqualShares, collective_of, strategy_plans
+from megatron.hydraulis.transfer.collective import (
+    EqualShares,
+    collective_of,
+    scatter_collective_of,
+    strategy_plans,
+)
 from megatron.hydraulis.transfer.plan import (
     Segment,
     Transfer,
@@ -69,11 +74,15 @@ class Regrouper:
         group: dist.ProcessGroup,
         ranks_per_node: int,
     ) -> None:
-        self.collective, scatter_collective = (
-            collective_of(layout, roles, ranks_per_node=ranks_per_node, may_reduce=may_reduce)
-            for may_reduce in (True, gradient_dtype == shards.gradients.dtype)
+        self.collective = collective_of(layout, roles, ranks_per_node=ranks_per_node)
+        """The kind of gathers."""
+        scatter_collective = scatter_collective_of(
+            self.collective,
+            layout,
+            roles,
+            ranks_per_node=ranks_per_node,
+            may_reduce=gradient_dtype == shards.gradients.dtype,
         )
-        """The kind of gathers, and of scatters that may use it."""
         plans = scatter_plans = strategy_plans(
             self.collective, layout, roles, ranks_per_node=ranks_per_node, rank=shards.rank
         )

@@ -49,7 +49,7 @@ little."""
 
 
 class Collective(enum.Enum):
-    """The kind of a strategy's gather; its scatter is the inverse, see `collective_of`."""
+    """The kind of a strategy's gather; its scatter is the inverse, see `scatter_collective_of`."""
 
     ALL_TO_ALL = "all_to_all"
     """`TransferPlan`: uneven all-to-all in both directions."""
@@ -146,14 +146,12 @@ def collective_of(
     ranks_per_node: int | None,
     least_saving: float = LEAST_SAVING_ACROSS,
     amounts: StrategyAmounts | None = None,
-    may_reduce: bool = True,
 ) -> Collective:
     """The kind for a strategy, the same on all ranks.
 
-    ``ALL_GATHER`` if every rank holds the entire model (tp 1, pp 1, none idle) and may_reduce;
-    ``TWO_STEP`` if there are several nodes and two steps save at least ``least_saving`` of what
-    would cross nodes in one, because ranks of a node need the same elements; ``ALL_TO_ALL``
-    otherwise.
+    ``ALL_GATHER`` if every rank holds the entire model (tp 1, pp 1, none idle); ``TWO_STEP`` if
+    there are several nodes and two steps save at least ``least_saving`` of what would cross nodes
+    in one, because ranks of a node need the same elements; ``ALL_TO_ALL`` otherwise.
 
     Args:
         layout: the canonical layout.
@@ -161,15 +159,42 @@ def collective_of(
         ranks_per_node: None if nodes are unknown: all ranks then count as one node.
         least_saving: a fraction of the elements that cross nodes in one step, in (0, 1].
         amounts: of the strategy, if they are known already.
-        may_reduce: False for the scatter of gradients that travel in a narrow dtype, in which a
-            reduce-scatter would add them up.
 
     Raises:
         PlanError: the nodes are not full, or roles are missing.
     """
     layout.check_roles(roles)
-    if may_reduce and _all_hold_everything(roles):
+    if _all_hold_everything(roles):
         return Collective.ALL_GATHER
+    return _of_messages(layout, roles, ranks_per_node, least_saving, amounts)
+
+
+def scatter_collective_of(
+    gather: Collective,
+    layout: CanonicalLayout,
+    roles: Sequence[Role | None],
+    *,
+    ranks_per_node: int | None,
+    may_reduce: bool,
+    amounts: StrategyAmounts | None = None,
+) -> Collective:
+    """The kind of a strategy's scatter, by that of its gather.
+
+    may_reduce: False if gradients travel in a narrow dtype, in which a reduce-scatter would add
+    them up; the others as in `collective_of`.
+    """
+    if may_reduce or gather is not Collective.ALL_GATHER:
+        return gather
+    return _of_messages(layout, roles, ranks_per_node, LEAST_SAVING_ACROSS, amounts)
+
+
+def _of_messages(
+    layout: CanonicalLayout,
+    roles: Sequence[Role | None],
+    ranks_per_node: int | None,
+    least_saving: float,
+    amounts: StrategyAmounts | None,
+) -> Collective:
     if ranks_per_node is None or ranks_per_node >= layout.num_ranks:
         return Collective.ALL_TO_ALL
     amounts = amounts or StrategyAmounts(LayoutAmounts(layout, ranks_per_node), roles)
