@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import numpy as np
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.lengths.counts import read_length_counts, read_lengths
 from megatron.hydraulis.model_shape import ModelShape
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(__file__).resolve().parent / "data"
@@ -121,3 +125,111 @@ def published_result() -> PublishedResult:
     """Of the published planner on instance B."""
     content = json.loads((DATA / "published_planner_instance_b.json").read_text("utf-8"))
     return PublishedResult(content["plan_ms"], content["chosen"])
+
+
+# ---------------------------------------------------------------- pools of many strategies
+
+RANKS_PER_NODE = 8
+POOL_DEGREES = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
+"""tp and pp of the schemes that are estimated."""
+PUBLISHED_PROFILES = DATA / "published_profiles_a800.json"
+POOL_PROFILES = ("13B a100-80g", "7B A800", "32B A800")
+"""The first is estimated for the sizes of Llama 2, the others were measured and published."""
+LLAMA_13B = "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40"
+POOL_RANKS = (16, 32, 64)
+POOL_CONTEXTS_TOKENS = (8192, 16_384, 32_768)
+POOL_RANK_TOKENS = (2048, 4096, 8192)
+"""Tokens of a batch for each rank: the cases take them in turn."""
+POOL_SIZES = (8, 47)
+"""Least and most strategies of a random pool."""
+MOST_TERMS = 4
+"""Of a random strategy."""
+MANY_TRIES = 10
+"""Strategies drawn for each different one that is wanted."""
+
+
+@dataclass(frozen=True)
+class PoolCase:
+    """A batch for a random pool with an estimated profile."""
+
+    name: str
+    profile: ProfileCostModel
+    pool: Pool
+    batch: list[int]
+
+
+def pool_cases(seed: int) -> Iterator[PoolCase]:
+    """27 cases: three sizes of the job, three profiles and three contexts."""
+    documents = LengthDistribution()
+    for index, (num_ranks, name, context) in enumerate(
+        itertools.product(POOL_RANKS, POOL_PROFILES, POOL_CONTEXTS_TOKENS)
+    ):
+        generator = np.random.default_rng([seed, index])
+        estimated = name == POOL_PROFILES[0]
+        profile = estimated_profile(num_ranks) if estimated else published_profile(name, num_ranks)
+        cut_tokens = min(context, max(row.max_tokens for row in profile.schemes))
+        rank_tokens = POOL_RANK_TOKENS[sum(divmod(index, 3)) % len(POOL_RANK_TOKENS)]
+        yield PoolCase(
+            f"{name}, {num_ranks} ranks, {context // 1024}K, {rank_tokens} a rank",
+            profile,
+            _random_pool(generator, profile, num_ranks, cut_tokens),
+            documents.batch(int(generator.integers(2**31)), num_ranks * rank_tokens, cut_tokens),
+        )
+
+
+def estimated_profile(num_ranks: int) -> ProfileCostModel:
+    """As `hydraulis estimate` writes it for Llama 2 13B on A100."""
+    schemes = [str(Scheme(tp=tp, pp=pp)) for tp, pp in POOL_DEGREES if tp * pp <= num_ranks]
+    command = [sys.executable, "-m", "megatron.hydraulis", "estimate", "--json", "--swiglu"]
+    command += [*LLAMA_13B.split(), "--vocab-size", "32000", "--device", "a100-80g"]
+    command += ["--untie-embeddings-and-output-weights"]
+    command += ["--num-ranks", str(num_ranks), "--schemes", *schemes]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return ProfileCostModel.from_json(json.loads(output), what="estimate of 13B")
+
+
+def published_profile(name: str, num_ranks: int) -> ProfileCostModel:
+    """Measured times of a model, and the limits in a job of this size."""
+    content = json.loads(PUBLISHED_PROFILES.read_text(encoding="utf-8"))
+    rows = [
+        row | {"cp": 1, "max_tokens": row["max_tokens"][str(num_ranks)]}
+        for row in content["schemes"][name.split()[0]]
+        if row["tp"] * row["pp"] <= num_ranks
+    ]
+    profile = {"device": content["device"], "source": content["source"], "date": "2024-12-11"}
+    return ProfileCostModel.from_json(profile | {"schemes": rows}, what=name)
+
+
+def _random_pool(
+    generator: np.random.Generator, profile: ProfileCostModel, num_ranks: int, context: int
+) -> Pool:
+    """Homogeneous and mixed strategies that hold the context; pipelines are as likely as others.
+
+    A small job may have fewer different ones than the size that was drawn.
+    """
+    limits = {row.scheme: row.max_tokens for row in profile.schemes if row.max_tokens}
+    holding = [scheme for scheme, limit in limits.items() if limit >= context]
+    size = int(generator.integers(POOL_SIZES[0], POOL_SIZES[1] + 1))
+    found: dict[str, Strategy] = {}
+    for _ in range(MANY_TRIES * size):
+        if len(found) == size:
+            break
+        schemes = [holding[generator.integers(len(holding))]]
+        idle = num_ranks - schemes[0].num_ranks
+        num_terms = int(generator.integers(1, MOST_TERMS + 1))
+        while idle:
+            able = [scheme for scheme in limits if scheme.num_ranks <= idle]
+            # Once there are enough different schemes, they are repeated.
+            known = [scheme for scheme in able if scheme in schemes]
+            if known and len(set(schemes)) >= num_terms:
+                able = known
+            scheme = able[generator.integers(len(able))]
+            most = idle // scheme.num_ranks
+            num = most if len(set(schemes)) >= num_terms else int(generator.integers(1, most + 1))
+            schemes += [scheme] * num
+            idle -= num * scheme.num_ranks
+        schemes.sort(key=lambda scheme: (-scheme.num_ranks, str(scheme)))
+        terms = [f"{len([*same])}*{scheme}" for scheme, same in itertools.groupby(schemes)]
+        text = "+".join(terms)
+        found[text] = Strategy.parse(text, num_ranks, ranks_per_node=RANKS_PER_NODE)
+    return Pool.of(*found.values())

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,14 @@ from benchmarks.command import (
     make_parser,
     write_figures,
 )
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_LARGE_SEEDS = 3
+MANY_SEQUENCES = 10_000
 MS_PER_S = 1e3
 
 
@@ -55,6 +57,11 @@ class PlannedBatch:
     """By round, of the whole process: on a busy machine the steadier figure."""
     alone_ms: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By strategy that can hold the batch: bound and time of its plan when it is the whole pool."""
+
+    @property
+    def gap_percent(self) -> float:
+        """(time - bound) / time."""
+        return _gap_percent(self.bound_ms, self.time_ms)
 
     @property
     def best_other(self) -> float:
@@ -171,7 +178,7 @@ class Benchmark:
                 str(r.num_sequences),
                 f"{r.time_ms:.1f}",
                 f"{r.bound_ms:.1f}",
-                f"{_gap_percent(r.bound_ms, r.time_ms):.2f}",
+                f"{r.gap_percent:.2f}",
                 _range(r.wall_s, 2),
                 _range(r.cpu_s, 2),
                 r.status,
@@ -180,12 +187,63 @@ class Benchmark:
         self._console.print(table)
         return figures
 
+    def pools(self) -> Any:
+        """Random pools of many strategies; one plan of each batch."""
+        cases = list(inputs.pool_cases(self._options.seed))
+        return self._pool_cases(cases, "Random pools")
+
+    def many(self) -> Any:
+        """Batches of many sequences."""
+        batch = self._lengths.draw(self._options.seed, MANY_SEQUENCES)
+        cases = [inputs.PoolCase("32B, S0 to S6", self._model, self._pool, batch)]
+        # The last case of each profile: 64 ranks, 32K.
+        for case in list(inputs.pool_cases(self._options.seed))[-1:-8:-3]:
+            cases.append(replace(case, batch=batch))
+        return self._pool_cases(cases, f"{MANY_SEQUENCES:,} sequences a batch")
+
+    def _pool_cases(self, cases: Sequence[inputs.PoolCase], title: str) -> Any:
+        table = figures_table(
+            title, ("case",), ("strategies", "sequences", "time ms", "gap %", "CPU s")
+        )
+        table.add_column("choice")
+        results = []
+        for case in self._progress.track(cases, description=title):
+            start_cpu_s = time.process_time()
+            result = self._planned(case.batch, case.pool, profile=case.profile)
+            result.cpu_s.append(time.process_time() - start_cpu_s)
+            results.append(result)
+            table.add_row(
+                case.name,
+                str(len(case.pool.strategies)),
+                str(result.num_sequences),
+                f"{result.time_ms:.1f}",
+                f"{result.gap_percent:.2f}",
+                f"{result.cpu_s[0]:.2f}",
+                result.strategy,
+            )
+        gaps = [result.gap_percent for result in results]
+        table.caption = (
+            f"{sum(gap <= 2.0 for gap in gaps)} of {len(gaps)} gaps are at most 2 %, the largest "
+            f"is {max(gaps):.2f} %; CPU time at most {max(r.cpu_s[0] for r in results):.2f} s."
+        )
+        self._console.print(table)
+        return [
+            {"case": case.name} | asdict(result)
+            for case, result in zip(cases, results, strict=True)
+        ]
+
     def _seeds(self, num: int) -> range:
         return range(self._options.seed, self._options.seed + num)
 
-    def _planned(self, batch: Sequence[int], pool: Pool, seed: int | None = None) -> PlannedBatch:
+    def _planned(
+        self,
+        batch: Sequence[int],
+        pool: Pool,
+        seed: int | None = None,
+        profile: ProfileCostModel | None = None,
+    ) -> PlannedBatch:
         """Plan a batch once: what is the same in every round."""
-        plan = CertifiedPlanner(pool, self._model).plan(batch)
+        plan = CertifiedPlanner(pool, profile or self._model).plan(batch)
         bound_ms, time_ms = _bound_and_time_ms(plan)
         assert plan.dispatch is not None  # the certified planner reports on every plan
         return PlannedBatch(
@@ -228,6 +286,8 @@ SECTIONS = {
     "instance-b": Benchmark.instance_b,
     "wikipedia": Benchmark.wikipedia,
     "large": Benchmark.large,
+    "pools": Benchmark.pools,
+    "many": Benchmark.many,
 }
 
 
@@ -264,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
     core = max(os.sched_getaffinity(0)) if options.core is None else options.core
     os.sched_setaffinity(0, {core})
-    console = results_console()
+    console = results_console(140)
     with counted_progress(console) as progress:
         benchmark = Benchmark(options, console, progress)
         figures = {section: SECTIONS[section](benchmark) for section in options.sections}

@@ -7,6 +7,7 @@ import pytest
 
 from megatron.hydraulis.planner import pipeline_packing
 from megatron.hydraulis.planner import solver as solver_module
+from megatron.hydraulis.planner.costs import Pipeline
 from megatron.hydraulis.planner.pipeline_bounds import best_works_ms
 from megatron.hydraulis.planner.solver import (
     Deadline,
@@ -38,7 +39,7 @@ def test_after_an_overrun_no_integer_program_is_run(monkeypatch: pytest.MonkeyPa
 
 def test_missing_bounds_of_a_pipeline_are_recorded() -> None:
     solver = Solver(Deadline(0.0))
-    assert best_works_ms(2, [1.0, 1.0], 4.0, 3.0, solver) is None
+    assert best_works_ms(Pipeline(2), [1.0, 1.0], 4.0, 3.0, solver) is None
     assert solver.trouble is Outcome.OVERRUN
 
 

@@ -15,7 +15,7 @@ from megatron.hydraulis.planner.bounds import (
     replica_bound_ms,
 )
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
-from megatron.hydraulis.planner.pipeline_packing import ReplicaPacker
+from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.relaxation import Relaxation
 from megatron.hydraulis.planner.search import TARGET_GAP, StrategySearch
@@ -76,7 +76,7 @@ class Instance:
         )
         search.start()
         search.raise_bound()
-        search.search()
+        search.search(Effort(5e7))
         return search
 
 
@@ -92,6 +92,7 @@ def scheme_cost(figures: ReplicaFigures) -> SchemeCost:
         ),
         figures.max_tokens,
         figures.num_stages,
+        forward_share=figures.forward_share,
     )
 
 
@@ -120,6 +121,7 @@ def figures(num_stages: st.SearchStrategy[int]) -> st.SearchStrategy[ReplicaFigu
         c_ms=st.sampled_from([0.0, 2.0, 30.0]),
         max_tokens=st.sampled_from([40, 60, 75, 119, 120, 500]),
         num_stages=num_stages,
+        forward_share=st.sampled_from([1.0 / 3.0, 1.0 / 3.0, 0.25, 0.5]),
     )
 
 

@@ -14,7 +14,7 @@ import megatron.hydraulis.planner as planner_package
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
 from megatron.hydraulis.plan_check.rules import simulated_time_ms
 from megatron.hydraulis.planner.ahead import PlannerProcess
-from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.costs import Pipeline, ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.greedy import dispatch, longest_first
 from megatron.hydraulis.planner.improve import (
     Assignment,
@@ -198,7 +198,7 @@ def test_many_pipelines_at_once_take_the_same_time_as_each_alone(
     works = np.array(
         [[draws.uniform(0.0, 9.0) for _ in range(num)] for _ in range(num_replicas)]  # type: ignore[attr-defined]
     )
-    at_once = pipeline_times_ms(works, num_stages)
+    at_once = pipeline_times_ms(works, Pipeline(num_stages))
     for row, time_ms in zip(works, at_once, strict=True):
         assert time_ms == pytest.approx(pipeline_time_ms(list(row), num_stages))
 
@@ -317,5 +317,5 @@ def test_caches_between_plans_are_bounded() -> None:
         ).items()
         if hasattr(value, "cache_info")
     }
-    assert "pipeline_bounds.shapes" in kept
+    assert "pipeline_bounds._best_shape" in kept
     assert all(info.maxsize is not None and info.maxsize <= 4096 for info in kept.values()), kept

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.plan_check.rules import simulated_time_ms
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.greedy import dispatch
 from megatron.hydraulis.planner.improve import Assignment, dispatch_by_program
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.planner.relaxation import Relaxation
-from megatron.hydraulis.planner.search import largest_tokens, shortest_pipeline
 from megatron.hydraulis.planner.solver import (
     Deadline,
     LinearModel,
@@ -143,30 +141,6 @@ def test_optima_are_scipys(case: tuple[LinearModel, np.ndarray], from_start: boo
 # ---------------------------------------------------------------- packing
 
 
-@settings(max_examples=40)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_least_largest_micro_batch_is_scipys(lengths: list[int], num: int) -> None:
-    lengths.sort(reverse=True)
-    start = [list(range(k, len(lengths), num)) for k in range(min(num, len(lengths)))]
-    answer = largest_tokens(lengths, num, start, new_solver())
-    program = Program()
-    program.column("largest")
-    for i, k in itertools.product(range(len(lengths)), range(num)):
-        program.column((i, k), upper=1.0, integral=True)
-    for i in range(len(lengths)):
-        program.row([((i, k), 1.0) for k in range(num)], 1.0, 1.0)
-    for k in range(num):
-        held = [((i, k), float(length)) for i, length in enumerate(lengths)]
-        program.row([*held, ("largest", -1.0)], -np.inf, 0.0)
-    best = program.least("largest")
-    assert answer.micro_batches is not None
-    assert sorted(i for share in answer.micro_batches for i in share) == list(range(len(lengths)))
-    assert len(answer.micro_batches) <= num
-    largest = max(sum(lengths[i] for i in share) for share in answer.micro_batches)
-    assert answer.bound <= best + CLOSE * best
-    assert best - CLOSE * best <= largest <= best * (1 + GAP)
-
-
 def operations(num_stages: int, num: int, stage: int) -> list[tuple[str, int]]:
     """The operations of a stage in 1F1B, in order."""
     ahead = min(num_stages - 1 - stage, num)
@@ -212,46 +186,6 @@ def least_pipeline_ms(lengths: Sequence[int], cost: SchemeCost, num: int) -> flo
                 follows(("backward", stage - 1, k), ("backward", stage, k))
     follows("end", ("backward", 0, num - 1))
     return program.least("end")
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.integers(1, 30), min_size=2, max_size=5),
-    st.integers(2, 3),
-    st.integers(2, 3),
-    st.sampled_from([0.0, 4.0]),
-    st.sampled_from([0.0, 0.02]),
-)
-def test_the_shortest_pipeline_is_scipys(
-    lengths: list[int], num_stages: int, num: int, c_ms: float, a: float
-) -> None:
-    num = min(num, len(lengths))
-    lengths.sort(reverse=True)
-    start = [list(range(k, len(lengths), num)) for k in range(num)]
-    room = max(sum(lengths[i] for i in share) for share in start)
-    cost = cost_of(a, 0.3, c_ms, max_tokens=room, num_stages=num_stages)
-    answer = shortest_pipeline(lengths, cost, start, new_solver())
-    best_ms = least_pipeline_ms(lengths, cost, num)
-    assert answer.micro_batches is not None
-    assert sorted(i for share in answer.micro_batches for i in share) == list(range(len(lengths)))
-    held = [[lengths[i] for i in share] for share in answer.micro_batches]
-    assert max(map(sum, held)) <= room
-    time_ms = simulated_time_ms([cost.coefficients.time_ms(share) for share in held], num_stages)
-    assert answer.bound <= best_ms * (1 + CLOSE)
-    assert time_ms <= best_ms * (1 + GAP)
-    if len(held) == num:  # an empty one is not in the answer
-        assert time_ms >= best_ms * (1 - CLOSE)
-
-
-def test_a_program_on_which_presolve_fails_is_solved_without_it() -> None:
-    """HiGHS 1.15.1 ends with a solve error on this one, unless presolve is off."""
-    solver = new_solver()
-    answer = shortest_pipeline(
-        [17, 9], cost_of(0.0, 0.3, 0.0, max_tokens=17, num_stages=2), [[0], [1]], solver
-    )
-    assert solver.trouble is None
-    assert answer.micro_batches is not None
-    assert answer.bound == pytest.approx(12.0)
 
 
 # ---------------------------------------------------------------- dispatch

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from random import Random
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients, pipeline_time_ms
-from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.costs import Pipeline, ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.pipeline_bounds import (
-    MAX_SHAPED_MICRO_BATCHES,
+    MAX_EXACT,
+    MAX_SHAPED,
     PipelineColumns,
     best_works_ms,
     choose_long_micro_batches,
@@ -19,32 +21,75 @@ from megatron.hydraulis.planner.pipeline_bounds import (
     long_micro_batch_lines,
     long_micro_batch_orders,
     most_work_ms,
+    ranges_of_numbers,
     shapes,
 )
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.relaxation import Tier, class_modes
-from megatron.hydraulis.planner.solver import Deadline, ProgramBuilder, Solver
+from megatron.hydraulis.planner.solver import (
+    Deadline,
+    ProgramBuilder,
+    Solver,
+    SolverLimits,
+    solve,
+)
 
 ROUNDING = 1e-9
 WORKS = st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any)
 STAGES = st.integers(1, 5)
+SHARES = st.sampled_from([1 / 3, 0.25, 0.5, 0.6])
+PIPELINES = st.builds(Pipeline, STAGES, SHARES)
 
 
-@given(WORKS, STAGES)
-def test_no_order_of_any_works_is_below_the_fill_bound(works: list[int], num_stages: int) -> None:
-    time_ms, total_ms, num = pipeline_time_ms(works, num_stages), sum(works), len(works)
-    bound_ms = fill_bound_ms(num_stages, num, total_ms, max(works))
+@given(WORKS, PIPELINES)
+def test_no_order_of_any_works_is_below_the_fill_bound(
+    works: list[int], pipeline: Pipeline
+) -> None:
+    time_ms, total_ms, num = pipeline.time_ms(works), sum(works), len(works)
+    bound_ms = fill_bound_ms(pipeline, num, total_ms, max(works))
     assert total_ms * (1 - ROUNDING) <= bound_ms <= time_ms * (1 + ROUNDING)
     # The same lines, solved for the work.
-    assert total_ms <= most_work_ms(num_stages, num, time_ms, max(works)) * (1 + ROUNDING)
-    again_ms = most_work_ms(num_stages, num, bound_ms, max(works))
+    assert total_ms <= most_work_ms(pipeline, num, time_ms, max(works)) * (1 + ROUNDING)
+    again_ms = most_work_ms(pipeline, num, bound_ms, max(works))
     assert again_ms == pytest.approx(total_ms, rel=1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, MAX_SHAPED + 3), st.integers(2, 4), SHARES, st.randoms())
+def test_no_shape_of_many_micro_batches_is_below_the_fill_bound(
+    num: int, num_stages: int, share: float, random: Random
+) -> None:
+    pipeline = Pipeline(num_stages, share)
+    # Small at the ends, as the best shapes are, with some noise.
+    works = [min(3 * (k + 1), num - k, 9) * random.uniform(0.8, 1.2) for k in range(num)]
+    bound_ms = fill_bound_ms(pipeline, num, sum(works), max(works))
+    assert sum(works) <= bound_ms <= pipeline.time_ms(works) * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_range_of_numbers_has_the_bound_of_its_largest(num_stages: int) -> None:
+    ranges = list(itertools.takewhile(lambda each: each[1] <= MAX_SHAPED, ranges_of_numbers()))
+    assert [num for first, last in ranges for num in range(first, last + 1)] == list(
+        range(1, MAX_SHAPED + 1)
+    )
+    first, last = ranges[MAX_EXACT + 1]
+    assert last > first
+    bounds = {fill_bound_ms(Pipeline(num_stages), num, 1.0, 1.0) for num in (first, last)}
+    assert len(bounds) == 1
+    # It is that of the exact program for the largest number, and below those of the others.
+    times = []
+    for num in (first, last):
+        works = best_works_ms(Pipeline(num_stages), [0.0] * num, 1.0, 1.0, Solver(Deadline(None)))
+        assert works is not None
+        times.append(pipeline_time_ms([max(0.0, work) for work in works], num_stages))
+    assert bounds.pop() == pytest.approx(times[1], abs=1e-4)
+    assert times[1] <= times[0]
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("num", [1, 2, 5, 13])
 def test_the_best_shapes_reach_their_bound(num_stages: int, num: int) -> None:
-    for shape in shapes(num_stages, num)[: -1 if num > 1 else None]:
+    for shape in shapes(Pipeline(num_stages), num)[: -1 if num > 1 else None]:
         assert math.fsum(shape.shares) == pytest.approx(1.0)
         time_ms = pipeline_time_ms(shape.shares, num_stages)
         largest = max(shape.shares)
@@ -53,19 +98,15 @@ def test_the_best_shapes_reach_their_bound(num_stages: int, num: int) -> None:
         assert time_ms <= (1.0 + (num_stages - 1) / num) * (1 + 1e-6)
 
 
-def test_shapes_of_many_micro_batches_are_equal() -> None:
-    (shape,) = shapes(4, MAX_SHAPED_MICRO_BATCHES + 1)
-    assert (shape.slope, shape.relief) == (1.0, 0.0)
-    assert len(set(shape.shares)) == 1
-
-
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(2, 4), st.integers(1, 90))
 def test_best_works_respect_their_limits_and_beat_others(
     least: list[int], num_stages: int, more: int
 ) -> None:
     total_ms, largest_ms = float(sum(least) + more), float(max(least) + more)
-    works_ms = best_works_ms(num_stages, least, total_ms, largest_ms, Solver(Deadline(None)))
+    works_ms = best_works_ms(
+        Pipeline(num_stages), least, total_ms, largest_ms, Solver(Deadline(None))
+    )
     assert works_ms is not None
     assert math.fsum(works_ms) == pytest.approx(total_ms)
     for work_ms, least_ms in zip(works_ms, least, strict=True):
@@ -80,25 +121,12 @@ def test_best_works_respect_their_limits_and_beat_others(
         assert best_ms <= pipeline_time_ms(other, num_stages) * (1 + 1e-5)
 
 
-@given(WORKS, STAGES)
-def test_the_program_of_a_pipeline_is_its_recurrence(works: list[int], num_stages: int) -> None:
-    columns = PipelineColumns(num_stages, len(works))
-    values = columns.ends_ms([float(work) for work in works])
-    last = columns.backward(0, len(works) - 1)
-    time_ms = pipeline_time_ms(works, num_stages)
-    assert values[last] == pytest.approx(time_ms)
-    assert values[: len(works)].tolist() == works
+@given(WORKS, PIPELINES)
+def test_the_program_of_a_pipeline_is_its_recurrence(works: list[int], pipeline: Pipeline) -> None:
     program = ProgramBuilder()
-    columns.add_to(program, [(0.0, math.inf)] * len(works))
-    model = program.model()
-    assert model.cost @ values == pytest.approx(time_ms)
-    rows = model.matrix
-    assert (rows @ values >= -1e-9).all()
-    # Nothing may end earlier: some row excludes it.
-    for column in range(len(works), columns.num):
-        earlier = values.copy()
-        earlier[column] -= 1.0
-        assert (rows @ earlier < -1e-3).any()
+    PipelineColumns(pipeline, len(works)).add_to(program, [(work, work) for work in works])
+    solution = solve(program.model(), SolverLimits())
+    assert solution.objective == pytest.approx(pipeline.time_ms(works), rel=1e-6)
 
 
 COSTS = st.builds(
@@ -111,6 +139,7 @@ COSTS = st.builds(
     ),
     st.sampled_from([60, 75, 119, 120, 500]),
     st.integers(2, 5),
+    forward_share=SHARES,
 )
 
 
@@ -136,7 +165,7 @@ def test_no_packing_is_below_the_bound_of_its_long_ones(
 ) -> None:
     micro_batches = data.draw(packings(cost))
     times_ms = [cost.coefficients.time_ms(share) for share in micro_batches]
-    time_ms, total_ms = pipeline_time_ms(times_ms, cost.num_stages), math.fsum(times_ms)
+    time_ms, total_ms = cost.pipeline.time_ms(times_ms), math.fsum(times_ms)
     falling = sorted(itertools.chain(*micro_batches), reverse=True)
     long = choose_long_micro_batches(falling, cost.max_tokens)
     assert long == tuple(falling[: len(long)])
@@ -147,7 +176,7 @@ def test_no_packing_is_below_the_bound_of_its_long_ones(
         assert bound_ms <= time_ms * (1 + ROUNDING)
         assert total_ms <= orders.most_work_ms(len(times_ms), time_ms) * (1 + ROUNDING)
     long_ms = cost.coefficients.time_ms((falling[0],))
-    for by_total, by_long in long_micro_batch_lines(cost.num_stages):
+    for by_total, by_long in long_micro_batch_lines(cost.pipeline):
         assert by_total * total_ms + by_long * long_ms <= time_ms * (1 + ROUNDING)
 
 
@@ -164,7 +193,9 @@ def test_the_best_works_around_a_long_one_are_not_below_its_bound(
     for total_ms in (60.0, 100.0, 300.0, 900.0):
         if total_ms > 60.0 * len(least_ms):
             continue
-        works_ms = best_works_ms(num_stages, least_ms, total_ms, 60.0, Solver(Deadline(None)))
+        works_ms = best_works_ms(
+            Pipeline(num_stages), least_ms, total_ms, 60.0, Solver(Deadline(None))
+        )
         assert works_ms is not None
         time_ms = pipeline_time_ms([max(0.0, work) for work in works_ms], num_stages)
         assert orders.least_time_ms(len(least_ms), total_ms) <= time_ms * (1 + 1e-6)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.model_shape import AttentionWindow
-from megatron.hydraulis.planner.costs import GroupCost, SchemeCost, WaveCosts
+from megatron.hydraulis.planner.costs import GroupCost, Pipeline, SchemeCost, WaveCosts
 from megatron.hydraulis.planner.plan import IterationPlan, Packing
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.planner.solver import Deadline, Solver
@@ -45,11 +45,13 @@ def wave_costs(draw: st.DrawFn, most_width: int = 8, *, num_stages: int = 1) -> 
             limit = 0
         groups.append(GroupCost(size, times, limit, tp=tp))
         size *= 2
-    return WaveCosts(tuple(groups), num_stages=num_stages)
+    return WaveCosts(tuple(groups), Pipeline(num_stages))
 
 
 def scheme_cost(costs: WaveCosts) -> SchemeCost:
-    return SchemeCost(costs.mean_coefficients, costs.most_tokens, costs.num_stages, waves=costs)
+    return SchemeCost(
+        costs.mean_coefficients, costs.most_tokens, costs.pipeline.num_stages, waves=costs
+    )
 
 
 def packed(costs: WaveCosts, lengths: Sequence[int]) -> Packing:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_FORWARD, _BACKWARD = 1.0 / 3.0, 2.0 / 3.0
 # Ordered packings that are simulated at once.
 _MAX_ROWS = 20_000
 
@@ -35,6 +34,7 @@ class ReplicaFigures:
     window_tokens: int = 0
     windowed_share: float = 0.0
     """Of the layers, those whose tokens attend to window_tokens, their own included."""
+    forward_share: float = 1.0 / 3.0
 
     def attended(self, length: int) -> float:
         """Twice the pairs that attention computes, mean over layers: s² without windows."""
@@ -47,7 +47,12 @@ def figures_of(cost: Any) -> ReplicaFigures:
     """From the planner's cost of a scheme."""
     each = cost.coefficients
     return ReplicaFigures(
-        each.a_ms_per_token2, each.b_ms_per_token, each.c_ms, cost.max_tokens, cost.num_stages
+        each.a_ms_per_token2,
+        each.b_ms_per_token,
+        each.c_ms,
+        cost.max_tokens,
+        cost.num_stages,
+        forward_share=cost.forward_share,
     )
 
 
@@ -89,7 +94,7 @@ def best_replica_times_ms(lengths: Sequence[int], figures: ReplicaFigures) -> Fl
             orders = orders[:1]
         for part in np.array_split(fitting, 1 + fitting.shape[0] * len(orders) // _MAX_ROWS):
             rows = works_ms[part][:, orders].reshape(-1, packings.shape[1])
-            times_ms = _simulated_ms(rows, figures.num_stages).reshape(len(part), len(orders))
+            times_ms = _simulated_ms(rows, figures).reshape(len(part), len(orders))
             np.minimum.at(best_ms, part.sum(axis=1), times_ms.min(axis=1))
     return best_ms
 
@@ -115,10 +120,11 @@ def _partitions_of_subsets(num_sequences: int) -> Iterator[tuple[int, ...]]:
             yield (*packing[:k], share | new, *packing[k + 1 :])
 
 
-def _simulated_ms(times_ms: FloatArray, num_stages: int) -> FloatArray:
+def _simulated_ms(times_ms: FloatArray, figures: ReplicaFigures) -> FloatArray:
     """End of 1F1B for many rows of micro-batch times, shape (num_rows, num_micro_batches)."""
-    num_micro_batches = times_ms.shape[1]
-    forward_ms, backward_ms = _FORWARD * times_ms.T, _BACKWARD * times_ms.T
+    num_stages, num_micro_batches = figures.num_stages, times_ms.shape[1]
+    forward_ms = figures.forward_share * times_ms.T
+    backward_ms = (1.0 - figures.forward_share) * times_ms.T
     free_ms = [np.zeros(len(times_ms)) for _ in range(num_stages)]
     end_ms: dict[tuple[str, int, int], FloatArray] = {}
     for kind, stage, k in _schedule(num_stages, num_micro_batches):

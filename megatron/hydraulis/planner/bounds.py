@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from megatron.hydraulis.planner.costs import SchemeCost
 from megatron.hydraulis.planner.pipeline_bounds import (
-    MAX_SHAPED_MICRO_BATCHES,
+    MAX_SHAPED,
     choose_long_micro_batches,
     fill_bound_ms,
     long_micro_batch_orders,
+    ranges_of_numbers,
 )
 
 # A rounding error must not make a share larger than the fraction that it is.
@@ -116,23 +117,26 @@ def replica_bound_ms(lengths: Sequence[int], cost: SchemeCost) -> float:
     orders = long_micro_batch_orders(choose_long_micro_batches(falling, cost.max_tokens), cost)
     largest_ms = cost.largest_time_ms(falling[0])
     best_ms = math.inf
-    for num in range(fewest, len(lengths) + 1):
+    for first, last in ranges_of_numbers():
+        num = max(first, fewest)
+        if num > last:
+            continue
         total_ms = work_ms + num * c_ms
         # A lower bound for larger numbers too: more micro-batches only add constant costs.
         least_ms = max(
             total_ms + (num_stages - 1) * c_ms,
             orders.least_time_ms(len(lengths), total_ms),
         )
-        if num > MAX_SHAPED_MICRO_BATCHES or least_ms >= best_ms:
-            return min(best_ms, least_ms)
+        if num > MAX_SHAPED or num > len(lengths) or least_ms >= best_ms:
+            break
         best_ms = min(
             best_ms,
             max(
-                fill_bound_ms(num_stages, num, total_ms, largest_ms),
-                orders.least_time_ms(num, total_ms),
+                fill_bound_ms(cost.pipeline, num, total_ms, largest_ms),
+                orders.least_time_ms(last, total_ms),
             ),
         )
-    return best_ms
+    return best_ms if num > len(lengths) else min(best_ms, least_ms)
 
 
 def dual_feasible(shares: NDArray[np.float64], m: int) -> NDArray[np.float64]:

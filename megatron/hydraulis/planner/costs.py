@@ -9,12 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
 from megatron.hydraulis.cost_model.limits import Limits, RowRounding
+from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, pipeline_time_ms
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.planner.plan import Candidate
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+
+
+class Pipeline(NamedTuple):
+    """What the time of micro-batches under 1F1B depends on besides their works."""
+
+    num_stages: int
+    forward_share: float = FORWARD_SHARE
+
+    def time_ms(self, times_ms: Sequence[float]) -> float:
+        """See pipeline_time_ms."""
+        return pipeline_time_ms(times_ms, self.num_stages, forward_share=self.forward_share)
+
+
+_ONE_STAGE = Pipeline(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +51,13 @@ class SchemeCost:
     """For a scheme whose columns are grouped separately for every micro-batch."""
     rows: RowRounding | None = None
     """None if rows are not rounded up; groups of waves have their own."""
+    forward_share: float = FORWARD_SHARE
+    """Of the forward in the time of a micro-batch."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Its 1F1B."""
+        return Pipeline(self.num_stages, self.forward_share)
 
     @property
     def longest(self) -> int:
@@ -202,7 +225,7 @@ def _wave_costs(
         except StrategyError:
             coefficients, limit, rows = full_width, 0, None
         groups.append(GroupCost(size, coefficients, limit, tp=scheme.tp, rows=rows))
-    return WaveCosts(tuple(groups), num_stages=scheme.pp)
+    return WaveCosts(tuple(groups), Pipeline(scheme.pp))
 
 
 def checked_batch(lengths: Sequence[int], iteration: int) -> list[int]:
@@ -272,7 +295,7 @@ class WaveCosts:
 
     groups: tuple[GroupCost, ...]
     """By size; the last one has the full width."""
-    num_stages: int = 1
+    pipeline: Pipeline = _ONE_STAGE
 
     def __post_init__(self) -> None:
         if [group.size for group in self.groups] != [2**i for i in range(len(self.groups))]:

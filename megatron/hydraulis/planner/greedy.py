@@ -16,7 +16,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.plan import Packing
 
@@ -207,5 +206,5 @@ def _finish(packed: list[list[int]], lengths: Sequence[int], cost: SchemeCost) -
     timed.sort()
     return Packing(
         tuple(share for _, share in timed),
-        pipeline_time_ms([-negated_ms for negated_ms, _ in timed], cost.num_stages),
+        cost.pipeline.time_ms([-negated_ms for negated_ms, _ in timed]),
     )

@@ -34,9 +34,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
 from megatron.hydraulis.planner.bounds import dual_feasible
-from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
+from megatron.hydraulis.planner.costs import Pipeline, ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.pipeline_packing import pipeline_times_ms
 from megatron.hydraulis.planner.relaxation import make_buckets
@@ -231,7 +230,7 @@ class LongSequences:
                 of_long = {column: float(times_ms[bucket]) for bucket, column in columns}
                 program.row({**of_long, position: -1.0}, 0.0, 0.0)
             total |= dict.fromkeys(positions, 1.0)
-            _add_passes(program, positions, mode, cost.num_stages, time_ms)
+            _add_passes(program, positions, mode, cost.pipeline, time_ms)
         program.row(modes, 0.0, replica_class.num_replicas)
         program.row(total, 0.0, replica_class.num_replicas * time_ms)
         return found
@@ -242,10 +241,11 @@ class LongSequences:
 
 
 def _add_passes(
-    program: ProgramBuilder, positions: Sequence[int], mode: int, num_stages: int, time_ms: float
+    program: ProgramBuilder, positions: Sequence[int], mode: int, pipeline: Pipeline, time_ms: float
 ) -> None:
     """The inequalities of one mode: the longest path forward to each position, and back from it."""
-    forward, backward = FORWARD_SHARE, 1.0 - FORWARD_SHARE
+    num_stages, forward = pipeline
+    backward = 1.0 - forward
     paths_forward = [program.column() for _ in positions]
     paths_back = [program.column() for _ in positions]
     for place, position in enumerate(positions):
@@ -315,20 +315,20 @@ class _Times:
             return sum(self._works_ms[i] for i in share) + num * cost.coefficients.c_ms
         if len(share) > _MAX_IN_PIPELINE:
             return np.inf
-        return float(_bounds_of_orders_ms(self._rising_ms(share), cost.num_stages).min())
+        return float(_bounds_of_orders_ms(self._rising_ms(share), cost.pipeline).min())
 
     def _best_order(self, share: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
         """The fastest of the orders with the least bounds, and its time."""
-        num_stages = self._cost.num_stages
+        pipeline = self._cost.pipeline
         rising = np.array(share[::-1])
         rising_ms = self._rising_ms(share)
-        bounds_ms = _bounds_of_orders_ms(rising_ms, num_stages)
+        bounds_ms = _bounds_of_orders_ms(rising_ms, pipeline)
         some = np.argsort(bounds_ms, kind="stable")[:_NUM_TIMED]
         # Before the longest in rising order, after it in falling order.
         is_before = np.column_stack((_sides(len(share) - 1)[some], np.ones(len(some))))
         rank = np.arange(len(share))
         places = np.argsort(np.where(is_before > 0.0, rank, 2 * len(share) - rank), axis=1)
-        times_ms = pipeline_times_ms(rising_ms[places], num_stages)
+        times_ms = pipeline_times_ms(rising_ms[places], pipeline)
         best = int(np.argmin(times_ms))
         return tuple(int(i) for i in rising[places[best]]), float(times_ms[best])
 
@@ -396,21 +396,22 @@ def _sides(num: int) -> FloatArray:
     return ((np.arange(1 << num)[:, None] >> np.arange(num)[None, :]) & 1).astype(np.float64)
 
 
-def _bounds_of_orders_ms(rising_ms: FloatArray, num_stages: int) -> FloatArray:
+def _bounds_of_orders_ms(rising_ms: FloatArray, pipeline: Pipeline) -> FloatArray:
     """``X + F + B`` of pipeline_bounds.py for each of the orders of _sides."""
-    fill, drain = (num_stages - 1) * FORWARD_SHARE, (num_stages - 1) * (1.0 - FORWARD_SHARE)
+    num_stages, forward = pipeline
+    fill, drain = (num_stages - 1) * forward, (num_stages - 1) * (1.0 - forward)
     others_ms, longest_ms = rising_ms[:-1], float(rising_ms[-1])
     is_before = _sides(len(others_ms))
     before_ms = is_before * others_ms
     after_ms = others_ms - before_ms
     # What runs before, or after, each one if it is on that side.
     sum_before_ms, sum_after_ms = np.cumsum(before_ms, axis=1), np.cumsum(after_ms, axis=1)
-    forward_ms = fill * others_ms - (1.0 - FORWARD_SHARE) * (sum_before_ms - before_ms)
-    back_ms = drain * others_ms - FORWARD_SHARE * (sum_after_ms - after_ms)
+    forward_ms = fill * others_ms - (1.0 - forward) * (sum_before_ms - before_ms)
+    back_ms = drain * others_ms - forward * (sum_after_ms - after_ms)
     forward_ms = (is_before * forward_ms).max(axis=1, initial=0.0)
     back_ms = ((1.0 - is_before) * back_ms).max(axis=1, initial=0.0)
     all_before_ms, all_after_ms = before_ms.sum(axis=1), after_ms.sum(axis=1)
-    forward_ms = np.maximum(forward_ms, fill * longest_ms - (1.0 - FORWARD_SHARE) * all_before_ms)
-    back_ms = np.maximum(back_ms, drain * longest_ms - FORWARD_SHARE * all_after_ms)
+    forward_ms = np.maximum(forward_ms, fill * longest_ms - (1.0 - forward) * all_before_ms)
+    back_ms = np.maximum(back_ms, drain * longest_ms - forward * all_after_ms)
     times_ms: FloatArray = rising_ms.sum() + forward_ms + back_ms
     return times_ms

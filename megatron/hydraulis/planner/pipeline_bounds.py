@@ -10,7 +10,14 @@ pack to, and its dual gives lines
     T >= slope·X - relief·t_max
 
 that hold for every packing into v micro-batches in every order. A line is computed for X = 1 and
-holds for all X, as time scales with work.
+holds for all X, as time scales with work. Lines differ by the largest share that the program allows
+a micro-batch.
+
+The more micro-batches, the less the time depends on their number, so above MAX_EXACT a line is for
+a range of numbers. Take v micro-batches and put d without work before them. On every stage the
+order of the operations with work is that of 1F1B over v. The others wait for nothing with work,
+but for the backwards of the d on other stages. So the program of v + d micro-batches in which the
+backwards of the first d do not wait for another stage bounds v to v + d micro-batches.
 
 **Long micro-batches** contain a long sequence each. Let l_1 >= l_2 >= … be their works, X the total
 work, S what runs before a micro-batch t and R what runs after it, φ the share of the forward and p
@@ -43,8 +50,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
-from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.costs import Pipeline, SchemeCost
 from megatron.hydraulis.planner.solver import (
     LinearModel,
     Outcome,
@@ -56,22 +62,25 @@ from megatron.hydraulis.planner.solver import (
 )
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 
-MAX_SHAPED_MICRO_BATCHES = 24
-"""With more, the fill is at most a few percent of the time, and the linear programs grow."""
-# Shapes are computed for these ratios of the largest micro-batch to the mean. From about 1.6 on a
+MAX_EXACT = 24
+"""Up to this number of micro-batches there are lines for each number."""
+# Ranges that have lines together: numbers of micro-batches (first, last).
+_RANGES = (
+    *((last - 1, last) for last in range(MAX_EXACT + 2, 33, 2)),
+    *((last - 3, last) for last in range(36, 65, 4)),
+)
+MAX_SHAPED = _RANGES[-1][1]
+"""With more, the fill is at most a few percent of the time and counts as nothing."""
+# Lines are computed for these ratios of the largest micro-batch to the mean. From about 1.6 on a
 # larger ratio gains nothing in any pipeline.
-_LARGEST_OVER_MEAN = (1.1, 1.25, math.inf)
-# With more, the first ratio is skipped: the programs take longer and differ less.
-_MANY_MICRO_BATCHES = 12
+_LARGEST_OVER_MEAN = (math.inf, 1.25, 1.1, 1.02)
 # Subtracted from bounds: HiGHS's tolerances are 1e-7 on numbers around 1.
 _SAFETY = 1e-6
 _MAX_CACHED_SHAPES = 4096
 
-# Least and most that work in parallel with a long micro-batch adds to its time.
-_LEAST_ALONGSIDE = min(FORWARD_SHARE, 1.0 - FORWARD_SHARE)
-_MOST_ALONGSIDE = 1.0 - _LEAST_ALONGSIDE
 # Numbers of long micro-batches considered: n have 2^(n-1) choices of sides, and that many again for
 # each pair that fits.
 _MAX_LONG = 7
@@ -96,58 +105,84 @@ class Shape:
     slope: float
     relief: float
 
+    @property
+    def largest(self) -> float:
+        """The largest share."""
+        return max(self.shares)
+
     def bound_ms[T: (float, NDArray[np.float64])](self, total_ms: T, largest_ms: float) -> T:
         """The line at one total work or an array of them."""
         return self.slope * total_ms - self.relief * largest_ms
 
 
-@functools.lru_cache(maxsize=_MAX_CACHED_SHAPES)
-def shapes(num_stages: int, num_micro_batches: int) -> tuple[Shape, ...]:
-    """Shapes from almost equal to quite unequal micro-batches, equal ones last.
+def shapes(pipeline: Pipeline, num_micro_batches: int) -> tuple[Shape, ...]:
+    """Shapes from quite unequal to equal micro-batches, of at most MAX_EXACT of them.
 
-    For one stage and above MAX_SHAPED_MICRO_BATCHES there is only the equal one, whose line is
-    valid but weak. Raises SolverError, and caches nothing, when a linear program has no answer.
+    Raises SolverError, and caches nothing, when a linear program has no answer.
     """
     equal = Shape((1.0 / num_micro_batches,) * num_micro_batches, slope=1.0, relief=0.0)
-    if num_stages == 1 or num_micro_batches > MAX_SHAPED_MICRO_BATCHES:
-        return (equal,)
-    if num_micro_batches == 1:
-        return (Shape((1.0,), slope=float(num_stages), relief=0.0),)
-    ratios = _LARGEST_OVER_MEAN[1 if num_micro_batches > _MANY_MICRO_BATCHES else 0 :]
-    largest = [min(1.0, ratio / num_micro_batches) for ratio in ratios]
-    return (*(_best_shape(num_stages, num_micro_batches, each) for each in largest), equal)
+    lines = _lines(pipeline, num_micro_batches)
+    return (*itertools.islice(lines, 2), equal) if num_micro_batches > 1 else (*lines,)
+
+
+def ranges_of_numbers() -> Iterator[tuple[int, int]]:
+    """Numbers of micro-batches with the same lines as (first, last), rising without end."""
+    yield from ((num, num) for num in range(1, MAX_EXACT + 1))
+    yield from _RANGES
+    yield from ((num, num) for num in itertools.count(MAX_SHAPED + 1))
 
 
 def fill_bound_ms(
-    num_stages: int, num_micro_batches: int, total_ms: float, largest_ms: float
+    pipeline: Pipeline, num_micro_batches: int, total_ms: float, largest_ms: float
 ) -> float:
     """Lower bound for num_micro_batches with this total work, none above largest_ms."""
-    return max(
-        shape.bound_ms(total_ms, largest_ms) for shape in shapes(num_stages, num_micro_batches)
-    )
+    bound_ms = total_ms
+    for shape in _lines(pipeline, num_micro_batches):
+        bound_ms = max(bound_ms, shape.bound_ms(total_ms, largest_ms))
+        if shape.largest * total_ms <= largest_ms:
+            break
+    return bound_ms
 
 
 def most_work_ms(
-    num_stages: int, num_micro_batches: int, time_ms: float, largest_ms: float
+    pipeline: Pipeline, num_micro_batches: int, time_ms: float, largest_ms: float
 ) -> float:
     """Upper limit of the work that num_micro_batches, none above largest_ms, do in a time."""
-    return min(
-        (time_ms + shape.relief * largest_ms) / shape.slope
-        for shape in shapes(num_stages, num_micro_batches)
-    )
+    work_ms = time_ms
+    for shape in _lines(pipeline, num_micro_batches):
+        work_ms = min(work_ms, (time_ms + shape.relief * largest_ms) / shape.slope)
+        if shape.largest * work_ms <= largest_ms:
+            break
+    return work_ms
 
 
-def _best_shape(num_stages: int, num_micro_batches: int, largest: float) -> Shape:
-    """The best shape with no share above largest."""
-    model = _model(num_stages, [0.0] * num_micro_batches, largest)
-    solution = solve(model, SolverLimits())
+def _lines(pipeline: Pipeline, num_micro_batches: int) -> Iterator[Shape]:
+    """Lines for rising limits of t_max; solved on demand, as the first ones are often enough."""
+    num, num_idle = num_micro_batches, 0
+    if pipeline.num_stages == 1 or num > MAX_SHAPED:
+        return
+    if num == 1:
+        yield Shape((1.0,), slope=float(pipeline.num_stages), relief=0.0)
+        return
+    if num > MAX_EXACT:
+        first, num = next(each for each in _RANGES if each[1] >= num)
+        num_idle = num - first
+    for ratio in _LARGEST_OVER_MEAN:
+        yield _best_shape(pipeline, num, num_idle, min(1.0, ratio / num))
+
+
+@functools.lru_cache(maxsize=_MAX_CACHED_SHAPES)
+def _best_shape(pipeline: Pipeline, num: int, num_idle: int, largest: float) -> Shape:
+    """The best shape with no share above largest, for num - num_idle to num micro-batches."""
+    columns = PipelineColumns(pipeline, num, num_idle=num_idle)
+    solution = solve(_model(columns, [0.0] * num, largest), SolverLimits())
     if solution.outcome is not Outcome.OPTIMAL:
-        raise SolverError(f"no shape of {num_micro_batches} micro-batches on {num_stages} stages")
+        raise SolverError(f"no shape of {num} micro-batches on {pipeline.num_stages} stages")
     assert solution.values is not None  # an optimal linear program has both
     assert solution.column_duals is not None
-    shares = np.maximum(solution.values[:num_micro_batches], 0.0)
+    shares = np.maximum(solution.values[:num], 0.0)
     # A share at its largest costs -dual per unit of t_max; other reduced costs are not negative.
-    relief = -float(np.minimum(solution.column_duals[:num_micro_batches], 0.0).sum())
+    relief = -float(np.minimum(solution.column_duals[:num], 0.0).sum())
     return Shape(
         tuple(float(share) for share in shares / shares.sum()),
         slope=max(1.0, solution.objective + relief * largest - _SAFETY),
@@ -156,7 +191,7 @@ def _best_shape(num_stages: int, num_micro_batches: int, largest: float) -> Shap
 
 
 def best_works_ms(
-    num_stages: int,
+    pipeline: Pipeline,
     least_ms: Sequence[float],
     total_ms: float,
     largest_ms: float,
@@ -168,18 +203,18 @@ def best_works_ms(
     maximum of each. None if the solver has no answer, which it remembers.
     """
     scale = 1.0 / total_ms
-    model = _model(num_stages, [each_ms * scale for each_ms in least_ms], largest_ms * scale)
+    columns = PipelineColumns(pipeline, len(least_ms))
+    model = _model(columns, [each_ms * scale for each_ms in least_ms], largest_ms * scale)
     solution = solver.solve(model, SolverLimits())
     if not solution.is_usable or solution.values is None:
         return None
     return [float(share) * total_ms for share in solution.values[: len(least_ms)]]
 
 
-def _model(num_stages: int, least: Sequence[float], largest: float) -> LinearModel:
+def _model(columns: "PipelineColumns", least: Sequence[float], largest: float) -> LinearModel:
     """The program of the least 1F1B time over works between least and largest, in sum 1."""
     program = ProgramBuilder()
-    works = [(each, max(each, largest)) for each in least]
-    PipelineColumns(num_stages, len(least)).add_to(program, works)
+    columns.add_to(program, [(each, max(each, largest)) for each in least])
     program.row(dict.fromkeys(range(len(least)), 1.0), 1.0, 1.0)
     return program.model()
 
@@ -188,13 +223,15 @@ class PipelineColumns:
     """1F1B as a linear program: columns of works, ends of forwards and ends of backwards.
 
     The recurrence is that of cost_model.pipeline: an operation ends no earlier than its input and
-    the operation before it on its stage allow.
+    the operation before it on its stage allow. The backwards of the first num_idle micro-batches
+    do not wait for their input.
     """
 
-    def __init__(self, num_stages: int, num_micro_batches: int) -> None:
-        self._p = num_stages
+    def __init__(self, pipeline: Pipeline, num_micro_batches: int, *, num_idle: int = 0) -> None:
+        self._p, self._forward_share = pipeline
         self._v = num_micro_batches
-        self.num = num_micro_batches * (1 + 2 * num_stages)
+        self._num_idle = num_idle
+        self.num = num_micro_batches * (1 + 2 * self._p)
         """Number of columns; the works are the first."""
 
     def forward(self, stage: int, k: int) -> int:
@@ -220,20 +257,6 @@ class PipelineColumns:
                 entries[before] = -1.0
             program.row(entries, 0.0, math.inf)
 
-    def ends_ms(self, times_ms: Sequence[float]) -> FloatArray:
-        """Values of all columns for given works: every operation as early as possible."""
-        values = np.zeros(self.num)
-        values[: self._v] = times_ms
-        precedences = list(self._precedences())
-        is_late = True
-        while is_late:
-            is_late = False
-            for end, before, k, share in precedences:
-                end_ms = share * values[k] + (0.0 if before is None else values[before])
-                if values[end] < end_ms:
-                    values[end], is_late = end_ms, True
-        return values
-
     def _precedences(self) -> Iterator[tuple[int, int | None, int, float]]:
         """Yields (end of an operation, end of one before it, micro-batch, share of its work)."""
         for stage, k in itertools.product(range(self._p), range(self._v)):
@@ -246,8 +269,9 @@ class PipelineColumns:
             elif k > 0:
                 before_forward.append(self.forward(stage, k - 1))
             for before in before_forward or [None]:
-                yield self.forward(stage, k), before, k, FORWARD_SHARE
-            before_backward = [self.backward(stage + 1, k)] if num_ahead > 0 else []
+                yield self.forward(stage, k), before, k, self._forward_share
+            has_input = num_ahead > 0 and k >= self._num_idle
+            before_backward = [self.backward(stage + 1, k)] if has_input else []
             if k + num_ahead < self._v:
                 before_backward.append(self.forward(stage, k + num_ahead))
             elif k > 0:
@@ -255,7 +279,7 @@ class PipelineColumns:
             else:
                 before_backward.append(self.forward(stage, self._v - 1))
             for before in before_backward:
-                yield self.backward(stage, k), before, k, 1.0 - FORWARD_SHARE
+                yield self.backward(stage, k), before, k, 1.0 - self._forward_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,27 +295,32 @@ class LongOrder:
     num_after: int
 
 
-class _Line(NamedTuple):
-    """The bound of one order: ``X + ends + cost of the work that is missing``."""
+class _Lines(NamedTuple):
+    """Bounds of several orders: ``X + ends + cost of the work that is missing``."""
 
-    num_micro_batches: int
+    num_micro_batches: IntArray
     """Minimum that the order needs."""
-    ends_ms: float
+    ends_ms: FloatArray
     """F + B with any amount of other work."""
-    wanted_ms: float
+    wanted_ms: FloatArray
     """Total work from which on F + B is that small."""
-    cheap_ms: float
-    """Up to this much missing work costs _LEAST_ALONGSIDE of itself, the rest _MOST_ALONGSIDE."""
+    cheap_ms: FloatArray
+    """Up to this much missing work costs the least share of itself, the rest the most."""
 
 
 class LongOrders:
     """All orders of a set of long micro-batches, and their bound."""
 
-    def __init__(self, apart: Sequence[LongOrder], lines: Sequence[_Line]) -> None:
+    def __init__(
+        self, apart: Sequence[LongOrder], lines: Sequence[_Lines], pipeline: Pipeline
+    ) -> None:
         """lines: of apart, then of all other cases."""
         self.apart = tuple(apart)
         """The orders in which no two long sequences share a micro-batch."""
-        self._num, self._ends, self._wanted, self._cheap = map(np.array, zip(*lines, strict=True))
+        self._least, self._most = _alongside(pipeline)
+        self._num, self._ends, self._wanted, self._cheap = map(
+            np.concatenate, zip(*lines, strict=True)
+        )
 
     def times_apart_ms(self, total_ms: float) -> FloatArray:
         """The bound of each order of apart, shape (num_orders,)."""
@@ -310,37 +339,39 @@ class LongOrders:
     def _times_ms(self, total_ms: float) -> FloatArray:
         missing = np.maximum(0.0, self._wanted - total_ms)
         costly = np.maximum(0.0, missing - self._cheap)
-        waiting = _LEAST_ALONGSIDE * (missing - costly) + _MOST_ALONGSIDE * costly
+        waiting = self._least * (missing - costly) + self._most * costly
         times: FloatArray = total_ms + self._ends + waiting
         return times
 
     def _works_ms(self, time_ms: float) -> FloatArray:
         """_times_ms solved for the work: the minimum of its three pieces."""
+        least, most = self._least, self._most
         enough = time_ms - self._ends
-        cheap = (enough - _LEAST_ALONGSIDE * self._wanted) / (1.0 - _LEAST_ALONGSIDE)
-        costly = enough - _MOST_ALONGSIDE * self._wanted
-        costly = (costly + (_MOST_ALONGSIDE - _LEAST_ALONGSIDE) * self._cheap) / (
-            1.0 - _MOST_ALONGSIDE
-        )
+        cheap = (enough - least * self._wanted) / (1.0 - least)
+        costly = enough - most * self._wanted + (most - least) * self._cheap
+        costly /= 1.0 - most
         works: FloatArray = np.minimum(enough, np.minimum(cheap, costly))
         return works
 
 
-def long_micro_batch_lines(num_stages: int) -> tuple[tuple[float, float], ...]:
+def _alongside(pipeline: Pipeline) -> tuple[float, float]:
+    """Least and most that work in parallel with a long micro-batch adds to its time."""
+    share = min(pipeline.forward_share, 1.0 - pipeline.forward_share)
+    return share, 1.0 - share
+
+
+def long_micro_batch_lines(pipeline: Pipeline) -> tuple[tuple[float, float], ...]:
     """The bound for one long micro-batch l among any number with total work X.
 
     It is the maximum of ``by_total·X + by_long·l`` over these pairs (by_total, by_long). The work
-    wanted before and after l is proportional to l; _Line says what missing work costs.
+    wanted before and after l is proportional to l; _Lines says what missing work costs.
     """
-    fill, drain = (num_stages - 1) * FORWARD_SHARE, (num_stages - 1) * (1.0 - FORWARD_SHARE)
-    before, after = fill / (1.0 - FORWARD_SHARE), drain / FORWARD_SHARE
-    wanted, cheap = 1.0 + before + after, after if FORWARD_SHARE <= _LEAST_ALONGSIDE else before
-    costly = _MOST_ALONGSIDE * wanted - (_MOST_ALONGSIDE - _LEAST_ALONGSIDE) * cheap
-    return (
-        (1.0, 0.0),
-        (1.0 - _LEAST_ALONGSIDE, _LEAST_ALONGSIDE * wanted),
-        (1.0 - _MOST_ALONGSIDE, costly),
-    )
+    num_others, forward = pipeline.num_stages - 1, pipeline.forward_share
+    least, most = _alongside(pipeline)
+    before, after = num_others * forward / (1.0 - forward), num_others * (1.0 - forward) / forward
+    wanted, cheap = 1.0 + before + after, after if forward <= least else before
+    costly = most * wanted - (most - least) * cheap
+    return ((1.0, 0.0), (1.0 - least, least * wanted), (1.0 - most, costly))
 
 
 def choose_long_micro_batches(lengths: Sequence[int], max_tokens: int) -> tuple[int, ...]:
@@ -362,26 +393,40 @@ def choose_long_micro_batches(lengths: Sequence[int], max_tokens: int) -> tuple[
 @functools.lru_cache(maxsize=_MAX_CACHED_ORDERS)
 def long_micro_batch_orders(lengths: tuple[int, ...], cost: SchemeCost) -> LongOrders:
     """All orders of long micro-batches with these lengths, at least one, by falling length."""
-    c_ms, num_stages = cost.coefficients.c_ms, cost.num_stages
+    c_ms, pipeline = cost.coefficients.c_ms, cost.pipeline
     works_ms = [cost.sequence_time_ms(length) for length in lengths]
     num_fewest = -(-sum(lengths) // cost.max_tokens)
     with_constant_ms = [work_ms + c_ms for work_ms in works_ms]
-    apart, lines = map(list, zip(*_orders(with_constant_ms, num_stages, len(lengths)), strict=True))
+    apart: list[LongOrder] = []
+    lines: list[_Lines] = []
+    for before, after, of_sides in _orders(with_constant_ms, pipeline, len(lengths)):
+        ends = itertools.product(range(_MAX_BEFORE + 1), range(_MAX_AFTER + 1))
+        apart += [LongOrder(before, after, *nums) for nums in ends]
+        lines.append(of_sides)
     for one, other in itertools.combinations(range(len(lengths)), 2):
         if lengths[one] + lengths[other] <= cost.max_tokens:
             rest = [works_ms[i] for i in range(len(lengths)) if i not in (one, other)]
             together_ms = works_ms[one] + works_ms[other] + c_ms
             merged = sorted([together_ms, *rest], reverse=True)
-            lines += [line for _, line in _orders(merged, num_stages, num_fewest)]
-    return LongOrders(apart, lines)
+            lines += [of_sides for *_, of_sides in _orders(merged, pipeline, num_fewest)]
+    return LongOrders(apart, lines, pipeline)
 
 
 def _orders(
-    long: Sequence[float], num_stages: int, num_fewest: int
-) -> Iterator[tuple[LongOrder, _Line]]:
-    """Orders of long micro-batches, given by falling work, with at least num_fewest in all."""
-    fill, fill_rest = (num_stages - 1) * FORWARD_SHARE, 1.0 - FORWARD_SHARE
-    drain, drain_rest = (num_stages - 1) * (1.0 - FORWARD_SHARE), FORWARD_SHARE
+    long: Sequence[float], pipeline: Pipeline, num_fewest: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], _Lines]]:
+    """Long micro-batches before and after the largest, and the lines of all numbers of others.
+
+    long: works by falling size; num_fewest: micro-batches that they need in all.
+    """
+    drain_rest = pipeline.forward_share
+    fill_rest = 1.0 - drain_rest
+    fill, drain = (pipeline.num_stages - 1) * drain_rest, (pipeline.num_stages - 1) * fill_rest
+    ends_before, ends_after = (
+        _ends(fill, fill_rest, _MAX_BEFORE),
+        _ends(drain, drain_rest, _MAX_AFTER),
+    )
+    nums = num_fewest + np.add.outer(np.arange(_MAX_BEFORE + 1), np.arange(_MAX_AFTER + 1)).ravel()
     smaller = range(len(long) - 1, 0, -1)
     for sides in itertools.product((True, False), repeat=len(long) - 1):
         before = tuple(i for i, is_before in zip(smaller, sides, strict=True) if is_before)
@@ -390,33 +435,36 @@ def _orders(
         after_ms = _room_ms([long[i] for i in (*after[::-1], 0)], drain / drain_rest)
         held_before_ms = sum(long[i] for i in before)
         held_after_ms = sum(long[i] for i in after)
-        first_ms, last_ms = long[(*before, 0)[0]], long[(0, *after)[-1]]
-        for num_before in range(_MAX_BEFORE + 1):
-            first_end_ms = _end_ms(first_ms, fill, fill_rest, num_before, _MAX_BEFORE)
-            wanted_before_ms = max(before_ms - first_end_ms / fill_rest, held_before_ms)
-            for num_after in range(_MAX_AFTER + 1):
-                last_end_ms = _end_ms(last_ms, drain, drain_rest, num_after, _MAX_AFTER)
-                wanted_after_ms = max(after_ms - last_end_ms / drain_rest, held_after_ms)
-                # Work missing before costs its backward, work missing after costs its forward.
-                is_after_cheap = drain_rest <= fill_rest
-                yield (
-                    LongOrder(before, after, num_before, num_after),
-                    _Line(
-                        num_fewest + num_before + num_after,
-                        first_end_ms + last_end_ms,
-                        long[0] + wanted_before_ms + wanted_after_ms,
-                        wanted_after_ms - held_after_ms
-                        if is_after_cheap
-                        else wanted_before_ms - held_before_ms,
-                    ),
-                )
+        first_end_ms = long[(*before, 0)[0]] * ends_before[:, None]
+        last_end_ms = long[(0, *after)[-1]] * ends_after[None, :]
+        wanted_before_ms = np.maximum(before_ms - first_end_ms / fill_rest, held_before_ms)
+        wanted_after_ms = np.maximum(after_ms - last_end_ms / drain_rest, held_after_ms)
+        # Work missing before costs its backward, work missing after costs its forward.
+        cheap_ms = (
+            wanted_after_ms - held_after_ms
+            if drain_rest <= fill_rest
+            else wanted_before_ms - held_before_ms
+        )
+        ends_ms = first_end_ms + last_end_ms
+        wanted_ms = long[0] + wanted_before_ms + wanted_after_ms
+        yield (
+            before,
+            after,
+            _Lines(
+                nums,
+                ends_ms.ravel(),
+                wanted_ms.ravel(),
+                np.broadcast_to(cheap_ms, ends_ms.shape).ravel(),
+            ),
+        )
 
 
-def _end_ms(long_ms: float, pass_share: float, rest_share: float, num: int, most: int) -> float:
-    """F or B for num micro-batches that grow as fast as they can to a long one."""
-    if num == most:
-        return 0.0
-    return pass_share * long_ms / (1.0 + rest_share / pass_share) ** num
+def _ends(pass_share: float, rest_share: float, most: int) -> FloatArray:
+    """F or B, as shares of a long micro-batch, for 0 to most others that grow to it as fast as
+    they can; 0 for the most."""
+    ends: FloatArray = pass_share / (1.0 + rest_share / pass_share) ** np.arange(most + 1.0)
+    ends[most] = 0.0
+    return ends
 
 
 def _room_ms(rising_ms: Sequence[float], factor: float) -> float:

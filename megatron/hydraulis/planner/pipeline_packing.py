@@ -15,11 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, pipeline_time_ms
-from megatron.hydraulis.planner.costs import SchemeCost
+from megatron.hydraulis.planner.costs import Pipeline, SchemeCost
 from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.pipeline_bounds import (
-    MAX_SHAPED_MICRO_BATCHES,
+    MAX_EXACT,
     LongOrder,
     Shape,
     best_works_ms,
@@ -60,16 +59,16 @@ class Effort:
     """
 
     def __init__(self, budget: float) -> None:
-        self._left = budget
+        self.left = budget
 
     def spend(self, amount: float) -> None:
         """Take from the budget; a negative amount adds to it."""
-        self._left -= amount
+        self.left -= amount
 
     @property
     def is_spent(self) -> bool:
         """Whether nothing is left."""
-        return self._left <= 0.0
+        return self.left <= 0.0
 
 
 class ReplicaPacker:
@@ -85,7 +84,7 @@ class ReplicaPacker:
         self._solver = solver
         self._works_array_ms = np.array(self.works_ms)
         self._tokens_array = np.array(self.tokens, dtype=np.int64)
-        self._long_lines = long_micro_batch_lines(cost.num_stages)
+        self._long_lines = long_micro_batch_lines(cost.pipeline)
         self._largest_ms = cost.largest_time_ms(max(lengths))
 
     def pack(self, sequences: Sequence[int], effort: Effort) -> Packing:
@@ -157,7 +156,7 @@ class ReplicaPacker:
         nums = np.array([len(long) + each.num_before + each.num_after for each in orders.apart])
         for num in range(max(fewest, nums.min()), min(len(sequences), nums.max()) + 1):
             total_ms = work_ms + num * self.cost.coefficients.c_ms
-            fill_ms = fill_bound_ms(self.cost.num_stages, num, total_ms, self._largest_ms)
+            fill_ms = fill_bound_ms(self.cost.pipeline, num, total_ms, self._largest_ms)
             times_ms = np.maximum(orders.times_apart_ms(total_ms), fill_ms)
             rated += [(float(times_ms[place]), int(place)) for place in np.nonzero(nums == num)[0]]
         rated.sort()
@@ -175,7 +174,7 @@ class ReplicaPacker:
         least_ms = [c_ms + sum(self.works_ms[s] for s in share) for share in first]
         total_ms = math.fsum(self.works_ms[s] for s in sequences) + len(first) * c_ms
         works_ms = best_works_ms(
-            self.cost.num_stages, least_ms, total_ms, self._largest_ms, self._solver
+            self.cost.pipeline, least_ms, total_ms, self._largest_ms, self._solver
         )
         if works_ms is None:
             return None
@@ -231,7 +230,7 @@ class ReplicaPacker:
                     np.maximum(time_ms, shape.bound_ms(total_ms, self._largest_ms), out=time_ms)
             is_better = (time_ms < best_ms) & (num >= fewest)
             best_ms = np.where(is_better, time_ms, best_ms)
-            if num >= last and (num > MAX_SHAPED_MICRO_BATCHES or not is_better.any()):
+            if num >= last and (num > MAX_EXACT or not is_better.any()):
                 break
             num += 1
         return np.where(num_tokens == 0, 0.0, best_ms)
@@ -247,7 +246,7 @@ class ReplicaPacker:
         ]
         return Packing(
             tuple(tuple(sorted(share)) for share in micro_batches),
-            pipeline_time_ms(times_ms, self.cost.num_stages),
+            self.cost.pipeline.time_ms(times_ms),
         )
 
     def _best_num(self, work_ms: float, num_tokens: int, num_sequences: int, longest: int) -> int:
@@ -267,7 +266,7 @@ class ReplicaPacker:
                 best_ms, best_num, num_fruitless = time_ms, num, 0
             else:
                 num_fruitless += 1
-            if num > MAX_SHAPED_MICRO_BATCHES:
+            if num > MAX_EXACT:
                 break
             num += 1
         return best_num
@@ -285,17 +284,17 @@ class ReplicaPacker:
         return found
 
     def _shapes(self, num: int) -> Sequence[Shape]:
-        if num <= MAX_SHAPED_MICRO_BATCHES:
-            return shapes(self.cost.num_stages, num)
+        if num <= MAX_EXACT:
+            return shapes(self.cost.pipeline, num)
         # The ends of the largest shape with a flat middle; the fill shrinks in proportion.
-        scale = MAX_SHAPED_MICRO_BATCHES / num
+        scale = MAX_EXACT / num
         return tuple(
             Shape(
                 _widened(shape.shares, num),
                 slope=1.0 + (shape.slope - 1.0) * scale,
                 relief=shape.relief * scale,
             )
-            for shape in shapes(self.cost.num_stages, MAX_SHAPED_MICRO_BATCHES)
+            for shape in shapes(self.cost.pipeline, MAX_EXACT)
         )
 
     def _deal(
@@ -328,12 +327,13 @@ def _widened(shares: Sequence[float], num: int) -> tuple[float, ...]:
     return tuple(share / total for share in wider)
 
 
-def pipeline_times_ms(times_ms: FloatArray, num_stages: int) -> FloatArray:
+def pipeline_times_ms(times_ms: FloatArray, pipeline: Pipeline) -> FloatArray:
     """pipeline_time_ms of many replicas at once: (num_replicas, num_micro_batches) to
     (num_replicas,)."""
+    num_stages, forward_share = pipeline
     num_micro_batches = times_ms.shape[1]
     # Micro-batches first: a row is then contiguous.
-    forward_ms = np.ascontiguousarray((times_ms * FORWARD_SHARE).T)
+    forward_ms = np.ascontiguousarray((times_ms * forward_share).T)
     backward_ms = np.ascontiguousarray(times_ms.T) - forward_ms
     zero = np.zeros(times_ms.shape[0])
     free_ms = [zero] * num_stages
@@ -379,7 +379,7 @@ def improve_pipeline(
         rooms = cost.max_tokens - np.bincount(place, weights=tokens, minlength=num).astype(np.int64)
         trial = _Trial(loads, rooms, work, tokens, place, cost)
         effort.spend(_STEP_EFFORT + trial.loads.size * cost.num_stages)
-        times_ms = pipeline_times_ms(trial.loads, cost.num_stages)
+        times_ms = pipeline_times_ms(trial.loads, cost.pipeline)
         best = int(np.argmin(times_ms))
         if times_ms[-1] < target_ms or times_ms[best] >= times_ms[-1] * (1.0 - _LEAST_IMPROVEMENT):
             break

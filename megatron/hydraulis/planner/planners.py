@@ -17,7 +17,7 @@ from megatron.hydraulis.json_object import read_json, replace_text
 from megatron.hydraulis.planner.bounds import dispatch_bound_ms, packing_bound_ms
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost, checked_batch
 from megatron.hydraulis.planner.greedy import dispatch, longest_first, pack
-from megatron.hydraulis.planner.pipeline_packing import ReplicaPacker
+from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.plan import (
     MS_PER_S,
     Candidate,
@@ -41,6 +41,8 @@ PLAN_FILES = "iteration_*.json"
 _GREEDY = "greedy"
 # A strategy is searched unless it is proved to be slower by more than this share.
 _ROUNDING = 1e-9
+# Work that the searches of one plan may take, in the unit of Effort: about 0.5 s on one core.
+_EFFORT = 5e7
 _INFEASIBLE = "no replica can hold the longest sequence, or one has no room for its weights"
 
 
@@ -148,7 +150,10 @@ class CertifiedPlanner:
 
 
 def _search_all(searches: Sequence[StrategySearch], solver: Solver) -> StrategySearch:
-    """Search the strategies that may be the fastest; returns that with the best plan."""
+    """Search the strategies that may be the fastest; returns that with the best plan.
+
+    Each search may take half of the effort that is left, the last one all of it.
+    """
     for search in searches:
         search.start()
     best = min(searches, key=_found_ms)
@@ -157,11 +162,16 @@ def _search_all(searches: Sequence[StrategySearch], solver: Solver) -> StrategyS
         if not _is_beaten(search, best):
             search.raise_bound()
             promising.append(search)
-    for search in sorted(promising, key=_bound_ms):
+    left = _EFFORT
+    promising.sort(key=_bound_ms)
+    for search in promising:
         if solver.deadline.is_over:
             break
         if not _is_beaten(search, best):
-            search.search()
+            share = left if search is promising[-1] else left / 2.0
+            effort = Effort(share)
+            search.search(effort)
+            left -= share - effort.left
             best = min(best, search, key=_found_ms)
     return best
 

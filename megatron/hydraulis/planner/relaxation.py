@@ -30,10 +30,11 @@ from numpy.typing import NDArray
 from megatron.hydraulis.planner.bounds import dual_feasible
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.pipeline_bounds import (
-    MAX_SHAPED_MICRO_BATCHES,
+    MAX_SHAPED,
     choose_long_micro_batches,
     long_micro_batch_orders,
     most_work_ms,
+    ranges_of_numbers,
 )
 from megatron.hydraulis.planner.solver import LinearModel, Outcome, Solver, SolverLimits
 
@@ -206,9 +207,7 @@ class Relaxation:
 
     def _spoils(self, cost: SchemeCost, length: int, time_ms: float) -> bool:
         """Whether a pipeline that holds a sequence can do noticeably less work within a time."""
-        most_ms = long_micro_batch_orders((length,), cost).most_work_ms(
-            MAX_SHAPED_MICRO_BATCHES, time_ms
-        )
+        most_ms = long_micro_batch_orders((length,), cost).most_work_ms(MAX_SHAPED, time_ms)
         return most_ms < _SPOILED * time_ms
 
     def _only_here(self, cost: SchemeCost, longest: int, longest_elsewhere: int) -> tuple[int, ...]:
@@ -291,7 +290,7 @@ def _tier_with_long(cost: SchemeCost, shortest: int, longest: int, time_ms: floa
         long_ms = cost.coefficients.time_ms((shortest,))
         for num in range(1, _MAX_COUNTED_LONG + 1):
             orders = long_micro_batch_orders((shortest,) * num, cost)
-            if orders.least_time_ms(MAX_SHAPED_MICRO_BATCHES, num * long_ms) > time_ms:
+            if orders.least_time_ms(MAX_SHAPED, num * long_ms) > time_ms:
                 most_long = max(num - 1, 1)
                 break
     return Tier(longest, (shortest,), shortest if most_long else 0, most_long)
@@ -351,15 +350,15 @@ def class_modes(
     found: list[Mode] = []
     most_roomy_ms = 0.0
     num_roomy = 0
-    for num in range(1, len(lengths) + 1):
+    for first, num in ranges_of_numbers():
         # An upper limit for larger numbers too: a pipeline fills and drains with at least the
         # constant cost.
-        if time_ms - (num_stages - 1 + num) * c_ms < most_roomy_ms:
+        if first > len(lengths) or time_ms - (num_stages - 1 + first) * c_ms < most_roomy_ms:
             break
-        most_ms = most_work_ms(num_stages, num, time_ms, largest_ms)
+        most_ms = most_work_ms(cost.pipeline, num, time_ms, largest_ms)
         if orders is not None:
             most_ms = min(most_ms, orders.most_work_ms(num, time_ms))
-        work_ms = most_ms - num * c_ms
+        work_ms = most_ms - first * c_ms
         if work_ms < 0.0:
             continue
         # No more tokens than there are, or than the work allows.
@@ -373,7 +372,7 @@ def class_modes(
         found.append(Mode(index, num, work_ms, min(room, useful), packs_all, tier))
         if packs_all:
             most_roomy_ms = max(most_roomy_ms, work_ms)
-            if num_stages == 1 or num > MAX_SHAPED_MICRO_BATCHES:
+            if num_stages == 1 or num > MAX_SHAPED:
                 break
     kept: list[Mode] = []
     for mode in found:

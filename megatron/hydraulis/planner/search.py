@@ -1,21 +1,12 @@
 """Bound and best plan of one strategy for one batch, each improved on demand."""
 
 import functools
-import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron.hydraulis.planner.bounds import (
-    dispatch_bound_ms,
-    fewest_micro_batches,
-    replica_bound_ms,
-)
+from megatron.hydraulis.planner.bounds import dispatch_bound_ms, replica_bound_ms
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.greedy import dispatch, longest_first
 from megatron.hydraulis.planner.improve import (
@@ -26,11 +17,10 @@ from megatron.hydraulis.planner.improve import (
     without_short,
 )
 from megatron.hydraulis.planner.long_sequences import LongSequences, anneal_long, long_sequences
-from megatron.hydraulis.planner.pipeline_bounds import PipelineColumns
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
-from megatron.hydraulis.planner.plan import MS_PER_S, Candidate, Packing, StageReport
+from megatron.hydraulis.planner.plan import MS_PER_S, Candidate, StageReport
 from megatron.hydraulis.planner.relaxation import Relaxation
-from megatron.hydraulis.planner.solver import ProgramBuilder, Solution, Solver, SolverLimits
+from megatron.hydraulis.planner.solver import Solver
 from megatron.hydraulis.planner.wave_packing import WavePacker
 from megatron.hydraulis.strategy import Strategy
 
@@ -38,8 +28,6 @@ TARGET_GAP = 1e-3
 """A plan this close to its bound is not improved any further."""
 _ROUNDING = 1e-9
 
-# Work that one strategy's search may take, in the unit of Effort: about 0.5 s on one core.
-_EFFORT = 4.5e7
 # Added at the end, to pack the slowest replicas of the best plan.
 _FINISHING_EFFORT = 4e6
 # To improve a dispatch of the long sequences.
@@ -59,11 +47,6 @@ _NUM_IMPROVED = 3
 # The slower searches are skipped below these gaps.
 _PIPELINE_GAP = 2e-3
 _LONG_GAP = 3e-3
-# Sequences times micro-batches up to which the integer program of packing is quick, for one stage
-# and for a pipeline, whose schedule makes the program larger.
-_MAX_PACKING_SIZE = 64
-_MAX_PIPELINE_SIZE = 24
-_PACKING_LIMITS = SolverLimits(num_nodes=200, relative_gap=1e-4)
 
 
 class StrategySearch:
@@ -93,7 +76,7 @@ class StrategySearch:
             first if len(self._packers) == 1 and isinstance(first, WavePacker) else None
         )
         self._solver = solver
-        self._effort = Effort(_EFFORT)
+        self._effort = Effort(math.inf)
         self._dispatch_s = 0.0
         self._packing_s = 0.0
         self.bound_ms = dispatch_bound_ms(batch, costs)
@@ -140,8 +123,10 @@ class StrategySearch:
         with self._dispatch_timed():
             self._raise_bound()
 
-    def search(self) -> None:
+    def search(self, effort: Effort) -> None:
         """Improve the best plan and the bound until they meet or there is nothing left to try."""
+        self._effort = effort
+        self.best.effort = effort
         with self._dispatch_timed():
             self._search()
 
@@ -303,6 +288,8 @@ class StrategySearch:
         if self.gap <= _LONG_GAP:
             return
         for program in long_sequences(self._classes, self._rising, self._solver):
+            if not program.is_impossible(self.bound_ms * (1.0 + _LONG_GAP)):
+                continue  # These sequences do not decide the time.
             self._bisect(self.found_ms, _LONG_GAP, program.is_impossible)
             if self.gap <= _LONG_GAP or self._solver.deadline.is_over:
                 return
@@ -345,136 +332,3 @@ class StrategySearch:
         """Pack the slowest replicas thoroughly, even if the search has spent its effort."""
         self._effort.spend(-_FINISHING_EFFORT)
         self._improve(self.best)
-        self._solve_packing()
-
-    def _solve_packing(self) -> None:
-        """Pack the slowest replica by an integer program as long as that makes it faster."""
-        for _ in range(len(self._packers)):
-            if self._is_done():
-                return
-            slowest = self.best.slowest
-            better = self._packed_by_program(slowest)
-            if better is None or better.time_ms >= self.best.makespan_ms:
-                return
-            self.best.replace_packing(slowest, better)
-            self._improve(self.best)
-
-    def _packed_by_program(self, replica: int) -> Packing | None:
-        packer, share = self._packers[replica], self.best.shares[replica]
-        packed = self.best.packed[replica]
-        lengths = [self._batch[sequence] for sequence in share]
-        num = len(packed.micro_batches)
-        most = _MAX_PACKING_SIZE if packer.cost.num_stages == 1 else _MAX_PIPELINE_SIZE
-        if len(share) * num > most or packer.cost.waves is not None or packer.cost.multiple > 1:
-            return None
-        if packed.time_ms <= replica_bound_ms(lengths, packer.cost) * (1.0 + TARGET_GAP):
-            return None
-        if packer.cost.num_stages > 1:
-            place = {sequence: i for i, sequence in enumerate(share)}
-            start = [[place[s] for s in micro_batch] for micro_batch in packed.micro_batches]
-            answer = shortest_pipeline(lengths, packer.cost, start, self._solver)
-        elif num > fewest_micro_batches(lengths, packer.cost.max_tokens):
-            start = _dealt_by_tokens(lengths, num - 1)
-            answer = largest_tokens(lengths, num - 1, start, self._solver)
-        else:
-            return None
-        if answer.micro_batches is None:
-            return None
-        micro_batches = [[share[i] for i in places] for places in answer.micro_batches]
-        largest = max(sum(self._batch[s] for s in members) for members in micro_batches)
-        return packer.packed(micro_batches) if largest <= packer.cost.max_tokens else None
-
-
-def _dealt_by_tokens(lengths: Sequence[int], num: int) -> list[list[int]]:
-    """Indices into lengths, longest first to the micro-batch with the fewest tokens."""
-    loads = [(0, k) for k in range(num)]
-    dealt: list[list[int]] = [[] for _ in range(num)]
-    for i, length in enumerate(lengths):
-        tokens, k = loads[0]
-        heapq.heapreplace(loads, (tokens + length, k))
-        dealt[k].append(i)
-    return dealt
-
-
-# ---------------------------------------------------------------- packing as an integer program
-
-
-@dataclass(frozen=True, slots=True)
-class PackingAnswer:
-    """Best packing and bound for a number of micro-batches."""
-
-    micro_batches: list[list[int]] | None
-    """In their order, as indices into the given lengths; None without an answer."""
-    bound: float
-    """Lower limit for tokens of the largest micro-batch, or for the time in ms."""
-
-
-def largest_tokens(
-    lengths: Sequence[int], num_micro_batches: int, start: Sequence[Sequence[int]], solver: Solver
-) -> PackingAnswer:
-    """Pack a single stage so that the largest of num_micro_batches has the fewest tokens.
-
-    That tells whether one micro-batch less is enough. lengths: of the share, by falling length;
-    start: a packing into at most as many micro-batches, as indices into lengths.
-    """
-    n, v = len(lengths), num_micro_batches
-    program = ProgramBuilder()
-    # Micro-batches are interchangeable: the i-th longest sequence need not go beyond the i-th.
-    for i in range(n):
-        for k in range(v):
-            program.column(upper=float(k <= i), is_integral=True)
-    largest = program.column(cost=1.0)
-    for i in range(n):
-        program.row({i * v + k: 1.0 for k in range(v)}, 1.0, 1.0)
-    for k in range(v):
-        held = {i * v + k: float(length) for i, length in enumerate(lengths)}
-        program.row({**held, largest: -1.0}, -math.inf, 0.0)
-    by_longest = sorted(start, key=min)
-    first = _places(by_longest, n, v)
-    first = np.append(first, max(sum(lengths[i] for i in share) for share in start))
-    return _answer(solver.solve(program.model(), _PACKING_LIMITS, start=first), n, v)
-
-
-def shortest_pipeline(
-    lengths: Sequence[int],
-    cost: SchemeCost,
-    start: Sequence[Sequence[int]],
-    solver: Solver,
-) -> PackingAnswer:
-    """Pack a pipeline for the least time with as many micro-batches as the start has.
-
-    The program contains starts and ends of 1F1B, so the order is part of the answer. lengths: of
-    the share; start: its packing so far, in order, as indices into lengths.
-    """
-    n, v = len(lengths), len(start)
-    columns = PipelineColumns(cost.num_stages, v)
-    program = ProgramBuilder()
-    columns.add_to(program, [(0.0, math.inf)] * v)
-    place = [[program.column(upper=1.0, is_integral=True) for _ in range(v)] for _ in range(n)]
-    c_ms = cost.coefficients.c_ms
-    for k in range(v):
-        works = {place[i][k]: -cost.sequence_time_ms(length) for i, length in enumerate(lengths)}
-        program.row({k: 1.0, **works}, c_ms, c_ms)
-        held = {place[i][k]: float(length) for i, length in enumerate(lengths)}
-        program.row(held, -math.inf, float(cost.max_tokens))
-    for of_sequence in place:
-        program.row(dict.fromkeys(of_sequence, 1.0), 1.0, 1.0)
-    times_ms = [cost.coefficients.time_ms(lengths[i] for i in share) for share in start]
-    first = np.concatenate((columns.ends_ms(times_ms), _places(start, n, v)))
-    solution = solver.solve(program.model(), _PACKING_LIMITS, start=first)
-    return _answer(solution, n, v, offset=columns.num)
-
-
-def _places(start: Sequence[Sequence[int]], n: int, v: int) -> NDArray[np.float64]:
-    values = np.zeros((n, v))
-    for k, share in enumerate(start):
-        values[list(share), k] = 1.0
-    return values.ravel()
-
-
-def _answer(solution: Solution, n: int, v: int, *, offset: int = 0) -> PackingAnswer:
-    if not solution.is_usable or solution.values is None:
-        return PackingAnswer(None, solution.bound)
-    places = np.rint(solution.values[offset : offset + n * v]).reshape(n, v)
-    packed = [[int(i) for i in np.nonzero(places[:, k])[0]] for k in range(v)]
-    return PackingAnswer([share for share in packed if share], solution.bound)

@@ -65,8 +65,8 @@ def simple_bound_ms(costs: WaveCosts, lengths: Sequence[int]) -> float:
     mean = costs.mean_coefficients
     num_waves = -(-sum(lengths) // costs.most_tokens)
     work_ms = math.fsum(map(mean.sequence_time_ms, lengths))
-    fill_ms = (costs.num_stages - 1) * mean.time_ms((min(lengths),))
-    longest_ms = costs.num_stages * _longest_ms(costs, lengths)
+    fill_ms = (costs.pipeline.num_stages - 1) * mean.time_ms((min(lengths),))
+    longest_ms = costs.pipeline.num_stages * _longest_ms(costs, lengths)
     return max(work_ms + num_waves * mean.c_ms + fill_ms, longest_ms)
 
 
@@ -88,7 +88,7 @@ def wave_bound_ms(
         return min(bound_ms, found_ms)
     program = _Program(costs, lengths, found_ms)
     # Fill of a pipeline, in addition to the sum over waves.
-    fill_ms = (costs.num_stages - 1) * costs.mean_coefficients.time_ms((min(lengths),))
+    fill_ms = (costs.pipeline.num_stages - 1) * costs.mean_coefficients.time_ms((min(lengths),))
     for is_integral in (False, True) if with_integers else (False,):
         solution = solver.solve(program.model(is_integral=is_integral), _LIMITS)
         if solution.outcome in (Outcome.OPTIMAL, Outcome.LIMIT):

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
-from megatron.hydraulis.planner.costs import SchemeCost, WaveCosts
+from megatron.hydraulis.planner.costs import Pipeline, SchemeCost, WaveCosts
 from megatron.hydraulis.planner.greedy import best_fit
 from megatron.hydraulis.planner.pipeline_packing import Effort, ReplicaPacker
 from megatron.hydraulis.planner.plan import Packing
@@ -212,7 +211,7 @@ class WaveSearch:
 
     def __init__(self, table: LengthTable) -> None:
         self.table = table
-        self._num_stages = table.costs.num_stages
+        self._pipeline = table.costs.pipeline
         self._width = table.costs.width
 
     def best(self, counts: Counts, effort: Effort, *, is_thorough: bool) -> list[Wave]:
@@ -256,10 +255,10 @@ class WaveSearch:
     def time_ms(self, waves: Sequence[Wave]) -> float:
         """Time of the replica, in the best of the simple orders."""
         times_ms = [wave.time_ms for wave in waves]
-        if self._num_stages == 1:
+        if self._pipeline.num_stages == 1:
             return math.fsum(times_ms)
         return min(
-            pipeline_time_ms([times_ms[i] for i in order], self._num_stages)
+            self._pipeline.time_ms([times_ms[i] for i in order])
             for order in _simple_orders(times_ms)
         )
 
@@ -433,14 +432,14 @@ class WaveSearch:
         return filled
 
 
-def wave_order(times_ms: Sequence[float], num_stages: int) -> list[int]:
+def wave_order(times_ms: Sequence[float], pipeline: Pipeline) -> list[int]:
     """A good order of waves for 1F1B: one of the simple ones, improved by swaps."""
     orders = list(_simple_orders(times_ms))
-    if num_stages == 1 or len(times_ms) < 2:
+    if pipeline.num_stages == 1 or len(times_ms) < 2:
         return orders[0]
 
     def in_order_ms(order: Sequence[int]) -> float:
-        return pipeline_time_ms([times_ms[i] for i in order], num_stages)
+        return pipeline.time_ms([times_ms[i] for i in order])
 
     best = min(orders, key=in_order_ms)
     best_ms = in_order_ms(best)
@@ -597,9 +596,9 @@ def _finished(
         )
     order = list(range(len(times_ms)))
     if not keeps_order:
-        order = wave_order(times_ms, costs.num_stages)
+        order = wave_order(times_ms, costs.pipeline)
     return Packing(
         micro_batches=tuple(micro_batches[i] for i in order),
-        time_ms=pipeline_time_ms([times_ms[i] for i in order], costs.num_stages),
+        time_ms=costs.pipeline.time_ms([times_ms[i] for i in order]),
         groups=tuple(all_groups[i] for i in order),
     )
