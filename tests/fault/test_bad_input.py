@@ -260,7 +260,7 @@ def test_a_model_for_whose_shards_there_is_no_memory_is_refused(
     command: Command, tmp_path: Path
 ) -> None:
     """--max-tokens-per-micro-batch, which the command has, leaves out the check before."""
-    flags = ("--strategy", "tp1", "--vocab-size", "2000000000", "--hidden-size", "8192")
+    flags = ("--strategy", "tp1", "--vocab-size", "2000000000", "--hidden-size", "128")
     error = _refused(command(*flags), 1, tmp_path)
     assert "every rank owns 1/1 of the parameters, gradients and optimizer state" in error
     assert "GB, for which memory is too small; use more ranks or a smaller model" in error
