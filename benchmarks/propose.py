@@ -46,7 +46,7 @@ def proposed(
         counts, BatchSizes.constant(num_tokens=num_tokens), options.proposal_batches, options.seed
     )
     model = inputs.cost_model()
-    candidates = Candidates.of(model, num_ranks, RANKS_PER_NODE)
+    candidates = Candidates.of(model, num_ranks, RANKS_PER_NODE, batches=batches)
     begin_s = time.process_time()
     proposal = propose(
         candidates, model, batches, max_strategies=options.max_strategies, longest=counts.longest

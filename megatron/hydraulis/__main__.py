@@ -72,6 +72,11 @@ _COMMANDS_BY_TOPIC = {
             "megatron.hydraulis.cost_model.estimate_command",
         ),
         Command(
+            "advise",
+            "say what a pool gains over your Megatron, and what to run next",
+            "megatron.hydraulis.advise.command",
+        ),
+        Command(
             "propose",
             "propose a pool of strategies for a corpus",
             "megatron.hydraulis.proposal.command",
@@ -209,7 +214,7 @@ def _command_table(program: str) -> str:
     for topic, commands in _COMMANDS_BY_TOPIC.items():
         lines += [f"{topic}:", *(f"  {each.name:<{width}}  {each.help}" for each in commands), ""]
     lines += [
-        "Usual order: preprocess, lengths, profile or estimate, propose, train, report.",
+        "Usual order: preprocess, lengths, advise, profile or estimate, propose, train, report.",
         f"{program} COMMAND --help describes the arguments of a command.",
     ]
     return "\n".join(lines)

@@ -222,12 +222,16 @@ DEVICE_NAMES = ", ".join(device.name for device in DEVICES)
 """As help texts and errors list them."""
 
 
+_OTHER_NAMES = {"h100-80g": "h100"}
+
+
 def device_constants(name: str) -> DeviceConstants:
     """The constants of a device by name; ConfigurationError for an unknown one.
 
     The memory may have another unit or none: ``a100-80`` and ``a100-80gb`` are ``a100-80g``.
     """
     wanted = re.sub(r"(?<=-)(\d+)(gb?)?$", r"\1g", name.strip().lower())
+    wanted = _OTHER_NAMES.get(wanted, wanted)
     for device in DEVICES:
         if device.name == wanted:
             return device

@@ -2,6 +2,8 @@
 
 import argparse
 import datetime
+import itertools
+from collections.abc import Sequence
 
 from rich.table import Table
 
@@ -21,8 +23,9 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     keeps_gate,
     shape_of,
 )
-from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import write_output
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.notation import parse_scheme
 from megatron.hydraulis.terminal import (
@@ -35,6 +38,8 @@ from megatron.hydraulis.terminal import (
 
 _BF16_BYTES, _FP32_BYTES = 2, 4
 _NS_PER_MS, _US_PER_MS = 1e6, 1e3
+_MOST_STAGES = 8
+"""Of schemes that are not named: longer pipelines rarely win with few micro-batches."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,17 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_arguments(parser)
     job = parser.add_argument_group("job")
     add_device_argument(job)
-    schemes = job.add_mutually_exclusive_group(required=True)
+    schemes = job.add_mutually_exclusive_group()
     schemes.add_argument("--pool", metavar="FILE", help="estimate the schemes of this pool, JSON")
     schemes.add_argument(
-        "--schemes", nargs="+", metavar="SCHEME", help="schemes to estimate, for example tp4pp2"
+        "--schemes",
+        nargs="+",
+        metavar="SCHEME",
+        help="schemes to estimate, for example tp4pp2 (default: all of powers of two that fit)",
     )
-    job.add_argument("--num-ranks", type=int, metavar="N", help="ranks of the job, with --schemes")
+    job.add_argument("--num-ranks", type=int, metavar="N", help="ranks of the job, without --pool")
     job.add_argument(
         "--ranks-per-node",
         type=int,
         metavar="N",
-        help="ranks of a node, with --schemes (default: 8, or all)",
+        help="ranks of a node, without --pool (default: 8, or all)",
     )
     job.add_argument("--fp32", action="store_true", help="train in fp32 (default: bf16)")
     job.add_argument(
@@ -129,9 +137,7 @@ def run(namespace: argparse.Namespace) -> int:
     """
     shape = shape_of(namespace)
     device = device_constants(namespace.device)
-    schemes, num_ranks, ranks_per_node, pool = _schemes(namespace)
-    for scheme in schemes:
-        Strategy.parse(str(scheme), scheme.num_ranks).check_model(shape)
+    schemes, num_ranks, ranks_per_node, pool = _schemes(namespace, shape)
     recompute = _recompute(namespace)
     model = AnalyticCostModel(
         shape=shape,
@@ -148,25 +154,8 @@ def run(namespace: argparse.Namespace) -> int:
         has_te_layers=namespace.transformer_impl == "transformer_engine",
         pool=pool,
     )
-    profile = ProfileCostModel(
-        device=device.name,
-        source=(
-            f"estimated for {num_ranks} ranks, {ranks_per_node} a node, by the analytic model, "
-            f"not measured: {device.source}"
-        ),
-        date=datetime.date.today().isoformat(),
-        model=ProfiledModel(
-            shape=shape, dtype="fp32" if namespace.fp32 else "bf16", recompute=str(recompute)
-        ),
-        schemes=tuple(
-            ProfiledScheme(
-                scheme=scheme,
-                coefficients=model.coefficients(scheme),
-                max_tokens=model.max_tokens(scheme),
-            )
-            for scheme in schemes
-        ),
-    )
+    is_given = namespace.pool is not None or namespace.schemes is not None
+    profile = estimated_profile(model, schemes, keeps_all=is_given)
     if namespace.out is not None:
         write_output(namespace.out, profile.to_json())
     if namespace.json:
@@ -176,7 +165,7 @@ def run(namespace: argparse.Namespace) -> int:
     console.print(_table(profile))
     num_communicators = max(
         (pool or PoolFootprint.of_scheme(scheme, num_ranks, ranks_per_node)).num_communicators
-        for scheme in schemes
+        for scheme in (row.scheme for row in profile.schemes)
     )
     for line in (*_sources(device), communicators_text(num_communicators)):
         console.print(line, highlight=False)
@@ -185,8 +174,68 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
+def estimated_profile(
+    model: AnalyticCostModel, schemes: Sequence[Scheme], *, keeps_all: bool = False
+) -> ProfileCostModel:
+    """The cost profile of schemes, by default without those that do not hold the model.
+
+    Raises StrategyError for a scheme that cannot divide the model, ConfigurationError if none
+    holds it.
+    """
+    device, cluster = model.device, model.cluster
+    for scheme in schemes:
+        Strategy.parse(str(scheme), scheme.num_ranks).check_model(model.shape)
+    rows = [
+        ProfiledScheme(scheme=scheme, coefficients=model.coefficients(scheme), max_tokens=limit)
+        for scheme in schemes
+        if (limit := model.max_tokens(scheme)) or keeps_all
+    ]
+    if not rows:
+        raise ConfigurationError(
+            f"a cost profile needs a scheme that holds the model but on {cluster.num_ranks} ranks "
+            f"of {device.name} none of {len(schemes)} does; give more ranks or recompute"
+        )
+    return ProfileCostModel(
+        device=device.name,
+        source=(
+            f"estimated for {cluster.num_ranks} ranks, {cluster.ranks_per_node} a node, by the "
+            f"analytic model, not measured: {device.source}"
+        ),
+        date=datetime.date.today().isoformat(),
+        model=ProfiledModel(
+            shape=model.shape,
+            dtype="fp32" if model.parameter_bytes == _FP32_BYTES else "bf16",
+            recompute=str(model.recompute),
+        ),
+        schemes=tuple(rows),
+    )
+
+
+def possible_schemes(shape: ModelShape, num_ranks: int, ranks_per_node: int) -> list[Scheme]:
+    """All schemes of powers of two that can divide the model and have room in the job.
+
+    tp spans at most two nodes, pp at most `_MOST_STAGES` stages.
+    """
+    found = []
+    for tp, cp, pp in itertools.product(_powers(num_ranks), repeat=3):
+        if tp * cp * pp > num_ranks or tp > 2 * ranks_per_node or pp > _MOST_STAGES:
+            continue
+        try:
+            scheme = Scheme(tp, cp, pp)
+            Strategy.parse(str(scheme), scheme.num_ranks).check_model(shape)
+        except StrategyError:
+            continue
+        found.append(scheme)
+    return found
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, … up to most."""
+    return [1 << power for power in range(most.bit_length())]
+
+
 def _schemes(
-    namespace: argparse.Namespace,
+    namespace: argparse.Namespace, shape: ModelShape
 ) -> tuple[list[Scheme], int, int, PoolFootprint | None]:
     """The distinct schemes, with all groups of ``cp8~``; ranks of the job and of a node; footprint
     of the pool if one was given."""
@@ -205,10 +254,9 @@ def _schemes(
         if namespace.num_ranks is None or namespace.num_ranks < 1:
             given = "is missing" if namespace.num_ranks is None else f"is {namespace.num_ranks}"
             raise ConfigurationError(
-                f"--schemes needs --num-ranks of at least 1, over which the optimizer's state is "
-                f"spread, but it {given}; give it"
+                f"an estimate without --pool needs --num-ranks of at least 1, over which the "
+                f"optimizer's state is spread, but it {given}; give it"
             )
-        found = [parse_scheme(text, label="--schemes") for text in namespace.schemes]
         num_ranks = namespace.num_ranks
         given = namespace.ranks_per_node
         ranks_per_node = min(8, num_ranks) if given is None else given
@@ -216,6 +264,10 @@ def _schemes(
             raise ConfigurationError(
                 f"--ranks-per-node is at least 1 but is {ranks_per_node}; give a positive number"
             )
+        if namespace.schemes is None:
+            found = possible_schemes(shape, num_ranks, ranks_per_node)
+        else:
+            found = [parse_scheme(text, label="--schemes") for text in namespace.schemes]
     full = [group for scheme in found for group in scheme.group_schemes]
     for scheme in full:
         if scheme.num_ranks > num_ranks:

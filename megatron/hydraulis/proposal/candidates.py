@@ -4,6 +4,7 @@ A **mix** is a strategy without its placement: the number of replicas of each ca
 Times depend on nothing else, so the search works on mixes.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from megatron.hydraulis.cost_model.interface import Coefficients
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.planner.costs import PoolCosts, SchemeCost
@@ -19,6 +21,8 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 _NUM_COMPARED, _MOST_OVER_SHORTEST = 16, 64.0
 """Lengths at which two schemes are compared, and the longest of them over the shortest: of shorter
 sequences only the rank time counts."""
+
+_LEAST_CONSTANT_MS = 1e-3
 
 FloatArray = npt.NDArray[np.float64]
 Mix = tuple[int, ...]
@@ -55,11 +59,13 @@ class Candidates:
         num_ranks: int,
         ranks_per_node: int,
         allowed: Sequence[Scheme] | None = None,
+        batches: Sequence[Sequence[int]] = (),
     ) -> "Candidates":
         """The schemes of a cost profile that may be in a best strategy.
 
         Excluded are schemes that are not allowed (None allows all), are too large for the job, do
-        not hold the model, or are worse than another one in everything, see `_beats`. If a profile
+        not hold the model, or are worse than another one in everything, see `_beats`; with batches
+        pipelines are compared with the time that filling them takes. If a profile
         has cp 1, 2, … up to some width with the same tp and without pipeline, the schemes that
         divide all or half of the job's ranks per micro-batch (``cp8~``) are included. Raises
         ConfigurationError for an allowed scheme that the profile lacks.
@@ -80,11 +86,12 @@ class Candidates:
             and scheme.num_ranks <= num_ranks
             and (cost := _cost(scheme, cost_model)).longest > 0
         ]
+        iteration_ms = _least_iteration_ms(found, num_ranks, batches)
         kept = [
             mine
             for index, mine in enumerate(found)
             if not any(
-                _beats(rival, mine, place < index)
+                _beats(rival, mine, iteration_ms, place < index)
                 for place, rival in enumerate(found)
                 if place != index
             )
@@ -101,6 +108,21 @@ class Candidates:
     def _largest_first(self) -> tuple[int, ...]:
         """Indices of the schemes."""
         return tuple(sorted(range(len(self.sizes)), key=lambda i: (-self.sizes[i], i)))
+
+    @cached_property
+    def plain(self) -> tuple[int, ...]:
+        """Indices of the schemes without ``~``. Of the others only bounds are known before they are
+        planned, which would lead the search astray: they only replace what it finds."""
+        return tuple(i for i, scheme in enumerate(self.schemes) if not scheme.splits_cp)
+
+    def wave_mixes(self, mix: Mix) -> Iterator[Mix]:
+        """Mixes with a scheme with ``~``: alone, and in the place of a mix's largest replicas."""
+        present = [index for index in self._largest_first if mix[index]]
+        for index in sorted(set(range(len(self.sizes))) - set(self.plain)):
+            yield self.filled((0,) * len(mix), (index,))
+            made = _with_room(self, mix, index, 1, present[0], present)
+            if made is not None:
+                yield self.filled(tuple(made), present)
 
     @property
     def longest(self) -> int:
@@ -182,13 +204,25 @@ _Rated = tuple[Scheme, SchemeCost, float]
 """A scheme with its cost and its overhead in ms."""
 
 
-def _beats(rival: _Rated, mine: _Rated, wins_ties: bool) -> bool:
+def _least_iteration_ms(
+    rated: Sequence[_Rated], num_ranks: int, batches: Sequence[Sequence[int]]
+) -> float:
+    """Mean over batches of their work at the best rates, over all ranks; inf without batches."""
+    if not batches or not rated:
+        return math.inf
+    a_ms = min(scheme.num_ranks * cost.coefficients.a_ms_per_token2 for scheme, cost, _ in rated)
+    b_ms = min(scheme.num_ranks * cost.coefficients.b_ms_per_token for scheme, cost, _ in rated)
+    all_ranks = Coefficients(a_ms, b_ms, 0.0, rated[0][1].coefficients.window)
+    return math.fsum(map(all_ranks.time_ms, batches)) / len(batches) / num_ranks
+
+
+def _beats(rival: _Rated, mine: _Rated, iteration_ms: float, wins_ties: bool) -> bool:
     """Whether the rival is worse in nothing, and better in something unless it wins ties.
 
     Compared are, for sequences of every length that mine holds, the time of one alone and the rank
-    time per token in full micro-batches; stages, ranks and overhead. Replicas of mine must give
-    way to whole ones of the rival. Only bounds are known of a scheme that divides its width per
-    micro-batch, so it beats none, and none beats it.
+    time per token, see `_pace`; ranks and overhead. Replicas of mine must give way to whole ones of
+    the rival. Only bounds are known of a scheme that divides its width per micro-batch, so it beats
+    none, and none beats it.
     """
     (scheme, better, better_ms), (other, cost, overhead_ms) = rival, mine
     if better.waves is not None or cost.waves is not None or other.num_ranks % scheme.num_ranks:
@@ -196,18 +230,33 @@ def _beats(rival: _Rated, mine: _Rated, wins_ties: bool) -> bool:
     if better.longest < cost.longest:
         return False
     lengths = np.geomspace(cost.longest / _MOST_OVER_SHORTEST, cost.longest, _NUM_COMPARED)
-    ones = (*_pace(scheme, better, lengths), better.num_stages, scheme.num_ranks, better_ms)
-    others = (*_pace(other, cost, lengths), cost.num_stages, other.num_ranks, overhead_ms)
+    ones = (*_pace(scheme, better, lengths, iteration_ms), scheme.num_ranks, better_ms)
+    others = (*_pace(other, cost, lengths, iteration_ms), other.num_ranks, overhead_ms)
     less, more = np.hstack(ones), np.hstack(others)
     return bool((less <= more).all() and (wins_ties or (less < more).any()))
 
 
-def _pace(scheme: Scheme, cost: SchemeCost, lengths: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Time of one sequence alone, and rank time per token in full micro-batches."""
-    times = cost.coefficients
-    alone_ms = cost.num_stages * (times.sequence_time_ms(lengths) + times.c_ms)
-    per_token_ms = times.token_time_ms(lengths) + times.c_ms / cost.max_tokens
-    return alone_ms, scheme.num_ranks * per_token_ms
+def _pace(
+    scheme: Scheme, cost: SchemeCost, lengths: FloatArray, iteration_ms: float
+) -> tuple[FloatArray, FloatArray]:
+    """Time of one sequence alone, and rank time per token over an iteration.
+
+    With v micro-batches of p stages, W ms of work take ``(1 + (p-1)/v)·(W + v·c)``, least for
+    ``v = sqrt((p-1)·W/c)``, but v is at least what the tokens need. Without an iteration's time
+    micro-batches are full, and pipelines also differ by their stages.
+    """
+    times, num_stages = cost.coefficients, cost.num_stages
+    alone_ms = num_stages * (times.sequence_time_ms(lengths) + times.c_ms)
+    per_token_ms = times.token_time_ms(lengths)
+    full_ms = per_token_ms * cost.max_tokens
+    if math.isinf(iteration_ms):
+        paced_ms = per_token_ms * (1.0 + times.c_ms / full_ms)
+        return alone_ms, np.append(scheme.num_ranks * paced_ms, num_stages)
+    best = math.sqrt((num_stages - 1) * iteration_ms / max(times.c_ms, _LEAST_CONSTANT_MS))
+    num = np.maximum(best, iteration_ms / full_ms)
+    filling = 1.0 + (num_stages - 1) / num
+    paced_ms = per_token_ms * filling * (1.0 + num * times.c_ms / iteration_ms)
+    return alone_ms, scheme.num_ranks * paced_ms
 
 
 def neighbours(candidates: Candidates, mix: Mix) -> tuple[Mix, ...]:
@@ -219,7 +268,7 @@ def neighbours(candidates: Candidates, mix: Mix) -> tuple[Mix, ...]:
     """
     present = [index for index, num in enumerate(mix) if num]
     found: dict[Mix, None] = {}
-    for added in range(len(mix)):
+    for added in candidates.plain:
         for taken in present:
             if taken == added:
                 continue

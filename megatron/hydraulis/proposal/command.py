@@ -1,7 +1,7 @@
 """``hydraulis propose``: which strategies a pool should hold."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.progress import TextColumn, TimeElapsedColumn
@@ -115,10 +115,9 @@ def run(namespace: argparse.Namespace) -> int:
     counts = read_length_counts(namespace.lengths)
     if namespace.seq_length is not None:
         counts = counts.cut(namespace.seq_length, namespace.long_sequences)
-    sizes = batch_sizes(namespace)
-    batches = draw_batches(counts, sizes, namespace.num_batches, namespace.seed)
-    cost_model, candidates = _candidates(namespace)
-    with _progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
+    batches = draw_batches(counts, batch_sizes(namespace), namespace.num_batches, namespace.seed)
+    cost_model, candidates = _candidates(namespace, batches)
+    with proposal_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         proposal = propose(
             candidates,
             cost_model,
@@ -174,7 +173,9 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _candidates(namespace: argparse.Namespace) -> tuple[ProfileCostModel, Candidates]:
+def _candidates(
+    namespace: argparse.Namespace, batches: Sequence[Sequence[int]]
+) -> tuple[ProfileCostModel, Candidates]:
     """The cost profile, with computed overheads, and the schemes of it that may be used."""
     num_ranks, ranks_per_node = namespace.num_ranks, namespace.ranks_per_node
     if num_ranks < 1 or (ranks_per_node is not None and ranks_per_node < 1):
@@ -198,17 +199,17 @@ def _candidates(namespace: argparse.Namespace) -> tuple[ProfileCostModel, Candid
     if regroup is not None:
         profile = ContextCosts.of(profile, regroup).with_widths(num_ranks)
         profile = profile.with_regrouping(regroup)
-    return profile, Candidates.of(profile, num_ranks, ranks_per_node, allowed)
+    return profile, Candidates.of(profile, num_ranks, ranks_per_node, allowed, batches)
 
 
 @contextmanager
-def _progress(*, is_shown: bool) -> Iterator[OnProgress]:
+def proposal_progress(*, is_shown: bool) -> Iterator[OnProgress]:
     """A bar on stderr if that is a terminal."""
     columns = (TextColumn("{task.completed} of {task.total}"), TimeElapsedColumn())
     with progress_bars(*columns, is_shown=is_shown) as progress:
         tasks = {
             what: progress.add_task(what, total=None, visible=False)
-            for what in ("search", "bounds", "plans")
+            for what in ("search", "bounds", "plans", "baselines")
         }
 
         def on_progress(what: str, done: int, total: int) -> None:

@@ -166,9 +166,9 @@ class Explorer:
 
 
 def single_scheme_mixes(candidates: Candidates) -> tuple[Mix, ...]:
-    """For each scheme as many replicas as possible, remaining ranks filled with others."""
+    """For each plain scheme as many replicas as possible, remaining ranks filled with others."""
     empty = (0,) * len(candidates.schemes)
-    return tuple(dict.fromkeys(candidates.filled(empty, (i,)) for i in range(len(empty))))
+    return tuple(dict.fromkeys(candidates.filled(empty, (i,)) for i in candidates.plain))
 
 
 def range_mixes(
@@ -185,7 +185,7 @@ def range_mixes(
     has_work = work_ms.max(axis=1) > 0.0
     work_ms, pass_ms = work_ms[has_work], pass_ms[has_work]
     found = []
-    for last in range(len(candidates.schemes)):
+    for last in candidates.plain:
         low_ms = float(pass_ms[-1, last])
         if not np.isfinite(low_ms):
             continue
@@ -223,6 +223,7 @@ def _fewest_ranks(
     ranks = num * sizes
     for j in range(1, num_buckets + 1):
         ranks[:, j, pass_ms[j - 1] > time_ms * (1.0 + 1e-9)] = np.inf
+    ranks[:, :, [i for i in range(num_schemes) if i not in candidates.plain]] = np.inf
     fewest = np.full(num_buckets + 1, np.inf)
     fewest[0] = 0.0
     steps: list[tuple[int, int]] = [(0, 0)]

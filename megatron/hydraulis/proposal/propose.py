@@ -114,6 +114,8 @@ class Proposal:
     one_more: tuple[str, ...] | None
     """Strategies of that larger pool that this one lacks."""
     regimes: tuple[RegimeChoice, ...]
+    plans: tuple[tuple[str, float], ...]
+    """Strategy of the pool and predicted iteration time in s of each batch."""
     num_batches: int
     num_mixes: int
     """Number of strategies that were estimated for all batches."""
@@ -179,6 +181,7 @@ def propose(
     for done, mix in enumerate(shortlist, start=1):
         search.add(mix)
         on_progress("bounds", done, len(shortlist) + 1)
+    search.add_waves()
     search.improve(max_strategies)
     on_progress("bounds", len(shortlist) + 1, len(shortlist) + 1)
     on_progress("plans", 0, 3)
@@ -248,6 +251,12 @@ class _PoolSearch:
             self.mixes.append(mix)
             self.times_ms = np.vstack((self.times_ms, row))
 
+    def add_waves(self) -> None:
+        """Adds mixes with ``~`` like the best strategy that is used alone."""
+        (best,) = self._selected(1, ())
+        for mix in dict.fromkeys(self.candidates.wave_mixes(self.mixes[best])):
+            self.add(mix)
+
     def improve(self, size: int) -> None:
         """Adds neighbours of the best pool's members that are expected to be better."""
         pool = self._selected(size, ())
@@ -267,13 +276,11 @@ class _PoolSearch:
     def best_static(self) -> int | None:
         """The fastest strategy of one scheme, by full plans of all batches; None if none holds the
         longest sequence."""
-        schemes = self.candidates.schemes
         means_ms = {
             mix: float(self.explorer.estimates_ms(mix).mean())
             for mix in single_scheme_mixes(self.candidates)
             if sum(num > 0 for num in mix) == 1
             and not self.candidates.num_idle(mix)
-            and not schemes[int(np.argmax(mix))].splits_cp
             and self.candidates.limit(mix) >= self._longest
         }
         rows = []
@@ -418,6 +425,10 @@ def _proposal(
         one_more_s=one_more_s,
         one_more=added,
         regimes=tuple(_choice(regime, search, chosen, names) for regime in regimes),
+        plans=tuple(
+            (names[int(row)], float(search.times_ms[row, batch]) / _MS_PER_S)
+            for batch, row in enumerate(fastest)
+        ),
         num_batches=len(search.evaluator.batches),
         num_mixes=search.explorer.num_mixes,
         num_bounds=search.evaluator.num_bounds,

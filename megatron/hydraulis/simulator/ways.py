@@ -170,11 +170,12 @@ class Ways:
         return found
 
     def homogeneous(self) -> list[Strategy]:
-        """Strategies of one scheme that fill the job, each once."""
+        """Strategies of one scheme, without ``~``, that fill the job, each once."""
         num_ranks, per_node = self.pool.num_ranks, self.pool.ranks_per_node
         found: dict[str, Strategy] = {}
         for strategy in self.pool.strategies:
-            if len(strategy.schemes) == 1 and not strategy.idle_ranks:
+            is_plain = not any(scheme.splits_cp for scheme in strategy.schemes)
+            if is_plain and len(strategy.schemes) == 1 and not strategy.idle_ranks:
                 found[str(strategy)] = strategy
         for row in self.profile.schemes:
             num_each = row.scheme.num_ranks

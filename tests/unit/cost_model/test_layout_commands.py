@@ -222,6 +222,22 @@ def test_schemes_may_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.scheme for row in profile.schemes] == [Scheme(tp=8, pp=2), Scheme(tp=8)]
 
 
+def test_all_schemes_that_fit_are_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["estimate", *LLAMA_32B, "--device", "h100-80g", "--num-ranks", "16", "--json"]) == 0
+    )
+    content = json.loads(capsys.readouterr().out)
+    profile = ProfileCostModel.from_json(content, what="output")
+    assert profile.device == "h100"
+    schemes = {row.scheme for row in profile.schemes}
+    assert {Scheme(tp=8), Scheme(tp=8, cp=2), Scheme(tp=4, pp=4)} <= schemes
+    assert all(row.max_tokens > 0 and row.scheme.num_ranks <= 16 for row in profile.schemes)
+    assert Scheme() not in schemes, "one rank does not hold 32B parameters"
+    alone = ["estimate", *LLAMA_32B, "--device", "h100", "--num-ranks", "1"]
+    assert main(alone) == 2
+    assert "on 1 ranks of h100 none of 1 does" in capsys.readouterr().err
+
+
 def test_recomputation_takes_longer_and_holds_more(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "a800-80g", "--num-ranks", "64", "--schemes", "tp4pp2", "--json"]
     full = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
@@ -277,7 +293,7 @@ def test_a_tp_that_does_not_cut_the_model_is_not_estimated(
     ("flags", "message"),
     [
         (["--schemes", "2*tp8", "--num-ranks", "64"], r"without copies and ranks.*'2\*tp8'"),
-        (["--schemes", "tp8"], "--schemes needs --num-ranks"),
+        (["--schemes", "tp8"], "needs --num-ranks of at least 1"),
         (["--schemes", "tp8pp2", "--num-ranks", "8"], "a replica has 16 ranks but the job 8"),
         (["--pool", "POOL", "--num-ranks", "64"], "--pool gives the ranks"),
         (["--schemes", "tp8", "--num-ranks", "8", "--recompute-granularity", "full"], "method"),

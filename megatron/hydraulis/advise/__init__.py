@@ -1,0 +1,1 @@
+"""What a job gains by a pool, without running it."""

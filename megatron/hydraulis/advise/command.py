@@ -1,0 +1,292 @@
+"""``hydraulis advise``: a verdict on what a pool gains, and the commands to run next."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from megatron.hydraulis.advise.gains import (
+    NOTHING_HIDDEN,
+    Advice,
+    advise,
+)
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.context import ContextCosts
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
+from megatron.hydraulis.cost_model.limits import add_row_quantum
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.shape_arguments import (
+    add_regroup_arguments,
+    keeps_gate,
+    regroup_costs,
+    shape_of,
+)
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.json_object import write_output
+from megatron.hydraulis.lengths.command import (
+    add_batch_arguments,
+    add_lengths_arguments,
+    batch_sizes,
+    check_seed,
+    check_seq_length,
+)
+from megatron.hydraulis.lengths.counts import read_length_counts
+from megatron.hydraulis.planner.solver import native_prints_to_stderr
+from megatron.hydraulis.proposal.batches import draw_batches
+from megatron.hydraulis.proposal.command import proposal_progress
+from megatron.hydraulis.strategy.strategy import whole_nodes
+from megatron.hydraulis.terminal import (
+    figures_table,
+    launch_command,
+    print_json,
+    print_next,
+    results_console,
+)
+
+_NUM_BATCHES = 16
+_WORTH_A_POOL = 1.03
+"""Gain over the best static strategy below which the verdict is to train with that one."""
+_NEAR_CEILING = 0.9
+POOL_FILE_NAME, PROFILE_FILE_NAME = "pool.json", "cost_profile.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of the subcommand."""
+    parser.description = (
+        "Compare training with fixed-length rows, with balanced plans and with a pool of "
+        "strategies for a corpus, without a GPU: a verdict, figures, and the commands to run next."
+    )
+    corpus = parser.add_argument_group("corpus and batches")
+    add_lengths_arguments(corpus)
+    add_batch_arguments(corpus)
+    corpus.add_argument(
+        "--num-batches",
+        type=int,
+        default=_NUM_BATCHES,
+        metavar="N",
+        help="number of batches to sample (default: %(default)s)",
+    )
+    corpus.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the batches (default: %(default)s)"
+    )
+    job = parser.add_argument_group("job")
+    job.add_argument("--num-ranks", type=int, required=True, metavar="N", help="GPUs of the job")
+    job.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="GPUs of a node (default: 8, or all)"
+    )
+    job.add_argument(
+        "--cost-profile",
+        metavar="FILE",
+        help="measured cost profile, JSON (default: estimated for all schemes that fit)",
+    )
+    job.add_argument(
+        "--max-strategies",
+        type=int,
+        default=7,
+        metavar="K",
+        help="maximum number of strategies in the pool (default: %(default)s)",
+    )
+    add_row_quantum(job)
+    add_regroup_arguments(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        default=Path("advice"),
+        help=f"write {POOL_FILE_NAME} and {PROFILE_FILE_NAME} here (default: %(default)s)",
+    )
+    output.add_argument("--json", action="store_true", help="print all figures as JSON")
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Prints verdict, tables and the next commands; returns the exit status.
+
+    Raises ConfigurationError, StrategyError or DataError for invalid files and flags, PlanError if
+    no scheme holds the longest sequence.
+    """
+    check_seq_length(namespace.seq_length)
+    check_seed(namespace.seed)
+    num_ranks = namespace.num_ranks
+    if num_ranks < 1:
+        raise ConfigurationError(
+            f"--num-ranks is at least 1 but is {num_ranks}; give a positive number"
+        )
+    given = namespace.ranks_per_node
+    ranks_per_node = whole_nodes(
+        num_ranks, min(8, num_ranks) if given is None else given, "--ranks-per-node"
+    )
+    sizes = batch_sizes(namespace)
+    profile = _profile(namespace, num_ranks, ranks_per_node)
+    assert profile.regroup is not None
+    counts = read_length_counts(namespace.lengths)
+    if namespace.seq_length is not None:
+        counts = counts.cut(namespace.seq_length, namespace.long_sequences)
+    device = device_constants(namespace.device or profile.device)
+    with proposal_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
+        advice = advise(
+            profile,
+            device,
+            draw_batches(counts, sizes, namespace.num_batches, namespace.seed),
+            num_ranks=num_ranks,
+            ranks_per_node=ranks_per_node,
+            longest=counts.longest,
+            max_strategies=namespace.max_strategies,
+            row_quantum=namespace.row_quantum_tokens,
+            seed=namespace.seed,
+            on_progress=on_progress,
+        )
+    pool = advice.proposal.pool
+    try:
+        namespace.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--out needs a writable folder: {namespace.out}: {error.strerror}; give another folder"
+        ) from error
+    write_output(namespace.out / POOL_FILE_NAME, {"version": 1, **pool.to_json()})
+    write_output(namespace.out / PROFILE_FILE_NAME, profile.only_for(pool).to_json())
+    peak = num_ranks * device.peak_flops_per_s
+    if namespace.json:
+        print_json(to_json(advice, peak))
+        return 0
+    console = results_console()
+    console.print(verdict(advice), highlight=False)
+    console.print()
+    console.print(choice_table(advice, peak))
+    console.print(gain_table(advice))
+    assumed = profile.assumed_schemes(pool)
+    if namespace.cost_profile is None:
+        console.print(f"Times are estimates for {device.name}, not measured.", highlight=False)
+    elif assumed:
+        console.print(f"not measured but assumed: {', '.join(map(str, assumed))}", highlight=False)
+    _print_commands(namespace, advice)
+    return 0
+
+
+def _profile(
+    namespace: argparse.Namespace, num_ranks: int, ranks_per_node: int
+) -> ProfileCostModel:
+    """The given profile or an estimate, with regrouping and with all widths of cp."""
+    if namespace.cost_profile is not None:
+        profile = ProfileCostModel.read(namespace.cost_profile)
+    elif namespace.device is None:
+        raise ConfigurationError(
+            "advice needs the times of a device but there is neither --device nor --cost-profile; "
+            "give one of them"
+        )
+    else:
+        shape, device = shape_of(namespace), device_constants(namespace.device)
+        model = AnalyticCostModel(
+            shape=shape,
+            device=device,
+            cluster=device.cluster(num_ranks, ranks_per_node),
+            cp_comm_type="auto",
+            keeps_gate=keeps_gate(namespace),
+        )
+        profile = estimated_profile(model, possible_schemes(shape, num_ranks, ranks_per_node))
+    regroup = regroup_costs(
+        namespace,
+        profile,
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        tp_degrees=[row.scheme.tp for row in profile.schemes if row.scheme.num_ranks <= num_ranks],
+    )
+    if regroup is None:
+        raise ConfigurationError(
+            f"advice needs the model and the device of cost profile {namespace.cost_profile} but "
+            f"it does not name both; give --model and --device"
+        )
+    return ContextCosts.of(profile, regroup).with_widths(num_ranks).with_regrouping(regroup)
+
+
+def verdict(advice: Advice) -> str:
+    """One sentence: what to do, and what it gains."""
+    over_static, over_fixed = advice.gain(advice.static), advice.gain(advice.fixed_rows)
+    reach = advice.ceiling_s / advice.pool.time_s(advice.kind)
+    if over_static >= _WORTH_A_POOL:
+        what = (
+            f"Train with the pool: {over_static:.2f} × as fast as the best static strategy with "
+            f"balanced plans, {advice.static.strategy}, and {over_fixed:.2f} × as fast as Megatron "
+            f"with rows of fixed length"
+        )
+    else:
+        what = (
+            f"Train with --strategy '{advice.static.strategy}' and balanced plans, "
+            f"{advice.fixed_rows.time_s(advice.kind) / advice.static.time_s(advice.kind):.2f} × "
+            f"as fast as Megatron with rows of fixed length: a pool is only {over_static:.2f} × as "
+            f"fast as that"
+        )
+    near = " (little is left to gain)" if reach >= _NEAR_CEILING else ""
+    return f"{what}; no plan could exceed the pool's speed by more than {1 / reach:.2f} ×{near}."
+
+
+def choice_table(advice: Advice, peak_flops_per_s: float) -> Table:
+    """A row per way to train; times by `Advice.kind`."""
+    table = figures_table(
+        "the same batches, four ways to train",
+        ("way", "strategy"),
+        ("tokens/s", "MFU %", "gain ×", "memory GB", "regrouping s"),
+        caption=f"MFU: of causal attention. Gain: over the first row. Memory: estimated, of the "
+        f"fullest rank. Regrouping: with the optimizer, {advice.kind} ({NOTHING_HIDDEN}).",
+    )
+    for choice in advice.choices:
+        time_s = choice.time_s(advice.kind)
+        table.add_row(
+            choice.name,
+            choice.strategy,
+            f"{advice.num_tokens / time_s:,.0f}",
+            f"{100.0 * advice.model_flops / (time_s * peak_flops_per_s):.1f}",
+            f"{advice.fixed_rows.time_s(advice.kind) / time_s:.2f}",
+            f"{choice.memory_bytes / 1e9:.0f}",
+            f"{choice.regroup_s[advice.kind]:.3f} ({choice.regroup_s[NOTHING_HIDDEN]:.3f})",
+        )
+    return table
+
+
+def gain_table(advice: Advice) -> Table:
+    """The pool's gain by how regrouping counts."""
+    table = figures_table("gain of the pool, ×", ("over",), advice.kinds)
+    for choice in (advice.static, advice.packing, advice.fixed_rows):
+        table.add_row(choice.name, *(f"{advice.gain(choice, kind):.3f}" for kind in advice.kinds))
+    return table
+
+
+def to_json(advice: Advice, peak_flops_per_s: float) -> dict[str, Any]:
+    """All figures; times in s by how regrouping counts."""
+    return {
+        "verdict": verdict(advice),
+        "num_tokens": advice.num_tokens,
+        "ceiling_s": advice.ceiling_s,
+        "ways": [
+            {
+                "way": choice.name,
+                "strategy": choice.strategy,
+                "time_s": {kind: choice.time_s(kind) for kind in advice.kinds},
+                "regroup_s": choice.regroup_s,
+                "mfu": advice.model_flops / (choice.time_s(advice.kind) * peak_flops_per_s),
+                "memory_bytes": choice.memory_bytes,
+                "gain_of_pool": {kind: advice.gain(choice, kind) for kind in advice.kinds},
+            }
+            for choice in advice.choices
+        ],
+        "pool": advice.proposal.pool.to_json(),
+        "proposal_seconds": advice.proposal.seconds,
+    }
+
+
+def _print_commands(namespace: argparse.Namespace, advice: Advice) -> None:
+    """From here to a run: measure, propose again with that, train."""
+    pool = advice.proposal.pool
+    launch = launch_command(pool.num_ranks, pool.ranks_per_node)
+    files = (
+        *("--strategy-pool", namespace.out / POOL_FILE_NAME),
+        *("--cost-profile", namespace.out / PROFILE_FILE_NAME),
+    )
+    if namespace.cost_profile is None:
+        print_next(
+            launch.replace("hydraulis train", "hydraulis profile"),
+            *("--out profile.json -- --strategy-pool", namespace.out / POOL_FILE_NAME, "FLAGS"),
+        )
+    print_next(launch, *files, "FLAGS")

@@ -1,0 +1,236 @@
+"""What a job gains by packing, balance and a pool, by predicted times of the same batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.context import ContextCosts
+from megatron.hydraulis.cost_model.device import DeviceConstants
+from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.regrouping import Hiding
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.proposal.candidates import Candidates
+from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
+from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Ways
+from megatron.hydraulis.simulator.work import IterationWork
+from megatron.hydraulis.strategy import Strategy
+
+_MS_PER_S = 1e3
+NOTHING_HIDDEN, BY_RULE, AS_MEASURED = "nothing hidden", "by the rule", "as measured"
+"""How regrouping and optimizer count: all of their time; what the runtime does not hide by its own
+rule; the times of the profile, and the rule scaled by them where it has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One way to train, with mean times over the batches."""
+
+    name: str
+    strategy: str
+    """Of a pool the strategies by their number of batches."""
+    makespan_s: float
+    regroup_s: dict[str, float]
+    """What regrouping and optimizer add, by how it counts."""
+    memory_bytes: float
+    """Estimated, of the fullest rank with the largest micro-batch that its schemes hold, or that
+    rows of fixed length fill."""
+
+    def time_s(self, kind: str) -> float:
+        """Mean time of an iteration."""
+        return self.makespan_s + self.regroup_s[kind]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What a job gains; times are predicted and of the same batches."""
+
+    proposal: Proposal
+    fixed_rows: Choice
+    """The best homogeneous layout with rows of fixed length."""
+    packing: Choice
+    """The best one with the same rows without padding."""
+    static: Choice
+    """The best one with balanced plans."""
+    pool: Choice
+    ceiling_s: float
+    """No plan is faster, see simulator/ways.py."""
+    num_tokens: float
+    """Of a batch, mean."""
+    model_flops: float
+    """Of a batch, mean, see `causal_flops`."""
+    kinds: tuple[str, ...]
+    """How regrouping can count: `AS_MEASURED` only if the profile has measured it."""
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """From the least freedom to the most."""
+        return self.fixed_rows, self.packing, self.static, self.pool
+
+    @property
+    def kind(self) -> str:
+        """How regrouping counts where one figure is given."""
+        return self.kinds[-1]
+
+    def gain(self, over: Choice, kind: str | None = None) -> float:
+        """Time of another choice over that of the pool."""
+        kind = kind or self.kind
+        return over.time_s(kind) / self.pool.time_s(kind)
+
+
+def causal_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
+    """Floating-point operations that a batch needs, forward and backward.
+
+    6 per entry of a matrix, the output layer included, and token; for causal attention
+    6·layers·q·s² per sequence of s tokens, half of arXiv 2204.02311's; less under a window.
+    """
+    entries = shape.num_layers * shape.num_matrix_parameters_per_layer
+    entries += shape.num_embedding_parameters
+    squared = (lambda s: s * s) if shape.window is None else shape.window.squared
+    attention = 6.0 * shape.num_layers * shape.query_size
+    return math.fsum(6.0 * entries * length + attention * squared(length) for length in lengths)
+
+
+def advise(
+    profile: ProfileCostModel,
+    device: DeviceConstants,
+    batches: Sequence[Sequence[int]],
+    *,
+    num_ranks: int,
+    ranks_per_node: int,
+    longest: int,
+    max_strategies: int = 7,
+    row_quantum: int = 1,
+    seed: int = 0,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> Advice:
+    """Proposes a pool and compares it with training of fixed strategies.
+
+    Args:
+        profile: with `regroup`, and with rows for all cp that are offered.
+        batches: lengths in tokens; longest: of the corpus.
+
+    Raises PlanError and ConfigurationError as `propose`, ConfigurationError if no homogeneous
+    strategy holds the longest sequence.
+    """
+    assert profile.regroup is not None
+    shape = profile.regroup.shape
+    candidates = Candidates.of(profile, num_ranks, ranks_per_node, batches=batches)
+    proposal = propose(
+        candidates,
+        profile,
+        batches,
+        max_strategies=max_strategies,
+        longest=longest,
+        seed=seed,
+        row_quantum=row_quantum,
+        on_progress=on_progress,
+    )
+    if proposal.static is None or proposal.static_s is None:
+        raise ConfigurationError(
+            f"advice: a static strategy of one scheme must hold the longest sequence, {longest} "
+            f"tokens, on all {num_ranks} ranks but none does; lower --seq-length"
+        )
+    by_rule = replace(profile, strategies=(), regroup=replace(profile.regroup, factor=1.0))
+    assert by_rule.regroup is not None
+    models = {
+        NOTHING_HIDDEN: replace(by_rule, regroup=replace(by_rule.regroup, hiding=Hiding.NOTHING)),
+        BY_RULE: by_rule,
+        **({AS_MEASURED: profile} if profile.strategies else {}),
+    }
+    memory = AnalyticCostModel(shape=shape, device=device, cluster=profile.regroup.cluster).memory
+
+    def choice(
+        name: str,
+        shares: Sequence[tuple[Strategy, float]],
+        makespan_s: float,
+        num_tokens: int | None = None,
+    ) -> Choice:
+        """shares: strategies with their shares of the batches."""
+        return Choice(
+            name=name,
+            strategy=" ".join(str(strategy) for strategy, _ in shares),
+            makespan_s=makespan_s,
+            regroup_s={
+                kind: math.fsum(share * model.overhead_ms(each) for each, share in shares)
+                / _MS_PER_S
+                for kind, model in models.items()
+            },
+            memory_bytes=memory.reserve_bytes
+            + max(
+                memory.peak_bytes(scheme, stage, num_tokens or profile.max_tokens(scheme))
+                for strategy, _ in shares
+                for scheme in strategy.schemes
+                for stage in range(scheme.pp)
+            ),
+        )
+
+    ways = Ways(
+        batches=batches,
+        pool=proposal.pool,
+        profile=profile,
+        context_costs=ContextCosts.of(profile, profile.regroup),
+        seq_length=longest,
+        shape=shape,
+    )
+    fixed = {}
+    for done, way in enumerate((FIXED_ROWS, PACKING)):
+        on_progress("baselines", done, 2)
+        strategy, makespan_s = _fastest(ways.candidates(way), profile)
+        fixed[way] = choice(way, [(strategy, 1.0)], makespan_s, longest)
+    on_progress("baselines", 2, 2)
+    static = Strategy.parse(proposal.static, num_ranks, ranks_per_node=ranks_per_node)
+    static_s = proposal.static_s - profile.overhead_ms(static) / _MS_PER_S
+    used = [proposal.pool.strategy(name) for name, _ in proposal.plans]
+    overheads_s = [profile.overhead_ms(strategy) / _MS_PER_S for strategy in used]
+    shares = [(strategy, used.count(strategy) / len(used)) for strategy in proposal.pool.strategies]
+    ((ceiling, _),) = ways.candidates(CEILING)
+    all_ranks = ceiling.coefficients(static.schemes[0])
+    return Advice(
+        proposal=proposal,
+        fixed_rows=fixed[FIXED_ROWS],
+        packing=fixed[PACKING],
+        static=choice("static, balanced", [(static, 1.0)], static_s),
+        pool=choice(
+            "pool",
+            shares,
+            fmean(
+                time_s - overhead_s
+                for (_, time_s), overhead_s in zip(proposal.plans, overheads_s, strict=True)
+            ),
+        ),
+        ceiling_s=fmean(map(all_ranks.time_ms, batches)) / _MS_PER_S,
+        num_tokens=fmean(map(sum, batches)),
+        model_flops=fmean(causal_flops(shape, batch) for batch in batches),
+        kinds=tuple(models),
+    )
+
+
+def _fastest(
+    candidates: Sequence[tuple[CostModel, Sequence[IterationWork]]], profile: ProfileCostModel
+) -> tuple[Strategy, float]:
+    """The strategy of the fastest candidate, overhead included, and its mean makespan in s."""
+    times_ms = []
+    for _, works in candidates:
+        strategy = works[0].strategy
+        makespan_ms = fmean(_makespan_ms(work, profile) for work in works)
+        times_ms.append((makespan_ms + profile.overhead_ms(strategy), makespan_ms, strategy))
+    _, makespan_ms, strategy = min(times_ms, key=lambda found: found[0])
+    return strategy, makespan_ms / _MS_PER_S
+
+
+def _makespan_ms(work: IterationWork, cost_model: CostModel) -> float:
+    """Of replicas whose stages all take the time of the slowest."""
+    return max(
+        pipeline_time_ms(
+            [row.time_ms(cost_model.coefficients(replica.scheme)) for row in rows],
+            replica.scheme.pp,
+        )
+        for replica, rows in zip(work.strategy.replicas, work.replicas, strict=True)
+    )
