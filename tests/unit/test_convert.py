@@ -416,6 +416,7 @@ def test_ranks_are_those_of_the_launcher_and_of_slurm(text: str, num_ranks: int 
         ("case $X in 1) A=--b ;; esac; A=--a; python pretrain_gpt.py $A", "--a"),
         ("A=--a; case $X in 1) A=$2 ;; esac; python pretrain_gpt.py $A", "--a"),
         ("while [ $# -gt 0 ]; do A=--a; shift; done; python pretrain_gpt.py $A", "--a"),
+        ("A=1; if [ $A = 2 ]; then B='\\\n --b'; fi; python pretrain_gpt.py --a $B", "--a"),
         ("A=1; [ $A = 1 ] && [ $A = 2 ] || A=--a; python pretrain_gpt.py $A", "--a"),
     ],
 )
@@ -428,12 +429,17 @@ def test_long_values_are_shortened_to_where_they_differ(
 ) -> None:
     script = f"""
 ARGS=({_MODEL})
-if [ -d old ]; then ARGS+=(--load old --finetune); fi
+if [ -d old ]; then ARGS+=(--load old --finetune); SAVE="--save old"; fi
+if [ "$X" = 1 ]; then SEED=; else SEED=" --seed 3"; fi
 ARGS+=(--bf16)
-torchrun pretrain_gpt.py "${{ARGS[@]}}" """
+torchrun pretrain_gpt.py "${{ARGS[@]}}" $SAVE $SEED"""
     status, shown = _converted(tmp_path, capsys, script)
     assert status == 0, shown
-    assert _blocks(shown)["changed"] == ["ARGS = … --bf16, … --load old --finetune --bf16"]
+    assert _blocks(shown)["changed"] == [
+        "ARGS = … --bf16, … --load old --finetune --bf16",
+        "SAVE = none, --save old",
+        "SEED = none, --seed 3",
+    ]
 
 
 def test_options_that_no_command_continues_are_refused(

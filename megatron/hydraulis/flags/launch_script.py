@@ -52,6 +52,8 @@ _MOST_NESTED = 20
 """Sourced files and texts handed to other shells within each other."""
 _MOST_SHOWN = 60
 """Characters of a value that is shown."""
+_NONE = "none"
+"""Stands for no value where values are listed."""
 # Tangut: letters, which Python prints as they are.
 _FIRST_MARK, _LAST_MARK = 0x17000, 0x187F7
 _MARK = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
@@ -188,6 +190,7 @@ class _Script:
         self._values = {name: [value] for name, value in {**of_job, **variables}.items()}
         self._histories: dict[str, list[str]] = {}
         self._used: set[str] = set()
+        self._may_hold_options: set[str] = set()
         self._functions: dict[str, tuple[Node, int]] = {}
         self._followed: set[str] = set()
         self._here_documents: list[tuple[str, str]] = []
@@ -273,10 +276,10 @@ class _Script:
                 name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
                 if name is not None and body is not None:
                     self._functions[_text_of(name)] = (body, self._depth)
-            case "if_statement":
-                self._follow_first(self._branches(node))
-            case "case_statement":
-                self._follow_first(self._cases(node))
+            case "if_statement" | "case_statement":
+                self._may_hold_options.update(_assigned_options(node))
+                is_if = node.type == "if_statement"
+                self._follow_first(self._branches(node) if is_if else self._cases(node))
             case "list":
                 first, then = node.children[0], node.children[-1]
                 self._follow(first)
@@ -388,7 +391,8 @@ class _Script:
         shown = self.unknowns.shown(" ".join(" ".join(values).split()))
         history = self._histories.get(name, [])
         if not self._is_certain:
-            history = [*history, shown]
+            history = [*history, shown] if history else [_NONE, shown]
+            history = history[1:] if history[0] == _NONE and len(history) > 2 else history
         elif added:
             history = [f"{each} {self.unknowns.shown(added)}" for each in history]
         else:
@@ -587,7 +591,7 @@ class _Script:
     def _elements(self, name: str, index: str) -> list[str] | None:
         """The value of a variable, of one element of an array or of all; None if it has none."""
         self._used.add(name)
-        values = self._values.get(name)
+        values = self._values.get(name, [""] if name in self._may_hold_options else None)
         if name in ("@", "*"):
             values, index = self._arguments or [], name
         elif self._arguments is not None and name.isdecimal() and name != "0":
@@ -606,6 +610,15 @@ def _parsed(text: str) -> Node:
 
     language = tree_sitter.Language(tree_sitter_bash.language())
     return tree_sitter.Parser(language).parse(text.encode()).root_node
+
+
+def _assigned_options(node: Node) -> Iterator[str]:
+    """The variables to which a part of a script may assign options."""
+    assigned = re.match(r"(\w+)\+?=[\s\"'(\\]*-", _text_of(node))
+    if node.type == "variable_assignment" and assigned is not None:
+        yield assigned[1]
+    for child in node.named_children:
+        yield from _assigned_options(child)
 
 
 def _bytes_of(node: Node) -> bytes:
@@ -662,7 +675,7 @@ def endings(values: Iterable[str]) -> list[str]:
         num_common = next((at for at, words in enumerate(columns) if len(set(words)) > 1), 0)
         num_common = num_common or min(map(len, lists))
     start = ["…"] if num_common else []
-    return [_shortened(" ".join(start + words[num_common:])) for words in lists]
+    return [_shortened(" ".join(start + words[num_common:])) or _NONE for words in lists]
 
 
 # --- what a script starts ---
