@@ -278,12 +278,13 @@ MODEL="--num-layers 2 --hidden-size 64 \
   --num-attention-heads 4"
 ARGS=($MODEL --seq-length 128 --lr 1e-3 --global-batch-size 8 --train-iters 10)
 for weight in 1 2; do BLEND+=" $weight $ROOT/part$weight"; done
-NAME="a \$b \"c\" d'e"
+NAME="a \$b \"c\" d'e"; LIST=(x)
 nodes=($(scontrol show hostnames))
 CMD=(python -m torch.distributed.run --nproc-per-node 8)
 CMD+=(--master-addr "${nodes[0]}" ../pretrain_gpt.py)
 CUDA_DEVICE_MAX_CONNECTIONS=1 MODE="a b" exec "${CMD[@]}" "${ARGS[@]}" --wandb-exp-name "$NAME" \
-  --wandb-project p --data-path $BLEND --save ~/$(hostname)/"$HOME"/ckpt ${NONE:-} "$@" > log --bf16
+  --wandb-project p --data-path $BLEND --save ~/$(hostname)/"$HOME"/ckpt ${NONE:-} "$@" \
+  --tokenizer-special-tokens ${ROOT:+"a b"} "${LIST[1]}" > log --bf16
 """
 _STUBS = {
     "srun": 'while [[ $1 == -* ]]; do [[ $1 == --nodes ]] && shift; shift; done; exec "$@"',

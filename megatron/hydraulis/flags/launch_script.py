@@ -498,8 +498,8 @@ class _Script:
                 texts = self._string(piece)
                 is_quoted |= bool(texts)
             elif piece.type in _EXPANSIONS:
-                text = " ".join(self._expand(piece))
-                texts = text.translate(_TO_SPLIT).split() if splits else [text]
+                texts = self._expand(piece, splits=splits)
+                texts = texts if splits else [" ".join(texts)]
             elif piece.type != "comment":
                 text = re.sub(r"\\(\n|(.))", r"\2", _text_of(piece)).translate(_TO_SPLIT)
                 if re.match(r"~(/|$)", text) and words == [""]:
@@ -532,29 +532,37 @@ class _Script:
                 at = child.end_byte - node.start_byte
         return joined + _unescaped(raw[at : len(raw) - num_quotes])
 
-    def _expand(self, node: Node) -> list[str]:
-        """What ``$…`` stands for: one word, or those of a whole array."""
+    def _expand(self, node: Node, *, splits: bool = False) -> list[str]:
+        """What ``$…`` stands for: one word or those of a whole array, or those it is split into."""
         source = _text_of(node).lstrip()
         kinds = ("variable_name", "special_variable_name", "subscript")
         subject = next((child for child in node.children if child.type in kinds), None)
-        if subject is None:
-            return [self._computed(node, source)]
-        name, _, index = _text_of(subject).rstrip("]").partition("[")
-        values = self._elements(name, index)
         operators = node.children_by_field_name("operator")
         sign = _text_of(operators[0]) if operators else ""
-        if sign in ("-", ":-", "=", ":=", "+", ":+"):
+        if subject is None:
+            words = [self._computed(node, source)]
+        else:
+            name, _, index = _text_of(subject).rstrip("]").partition("[")
+            values = self._elements(name, index)
+            words = values or []
             is_set = values is not None and (any(values) or not sign.startswith(":"))
-            if is_set == (sign[-1] != "+"):
-                return values or []
-            rest = [child for child in node.children if child.start_byte >= operators[0].end_byte]
-            default = [word for child in rest[:-1] for word in self._words(child, splits=False)]
-            if sign[-1] == "=":
-                self._assign(name, default, node)
-            return default
-        if values is None or sign not in ("", "?", ":?") or node.children[1] != subject:
-            return [self._mark(source, name, node, is_set_by_job=values is not None)]
-        return values
+            if sign in ("-", ":-", "=", ":=", "+", ":+"):
+                if is_set != (sign[-1] != "+"):
+                    rest = [
+                        each for each in node.children if each.start_byte >= operators[0].end_byte
+                    ]
+                    words = [
+                        word for each in rest[:-1] for word in self._words(each, splits=splits)
+                    ]
+                    if sign[-1] == "=":
+                        self._assign(name, words, node)
+                    if any(
+                        each.type in _STRINGS for part in rest for each in (part, *part.children)
+                    ):
+                        return words
+            elif values is None or sign not in ("", "?", ":?") or node.children[1] != subject:
+                words = [self._mark(source, name, node, is_set_by_job=values is not None)]
+        return " ".join(words).translate(_TO_SPLIT).split() if splits else words
 
     def _computed(self, node: Node, source: str) -> str:
         """The value of ``$((…))``, or what stands for that of a command."""
@@ -600,7 +608,9 @@ class _Script:
             return values
         if index == "*":
             return [" ".join(values)]
-        return values[int(index or 0) :][:1] if (index or "0").isdecimal() else None
+        if not (index or "0").isdecimal():
+            return None
+        return values[int(index or 0) :][:1] or [""]
 
 
 def _parsed(text: str) -> Node:
