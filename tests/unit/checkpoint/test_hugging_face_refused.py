@@ -375,7 +375,11 @@ def test_arguments_without_counterpart(changes: dict[str, Any], words: list[str]
     [
         ("mistral", {"attention_bias": True}, ["attention_bias", "False"]),
         ("nemotron", {"hidden_act": "silu"}, ["hidden_act", "relu2"]),
+        ("mistral", {"sliding_window": "7"}, ["sliding_window", "'7'"]),
+        ("mistral", {"sliding_window": 0}, ["window_tokens must be positive"]),
         ("smollm3", {"use_sliding_window": True}, ["use_sliding_window"]),
+        ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "each of 3 layers"]),
+        ("smollm3", {"no_rope_layers": [1, 0, "x"]}, ["no_rope_layers", "0 or 1"]),
         ("qwen3_next", {"mlp_only_layers": [0, 2]}, ["mlp_only_layers", "without experts"]),
         ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, ["layer_types"]),
     ],
@@ -403,6 +407,13 @@ def test_a_window_is_what_transformers_takes_it_for(tmp_path: Path) -> None:
         model = import_folder(source, tmp_path / f"mega {name}").model
         assert model.window_tokens == window
         assert model.family == ("llama" if window is None else "mistral")
+
+
+def test_a_model_whose_layers_all_have_positions_is_a_llama(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "hf", "smollm3")
+    change_config(source, no_rope_layers=[1, 1, 1])
+    model = import_folder(source, tmp_path / "mega").model
+    assert (model.family, model.layers_without_rope) == ("llama", ())
 
 
 def test_bad_flags_and_errors_of_the_commands(

@@ -147,6 +147,8 @@ class HuggingFaceModel:
             "norm_epsilon",
             "llama3_factor",
             "interpolation_factor",
+            "window_tokens",
+            "rotary_percent",
         ):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -179,7 +181,7 @@ class HuggingFaceModel:
             "--qk-layernorm": self.has_qk_norms,
             "biases": self.has_qkv_biases,
             "--window-size": self.window_tokens is not None,
-            "--no-rope-freq": any(self.layers_without_rope),
+            "--no-rope-freq": bool(self.layers_without_rope),
             "--squared-relu": self.has_squared_relu,
             "--attention-output-gate": self.has_output_gate,
             f"--rotary-percent {self.rotary_percent:g}": self.rotary_percent != 1.0,
@@ -213,7 +215,7 @@ class HuggingFaceModel:
             return "nemotron"
         if self.has_output_gate:
             return "qwen3_next"
-        if any(self.layers_without_rope):
+        if self.layers_without_rope:
             return "smollm3"
         if self.window_tokens is not None:
             return "mistral"
@@ -318,7 +320,9 @@ def model_from_arguments(
         has_qkv_biases=has_linear_biases or bool(arguments.get("add_qkv_bias")),
         has_qk_norms=bool(arguments.get("qk_layernorm")),
         window_tokens=_window_tokens(arguments.get("window_size")),
-        layers_without_rope=_layers_without_rope(arguments.get("no_rope_freq"), sizes),
+        layers_without_rope=_layers_without_rope(
+            arguments.get("no_rope_freq"), sizes["num_layers"]
+        ),
         has_squared_relu=has_squared_relu,
         has_output_gate=has_output_gate,
         rotary_percent=given.number("rotary_percent", default=1.0),
@@ -330,12 +334,11 @@ def _window_tokens(window_size: Sequence[int] | None) -> int | None:
     return None if window_size is None or window_size[0] < 0 else window_size[0] + 1
 
 
-def _layers_without_rope(
-    frequency: int | Sequence[int] | None, sizes: Mapping[str, int]
-) -> tuple[int, ...]:
+def _layers_without_rope(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """A period or a list of Megatron's; empty if all layers have positions."""
     if isinstance(frequency, int):
-        return tuple(int(layer % frequency == 0) for layer in range(1, sizes["num_layers"] + 1))
-    return tuple(frequency or ())
+        frequency = [int(layer % frequency == 0) for layer in range(1, num_layers + 1)]
+    return tuple(frequency) if frequency and any(frequency) else ()
 
 
 def model_flags(model: HuggingFaceModel) -> list[str]:
@@ -476,6 +479,10 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         raise _wrong(config, "hidden_size", f"a multiple of {heads} attention heads")
     else:
         kv_channels = hidden_size // heads
+    window_tokens = None
+    # Null, which is a value here, stands for no window.
+    if family == "mistral" and ("sliding_window" not in content or config.has("sliding_window")):
+        window_tokens = config.integer("sliding_window", default=_WINDOW_OF_MISTRAL)
     return HuggingFaceModel(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -495,10 +502,7 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
         has_linear_biases=has_biases,
         has_qkv_biases=family == "qwen2" or has_biases,
         has_qk_norms=family in ("qwen3", "qwen3_next"),
-        # Where it is null, there is no window.
-        window_tokens=(
-            content.get("sliding_window", _WINDOW_OF_MISTRAL) if family == "mistral" else None
-        ),
+        window_tokens=window_tokens,
         layers_without_rope=_no_rope_layers(config, num_layers) if family == "smollm3" else (),
         has_squared_relu=is_nemotron,
         has_output_gate=family == "qwen3_next",
@@ -507,10 +511,13 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
 
 def _no_rope_layers(config: JsonObject, num_layers: int) -> tuple[int, ...]:
     """SmolLM3's list has 1 for a layer with positions, and may be longer than the model."""
-    if config.has("no_rope_layers"):
-        return tuple(1 - int(has_rope) for has_rope in config.array("no_rope_layers"))[:num_layers]
-    interval = config.integer("no_rope_layer_interval", default=_INTERVAL_OF_SMOLLM3)
-    return tuple(int(layer % interval == 0) for layer in range(1, num_layers + 1))
+    if not config.has("no_rope_layers"):
+        interval = config.integer("no_rope_layer_interval", default=_INTERVAL_OF_SMOLLM3)
+        return _layers_without_rope(interval, num_layers)
+    has_rope = config.array("no_rope_layers")
+    if len(has_rope) < num_layers or any(each not in (0, 1) for each in has_rope):
+        raise _wrong(config, "no_rope_layers", f"0 or 1 for each of {num_layers} layers")
+    return _layers_without_rope([1 - each for each in has_rope[:num_layers]], num_layers)
 
 
 def _rope(config: JsonObject, family: str) -> dict[str, Any]:
