@@ -1,6 +1,7 @@
 """``hydraulis convert``: from a launch script of Megatron to the command to run here."""
 
 import argparse
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-ranks",
         type=int,
         metavar="N",
-        help="ranks of the job (ranks). Default: those that the script's torchrun starts",
+        help="ranks of the job (ranks). Default: those of the script's launcher or #SBATCH lines",
     )
     parser.add_argument(
         "--ignore-unknown-options",
@@ -71,7 +72,11 @@ def run(namespace: argparse.Namespace) -> int:
     with problems.collected():
         checks.check_required(checks.missing_flags(flags.args, attempted=attempted))
     sizes = {name: getattr(flags.args, dest) for name, dest in _SIZES.items()}
-    kept = [
+    num_ranks, strategy = namespace.num_ranks or launch.num_ranks, ""
+    if not flags.wrong & set(_SIZES.values()):
+        with problems.collected():
+            strategy = _strategy_text(sizes, num_ranks)
+    honoured = [
         (given.option, *given.values)
         for given in flags.given
         if given.dest != "ignore_unknown_options"
@@ -87,7 +92,7 @@ def run(namespace: argparse.Namespace) -> int:
             for cut_off in launch.cut_off
         ),
     ]
-    used = of(" ".join((*launch.words_around, *(word for words in kept for word in words))))
+    used = of(" ".join((*launch.words_around, *(word for words in honoured for word in words))))
     # No check accepts the character that stands for an unknown.
     needed = {*(each for each in used if not each.is_set_by_job), *of("".join(problems.lines))}
     unset = [each for each in of(" ".join((*launch.words_around, *options))) if each in needed]
@@ -111,9 +116,8 @@ def run(namespace: argparse.Namespace) -> int:
         *map(shown, option_lines(texts)),
     ):
         print(line)
-    num_ranks = namespace.num_ranks or launch.num_ranks
-    if not flags.wrong & set(_SIZES.values()):
-        print(f"strategy     {_strategy_text(sizes, num_ranks)}")
+    if strategy:
+        print(f"strategy     {strategy}")
     if refused or unset:
         print("command      printed once nothing is refused or unset")
         return 1
@@ -123,11 +127,9 @@ def run(namespace: argparse.Namespace) -> int:
         f"{num_ranks or 'N'} --dry-run, without a GPU also --cost-profile FILE"
     )
     if launch.place and not launch.is_torchrun:
-        print(
-            "  torchrun does not start it: each process needs RANK, WORLD_SIZE, LOCAL_RANK, "
-            "MASTER_ADDR and MASTER_PORT"
-        )
-    print(f"\n{launch.command(kept)}")
+        variables = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        print(f"  without torchrun, the launcher has to set {variables} for each rank")
+    print(f"\n{launch.command(honoured)}")
     return 0
 
 
@@ -159,21 +161,22 @@ def _variables(assignments: Sequence[str]) -> dict[str, str]:
 
 
 def _strategy_text(sizes: Mapping[str, int], num_ranks: int | None) -> str:
+    """The strategy that equals the layout; raises ConfigurationError if there is none."""
     scheme = "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "tp1"
-    num_of_replica = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    num_of_replica = math.prod(sizes.values())
     if num_ranks is None:
         return (
-            f"replicas of {scheme}, {num_of_replica} ranks each; how many ranks the "
-            "script starts is not clear: give --num-ranks N"
+            f"replicas of {scheme}, {num_of_replica} ranks each; how many ranks the script starts "
+            "is not clear: give --num-ranks N"
         )
     if num_ranks % num_of_replica:
-        return (
-            f"none: replicas of {scheme} take {num_of_replica} ranks each, which "
-            f"does not divide {num_ranks} ranks"
+        raise ConfigurationError(
+            f"equal replicas share all {num_ranks} ranks but one of {scheme} takes "
+            f"{num_of_replica}; change the sizes or give --num-ranks"
         )
     num_replicas = num_ranks // num_of_replica
     same = f"{num_replicas}*{scheme}" if num_replicas > 1 else scheme
     return (
-        f"--strategy '{same}' on {num_ranks} ranks equals its sizes of tp, cp and "
-        "pp, with equal stages"
+        f"--strategy '{same}' on {num_ranks} ranks equals its sizes of tp, cp and pp, with equal "
+        "stages"
     )
