@@ -20,6 +20,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
     keeps_gate,
+    print_bf16_advice,
     regroup_costs,
     shape_of,
 )
@@ -156,6 +157,7 @@ def run(namespace: argparse.Namespace) -> int:
     console.print()
     console.print(choice_table(advice, peak))
     console.print(gain_table(advice))
+    print_bf16_advice(profile, advice.proposal.shares, advice.pool.time_s(advice.kind))
     assumed = profile.assumed_schemes(pool)
     if namespace.cost_profile is None:
         console.print(f"Times are estimates for {device.name}, not measured.", highlight=False)

@@ -224,12 +224,12 @@ def regroup_costs(
 
 
 def print_bf16_advice(
-    profile: ProfileCostModel, shares: Mapping[Strategy, float], iteration_ms: float
+    profile: ProfileCostModel, shares: Mapping[Strategy, float], iteration_s: float
 ) -> None:
     """Print what --grad-reduce-in-bf16 would save, if that is worth it; see `bf16_advice`."""
     if profile.regroup is not None:
         times = partial(usual_time_ms, profile)
-        advice = profile.regroup.bf16_advice(shares, times, iteration_ms)
+        advice = profile.regroup.bf16_advice(shares, times, 1e3 * iteration_s)
         if advice is not None:
             print(advice)
 

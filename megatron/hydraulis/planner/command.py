@@ -117,9 +117,7 @@ def run(namespace: argparse.Namespace) -> int:
         return 0
     warn_of_unknown_overheads(cost_model, pool.strategies)
     print(summary(plan))
-    print_bf16_advice(
-        cost_model, {pool.strategy(plan.strategy): 1.0}, MS_PER_S * plan.predicted_time_s
-    )
+    print_bf16_advice(cost_model, {pool.strategy(plan.strategy): 1.0}, plan.predicted_time_s)
     if explanation is not None:
         console = results_console(_WIDTH)
         console.print(strategy_table(explanation, pool, cost_model))

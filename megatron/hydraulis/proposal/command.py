@@ -44,7 +44,6 @@ from megatron.hydraulis.terminal import (
 _NONE = "–"
 _NUM_BATCHES = 32
 _PROFILE_SUFFIX = ".cost_profile.json"
-_MS_PER_S = 1e3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,11 +156,7 @@ def run(namespace: argparse.Namespace) -> int:
             f"not measured: {', '.join(map(str, assumed))}; assumed from other widths of cp, with "
             "a ring of keys and values that nothing hides. Measure them with hydraulis profile."
         )
-    shares = {
-        proposal.pool.strategy(member.name): member.num_batches / proposal.num_batches
-        for member in proposal.members
-    }
-    print_bf16_advice(cost_model, shares, _MS_PER_S * proposal.mean_s)
+    print_bf16_advice(cost_model, proposal.shares, proposal.mean_s)
     if namespace.out is not None:
         print(f"pool: {namespace.out}")
         if assumed:

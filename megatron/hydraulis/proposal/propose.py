@@ -20,7 +20,7 @@ from megatron.hydraulis.proposal.explore import (
     single_scheme_mixes,
     with_longest_sequence,
 )
-from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.strategy import Pool, Strategy
 
 _MS_PER_S = 1e3
 _NUM_ROUNDS = 5
@@ -122,6 +122,14 @@ class Proposal:
     num_bounds: int
     num_plans: int
     seconds: float
+
+    @property
+    def shares(self) -> dict[Strategy, float]:
+        """Of the batches, by strategy of the pool."""
+        return {
+            self.pool.strategy(member.name): member.num_batches / self.num_batches
+            for member in self.members
+        }
 
     def to_json(self) -> dict[str, Any]:
         """All fields; the pool as in its file."""

@@ -64,7 +64,6 @@ from megatron.hydraulis.terminal import (
 
 RESULTS_FILE_NAME, PICTURE_FILE_NAME = "simulation.json", "simulation.png"
 ITERATION_PICTURE_FILE_NAME = "iteration.png"
-_MS_PER_S = 1e3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -247,7 +246,7 @@ def run(namespace: argparse.Namespace) -> int:
             shares = {
                 pool.strategy(name): num / num_iterations for name, num in result.num_uses.items()
             }
-            print_bf16_advice(profile, shares, _MS_PER_S * result.time_s / num_iterations)
+            print_bf16_advice(profile, shares, result.time_s / num_iterations)
     if namespace.out is not None:
         console.print(f"written to {namespace.out}", markup=False)
     print_next(

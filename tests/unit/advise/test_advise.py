@@ -69,6 +69,21 @@ def test_every_freedom_gains_and_nothing_exceeds_the_ceiling(
     assert found["ways"][-1]["gain_of_pool"]["by the rule"] == 1.0
 
 
+def test_gradients_in_bf16_are_advised_and_count(
+    job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*job, "--device", "h100-80g", "--no-regroup-overlap"]
+    assert main(argv) == 0
+    assert "--grad-reduce-in-bf16 would save " in capsys.readouterr().out
+    assert main([*argv, "--grad-reduce-in-bf16"]) == 0
+    assert "--grad-reduce-in-bf16" not in capsys.readouterr().out
+    in_fp32, in_bf16 = (
+        figures(capsys, *argv, *option)["ways"][1]["time_s"]["by the rule"]
+        for option in ([], ["--grad-reduce-in-bf16"])
+    )
+    assert in_bf16 < in_fp32
+
+
 def test_an_estimate_and_the_next_commands(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
