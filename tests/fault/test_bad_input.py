@@ -215,13 +215,16 @@ def test_wrong_data_are_refused(
     [
         (("--global-batch-size", "81"), [], "80 sequences"),
         (("--global-batch-tokens", "1000000"), ["--global-batch-size"], "tokens"),
+        (("--step-batch-size-schedule", "0:8,1K:81"), ["--global-batch-size"], "80 sequences"),
     ],
 )
 def test_a_global_batch_beyond_the_corpus_is_refused(
     flags: tuple[str, str], without: list[str], there: str, command: Command, tmp_path: Path
 ) -> None:
     error = _refused(command("--strategy", "2*tp1", *flags, without=without), 2, tmp_path)
-    assert f"at most one epoch of the training data but {flags[0]} is {flags[1]}" in error
+    size = flags[1].rpartition(":")[2]
+    what = f"the last of {flags[0]}" if "schedule" in flags[0] else flags[0]
+    assert f"at most one epoch of the training data but {what} is {size}" in error
     assert there in error
 
 

@@ -183,3 +183,10 @@ def test_the_written_configuration_has_numbers_only_where_the_user_gave_them(
     resolved.args.train_iters = 136  # as upstream's loop sets it
     settings = describe(resolved)["settings"]
     assert (settings["train_iters"], settings["global_batch_size"]) == (None, None)
+
+
+def test_there_is_no_advice_on_transfers_without_a_limit_of_the_cost_model(tmp_path: Path) -> None:
+    """--max-tokens-per-micro-batch lets a model train that by the cost model does not fit."""
+    typed = ("--vocab-size", "2000000000", "--max-tokens-per-micro-batch", "128")
+    planning = Planning.of(parse(tmp_path, *typed), device_constants("cpu"), None)
+    assert planning.bf16_advice(1000.0) is None

@@ -195,6 +195,8 @@ class Job:
         """Raise ConfigurationError for a global batch that is larger than its data."""
         sizes = self._resolved.sizes
         option = "--global-batch-tokens" if sizes.in_tokens else "--global-batch-size"
+        if not sizes.in_tokens and self._resolved.as_given["global_batch_size"] is None:
+            option = "the last of --step-batch-size-schedule"
         _check_batch(option, sizes.largest, _size_of(train, sizes), "training", sizes.unit)
         option, unit = "--eval-global-batch-size", "samples" if sizes.in_tokens else "sequences"
         scale = sample_tokens(self._resolved.args, sizes)

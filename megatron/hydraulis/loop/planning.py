@@ -158,11 +158,16 @@ class Planning:
         assert isinstance(cost_model, AnalyticCostModel | ProfileCostModel)
         assert cost_model.regroup is not None
         times = partial(usual_time_ms, cost_model)
-        iteration_ms = fmean(
-            cost_model.overhead_ms(strategy)
-            + num_tokens
-            / sum(cost_model.max_tokens(r.scheme) / times(r.scheme) for r in strategy.replicas)
+        rates = {
+            strategy: sum(
+                cost_model.max_tokens(r.scheme) / times(r.scheme) for r in strategy.replicas
+            )
             for strategy in strategies
+        }
+        if not all(rates.values()):  # --max-tokens-per-micro-batch overrides limits of 0
+            return None
+        iteration_ms = fmean(
+            cost_model.overhead_ms(strategy) + num_tokens / rate for strategy, rate in rates.items()
         )
         shares = dict.fromkeys(strategies, 1.0 / len(strategies))
         return cost_model.regroup.bf16_advice(shares, times, iteration_ms)
