@@ -57,10 +57,8 @@ class Resolved:
     """The strategies of the flags and the pool file."""
     pool_changes: tuple[str, ...]
     """How --elastic adapted them, one line per change."""
-    explicit: frozenset[str]
-    """Honoured option strings that were given, as typed."""
     given: tuple[str, ...]
-    """The same with their values."""
+    """Honoured options with their values, as typed."""
     taken: tuple[tuple[str, str], ...]
     """Options that were accepted without acting on them: (as typed, what happens instead)."""
     unknown: tuple[tuple[str, str], ...]
@@ -76,6 +74,11 @@ class Resolved:
     """Settings as given where args have nominal values, or upstream completes them."""
     shape: ModelShape
     vocabulary: Vocabulary
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """Honoured option strings that were given."""
+        return frozenset(typed.split()[0] for typed in self.given)
 
 
 def parse_arguments(
@@ -188,7 +191,6 @@ def parse_arguments(
         hydraulis=hydraulis,
         pool=pool,
         pool_changes=pool_changes,
-        explicit=flags.explicit,
         given=flags.as_typed,
         taken=taken,
         unknown=flags.unknown,
