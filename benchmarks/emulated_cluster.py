@@ -340,7 +340,8 @@ def fixed_length_plan(
             MicroBatch(tuple(row), tuple(lengths[i] for i in row)) for row in rows if row
         )
         times_ms = [coefficients.time_ms(m.lengths) for m in micro_batches]
-        time_s = pipeline_time_ms(times_ms, scheme.pp) / MS_PER_S
+        time_s = pipeline_time_ms(times_ms, scheme.pp, forward_share=coefficients.forward_share)
+        time_s /= MS_PER_S
         replicas.append(ReplicaPlan(scheme, replica.ranks, micro_batches, time_s))
     makespan_s = max(replica.predicted_time_s for replica in replicas)
     return IterationPlan(
@@ -364,7 +365,10 @@ def padded_time_s(plan: IterationPlan, cost_model: CostModel, *, window_tokens: 
             + coefficients.b_ms_per_token * (window_tokens - m.num_tokens)
             for m in replica.micro_batches
         ]
-        slowest_ms = max(slowest_ms, pipeline_time_ms(times_ms, replica.scheme.pp))
+        time_ms = pipeline_time_ms(
+            times_ms, replica.scheme.pp, forward_share=coefficients.forward_share
+        )
+        slowest_ms = max(slowest_ms, time_ms)
     return slowest_ms / MS_PER_S
 
 

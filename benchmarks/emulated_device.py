@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.autograd import Function, Variable
 
 from megatron.hydraulis.cost_model.interface import Coefficients
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError
@@ -84,6 +83,7 @@ def scaled(profile: ProfileCostModel, factor: float) -> ProfileCostModel:
                 a_ms_per_token2=row.coefficients.a_ms_per_token2 * factor,
                 b_ms_per_token=row.coefficients.b_ms_per_token * factor,
                 c_ms=row.coefficients.c_ms * factor,
+                forward_share=row.coefficients.forward_share,
             ),
         )
         for row in profile.schemes
@@ -135,8 +135,9 @@ class EmulatedDevice:
         size = batch.context_size
         timed = scheme if scheme.cp == 1 else scheme.of_context_group(size)
         lengths = batch.sequence_lengths
-        time_s = self.cost_model.coefficients(timed).time_ms(lengths) / MS_PER_S
-        forward_s = FORWARD_SHARE * time_s
+        coefficients = self.cost_model.coefficients(timed)
+        time_s = coefficients.time_ms(lengths) / MS_PER_S
+        forward_s = coefficients.forward_share * time_s
         num_kept = min(scheme.tp * (1 if size == 1 else 2), batch.tokens.size(-1))
         num_trained = int(batch.loss_mask[:, :num_kept].sum())
         if size == 1:

@@ -89,10 +89,10 @@ def scheme_cost(figures: ReplicaFigures) -> SchemeCost:
             AttentionWindow(figures.window_tokens, figures.windowed_share)
             if figures.windowed_share
             else None,
+            figures.forward_share,
         ),
         figures.max_tokens,
         figures.num_stages,
-        forward_share=figures.forward_share,
     )
 
 

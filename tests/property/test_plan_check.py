@@ -36,10 +36,12 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 TIMES = st.lists(st.floats(0.0, 50.0), max_size=9)
 
 
-@given(TIMES, st.integers(1, 6))
-def test_simulation_agrees_with_the_recurrence(times_ms: list[float], num_stages: int) -> None:
-    assert simulated_time_ms(times_ms, num_stages) == pytest.approx(
-        pipeline_time_ms(times_ms, num_stages)
+@given(TIMES, st.integers(1, 6), st.sampled_from([0.2, 1 / 3, 0.5]))
+def test_simulation_agrees_with_the_recurrence(
+    times_ms: list[float], num_stages: int, forward_share: float
+) -> None:
+    assert simulated_time_ms(times_ms, num_stages, forward_share) == pytest.approx(
+        pipeline_time_ms(times_ms, num_stages, forward_share=forward_share)
     )
 
 

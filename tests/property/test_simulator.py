@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, StageCosts, pipeline_time_ms
+from megatron.hydraulis.cost_model.interface import FORWARD_SHARE
+from megatron.hydraulis.cost_model.pipeline import StageCosts, pipeline_time_ms
 from megatron.hydraulis.cost_model.regrouping import Hiding
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.simulator.results import account

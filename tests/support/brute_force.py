@@ -52,7 +52,7 @@ def figures_of(cost: Any) -> ReplicaFigures:
         each.c_ms,
         cost.max_tokens,
         cost.num_stages,
-        forward_share=cost.forward_share,
+        forward_share=each.forward_share,
     )
 
 

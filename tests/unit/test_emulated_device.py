@@ -17,7 +17,6 @@ from benchmarks.emulated_device import (
     EmulatedForwardStep,
     scaled,
 )
-from megatron.hydraulis.cost_model import FORWARD_SHARE
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -102,7 +101,7 @@ def test_a_micro_batch_takes_the_profiles_time_of_its_real_lengths(scale: float)
     assert batch.lengths == LENGTHS
     time_s = scale * coefficients.time_ms(LENGTHS) / 1e3
     assert batch.forward_s + batch.backward_s == pytest.approx(time_s, rel=1e-12)
-    assert batch.forward_s == pytest.approx(FORWARD_SHARE * time_s, rel=1e-12)
+    assert batch.forward_s == pytest.approx(coefficients.forward_share * time_s, rel=1e-12)
 
 
 def test_plans_are_made_with_the_emulated_times() -> None:

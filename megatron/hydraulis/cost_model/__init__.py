@@ -3,13 +3,9 @@
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.cost_model.interface import FORWARD_SHARE, Coefficients, CostModel
 from megatron.hydraulis.cost_model.memory import MemoryModel
-from megatron.hydraulis.cost_model.pipeline import (
-    FORWARD_SHARE,
-    pipeline_schedule,
-    pipeline_time_ms,
-)
+from megatron.hydraulis.cost_model.pipeline import pipeline_schedule, pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.recompute import Recompute
 from megatron.hydraulis.model_shape import ModelShape

@@ -37,7 +37,7 @@ from functools import partial
 from megatron.hydraulis.cluster import Cluster
 from megatron.hydraulis.cost_model.context import Exchange, exchange_of
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.interface import Coefficients, usual_time_ms
+from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
 from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
@@ -138,7 +138,7 @@ class AnalyticCostModel:
         """Computed if `regroup` is known, else 0.0; raises as `RegroupCosts.exposed_ms`."""
         if self.regroup is None:
             return 0.0
-        return self.regroup.exposed_ms(strategy, partial(usual_time_ms, self))
+        return self.regroup.exposed_ms(strategy, partial(usual_times_ms, self))
 
     @property
     def memory(self) -> MemoryModel:
@@ -172,7 +172,17 @@ class AnalyticCostModel:
             b_ms_per_token=_MS_PER_S * max(each.per_token_s for each in totals),
             c_ms=_MS_PER_S * max(each.constant_s for each in totals),
             window=self.shape.window,
+            forward_share=self._forward_share(scheme),
         )
+
+    def _forward_share(self, scheme: Scheme) -> float:
+        """Share of the forward in the time per token of a stage's layers, rounded so that schemes
+        have shares in common, for which the planner prepares bounds."""
+        num_layers = max(scheme.layers_per_stage(self.shape.num_layers))
+        terms = self.stage_terms(scheme, num_layers, is_last=False)
+        both_s = sum(term.per_token_s for cause, term in terms.items() if cause != "boundary")
+        forward = sum(self.forward_terms(scheme).values(), Term())
+        return round(num_layers * forward.per_token_s / both_s, 2)
 
     def balanced_scheme(self, scheme: Scheme, *, min_tokens: int) -> Scheme:
         """The scheme with the layers that minimise b: embedding and output layer are balanced.

@@ -11,6 +11,10 @@ from megatron.hydraulis.strategy import Scheme, Strategy
 MOST_MS = 1e100
 """Upper limit of times; sums of squared lengths times it are still finite."""
 
+FORWARD_SHARE = 1.0 / 3.0
+"""Usual share of the forward in a micro-batch's time: the backward of a matrix product is two
+products of its size, for the gradients of input and weight (arXiv 2104.04473, appendix)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
@@ -20,7 +24,8 @@ class Coefficients:
     time model of Hydraulis (arXiv 2412.07894). A sliding window leaves less of s_i², see
     `AttentionWindow.squared`.
 
-    Raises ConfigurationError when a coefficient is negative, not finite, or not below MOST_MS.
+    Raises ConfigurationError when a coefficient is negative, not finite, or not below MOST_MS, and
+    for a share of the forward that is not between 0 and 1.
     """
 
     a_ms_per_token2: float
@@ -31,6 +36,8 @@ class Coefficients:
     """Constant cost of a micro-batch."""
     window: AttentionWindow | None = None
     """Of the model's layers; the same for all schemes of a job."""
+    forward_share: float = FORWARD_SHARE
+    """Share of the forward in the time."""
 
     def __post_init__(self) -> None:
         for value in (self.a_ms_per_token2, self.b_ms_per_token, self.c_ms):
@@ -40,6 +47,11 @@ class Coefficients:
                     f"a = {self.a_ms_per_token2} ms/token², b = {self.b_ms_per_token} ms/token, "
                     f"c = {self.c_ms} ms; correct the cost profile"
                 )
+        if not 0.0 < self.forward_share < 1.0:
+            raise ConfigurationError(
+                f"coefficients of a cost model: forward_share is between 0 and 1 but is "
+                f"{self.forward_share}; correct the cost profile"
+            )
 
     def squared(self, lengths: Any) -> Any:
         """What of s² attention computes, in tokens²; lengths: a number or an array, in tokens."""
@@ -90,7 +102,9 @@ class CostModel(Protocol):
         ...
 
 
-def usual_time_ms(cost_model: CostModel, scheme: Scheme) -> float:
-    """Time of a micro-batch that short sequences fill up to its limit, on one stage."""
+def usual_times_ms(cost_model: CostModel, scheme: Scheme) -> tuple[float, float]:
+    """Forward and backward of a micro-batch that short sequences fill up to its limit, on one
+    stage."""
     times = cost_model.coefficients(scheme)
-    return times.b_ms_per_token * cost_model.max_tokens(scheme) + times.c_ms
+    time_ms = times.b_ms_per_token * cost_model.max_tokens(scheme) + times.c_ms
+    return times.forward_share * time_ms, (1.0 - times.forward_share) * time_ms

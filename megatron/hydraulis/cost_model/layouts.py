@@ -247,13 +247,16 @@ def step_time(
     stages_ms = [each.time_ms(lengths) for each in coefficients]
     num_micro_batches = layout.num_micro_batches(job)
     slowest_s = max(stages_ms) / _MS_PER_S
-    busy_s = equal_micro_batches_time_ms(stages_ms, num_micro_batches) / _MS_PER_S
+    share = coefficients[0].forward_share
+    busy_s = equal_micro_batches_time_ms(stages_ms, num_micro_batches, share) / _MS_PER_S
     other, wait_s = model.software.other, 0.0
     if other is not None:
         wait_s = slowest_s * _wait_micro_batches(job, layout, other)
         data_parallel_s = _data_parallel_s(job, layout, device, other)
     else:
-        data_parallel_s = _regrouping_s(job, layout, model, stages_ms[0])
+        data_parallel_s = _regrouping_s(
+            job, layout, model, (share * stages_ms[0], (1.0 - share) * stages_ms[0])
+        )
     per_cause = {
         f"{cause}_s": num_micro_batches * seconds / scheme.pp
         for cause, seconds in causes.items()
@@ -364,7 +367,10 @@ def _regroup_costs(
 
 
 def _regrouping_s(
-    job: FixedLengthJob, layout: Layout, model: AnalyticCostModel, first_stage_ms: float
+    job: FixedLengthJob,
+    layout: Layout,
+    model: AnalyticCostModel,
+    first_stage_ms: tuple[float, float],
 ) -> float:
     dp = layout.dp(job)
     strategy = Strategy.parse(

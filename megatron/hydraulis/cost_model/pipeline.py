@@ -6,14 +6,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.cost_model.interface import FORWARD_SHARE, Coefficients, CostModel
 from megatron.hydraulis.errors import StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme
-
-FORWARD_SHARE = 1.0 / 3.0
-"""Share of the forward in a micro-batch's time: the backward of a matrix product is two products
-of its size, for the gradients of input and weight (arXiv 2104.04473, appendix)."""
 
 _NUM_UNTIL_STEADY = 16
 """Micro-batches for each stage after which a pipeline is taken to repeat itself."""
@@ -52,7 +48,7 @@ def pipeline_time_ms(
 
 
 def equal_micro_batches_time_ms(
-    stages_ms: Sequence[float], num_micro_batches: int, *, forward_share: float = FORWARD_SHARE
+    stages_ms: Sequence[float], num_micro_batches: int, forward_share: float
 ) -> float:
     """`pipeline_time_ms` of equal micro-batches on unequal stages.
 

@@ -12,6 +12,7 @@ A cost profile is a JSON file::
 
 The time of a micro-batch on one stage, forward and backward, is ``a·Σs² + b·Σs + c``, less what
 the sliding windows of ``model`` leave out of s²; max_tokens is the most tokens of a micro-batch.
+``forward_share`` of a scheme is the forward's share in the time, a third where it is missing.
 A scheme whose layers are not split evenly has its own row, with ``"layers": [14, 16]``; a row of
 a cp that was not measured has ``"assumed": true``. ``version``
 and ``strategies`` are optional. A strategy is found by its replicas and where they are placed;
@@ -31,10 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.cost_model.interface import (
+    FORWARD_SHARE,
     MOST_MS,
     Coefficients,
     CostModel,
-    usual_time_ms,
+    usual_times_ms,
 )
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -216,7 +218,7 @@ class ProfileCostModel:
             return measured_ms
         if self.regroup is None:
             return 0.0
-        return self.regroup.exposed_ms(strategy, partial(usual_time_ms, times or self))
+        return self.regroup.exposed_ms(strategy, partial(usual_times_ms, times or self))
 
     def measured_overhead_ms(self, strategy: Strategy) -> float | None:
         """Regrouping and optimizer of the same replicas on the same ranks; None if not measured."""
@@ -249,7 +251,7 @@ class ProfileCostModel:
             if all(self._has(scheme) for scheme in strategy.schemes)
         ]
         as_measured = replace(regroup, gradient_bytes=self.gradient_bytes)
-        calibrated = as_measured.calibrated(known, partial(usual_time_ms, self))
+        calibrated = as_measured.calibrated(known, partial(usual_times_ms, self))
         if as_measured == regroup:
             return replace(self, regroup=calibrated)
         here = replace(calibrated, gradient_bytes=regroup.gradient_bytes)
@@ -454,6 +456,7 @@ def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledSc
             b_ms_per_token=entry.number("b_ms_per_token"),
             c_ms=entry.number("c_ms"),
             window=window,
+            forward_share=entry.number("forward_share", default=FORWARD_SHARE),
         ),
         max_tokens=entry.integer("max_tokens"),
         is_assumed=entry.flag("assumed", default=False),
@@ -463,7 +466,7 @@ def _scheme_row(entry: JsonObject, window: AttentionWindow | None) -> ProfiledSc
 
 
 def _scheme_to_json(row: ProfiledScheme) -> dict[str, Any]:
-    coefficients = row.coefficients
+    coefficients, share = row.coefficients, row.coefficients.forward_share
     assumed = {"assumed": True} if row.is_assumed else {}
     return (
         row.scheme.to_json()
@@ -472,6 +475,7 @@ def _scheme_to_json(row: ProfiledScheme) -> dict[str, Any]:
             "a_ms_per_token2": coefficients.a_ms_per_token2,
             "b_ms_per_token": coefficients.b_ms_per_token,
             "c_ms": coefficients.c_ms,
+            **({} if share == FORWARD_SHARE else {"forward_share": share}),
             "max_tokens": row.max_tokens,
         }
     )

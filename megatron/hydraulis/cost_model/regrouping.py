@@ -20,7 +20,7 @@ from functools import cached_property
 
 from megatron.hydraulis.cluster import Cluster, Link
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, output_share
+from megatron.hydraulis.cost_model.pipeline import output_share
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Replica, Scheme, Strategy
@@ -37,6 +37,9 @@ _LEAST_SAVING = 0.01
 """Share of an iteration that is worth a line about an option."""
 # Gradient, master weight and two moments are read; master weight and moments are written.
 _UPDATE_FP32_PASSES = 4 + 3
+
+MicroBatchTimes = Callable[[Scheme], tuple[float, float]]
+"""Forward and backward of a scheme's micro-batch on one stage, in ms."""
 
 
 class Hiding(Enum):
@@ -202,57 +205,58 @@ class RegroupCosts:
             self._known[strategy.replicas] = self._of(strategy)
         return self._known[strategy.replicas]
 
-    def exposed_ms(self, strategy: Strategy, micro_batch_ms: Callable[[Scheme], float]) -> float:
+    def exposed_ms(self, strategy: Strategy, times_ms: MicroBatchTimes) -> float:
         """Regrouping and update that add to the makespan, by `hiding`; raises as `times`.
 
-        micro_batch_ms: time of a scheme's usual micro-batch on one stage. The first and the last
-        one hide regrouping; of several schemes the one counts that hides the least.
+        times_ms: of a scheme's usual micro-batch on one stage. The first and the last one hide
+        regrouping; of several schemes the one counts that hides the least.
         """
         times = self.times(strategy)
         if self.hiding is Hiding.NOTHING:
             return times.total_ms
-        return max(self._exposed_ms(times, s, micro_batch_ms(s)) for s in strategy.schemes)
+        return max(self._exposed_ms(times, s, *times_ms(s)) for s in strategy.schemes)
 
-    def _exposed_ms(self, times: RegroupTimes, scheme: Scheme, micro_batch_ms: float) -> float:
+    def _exposed_ms(
+        self, times: RegroupTimes, scheme: Scheme, forward_ms: float, backward_ms: float
+    ) -> float:
         layers = scheme.layers_per_stage(self.shape.num_layers)
-        output_ms = micro_batch_ms * output_share(self.shape, scheme)
-        layers_ms = [micro_batch_ms] * (scheme.pp - 1) + [micro_batch_ms - output_ms]
+        of_output = output_share(self.shape, scheme)
+        of_layers = [1.0] * (scheme.pp - 1) + [1.0 - of_output]
         of_layer = [
-            stage_ms / num
-            for stage_ms, num in zip(layers_ms, layers, strict=True)
+            of_stage / num
+            for of_stage, num in zip(of_layers, layers, strict=True)
             for _ in range(num)
         ]
-        compute_ms = dict(zip(map(Unit.layer, range(len(of_layer))), of_layer, strict=True))
-        compute_ms[Unit.output()] = output_ms
+        share_of = dict(zip(map(Unit.layer, range(len(of_layer))), of_layer, strict=True))
+        share_of[Unit.output()] = of_output
         # Of several buckets of a unit, the last one counts in the order of gathers.
-        bucket_ms = [compute_ms.pop(bucket.unit, 0.0) for bucket in reversed(times.buckets)][::-1]
+        shares = [share_of.pop(bucket.unit, 0.0) for bucket in reversed(times.buckets)][::-1]
         if self.hiding is Hiding.THREADS:
             return times.exposed_ms(
-                [FORWARD_SHARE * each_ms for each_ms in bucket_ms],
-                [(1.0 - FORWARD_SHARE) * each_ms for each_ms in bucket_ms],
+                [forward_ms * share for share in shares], [backward_ms * share for share in shares]
             )
         first_stage = {*map(Unit.layer, range(layers[0]))}
         if scheme.pp == 1:
             first_stage.add(Unit.output())
         return times.exposed_ms(
-            [0.0] * len(times.buckets),
+            [0.0] * len(shares),
             [
-                (1.0 - FORWARD_SHARE) * each_ms if bucket.unit in first_stage else 0.0
-                for bucket, each_ms in zip(times.buckets, bucket_ms, strict=True)
+                backward_ms * share if bucket.unit in first_stage else 0.0
+                for bucket, share in zip(times.buckets, shares, strict=True)
             ],
         )
 
     def calibrated(
         self,
         measured: Iterable[tuple[Strategy, float]],
-        micro_batch_ms: Callable[[Scheme], float],
+        times_ms: MicroBatchTimes,
     ) -> RegroupCosts:
         """With the factor of measured (strategy, ms) over computed exposed times; unchanged if
         nothing was measured."""
         measured_ms = computed_ms = 0.0
         for strategy, time_ms in measured:
             measured_ms += time_ms
-            computed_ms += self.exposed_ms(strategy, micro_batch_ms)
+            computed_ms += self.exposed_ms(strategy, times_ms)
         if not measured_ms or not computed_ms:
             return self
         return replace(self, factor=self.factor * measured_ms / computed_ms)
@@ -260,18 +264,18 @@ class RegroupCosts:
     def bf16_advice(
         self,
         shares: Mapping[Strategy, float],
-        micro_batch_ms: Callable[[Scheme], float],
+        times_ms: MicroBatchTimes,
         iteration_ms: float,
     ) -> str | None:
         """A line about what --grad-reduce-in-bf16 would save, if that is worth it; else None.
 
-        shares: of the iterations, by strategy; micro_batch_ms: as in `exposed_ms`; iteration_ms:
+        shares: of the iterations, by strategy; times_ms: as in `exposed_ms`; iteration_ms:
         mean time of an iteration, predicted.
         """
         if self.parameter_bytes != BF16_BYTES or self.gradient_bytes == BF16_BYTES:
             return None
         in_fp32_ms, in_bf16_ms = (
-            math.fsum(share * costs.exposed_ms(s, micro_batch_ms) for s, share in shares.items())
+            math.fsum(share * costs.exposed_ms(s, times_ms) for s, share in shares.items())
             for costs in (self, replace(self, gradient_bytes=BF16_BYTES))
         )
         saved_ms = in_fp32_ms - in_bf16_ms

@@ -16,7 +16,7 @@ from megatron.hydraulis.cost_model.device import (
     described_device,
     device_constants,
 )
-from megatron.hydraulis.cost_model.interface import usual_time_ms
+from megatron.hydraulis.cost_model.interface import usual_times_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError
@@ -228,7 +228,7 @@ def print_bf16_advice(
 ) -> None:
     """Print what --grad-reduce-in-bf16 would save, if that is worth it; see `bf16_advice`."""
     if profile.regroup is not None:
-        times = partial(usual_time_ms, profile)
+        times = partial(usual_times_ms, profile)
         advice = profile.regroup.bf16_advice(shares, times, 1e3 * iteration_s)
         if advice is not None:
             print(advice)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants
-from megatron.hydraulis.cost_model.interface import CostModel, usual_time_ms
+from megatron.hydraulis.cost_model.interface import CostModel, usual_times_ms
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
@@ -157,10 +157,10 @@ class Planning:
         cost_model, strategies = self.cost_model, self.pool.strategies
         assert isinstance(cost_model, AnalyticCostModel | ProfileCostModel)
         assert cost_model.regroup is not None
-        times = partial(usual_time_ms, cost_model)
+        times = partial(usual_times_ms, cost_model)
         rates = {
             strategy: sum(
-                cost_model.max_tokens(r.scheme) / times(r.scheme) for r in strategy.replicas
+                cost_model.max_tokens(r.scheme) / sum(times(r.scheme)) for r in strategy.replicas
             )
             for strategy in strategies
         }

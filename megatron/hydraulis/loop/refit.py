@@ -190,8 +190,8 @@ class _Measured:
     """An iteration in the window of its strategy."""
 
     strategy: Strategy
-    replicas: tuple[tuple[int, tuple[_Groups, ...]], ...]
-    """Number of stages and micro-batches."""
+    replicas: tuple[tuple[Scheme, tuple[_Groups, ...]], ...]
+    """Scheme and micro-batches."""
     iteration_ms: float
     overhead_ms: float
     """What the iteration took beyond the makespan of its micro-batches."""
@@ -212,9 +212,10 @@ class _Measured:
                     )
                     for groups in micro_batches
                 ],
-                num_stages,
+                of_replica.pp,
+                forward_share=coefficients(of_replica).forward_share,
             )
-            for num_stages, micro_batches in self.replicas
+            for of_replica, micro_batches in self.replicas
         )
         return max(makespans_ms, default=0.0) + overhead_ms(self.strategy)
 
@@ -307,8 +308,10 @@ class OnlineRefit:
                         groups.append((scheme, sample))
                 slowest_ms.append(max(groups_ms))
                 micro_batches.append(tuple(groups))
-            replicas.append((replica.scheme.pp, tuple(micro_batches)))
-            makespan_ms = max(makespan_ms, pipeline_time_ms(slowest_ms, replica.scheme.pp))
+            replicas.append((replica.scheme, tuple(micro_batches)))
+            forward_share = self._base.coefficients(replica.scheme).forward_share
+            time_ms = pipeline_time_ms(slowest_ms, replica.scheme.pp, forward_share=forward_share)
+            makespan_ms = max(makespan_ms, time_ms)
         for scheme, samples in by_scheme.items():
             self._samples[scheme].append((is_held_out, samples))
         self._measured[plan.strategy].append(
@@ -359,7 +362,9 @@ class OnlineRefit:
             fit = fit_near(
                 list(itertools.chain(*seen)), prior, prior_weight=self._settings.prior_weight
             )
-            after = replace(fit.coefficients, window=before.window)
+            after = replace(
+                fit.coefficients, window=before.window, forward_share=before.forward_share
+            )
             errors, errors_before = (
                 [
                     statistics.fmean(_error(s.time_ms, s.predicted_ms(times)) for s in samples)

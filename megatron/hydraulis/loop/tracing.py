@@ -183,6 +183,7 @@ def planned_spans(
     mine = plan.replica_of(rank)
     if mine is not None:
         times_ms = mine.times_ms(cost_model.coefficients)
+        forward_share = cost_model.coefficients(mine.scheme).forward_share
         position = mine.replica.position_of(rank)
         assert position is not None
         stage = position.stage
@@ -203,7 +204,9 @@ def planned_spans(
                     "cp": shares[operation.micro_batch].group.size,
                 },
             )
-            for operation in pipeline_schedule(times_ms, mine.scheme.pp)
+            for operation in pipeline_schedule(
+                times_ms, mine.scheme.pp, forward_share=forward_share
+            )
             if operation.stage == stage
         ]
     if plan.predicted_time_s > makespan_s:

@@ -140,6 +140,9 @@ class SchemeFigures:
     window_tokens: int = 0
     windowed_share: float = 0.0
     """Of the layers, those with the window."""
+    forward_share: float = 1 / 3
+    """Of the forward in the time. By default the forward of a matrix product, which is one product;
+    its backward is two."""
 
     @property
     def longest(self) -> int:
@@ -183,6 +186,7 @@ class SchemeFigures:
             longest_tokens=max(g.max_tokens for g in self.groups),
             window_tokens=self.window_tokens,
             windowed_share=self.windowed_share,
+            forward_share=self.forward_share,
         )
 
     def attended(self, length: float) -> float:
@@ -387,6 +391,7 @@ def _figures(shape: Shape, rows: dict[Shape, Any], limit: Any) -> SchemeFigures:
         groups=tuple(groups),
         window_tokens=row["window_tokens"],
         windowed_share=row["windowed_share"],
+        forward_share=_number(row.get("forward_share", SchemeFigures.forward_share)),
     )
 
 

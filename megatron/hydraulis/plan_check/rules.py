@@ -192,7 +192,7 @@ def _checked_time_ms(index: int, replica: PlannedReplica, strategy: StrategyFigu
         where = f"micro-batch {place} of replica {index}"
         groups = _groups(where, micro_batch, replica.shape, figures)
         times_ms.append(max(_group_time_ms(*group) for group in groups))
-    time_ms = simulated_time_ms(times_ms, figures.num_stages)
+    time_ms = simulated_time_ms(times_ms, figures.num_stages, figures.forward_share)
     _check_equal(
         Rule.REPLICA_TIME,
         f"the predicted time of replica {index}",
@@ -286,14 +286,15 @@ def _check_equal(rule: Rule, what: str, claimed_s: float, found_s: float, why: s
 
 # --- the time of a replica -----------------------------------------------------------------------
 
-# The forward of a matrix product is one product, its backward two.
-_FORWARD_SHARE = 1 / 3
-
 _Operation = tuple[str, int]
 """Kind, F or B, and micro-batch."""
 
 
-def simulated_time_ms(times_ms: Sequence[float], num_stages: int) -> float:
+def simulated_time_ms(
+    times_ms: Sequence[float],
+    num_stages: int,
+    forward_share: float = SchemeFigures.forward_share,
+) -> float:
     """When the last operation of 1F1B ends, simulated event by event.
 
     times_ms: forward + backward of each micro-batch on one stage, in the order in which they run.
@@ -314,7 +315,7 @@ def simulated_time_ms(times_ms: Sequence[float], num_stages: int) -> float:
         kind, micro_batch = orders[stage][next_operation[stage]]
         if not _has_input(stage, kind, micro_batch, num_stages, done):
             return
-        share = _FORWARD_SHARE if kind == "F" else 1 - _FORWARD_SHARE
+        share = forward_share if kind == "F" else 1 - forward_share
         is_busy[stage] = True
         heapq.heappush(running, (now_ms + share * times_ms[micro_batch], stage))
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.hydraulis.cost_model.interface import Coefficients, CostModel
+from megatron.hydraulis.cost_model.interface import FORWARD_SHARE, Coefficients, CostModel
 from megatron.hydraulis.cost_model.limits import Limits, RowRounding
-from megatron.hydraulis.cost_model.pipeline import FORWARD_SHARE, pipeline_time_ms
+from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.errors import PlanError, StrategyError
 from megatron.hydraulis.planner.plan import Candidate
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
@@ -51,13 +51,11 @@ class SchemeCost:
     """For a scheme whose columns are grouped separately for every micro-batch."""
     rows: RowRounding | None = None
     """None if rows are not rounded up; groups of waves have their own."""
-    forward_share: float = FORWARD_SHARE
-    """Of the forward in the time of a micro-batch."""
 
     @property
     def pipeline(self) -> Pipeline:
         """Its 1F1B."""
-        return Pipeline(self.num_stages, self.forward_share)
+        return Pipeline(self.num_stages, self.coefficients.forward_share)
 
     @property
     def longest(self) -> int:
@@ -225,7 +223,7 @@ def _wave_costs(
         except StrategyError:
             coefficients, limit, rows = full_width, 0, None
         groups.append(GroupCost(size, coefficients, limit, tp=scheme.tp, rows=rows))
-    return WaveCosts(tuple(groups), Pipeline(scheme.pp))
+    return WaveCosts(tuple(groups), Pipeline(scheme.pp, full_width.forward_share))
 
 
 def checked_batch(lengths: Sequence[int], iteration: int) -> list[int]:
@@ -335,6 +333,7 @@ class WaveCosts:
             b_ms_per_token=min(g.size * g.coefficients.b_ms_per_token for g in usable) / self.width,
             c_ms=min(group.coefficients.c_ms for group in usable),
             window=usable[0].coefficients.window,
+            forward_share=self.pipeline.forward_share,
         )
 
     def wave_time_ms(self, groups: Iterable[tuple[int, Sequence[int]]]) -> float:

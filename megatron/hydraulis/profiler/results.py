@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,12 +50,13 @@ def profile_of(
             continue
         samples = [Sample.of(p.point.lengths, p.time_ms, window=window) for p in fitting]
         fit = fit_coefficients(samples)
+        forward_share = statistics.median(p.forward_ms / p.time_ms for p in fitting)
         sizes = {point.point.num_tokens for point in fitting}
         refused = {point.point.num_tokens for point in points if not point.fits}
         rows.append(
             ProfiledScheme(
                 scheme=scheme,
-                coefficients=replace(fit.coefficients, window=window),
+                coefficients=replace(fit.coefficients, window=window, forward_share=forward_share),
                 max_tokens=scheme.rounded_down(max(sizes - refused, default=0)),
             )
         )
@@ -63,7 +65,7 @@ def profile_of(
             "num_points_that_do_not_fit": len(points) - len(fitting),
             "peak_bytes": max(point.peak_bytes for point in slowest),
             "stage_ms": list(slowest[-1].stage_ms),
-            "forward_share": slowest[-1].forward_ms / slowest[-1].time_ms,
+            "forward_share": forward_share,
         }
     return ProfileCostModel(
         device=device,

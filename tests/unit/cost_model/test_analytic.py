@@ -172,6 +172,16 @@ def test_messages_of_recomputed_operations_are_sent_again() -> None:
     assert full - plain == pytest.approx(32e3 * (4 * link_s + ring_s + launch_s), rel=1e-6)
 
 
+def test_the_share_of_the_forward() -> None:
+    plain, again = (
+        replace(model(LLAMA_7B), recompute=recompute).coefficients(Scheme(tp=2, pp=2))
+        for recompute in (Recompute(), EVERY_LAYER)
+    )
+    # A third of matrix products, half of messages, less of attention; a quarter if run twice.
+    assert plain.forward_share == pytest.approx(1 / 3, abs=0.02)
+    assert again.forward_share == pytest.approx(1 / 4, abs=0.02)
+
+
 def test_recompute_that_is_not_defined() -> None:
     for wrong, message in (
         ({"granularity": "full"}, "method and a number of layers"),

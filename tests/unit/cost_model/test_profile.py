@@ -46,6 +46,14 @@ def test_round_trip() -> None:
     assert "strategies" not in model().to_json()
 
 
+def test_the_share_of_the_forward_belongs_to_a_scheme() -> None:
+    rows = [row(), row(pp=2, forward_share=0.25)]
+    profile = model(*rows)
+    assert profile.to_json() == content(*rows)
+    assert profile.coefficients(Scheme(tp=2)).forward_share == 1 / 3
+    assert profile.coefficients(Scheme(tp=2, pp=2)).forward_share == 0.25
+
+
 def test_the_measurement_description_is_kept_and_changes_no_prediction() -> None:
     how = {"schemes": {"tp2": {"r_squared": 0.99}}, "setup": {"versions": {"torch": "2.13"}}}
     described = model(measurement=how)
@@ -173,6 +181,7 @@ def test_overhead_is_regroup_and_optimizer() -> None:
         (content(row(), row(tp=0)), "scheme 1 of profile: a degree must be at least 1 but tp is 0"),
         (content(row(c_ms=-1.0)), "finite and not negative but are a = 2e-06"),
         (content(row(b_ms_per_token="0.1")), "b_ms_per_token must be a number but is '0.1'"),
+        (content(row(forward_share=1.0)), "forward_share is between 0 and 1 but is 1.0"),
         (content(row(max_tokens=-8)), "max_tokens must not be negative but is -8 for tp2"),
         (content(row(max_tokens=1e4)), "max_tokens must be a whole number but is 10000.0"),
         (content(strategies=[{"name": "S"}] * 2), "every strategy is listed once but S 2 times"),

@@ -74,7 +74,7 @@ class TestExposed:
     ) -> None:
         exposed_ms = {
             hiding: regroup_costs(4, hiding=hiding).exposed_ms(
-                strategy(text), lambda _: micro_batch_ms
+                strategy(text), lambda _: (micro_batch_ms / 3, micro_batch_ms * 2 / 3)
             )
             for hiding in Hiding
         }
@@ -93,7 +93,7 @@ class TestExposed:
         costs = regroup_costs(4, hiding=Hiding.ONE_QUEUE, inside_bytes_per_s=1e7)
         pipeline = strategy("2*pp2:1,3")
         alone_ms, hidden_ms = (
-            costs.exposed_ms(pipeline, lambda _, ms=ms: ms)  # type: ignore[misc]
+            costs.exposed_ms(pipeline, lambda _, ms=ms: (ms / 3, ms * 2 / 3))  # type: ignore[misc]
             for ms in (0.0, 1e3)
         )
         buckets = costs.times(pipeline).buckets
@@ -128,7 +128,7 @@ class TestBf16Gradients:
         scatter_ms = sum(bucket.scatter_ms for bucket in costs.times(of).buckets)
 
         def advice(costs: RegroupCosts, iteration_ms: float) -> str | None:
-            return costs.bf16_advice({of: 1.0}, lambda _: 0.0, iteration_ms)
+            return costs.bf16_advice({of: 1.0}, lambda _: (0.0, 0.0), iteration_ms)
 
         saved_ms = scatter_ms / 2
         text = f"--grad-reduce-in-bf16 would save {saved_ms:.0f} ms an iteration"

@@ -79,7 +79,7 @@ def test_all_points_are_measured_and_the_slowest_stage_counts(tmp_path: Path) ->
     assert times.time_ms([1024]) == pytest.approx(TRUTH.time_ms([1024]))
     assert found.max_tokens(Scheme()) == 1024
     note = found.measurement["schemes"]["tp1"]
-    assert note["forward_share"] == pytest.approx(0.25)
+    assert times.forward_share == note["forward_share"] == pytest.approx(0.25)
     assert note["peak_bytes"] == STATE_BYTES + BYTES_PER_TOKEN * 1024
     assert ProfileCostModel.from_json(json.loads(json.dumps(found.to_json())), what="p") == found
 

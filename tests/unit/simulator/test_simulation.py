@@ -332,3 +332,18 @@ def test_an_iteration_takes_the_predicted_time(text: str) -> None:
     assert any(m.groups for replica in plan.replicas for m in replica.micro_batches)
     (iteration,) = Simulator(StageCosts(model)).run([IterationWork.of_plan(plan, strategy)])
     assert iteration.end_ms == pytest.approx(plan.makespan_s * 1e3)
+
+
+@pytest.mark.parametrize("text", ["pp4", "cp2~pp2", "2*pp2"])
+def test_the_share_of_the_forward_of_a_scheme_counts_in_plan_and_simulation(text: str) -> None:
+    strategy = Strategy.parse(text, 4)
+    lengths = [400, 300, 35, 64, 120, 210, 90, 80, 30]
+    makespans_s = []
+    for share in (1 / 3, 0.2):
+        times = Coefficients(2e-3, 0.5, 2.0, forward_share=share)
+        model = TableCostModel(default_limit=512, times=lambda _, times=times: times)  # type: ignore[misc]
+        plan = CertifiedPlanner(Pool.of(strategy), model).plan(lengths)
+        (iteration,) = Simulator(StageCosts(model)).run([IterationWork.of_plan(plan, strategy)])
+        assert iteration.end_ms == pytest.approx(plan.makespan_s * 1e3)
+        makespans_s.append(plan.makespan_s)
+    assert makespans_s[0] != makespans_s[1]
