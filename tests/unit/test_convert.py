@@ -164,6 +164,9 @@ def test_convert_prints_the_command_and_what_becomes_of_each_option(
         ("[ -n $MOCK ]", "then"),
         ("test ${10:-2} -gt 1", "then"),
         ("[ 2 -lt 1 ]", "otherwise"),
+        ('[[ $MOCK == a || $MOCK == "false" && 2 -gt 1 ]]', "then"),
+        ("[[ $OUTSIDE == a && $MOCK == true ]]", "otherwise"),
+        ("[[ $OUTSIDE == a || $MOCK == false ]]", "then"),
         # Not known: the last branch counts.
         ('[ "$OUTSIDE" = true ]', "otherwise"),
         ("[ -f pretrain_gpt.py ]", "otherwise"),
@@ -418,6 +421,7 @@ def test_ranks_are_those_of_the_launcher_and_of_slurm(text: str, num_ranks: int 
         ("A=--a; case $X in 1) A=$2 ;; esac; python pretrain_gpt.py $A", "--a"),
         ("while [ $# -gt 0 ]; do A=--a; shift; done; python pretrain_gpt.py $A", "--a"),
         ("A=1; if [ $A = 2 ]; then B='\\\n --b'; fi; python pretrain_gpt.py --a $B", "--a"),
+        ("A=1; python pretrain_gpt.py --a; [ $A ] || exit 1; exit; python pretrain_gpt.py", "--a"),
         ("A=1; [ $A = 1 ] && [ $A = 2 ] || A=--a; python pretrain_gpt.py $A", "--a"),
     ],
 )
@@ -431,14 +435,16 @@ def test_long_values_are_shortened_to_where_they_differ(
     script = f"""
 ARGS=({_MODEL})
 if [ -d old ]; then ARGS+=(--load old --finetune); SAVE="--save old"; fi
+if [ -d c ]; then NAME="{"a " * 40}"; else NAME=b; fi
 if [ "$X" = 1 ]; then SEED=; else SEED=" --seed 3"; fi
 ARGS+=(--bf16)
-torchrun pretrain_gpt.py "${{ARGS[@]}}" $SAVE $SEED"""
+torchrun pretrain_gpt.py "${{ARGS[@]}}" $SAVE $SEED --wandb-project "$NAME" """
     status, shown = _converted(tmp_path, capsys, script)
     assert status == 0, shown
     assert _blocks(shown)["changed"] == [
         "ARGS = … --bf16, … --load old --finetune --bf16",
         "SAVE = none, --save old",
+        "NAME = a a a a a a a a a a a a a a a a a a a a a a a a a a a a a …, b",
         "SEED = none, --seed 3",
     ]
 

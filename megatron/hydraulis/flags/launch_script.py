@@ -201,7 +201,7 @@ class _Script:
         self.not_found: list[str] = []
         # What follows holds for the text or function that is being followed, see _within.
         self._arguments: list[str] | None = None
-        self._is_certain = True
+        self._is_certain, self._has_ended = True, False
         self._depth = self._nesting = 0
         self._text = b""
         self._file = self._place = ""
@@ -212,16 +212,17 @@ class _Script:
         self._read(text)
         for name, (body, _) in tuple(self._functions.items()):
             if not self.calls and name not in self._followed:
-                self._follow(body)
+                with self._within(_has_ended=False):
+                    self._follow(body)
         for here, place in () if self.calls else tuple(self._here_documents):
-            with self._within(_place=place):
+            with self._within(_place=place, _has_ended=False):
                 self._read(here, is_lenient=True)
 
     @property
     def changed(self) -> tuple[str, ...]:
         """The variables that were used and are not certain, with their values."""
         return tuple(
-            f"{name} = {', '.join(endings(dict.fromkeys(history)))}"
+            f"{name} = {', '.join(_endings(dict.fromkeys(history)))}"
             for name, history in self._histories.items()
             if name in self._used and len(set(history)) > 1
         )
@@ -267,6 +268,8 @@ class _Script:
 
     def _follow(self, node: Node) -> None:
         """Follow what the node of a syntax tree does."""
+        if self._has_ended:
+            return
         match node.type:
             case "command":
                 self._follow_command(node)
@@ -354,10 +357,7 @@ class _Script:
                 return None if outcome is None else not outcome
             case "list":
                 outcomes = {self._outcome(node.children[0]), self._outcome(node.children[-1])}
-                decisive = node.children[1].type == "||"
-                if decisive in outcomes:
-                    return decisive
-                return None if None in outcomes else not decisive
+                return _decided(outcomes, node.children[1].type)
             case "test_command" | "command":
                 return _tested([*self._tested_words(node)])
         return None
@@ -427,6 +427,8 @@ class _Script:
             span = self._span or (name.start_byte, node.end_byte)
             with self._within(_span=span, _place=self._at(node)):
                 self._read(" ".join(words[1:])) if program == "eval" else self._source(words[1:])
+        elif program == "exit":
+            self._has_ended = self._is_certain
         elif program == "shift" and self._arguments is not None:
             del self._arguments[: int(words[1]) if words[1:] and words[1].isdigit() else 1]
         elif function is not None and function[1] == self._depth:
@@ -462,7 +464,8 @@ class _Script:
                 return
             if re.search(r"pretrain\w*\.py\s", f"{word} ") and re.search(r"\s", word):
                 num_before = len(self.calls)
-                with self._within(_depth=self._depth + 1, _place=self._at(node), _span=None):
+                here = {"_place": self._at(node), "_span": None, "_has_ended": False}
+                with self._within(_depth=self._depth + 1, **here):
                     self._read(word)
                 for index, call in enumerate(self.calls[num_before:], num_before):
                     shell = _Shell(tuple(words[:at]), call.around, tuple(words[at + 1 :]))
@@ -644,6 +647,14 @@ def _unescaped(text: bytes) -> str:
     return re.sub(r'\\(\n|([\\"$`]))', r"\2", text.decode(errors="replace"))
 
 
+def _decided(outcomes: set[bool | None], sign: str) -> bool | None:
+    """What two conditions with && or || between them find."""
+    decisive = sign == "||"
+    if decisive in outcomes:
+        return decisive
+    return None if None in outcomes else not decisive
+
+
 def _tested(words: Sequence[str]) -> bool | None:
     """What a test like ``[ A = B ]`` finds; None if it is no test or not all of it is known."""
     match words:
@@ -654,6 +665,11 @@ def _tested(words: Sequence[str]) -> bool | None:
             pass
         case _:
             return None
+    for sign in ("||", "&&"):
+        if sign in inside:
+            at = inside.index(sign)
+            halves = (inside[:at], inside[at + 1 :])
+            return _decided({_tested(["test", *half]) for half in halves}, sign)
     if any(_MARK.search(word) for word in inside):
         return None
     match inside:
@@ -675,15 +691,15 @@ def _shortened(text: str) -> str:
     return textwrap.shorten(text, _MOST_SHOWN, placeholder=" …")
 
 
-def endings(values: Iterable[str]) -> list[str]:
+def _endings(values: Iterable[str]) -> list[str]:
     """Texts to compare; if one is long, each without the words with which all begin."""
     texts = list(values)
     lists = [text.split() for text in texts]
     num_common = 0
     if max(map(len, texts)) > _MOST_SHOWN:
         columns = zip(*lists, strict=False)
-        num_common = next((at for at, words in enumerate(columns) if len(set(words)) > 1), 0)
-        num_common = num_common or min(map(len, lists))
+        differing = (at for at, words in enumerate(columns) if len(set(words)) > 1)
+        num_common = next(differing, min(map(len, lists)))
     start = ["…"] if num_common else []
     return [_shortened(" ".join(start + words[num_common:])) or _NONE for words in lists]
 
@@ -780,7 +796,7 @@ def read_launch_command(
             "none; give the file that does, or a file with the options alone"
         )
     if len(calls) > 1:
-        options = endings(script.unknowns.shown(" ".join(call.options)) for call in calls)
+        options = _endings(script.unknowns.shown(" ".join(call.options)) for call in calls)
         places = (call.place for call in calls)
         listed = "; ".join(map(" with ".join, zip(places, options, strict=True)))
         raise ConfigurationError(
