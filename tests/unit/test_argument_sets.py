@@ -141,7 +141,7 @@ def test_every_default_that_differs_from_upstreams_is_listed(tmp_path: Path) -> 
     derived = {  # by upstream's checks, from other settings
         *("ffn_hidden_size", "kv_channels", "padded_vocab_size", "eval_global_batch_size"),
         *("add_qkv_bias", "recompute_activations", "split"),
-        *("start_weight_decay", "end_weight_decay"),
+        *("start_weight_decay", "end_weight_decay", "accumulate_allreduce_grads_in_fp32"),
     }
     listed = {d.typed.removeprefix("no ").split()[0] for d in resolved.differences}
     derived |= {"eval_iters"}  # none without --eval-interval
@@ -171,6 +171,16 @@ def test_users_see_only_options_that_they_gave(tmp_path: Path) -> None:
     assert "no --eval-interval: no evaluation during training" in differences
     assert "no --save-interval: one checkpoint, at the end" in differences
     assert not any("save-interval 1" in each or "eval-interval 1" in each for each in differences)
+
+
+def test_gradients_in_bf16_are_added_in_another_way(tmp_path: Path) -> None:
+    given = parse(tmp_path, "--bf16", "--grad-reduce-in-bf16")
+    assert (
+        "--grad-reduce-in-bf16: gradients of micro-batches, and those of ranks, are added in fp32"
+        in map(str, given.differences)
+    )
+    (taken,) = parse(tmp_path, "--grad-reduce-in-bf16").taken
+    assert taken == ("--grad-reduce-in-bf16", "it has an effect only with --bf16")
 
 
 def test_dropout_that_is_not_given_is_among_the_differences(tmp_path: Path) -> None:

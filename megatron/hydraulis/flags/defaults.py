@@ -51,10 +51,7 @@ _CHANGES_UPDATE = {
     "calculate_per_token_loss": "the loss is a mean over the tokens of the global batch",
     "reset_position_ids": "positions restart in every sequence",
     "reset_attention_mask": "attention stays inside a sequence",
-    "accumulate_allreduce_grads_in_fp32": "gradients are added in fp32, also if they travel in "
-    "bf16",
 }
-_GROWTH = ("rampup_batch_size", "step_batch_size_schedule")
 _FILLERS = ("eval_interval", "save_interval")
 """Settings that get a number which is never reached where no option gives one."""
 _CHANGES_NO_UPDATE = {
@@ -82,6 +79,7 @@ _CHANGES_NO_UPDATE = {
     "disable_jit_fuser": "compiling takes longer than it saves without CUDA",
     "num_workers": "ranks read memory-mapped files without loader processes",
     "micro_batch_size": "",  # nominal, see _set_always
+    "accumulate_allreduce_grads_in_fp32": "",  # upstream's own choice, see _of_option
 }
 
 
@@ -101,7 +99,7 @@ def differences(
     found = [
         Difference(str(given), "", why, changes_update=True)
         for given in flags.given
-        if given.dest in _GROWTH and (why := _of_growth(flags.args, given.dest))
+        if (why := _of_option(flags.args, given.dest))
     ]
     for changes_update, table in ((True, _CHANGES_UPDATE), (False, _CHANGES_NO_UPDATE)):
         for dest, why in table.items():
@@ -118,13 +116,15 @@ def differences(
     return tuple(found)
 
 
-def _of_growth(args: argparse.Namespace, dest: str) -> str:
-    """How training with batches that grow differs from upstream's; empty if it does not."""
+def _of_option(args: argparse.Namespace, dest: str) -> str:
+    """How training with an option that is given differs from upstream's; empty if it does not."""
+    if dest == "grad_reduce_in_bf16" and args.bf16:
+        return "gradients of micro-batches, and those of ranks, are added in fp32"
     by_iterations = "the learning rate goes by iterations, as with a batch of one size"
     if dest == "rampup_batch_size":
         also = f", and {by_iterations}" if args.train_samples is None else ""
         return f"the global batch grows, whereas Megatron 0.19.2 ignores the option{also}"
-    if args.train_samples is not None:
+    if dest != "step_batch_size_schedule" or args.train_samples is not None:
         return ""
     return (
         f"{by_iterations}; Megatron 0.19.2 ends its schedule after --train-iters batches of a "

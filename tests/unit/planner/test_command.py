@@ -85,7 +85,9 @@ def test_gradients_in_bf16_are_advised_and_counted(
     for flags in ([], [option]):
         assert main(["plan", *EXAMPLE_FLAGS, *links, *flags, "--out", str(out)]) == 0
         printed = capsys.readouterr().out
-        advice = re.search(rf"^{option} would save (\d+) ms an iteration$", printed, re.MULTILINE)
+        advice = re.search(
+            rf"^{option} would save ([\d.]+) ms an iteration$", printed, re.MULTILINE
+        )
         assert (advice is None) == bool(flags)
         plan_s.append(json.loads(out.read_text())["predicted_time_s"])
         if advice is not None:
@@ -96,7 +98,7 @@ def test_gradients_in_bf16_are_advised_and_counted(
         assert main(following[2:]) == 0
         capsys.readouterr()
     # Another strategy may now be better still.
-    assert plan_s[0] - plan_s[1] >= saved_s - 5e-4 > 0.01 * plan_s[0]
+    assert plan_s[0] - plan_s[1] >= saved_s - 5e-5 > 0.01 * plan_s[0]
 
 
 def test_the_plan_of_the_example_is_proved_to_be_the_best_of_its_strategy(
