@@ -1,28 +1,42 @@
-"""Quality and CPU time of a proposed pool, against the published strategies S0 to S6.
+"""Quality and CPU time of proposed pools: against S0 to S6, and what they gain in many jobs.
 
-    python -m benchmarks.propose
+    python -m benchmarks.propose [--sections small large cases]
 
-The pool is proposed from batches of one seed; both pools then plan batches of other seeds. All
-batches are drawn from Wikipedia lengths. One core.
+small and large: the pool is proposed from batches of one seed; both pools then plan batches of
+other seeds. cases: what ``hydraulis advise`` finds for the published 7B and 32B profiles and for
+estimates of a 13B and an 8B on A100 and H100, on 16, 32 and 64 ranks with contexts of 8K, 16K and
+32K. All batches are drawn from Wikipedia lengths. One core.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks import inputs
 from benchmarks.command import make_parser, write_figures
 from benchmarks.paired_statistics import ratio_of_totals
+from megatron.hydraulis.advise.gains import BY_RULE, NOTHING_HIDDEN, advise
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.context import ContextCosts
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.counts import read_length_counts
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.planner.planners import CertifiedPlanner
 from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
@@ -30,8 +44,39 @@ from megatron.hydraulis.proposal.propose import Proposal, propose
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
 
-SECTIONS = ("small", "large")
 RANKS_PER_NODE = 8
+SIZES = {
+    "13B": inputs.llama_shape(
+        num_layers=40,
+        hidden_size=5120,
+        ffn_hidden_size=13_824,
+        num_attention_heads=40,
+        num_query_groups=40,
+        vocab_size=32_000,
+    ),
+    "8B": inputs.llama_shape(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14_336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=128_256,
+    ),
+    "7B": inputs.llama_shape(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=11_008,
+        num_attention_heads=32,
+        num_query_groups=32,
+        vocab_size=30_592,
+    ),
+}
+"""Of Llama 2 13B, Llama 3 8B and the published 7B."""
+DEVICES = ("a100-80g", "h100-80g")
+SECTIONS = ("small", "large", "cases")
+CASE_TOKENS_PER_RANK = 6_250
+"""Of a global batch."""
+CASE_MODELS = ("7B A800", "32B A800", *(f"{m} {d}" for m in ("13B", "8B") for d in DEVICES))
 SMALL_NUM_RANKS = 64
 HELD_OUT_SEED = 10_000
 """Of the first held-out batch; batches to propose from are drawn with --seed by another sampler."""
@@ -100,6 +145,120 @@ def large_baseline() -> Pool:
     return Pool.of(*strategies, *inputs.large_pool().strategies)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaseResult:
+    """What `advise` finds for one job."""
+
+    name: str
+    gains: dict[str, tuple[float, float]]
+    """Of the pool over the best balanced static strategy and over rows of fixed length, by how
+    regrouping counts."""
+    of_ceiling: float
+    """Time that no plan can beat over the pool's, by the rule."""
+    regrouping: float
+    """Share of regrouping and optimizer in the pool's time, by the rule."""
+    static: str
+    pool: str
+    cpu_s: float
+
+
+def case_profile(name: str, num_ranks: int) -> ProfileCostModel:
+    """Published or estimated, with regrouping, and with all widths of cp."""
+    size, device_name = name.split()
+    if device_name == "A800":
+        profile = inputs.published_profile(name, num_ranks)
+        device = device_constants("a800-80g")
+        shape = ModelShape.read(inputs.MODEL) if size == "32B" else SIZES[size]
+        cluster = device.cluster(num_ranks, RANKS_PER_NODE)
+    else:
+        shape, device = SIZES[size], device_constants(device_name)
+        cluster = device.cluster(num_ranks, RANKS_PER_NODE)
+        model = AnalyticCostModel(shape=shape, device=device, cluster=cluster, cp_comm_type="auto")
+        schemes = possible_schemes(shape, num_ranks, RANKS_PER_NODE)
+        profile = estimated_profile(model, schemes)
+    degrees = [row.scheme.tp for row in profile.schemes if row.scheme.num_ranks <= num_ranks]
+    regroup = RegroupCosts.of(shape, device, cluster, num_atoms=math.lcm(*degrees))
+    return ContextCosts.of(profile, regroup).with_widths(num_ranks).with_regrouping(regroup)
+
+
+def run_case(
+    name: str, num_ranks: int, context_tokens: int, options: argparse.Namespace
+) -> CaseResult:
+    """Advice for one job."""
+    begin_s = time.process_time()
+    profile = case_profile(name, num_ranks)
+    device_name = name.split()[1]
+    # A static strategy must hold the longest sequence.
+    held = max(
+        row.scheme.rounded_down(row.max_tokens)
+        for row in profile.schemes
+        if num_ranks % row.scheme.num_ranks == 0
+    )
+    counts = read_length_counts(inputs.WIKIPEDIA).cut(min(context_tokens, held), "split")
+    sizes = BatchSizes.constant(num_tokens=CASE_TOKENS_PER_RANK * num_ranks)
+    advice = advise(
+        profile,
+        device_constants("a800-80g" if device_name == "A800" else device_name),
+        draw_batches(counts, sizes, options.case_batches, options.seed),
+        num_ranks=num_ranks,
+        ranks_per_node=RANKS_PER_NODE,
+        longest=counts.longest,
+        max_strategies=options.max_strategies,
+    )
+    return CaseResult(
+        name=f"{name}, {num_ranks}, {context_tokens // 1024}K",
+        gains={
+            kind: (advice.gain(advice.static, kind), advice.gain(advice.fixed_rows, kind))
+            for kind in advice.kinds
+        },
+        of_ceiling=advice.ceiling_s / advice.pool.time_s(BY_RULE),
+        regrouping=advice.pool.regroup_s[BY_RULE] / advice.pool.time_s(BY_RULE),
+        static=advice.static.strategy,
+        pool=advice.pool.strategy,
+        cpu_s=time.process_time() - begin_s,
+    )
+
+
+def case_table(results: Sequence[CaseResult]) -> Table:
+    """Gains of every case, and their means."""
+    columns = [
+        f"{over}, {kind}" for kind in (NOTHING_HIDDEN, BY_RULE) for over in ("static", "fixed")
+    ]
+    table = figures_table(
+        "gain of the pool, ×",
+        ("model, ranks, context", "best static", "pool"),
+        (*columns, "of ceiling", "regrouping", "CPU s"),
+        caption="static: the best strategy of one scheme with balanced plans; fixed: the best one "
+        "with rows of fixed length. Of ceiling: share of the speed that no plan exceeds. "
+        "Regrouping: with the optimizer, share of the pool's time.",
+    )
+    rows = []
+    for result in results:
+        gains = [*result.gains[NOTHING_HIDDEN], *result.gains[BY_RULE]]
+        rows.append((*gains, result.of_ceiling, result.regrouping, result.cpu_s))
+        numbers = (*(f"{value:.3f}" for value in rows[-1][:-1]), f"{result.cpu_s:.0f}")
+        table.add_row(result.name, result.static, result.pool, *numbers)
+    table.add_section()
+    for label, of_column in (("mean", fmean), ("least", min)):
+        columns_of = zip(*rows, strict=True)
+        table.add_row(label, "", "", *(f"{of_column(column):.3f}" for column in columns_of))
+    return table
+
+
+def run_cases(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """All chosen cases, printed as they come, and their table."""
+    results = []
+    for name, num_ranks, context_tokens in itertools.product(
+        options.case_models, options.case_ranks, inputs.POOL_CONTEXTS_TOKENS
+    ):
+        results.append(run_case(name, num_ranks, context_tokens, options))
+        last = results[-1]
+        line = {kind: [round(gain, 3) for gain in gains] for kind, gains in last.gains.items()}
+        console.print(f"{last.name}: {line}, {last.of_ceiling:.3f} of the ceiling", highlight=False)
+    console.print(case_table(results))
+    return [asdict(result) for result in results]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen sections."""
     options = _parser().parse_args(arguments)
@@ -112,6 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     figures: dict[str, Any] = {}
     for section in options.sections:
+        if section == "cases":
+            figures[section] = run_cases(options, console)
+            continue
         if section == "small":
             num_ranks, num_tokens = SMALL_NUM_RANKS, inputs.BATCH_TOKENS
             name, baseline, num_held_out = "S0–S6", inputs.pool(), options.batches
@@ -138,7 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for member in proposal.members:
             console.print(f"  {member.name} = {member.replicas}", highlight=False)
         figures[section] = {"proposal": proposal.to_json(), "cpu_s": cpu_s, "times_s": times_s}
-    console.print(efforts)
+    if efforts.row_count:
+        console.print(efforts)
     write_figures(console, options.json, figures)
     return 0
 
@@ -154,6 +317,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--proposal-batches", type=int, default=32, help="to propose from")
     parser.add_argument("--max-strategies", type=int, default=7, help="of the proposed pool")
+    parser.add_argument("--case-batches", type=int, default=8, help="batches of a case")
+    parser.add_argument(
+        "--case-models", nargs="+", choices=CASE_MODELS, default=list(CASE_MODELS), help="of cases"
+    )
+    parser.add_argument(
+        "--case-ranks", nargs="+", type=int, default=list(inputs.POOL_RANKS), help="of cases"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the batches to propose from")
     return parser
 

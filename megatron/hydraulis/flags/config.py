@@ -50,7 +50,8 @@ class HydraulisConfig:
 
     strategy_pool: Path | None = field(default=None, metadata=_flag("FILE"))
     """Pool file: strategies of which each iteration uses the one whose plan is predicted to be
-    fastest. Default: one strategy."""
+    fastest; or auto, a pool that is proposed at the first start from the lengths of the training
+    data, and kept in the run folder. Default: one strategy."""
 
     refit_cost_profile: bool = False
     """Refit the cost profile during training to the measured time of every micro-batch, and plan

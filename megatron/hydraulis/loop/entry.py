@@ -18,6 +18,7 @@ with without_garbage_collection():
     from megatron.hydraulis.command_line import reader_has_gone
     from megatron.hydraulis.errors import HydraulisError
     from megatron.hydraulis.flags.arguments import parse_arguments
+    from megatron.hydraulis.loop import auto_pool
     from megatron.hydraulis.loop.faults import (
         end_process,
         is_lost_connection,
@@ -43,6 +44,8 @@ EXIT_STATUS_OF_UNFORESEEN_ERROR = 1
 """That of an uncaught exception in Python."""
 EXIT_STATUS_OF_INTERRUPT = 130
 """128 + SIGINT, as shells report it."""
+_TIMEOUT_OF_PROPOSAL = timedelta(minutes=10)
+"""For which ranks wait for each other, and for the pool of --strategy-pool auto."""
 RESTART_COUNTS = {
     "Slurm has queued this job again": "SLURM_RESTART_COUNT",
     "torchrun has started the ranks again": "TORCHELASTIC_RESTART_COUNT",
@@ -94,6 +97,18 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     rank = int(os.environ.get("RANK", "0"))
     quieten_upstream(rank)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    words, met = sys.argv[1:] if argv is None else argv, None
+    if auto_pool.wants_proposal(words):
+        if "--dry-run" not in words:
+            check_launched("train FLAGS", otherwise=", or add --dry-run")
+            met = meet(_TIMEOUT_OF_PROPOSAL)
+        argv = auto_pool.with_pool(
+            words,
+            num_ranks=num_ranks,
+            rank=rank,
+            has_cuda=has_cuda,
+            store=None if met is None else met[0],
+        )
     resolved = parse_arguments(argv, num_ranks=num_ranks, rank=rank)
     args = resolved.args
     if resolved.hydraulis.dry_run:
@@ -111,7 +126,7 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     job.check_limits(corpora)
     job.make_folders()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    store, rank, num_ranks = meet(timeout)
+    store, rank, num_ranks = met or meet(timeout)
     dist.init_process_group(
         args.distributed_backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
     )

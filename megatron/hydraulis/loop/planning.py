@@ -109,7 +109,7 @@ class Planning:
             cost_model = profile.with_regrouping(regroup, resolved.pool.strategies)
             source = f"cost profile {resolved.hydraulis.cost_profile}, {profile.device}"
         else:
-            cost_model = replace(_analytic(resolved, device), regroup=regroup)
+            cost_model = replace(analytic_cost_model(resolved, device), regroup=regroup)
             source = f"analytic, device '{device.name}'"
         quantum = resolved.hydraulis.row_quantum_tokens
         if quantum is None:
@@ -237,7 +237,7 @@ def _planner(planning: Planning, names: Sequence[str], make: Callable[[Pool], Pl
     return make(planning.pool)
 
 
-def _analytic(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
+def analytic_cost_model(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
     pool = resolved.pool
     return AnalyticCostModel(
         shape=resolved.shape,

@@ -11,7 +11,7 @@ import pytest
 from megatron.hydraulis.loop.entry import EXIT_STATUS_OF_ERROR
 from tests.support.forked_job import run_job
 from tests.support.tiny_corpus import tiny_command
-from tests.support.training_log import validation_losses
+from tests.support.training_log import log_lines, validation_losses
 from tests.support.training_run import MAIN_FLAGS, ROUNDING, TRAIN_ITERS, Launch, Run
 
 pytestmark = pytest.mark.distributed
@@ -118,3 +118,19 @@ def test_strategies_that_cannot_run_are_skipped_and_plans_cut_short_are_counted(
     assert [record.plan_status for record in run.records] == ["time limit"] * TRAIN_ITERS
     assert [record.num_marked_plans for record in run.records] == [1, 2, 3, 4]
     assert f"{TRAIN_ITERS} time limit" in run.outcome.stdout
+
+
+def test_a_proposed_pool_trains_and_is_that_of_the_next_start(
+    corpus_prefix: str, tmp_path: Path
+) -> None:
+    flags = ("--strategy-pool", "auto", "--train-iters", "2", "--seed", "11")
+    argv = tiny_command(corpus_prefix, tmp_path / "run", *flags)
+    first, second = (run_job(argv, 2, tmp_path / name) for name in ("first", "second"))
+    for outcome in (first, second):
+        assert outcome.statuses == (0, 0), outcome.ranks[0].stderr
+    path = tmp_path / "run" / "auto_pool.json"
+    assert f"kept in {path}" in first.ranks[0].stdout
+    assert f"strategy pool: {path}, proposed at an earlier start" in second.ranks[0].stdout
+    losses = [[line.lm_loss for line in log_lines(outcome.stdout)] for outcome in (first, second)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
