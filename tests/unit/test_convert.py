@@ -8,24 +8,28 @@ import pytest
 
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.launch_script import LaunchCommand, read_launch_command
+from megatron.hydraulis.flags.convert import LaunchCommand, read_launch_command
 from tests.support.launch_arguments import SETS, options_of
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_file_of_options_has_those_options(name: str) -> None:
     launch = read_launch_command(SETS[name].read_text())
-    assert launch.options == tuple(word for option in options_of(name) for word in option)
-    assert launch.launcher == ()
+    assert launch.call.options == tuple(word for option in options_of(name) for word in option)
+    assert launch.call.launcher == ()
 
 
 def _shown_options(launch: LaunchCommand) -> str:
-    return launch.unknowns.shown(" ".join(launch.options))
+    return launch.script.unknowns.shown(" ".join(launch.call.options))
 
 
 def _unset(launch: LaunchCommand) -> list[str]:
     """The variables without a value, with their lines."""
-    unset = [each for each in launch.unknowns.of("".join(launch.options)) if not each.is_set_by_job]
+    unset = [
+        each
+        for each in launch.script.unknowns.of("".join(launch.call.options))
+        if not each.is_set_by_job
+    ]
     return list(dict.fromkeys(f"{each.name or each.source}: {each.where}" for each in unset))
 
 
@@ -67,11 +71,11 @@ def test_a_launch_script_is_read_without_being_run() -> None:
         "--tokenizer-special-tokens <|end|> --wandb-exp-name a run "
         "--save /out/x --data-path $DATA"
     )
-    assert "a run" in launch.options
+    assert "a run" in launch.call.options
     assert launch.num_ranks == 8
     assert _unset(launch) == ["DATA: used in line 26"]
-    assert launch.changed == ("LENGTH = 2048, 1024",)
-    assert "2048" in read_launch_command(_SCRIPT, {"LENGTH": "2048"}).options
+    assert launch.script.changed == ("LENGTH = 2048, 1024",)
+    assert "2048" in read_launch_command(_SCRIPT, {"LENGTH": "2048"}).call.options
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_a_launch_script_is_read_without_being_run() -> None:
 )
 def test_a_command_handed_to_another_shell_is_found(call: str) -> None:
     launch = read_launch_command(call)
-    assert launch.options == ("--lr", "1", "--split", "9,1")
+    assert launch.call.options == ("--lr", "1", "--split", "9,1")
     assert launch.num_ranks == 2
 
 
@@ -185,13 +189,13 @@ fi
 if [ 1 = 1 ]; then :; elif [ "$X" = y ]; then A="--elif"; else A="--else"; fi
 python pretrain_gpt.py $A ${{B[@]}}
 """
-    assert read_launch_command(script).options == (f"--{branch}", f"--{branch}")
+    assert read_launch_command(script).call.options == (f"--{branch}", f"--{branch}")
 
 
 def test_a_test_for_the_program_does_not_call_it() -> None:
     script = "if [ ! -f pretrain_gpt.py ]; then exit 1; fi\n[ -f pretrain_gpt.py ]\n"
     launch = read_launch_command(script + "srun python pretrain_gpt.py --lr ${12:-1}", {"12": "3"})
-    assert launch.options == ("--lr", "3")
+    assert launch.call.options == ("--lr", "3")
 
 
 def test_ranks_that_a_layout_does_not_divide_have_no_strategy(
@@ -426,7 +430,7 @@ def test_ranks_are_those_of_the_launcher_and_of_slurm(text: str, num_ranks: int 
     ],
 )
 def test_functions_branches_and_here_documents(script: str, option: str) -> None:
-    assert read_launch_command(script).options == (option,)
+    assert read_launch_command(script).call.options == (option,)
 
 
 def test_long_values_are_shortened_to_where_they_differ(

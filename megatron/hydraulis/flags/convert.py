@@ -2,19 +2,158 @@
 
 import argparse
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.flags.launch_script import Unknown, read_launch_command
+from megatron.hydraulis.flags.shell_script import Call, Script, Unknown, endings
 
 _GIVEN_LATER = ("tokenizer_type", "data_path")
 """Attributes that a file of options may leave to the command line."""
-_SIZES = {
+_LAYOUT = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
     "pp": "pipeline_model_parallel_size",
 }
+_SIZE = re.compile(
+    r"(?<!\S)--?(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task|nnodes|"
+    r"nproc-per-node|np|[Nnc])(?:[=\s]+|(?=\d))(\S+)"
+)
+_SAME_SIZE = {
+    "N": "nodes",
+    "n": "ntasks",
+    "np": "ntasks",
+    "c": "cpus-per-task",
+    "gres": "gpus-per-node",
+}
+_SLURM_VARIABLES = {
+    "nodes": "SLURM_NNODES SLURM_JOB_NUM_NODES",
+    "ntasks": "SLURM_NTASKS SLURM_NPROCS",
+    "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
+    "gpus-per-node": "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE",
+    "cpus-per-task": "SLURM_CPUS_PER_TASK",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCommand:
+    """What a script runs."""
+
+    call: Call
+    """Without launcher and place for a file of options."""
+    num_ranks: int | None
+    """Ranks on all nodes; None if the script does not say."""
+    script: Script
+
+    @property
+    def is_torchrun(self) -> bool:
+        """Whether torchrun starts the ranks."""
+        return _is_torchrun(self.call.launcher)
+
+    def command(self, options: Iterable[Sequence[str]]) -> str:
+        """The command to run instead, an option a line, within the shells that the script calls."""
+        launcher, typed = self.call.launcher, self.script.unknowns.typed
+        words = [("hydraulis", "train"), *options]
+        names = [PurePath(word).name for word in launcher]
+        placeholder = ""
+        if not self.call.place or not {"deepspeed", "accelerate"}.isdisjoint(names):
+            placeholder = "torchrun [TORCHRUN OPTIONS] --no-python "
+        elif self.is_torchrun:
+            words[0] = (*launcher, "--no-python", *words[0])
+        else:
+            python = [at for at, name in enumerate(names) if re.fullmatch(r"python[\d.]*", name)]
+            words[0] = (*launcher[: python[-1] if python else None], *words[0])
+        depth = len(self.call.shells)
+        lines = (" ".join(typed(word, depth) for word in line) for line in words)
+        text = placeholder + " \\\n    ".join(lines)
+        for shell in reversed(self.call.shells):
+            depth -= 1
+            outer = (*shell.before, text.join(shell.around), *shell.after)
+            text = " ".join(typed(word, depth) for word in outer)
+        return text
+
+
+def _sizes(text: str) -> dict[str, int | None]:
+    """Options of sbatch, srun, mpirun and torchrun; None for a value that is no number."""
+    sizes: dict[str, int | None] = {}
+    for name, value in _SIZE.findall(text.replace("_", "-")):
+        number = value.rpartition(":")[2]  # of gpu:a100:8
+        sizes[_SAME_SIZE.get(name, name)] = int(number) if number.isdecimal() else None
+    return sizes
+
+
+def _is_torchrun(launcher: Sequence[str]) -> bool:
+    return any(
+        PurePath(word).name == "torchrun" or word.startswith("torch.distributed.")
+        for word in launcher
+    )
+
+
+def _num_ranks(words: Sequence[str], of_job: Mapping[str, int | None]) -> int | None:
+    """Processes that the words before the program start on all nodes; None if that is not clear.
+
+    of_job: `_sizes` of the script.
+    """
+    sizes = {**of_job, **_sizes(" ".join(words))}
+    num_gpus, num_nodes = sizes.get("gpus-per-node"), sizes.get("nodes")
+    if _is_torchrun(words):
+        num_nodes = sizes.get("nnodes", 1) or num_nodes
+        num_of_node = sizes.get("nproc-per-node", 1) or num_gpus
+    else:
+        num_of_node = sizes.get("ntasks-per-node") or num_gpus
+        if sizes.get("ntasks"):
+            return sizes["ntasks"]
+    return num_nodes * num_of_node if num_nodes and num_of_node else None
+
+
+def read_launch_command(
+    text: str, variables: Mapping[str, str] | None = None, folder: Path = Path()
+) -> LaunchCommand:
+    """The command of a launch script, or of a file of options alone.
+
+    Args:
+        text: of the script.
+        variables: values that the script expects from its environment or its arguments.
+        folder: of the script, for files that it reads.
+
+    Raises:
+        ConfigurationError: the script calls no program named pretrain….py, or calls it several
+            times with other options, or bash could not read it.
+    """
+    lines = (line.strip() for line in text.splitlines())
+    is_script = not next((line for line in lines if line and line[0] != "#"), "").startswith("--")
+    of_job = _sizes("\n".join(re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)))
+    values = {
+        name: str(number)
+        for size, number in of_job.items()
+        for name in _SLURM_VARIABLES.get(size, "").split()
+        if number is not None
+    }
+    script = Script(variables or {}, values, folder)
+    if not is_script:
+        # Such a file may be one that no shell reads: --moe-layer-freq ([0]*3+[1]*58).
+        text = re.sub(r"(?<=\s)\(\S*\)(?=\s)", r"'\g<0>'", text)
+        text = f'O=({text}\n)\ntorchrun pretrain_gpt.py "${{O[@]}}"'
+    script.read_all(text)
+    calls = list({call.options: call for call in script.calls}.values())
+    if not calls:
+        raise ConfigurationError(
+            "a launch script calls pretrain_gpt.py, or another pretrain….py, but this one calls "
+            "none; give the file that does, or a file with the options alone"
+        )
+    if len(calls) > 1:
+        options = endings(script.unknowns.shown(" ".join(call.options)) for call in calls)
+        places = (call.place for call in calls)
+        listed = "; ".join(map(" with ".join, zip(places, options, strict=True)))
+        raise ConfigurationError(
+            "a launch script has one command to convert but this one calls pretrain….py with "
+            f"{len(calls)} different lists of options: {listed}; leave one of them in the file, or "
+            "give the variable that makes the difference by --set NAME=VALUE"
+        )
+    call = calls[0] if is_script else replace(calls[0], launcher=(), place="")
+    return LaunchCommand(call, _num_ranks(call.words_around, of_job), script)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +200,9 @@ def run(namespace: argparse.Namespace) -> int:
 
     path: Path = namespace.script
     launch = read_launch_command(_read(path), _variables(namespace.set), path.parent)
-    of, shown = launch.unknowns.of, launch.unknowns.shown
-    options = [*launch.options]
+    call, script = launch.call, launch.script
+    of, shown = script.unknowns.of, script.unknowns.shown
+    options = [*call.options]
     if namespace.ignore_unknown_options:
         options.append("--ignore-unknown-options")
     problems = Problems()
@@ -71,9 +211,9 @@ def run(namespace: argparse.Namespace) -> int:
     attempted = {*flags.attempted, *_GIVEN_LATER}
     with problems.collected():
         checks.check_required(checks.missing_flags(flags.args, attempted=attempted))
-    sizes = {name: getattr(flags.args, dest) for name, dest in _SIZES.items()}
+    sizes = {name: getattr(flags.args, dest) for name, dest in _LAYOUT.items()}
     num_ranks, strategy = namespace.num_ranks or launch.num_ranks, ""
-    if not flags.wrong & set(_SIZES.values()):
+    if not flags.wrong & set(_LAYOUT.values()):
         with problems.collected():
             strategy = _strategy_text(sizes, num_ranks)
     honoured = [
@@ -89,13 +229,13 @@ def run(namespace: argparse.Namespace) -> int:
         *(
             f"{cut_off}: it belongs to no command, as the line above ends without a backslash, "
             "with a blank after it or with a comment; join the lines"
-            for cut_off in launch.cut_off
+            for cut_off in script.cut_off
         ),
     ]
-    used = of(" ".join((*launch.words_around, *(word for words in honoured for word in words))))
+    used = of(" ".join((*call.words_around, *(word for words in honoured for word in words))))
     # No check accepts the character that stands for an unknown.
     needed = {*(each for each in used if not each.is_set_by_job), *of("".join(problems.lines))}
-    unset = [each for each in of(" ".join((*launch.words_around, *options))) if each in needed]
+    unset = [each for each in of(" ".join((*call.words_around, *options))) if each in needed]
     uses_tp = sizes["tp"] > 1
     texts = option_texts(
         flags.taken, flags.unknown, differences(parser, flags, before, uses_tp=uses_tp)
@@ -105,9 +245,9 @@ def run(namespace: argparse.Namespace) -> int:
         *block_lines(
             "unset",
             "variables without a value: give each by --set NAME=VALUE",
-            (*_unknown_lines(unset), *(launch.not_found if unset else ())),
+            (*_unknown_lines(unset), *(script.not_found if unset else ())),
         ),
-        *block_lines("changed", "variables with several values; the last is used", launch.changed),
+        *block_lines("changed", "variables with several values; the last is used", script.changed),
         *block_lines(
             "kept",
             "what only the job knows: lines of the script that set it stay above the command",
@@ -121,12 +261,12 @@ def run(namespace: argparse.Namespace) -> int:
     if refused or unset:
         print("command      printed once nothing is refused or unset")
         return 1
-    replaced = f"in place of the call in {launch.place}; " if launch.place else ""
+    replaced = f"in place of the call in {call.place}; " if call.place else ""
     print(
         f"command      {replaced}to check its flags: hydraulis train FLAGS --num-ranks "
         f"{num_ranks or 'N'} --dry-run, without a GPU also --cost-profile FILE"
     )
-    if launch.place and not launch.is_torchrun:
+    if call.place and not launch.is_torchrun:
         variables = "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         print(f"  without torchrun, the launcher has to set {variables} for each rank")
     print(f"\n{launch.command(honoured)}")

@@ -1,4 +1,4 @@
-"""Reads a launch script of Megatron without running it.
+"""Follows a shell script, without running it, to the commands that call Megatron's program.
 
 Assignments, functions, loops and sourced files are followed from top to bottom. A condition on
 strings or whole numbers that are known decides its branches. Of any other condition all branches
@@ -112,7 +112,7 @@ class Unknowns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shell:
+class Shell:
     """A command that hands a text to another shell, as in ``srun bash -c '…'``."""
 
     before: tuple[str, ...]
@@ -123,33 +123,19 @@ class _Shell:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchCommand:
-    """What a script runs; characters in its words stand for the unknowns."""
+class Call:
+    """A command that calls the program; characters in its words stand for unknowns."""
 
     launcher: tuple[str, ...]
-    """The words before the program; none for a file of options."""
+    """The words before the program."""
     options: tuple[str, ...]
     """The words after the program."""
-    unknowns: Unknowns
-    place: str = ""
-    """Where the script calls the program; empty for a file of options."""
-    around: tuple[str, str] = ("", "")
-    """The text of the innermost shell before and after the call."""
-    shells: tuple[_Shell, ...] = ()
-    """Those that lead to the call, outermost first."""
-    num_ranks: int | None = None
-    """Ranks on all nodes; None if the script does not say."""
-    cut_off: tuple[str, ...] = ()
-    """Lines that begin with an option, which no command continues."""
-    changed: tuple[str, ...] = ()
-    """Variables with several values, as in branches: ``N = 1, 2``."""
-    not_found: tuple[str, ...] = ()
-    """Files that the script reads and that are not here."""
-
-    @property
-    def is_torchrun(self) -> bool:
-        """Whether torchrun starts the ranks."""
-        return _is_torchrun(self.launcher)
+    place: str
+    """Its line."""
+    around: tuple[str, str]
+    """The text of the innermost shell before and after it."""
+    shells: tuple[Shell, ...] = ()
+    """Those that lead to it, outermost first."""
 
     @property
     def words_around(self) -> tuple[str, ...]:
@@ -157,30 +143,8 @@ class LaunchCommand:
         outer = (word for shell in self.shells for word in (*shell.before, *shell.after))
         return (*outer, *self.launcher)
 
-    def command(self, options: Iterable[Sequence[str]]) -> str:
-        """The command to run instead, an option a line, within the shells that the script calls."""
-        words = [["hydraulis", "train"], *options]
-        names = [PurePath(word).name for word in self.launcher]
-        placeholder = ""
-        if not self.place or not {"deepspeed", "accelerate"}.isdisjoint(names):
-            placeholder = "torchrun [TORCHRUN OPTIONS] --no-python "
-        elif self.is_torchrun:
-            words[0] = [*self.launcher, "--no-python", *words[0]]
-        else:
-            python = [at for at, name in enumerate(names) if re.fullmatch(r"python[\d.]*", name)]
-            words[0] = [*self.launcher[: python[-1] if python else None], *words[0]]
-        depth = len(self.shells)
-        text = placeholder + " \\\n    ".join(
-            " ".join(self.unknowns.typed(word, depth) for word in line) for line in words
-        )
-        for shell in reversed(self.shells):
-            depth -= 1
-            outer = (*shell.before, text.join(shell.around), *shell.after)
-            text = " ".join(self.unknowns.typed(word, depth) for word in outer)
-        return text
 
-
-class _Script:
+class Script:
     """Follows a script from top to bottom."""
 
     def __init__(self, variables: Mapping[str, str], of_job: Mapping[str, str], folder: Path):
@@ -195,10 +159,12 @@ class _Script:
         self._followed: set[str] = set()
         self._here_documents: list[tuple[str, str]] = []
         self._folder = folder
-        self.calls: list[LaunchCommand] = []
+        self.calls: list[Call] = []
         self.unknowns = Unknowns()
         self.cut_off: list[str] = []
+        """Lines that begin with an option, which no command continues."""
         self.not_found: list[str] = []
+        """Files that the script reads and that are not here."""
         # What follows holds for the text or function that is being followed, see _within.
         self._arguments: list[str] | None = None
         self._is_certain, self._has_ended = True, False
@@ -209,7 +175,7 @@ class _Script:
 
     def read_all(self, text: str) -> None:
         """Follow a script; without a call, also functions and here-documents that nobody reads."""
-        self._read(text)
+        self._read(_MARK.sub("?", text))
         for name, (body, _) in tuple(self._functions.items()):
             if not self.calls and name not in self._followed:
                 with self._within(_has_ended=False):
@@ -222,7 +188,7 @@ class _Script:
     def changed(self) -> tuple[str, ...]:
         """The variables that were used and are not certain, with their values."""
         return tuple(
-            f"{name} = {', '.join(_endings(dict.fromkeys(history)))}"
+            f"{name} = {', '.join(endings(dict.fromkeys(history)))}"
             for name, history in self._histories.items()
             if name in self._used and len(set(history)) > 1
         )
@@ -459,8 +425,7 @@ class _Script:
         for at, word in enumerate(words):
             if _ENTRY.search(word):
                 launcher, options = tuple(words[:at]), tuple(words[at + 1 :])
-                call = LaunchCommand(launcher, options, self.unknowns, self._at(node), around)
-                self.calls.append(call)
+                self.calls.append(Call(launcher, options, self._at(node), around))
                 return
             if re.search(r"pretrain\w*\.py\s", f"{word} ") and re.search(r"\s", word):
                 num_before = len(self.calls)
@@ -468,7 +433,7 @@ class _Script:
                 with self._within(_depth=self._depth + 1, **here):
                     self._read(word)
                 for index, call in enumerate(self.calls[num_before:], num_before):
-                    shell = _Shell(tuple(words[:at]), call.around, tuple(words[at + 1 :]))
+                    shell = Shell(tuple(words[:at]), call.around, tuple(words[at + 1 :]))
                     self.calls[index] = replace(call, around=around, shells=(shell, *call.shells))
                 return
 
@@ -691,7 +656,7 @@ def _shortened(text: str) -> str:
     return textwrap.shorten(text, _MOST_SHOWN, placeholder=" …")
 
 
-def _endings(values: Iterable[str]) -> list[str]:
+def endings(values: Iterable[str]) -> list[str]:
     """Texts to compare; if one is long, each without the words with which all begin."""
     texts = list(values)
     lists = [text.split() for text in texts]
@@ -702,112 +667,3 @@ def _endings(values: Iterable[str]) -> list[str]:
         num_common = next(differing, min(map(len, lists)))
     start = ["…"] if num_common else []
     return [_shortened(" ".join(start + words[num_common:])) or _NONE for words in lists]
-
-
-# --- what a script starts ---
-
-_SIZE = re.compile(
-    r"(?<!\S)--?(nodes|ntasks|ntasks-per-node|gpus-per-node|gres|cpus-per-task|nnodes|"
-    r"nproc-per-node|np|[Nnc])(?:[=\s]+|(?=\d))(\S+)"
-)
-_SAME_SIZE = {
-    "N": "nodes",
-    "n": "ntasks",
-    "np": "ntasks",
-    "c": "cpus-per-task",
-    "gres": "gpus-per-node",
-}
-_SLURM_VARIABLES = {
-    "nodes": "SLURM_NNODES SLURM_JOB_NUM_NODES",
-    "ntasks": "SLURM_NTASKS SLURM_NPROCS",
-    "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
-    "gpus-per-node": "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE",
-    "cpus-per-task": "SLURM_CPUS_PER_TASK",
-}
-
-
-def _sizes(text: str) -> dict[str, int | None]:
-    """Options of sbatch, srun, mpirun and torchrun; None for a value that is no number."""
-    sizes: dict[str, int | None] = {}
-    for name, value in _SIZE.findall(text.replace("_", "-")):
-        number = value.rpartition(":")[2]  # of gpu:a100:8
-        sizes[_SAME_SIZE.get(name, name)] = int(number) if number.isdecimal() else None
-    return sizes
-
-
-def _is_torchrun(launcher: Sequence[str]) -> bool:
-    return any(
-        PurePath(word).name == "torchrun" or word.startswith("torch.distributed.")
-        for word in launcher
-    )
-
-
-def _num_ranks(words: Sequence[str], of_job: Mapping[str, int | None]) -> int | None:
-    """Processes that the words before the program start on all nodes; None if that is not clear.
-
-    of_job: `_sizes` of the script.
-    """
-    sizes = {**of_job, **_sizes(" ".join(words))}
-    num_gpus, num_nodes = sizes.get("gpus-per-node"), sizes.get("nodes")
-    if _is_torchrun(words):
-        num_nodes = sizes.get("nnodes", 1) or num_nodes
-        num_of_node = sizes.get("nproc-per-node", 1) or num_gpus
-    else:
-        num_of_node = sizes.get("ntasks-per-node") or num_gpus
-        if sizes.get("ntasks"):
-            return sizes["ntasks"]
-    return num_nodes * num_of_node if num_nodes and num_of_node else None
-
-
-def read_launch_command(
-    text: str, variables: Mapping[str, str] | None = None, folder: Path = Path()
-) -> LaunchCommand:
-    """The command of a launch script, or of a file of options alone.
-
-    Args:
-        text: of the script.
-        variables: values that the script expects from its environment or its arguments.
-        folder: of the script, for files that it reads.
-
-    Raises:
-        ConfigurationError: the script calls no program named pretrain….py, or calls it several
-            times with other options, or bash could not read it.
-    """
-    lines = (line.strip() for line in text.splitlines())
-    is_script = not next((line for line in lines if line and line[0] != "#"), "").startswith("--")
-    of_job = _sizes("\n".join(re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)))
-    values = {
-        name: str(number)
-        for size, number in of_job.items()
-        for name in _SLURM_VARIABLES.get(size, "").split()
-        if number is not None
-    }
-    text = _MARK.sub("?", text)
-    script = _Script(variables or {}, values, folder)
-    if not is_script:
-        # Such a file may be one that no shell reads: --moe-layer-freq ([0]*3+[1]*58).
-        text = re.sub(r"(?<=\s)\(\S*\)(?=\s)", r"'\g<0>'", text)
-        text = f'O=({text}\n)\ntorchrun pretrain_gpt.py "${{O[@]}}"'
-    script.read_all(text)
-    calls = list({call.options: call for call in script.calls}.values())
-    if not calls:
-        raise ConfigurationError(
-            "a launch script calls pretrain_gpt.py, or another pretrain….py, but this one calls "
-            "none; give the file that does, or a file with the options alone"
-        )
-    if len(calls) > 1:
-        options = _endings(script.unknowns.shown(" ".join(call.options)) for call in calls)
-        places = (call.place for call in calls)
-        listed = "; ".join(map(" with ".join, zip(places, options, strict=True)))
-        raise ConfigurationError(
-            "a launch script has one command to convert but this one calls pretrain….py with "
-            f"{len(calls)} different lists of options: {listed}; leave one of them in the file, or "
-            "give the variable that makes the difference by --set NAME=VALUE"
-        )
-    return replace(
-        calls[0] if is_script else LaunchCommand((), calls[0].options, script.unknowns),
-        num_ranks=_num_ranks(calls[0].words_around, of_job) if is_script else None,
-        cut_off=tuple(script.cut_off),
-        changed=script.changed,
-        not_found=tuple(script.not_found),
-    )
