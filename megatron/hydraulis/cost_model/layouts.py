@@ -10,7 +10,7 @@ program, replicas of the same parameters add up gradients (all-reduce) and gathe
 a pipeline waits (`OtherTraining`), never longer than if its stages worked one at a time.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.hydraulis.cluster import Cluster
@@ -31,6 +31,14 @@ _DATA_PARALLEL_BYTES = 6
 _EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
+def _check_sizes(what: str, sizes: dict[str, int]) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigurationError(
+                f"{what}: every size is at least 1 but {name} is {value}; give a positive one"
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedLengthJob:
     """The same number of sequences of one length in every step.
@@ -47,17 +55,15 @@ class FixedLengthJob:
     ranks_per_node: int = 8
 
     def __post_init__(self) -> None:
-        sizes = {
-            "ranks": self.num_ranks,
-            "tokens a sequence": self.sequence_tokens,
-            "sequences a step": self.num_sequences,
-            "ranks a node": self.ranks_per_node,
-        }
-        for what, value in sizes.items():
-            if value < 1:
-                raise ConfigurationError(
-                    f"job: needs at least 1 of {what} but has {value}; give a positive number"
-                )
+        _check_sizes(
+            "job",
+            {
+                "the number of ranks": self.num_ranks,
+                "the tokens of a sequence": self.sequence_tokens,
+                "the number of sequences a step": self.num_sequences,
+                "the ranks of a node": self.ranks_per_node,
+            },
+        )
 
     @property
     def model_flops(self) -> float:
@@ -94,15 +100,8 @@ class Layout:
     """Whether every layer keeps only its input and runs its forward again in the backward."""
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("the micro-batch size", self.micro_batch_size),
-            ("tp", self.tp),
-            ("pp", self.pp),
-        ):
-            if value < 1:
-                raise ConfigurationError(
-                    f"layout: every size is at least 1 but {name} is {value}; give a positive one"
-                )
+        sizes = {"the micro-batch size": self.micro_batch_size, "tp": self.tp, "pp": self.pp}
+        _check_sizes("layout", sizes)
 
     @property
     def scheme(self) -> Scheme:
@@ -125,69 +124,74 @@ class Layout:
         return -(-job.num_sequences // (self.micro_batch_size * self.dp(job)))
 
 
+CAUSES = {
+    "matmul_s": "matrix products",
+    "attention_s": "attention",
+    "elementwise_s": "norms and activations, whole on every tp rank without sequence parallelism",
+    "launch_s": "launches: smaller or more micro-batches on each rank",
+    "tensor_parallel_s": "messages between tp ranks",
+    "recompute_s": "forward passes run again",
+    "logits_s": "output layer and loss",
+    "imbalance_s": "the last stage has the output layer too, the others wait",
+    "boundary_s": "messages between stages",
+    "bubble_s": "the pipeline fills and drains",
+    "wait_s": "waits of the kernel's software in pipelines",
+    "data_parallel_s": "gradients and parameters between replicas, and the optimizer",
+}
+"""Causes by field of StepTime."""
+PURPOSES = {
+    "weights_bytes": "weights and gradients",
+    "optimizer_bytes": "optimizer state",
+    "activations_bytes": "activations kept",
+    "working_bytes": "logits or the layer at work",
+    "reserve_bytes": "reserve",
+}
+"""Memory by field of RankMemory."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step by cause; they add up to the step."""
+    """Seconds of a step by cause (CAUSES); they add up to the step."""
 
     matmul_s: float
-    """Matrix products of the layers, on the average stage."""
     attention_s: float
     elementwise_s: float
-    """Norms, activations, residuals; accumulation of weight gradients."""
     launch_s: float
     tensor_parallel_s: float
-    """Messages between tp ranks."""
     recompute_s: float
-    """Forward passes of layers that run again."""
     logits_s: float
-    """Output layer and loss, spread over the stages."""
     imbalance_s: float
-    """Excess of the slowest stage over the average."""
     boundary_s: float
-    """Messages between stages."""
     bubble_s: float
-    """The pipeline fills and drains."""
     wait_s: float
-    """Other losses of pipelines in other software than this program."""
     data_parallel_s: float
-    """Regrouping and optimizer; in other software gradients and parameters between replicas."""
 
     @property
     def total_s(self) -> float:
         """Time of the step."""
-        return float(sum(getattr(self, field.name) for field in fields(self)))
+        return float(sum(getattr(self, name) for name in CAUSES))
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of a rank by purpose."""
+    """Bytes of a rank by purpose (PURPOSES)."""
 
     stage: int
     weights_bytes: float
-    """Parameters and gradients."""
     optimizer_bytes: float
-    """Its share of the optimizer's state, staging and workspaces."""
     activations_bytes: float
-    """Kept for the backward."""
     working_bytes: float
-    """The layer in its backward, logits and loss."""
     reserve_bytes: float
 
     @property
     def total_bytes(self) -> float:
         """The sum."""
-        return (
-            self.weights_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.working_bytes
-            + self.reserve_bytes
-        )
+        return float(sum(getattr(self, name) for name in PURPOSES))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutPrediction:
-    """What the layout model predicts for one layout."""
+    """What is predicted for one layout."""
 
     layout: Layout
     time: StepTime
@@ -288,16 +292,6 @@ def cost_model_of(
         recompute=_EVERY_LAYER if layout.recomputes_layers else NO_RECOMPUTE,
         software=software or software_of(layout.kernel),
     )
-
-
-def rank_memory(
-    job: FixedLengthJob,
-    layout: Layout,
-    device: DeviceConstants,
-    software: Software | None = None,
-) -> RankMemory:
-    """Memory of the fullest stage; errors as of `predict_layout`."""
-    return _rank_memory(job, layout, device, software)[0]
 
 
 def _rank_memory(

@@ -3,18 +3,18 @@
 import argparse
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.cost_model.layouts import (
+    CAUSES,
+    PURPOSES,
     FixedLengthJob,
     Layout,
     LayoutPrediction,
-    RankMemory,
-    StepTime,
     predict_layout,
 )
 from megatron.hydraulis.cost_model.shape_arguments import (
@@ -25,29 +25,6 @@ from megatron.hydraulis.cost_model.shape_arguments import (
 from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES, TRAINING, software_of
 from megatron.hydraulis.errors import ConfigurationError, PlanError
 from megatron.hydraulis.terminal import print_json, results_console
-
-_CAUSES = {
-    "matmul_s": "matrix products",
-    "attention_s": "attention",
-    "elementwise_s": "norms and activations, whole on every tp rank without sequence parallelism",
-    "launch_s": "launches: smaller or more micro-batches on each rank",
-    "tensor_parallel_s": "messages between tp ranks",
-    "recompute_s": "forward passes run again",
-    "logits_s": "output layer and loss",
-    "imbalance_s": "the last stage has the output layer too, the others wait",
-    "boundary_s": "messages between stages",
-    "bubble_s": "the pipeline fills and drains",
-    "wait_s": "waits of the kernel's software in pipelines",
-    "data_parallel_s": "gradients and parameters between replicas, and the optimizer",
-}
-"""Causes by field of StepTime."""
-_MEMORY = {
-    "weights_bytes": "weights and gradients",
-    "optimizer_bytes": "optimizer state",
-    "activations_bytes": "activations kept",
-    "working_bytes": "logits or the layer at work",
-    "reserve_bytes": "reserve",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,16 +252,11 @@ def _layouts(job: FixedLengthJob, kernel: str, refused: list[Refusal]) -> Iterat
     for tp, pp in _degrees(job, refused):
         dp = job.num_ranks // (tp * pp)
         if job.num_sequences % dp:
-            refused.append(
-                Refusal(
-                    tp,
-                    pp,
-                    None,
-                    "batch",
-                    f"replicas share the batch evenly but {job.num_sequences} sequences are not a "
-                    f"multiple of {dp} replicas",
-                )
+            why = (
+                f"replicas share the batch evenly but {job.num_sequences} sequences are not a "
+                f"multiple of {dp} replicas"
             )
+            refused.append(Refusal(tp, pp, None, "batch", why))
             continue
         sequences_per_replica = job.num_sequences // dp
         size = 1
@@ -301,16 +273,11 @@ def _layouts(job: FixedLengthJob, kernel: str, refused: list[Refusal]) -> Iterat
                             recomputes_layers=recomputes,
                         )
             else:
-                refused.append(
-                    Refusal(
-                        tp,
-                        pp,
-                        size,
-                        "batch",
-                        f"micro-batches share a replica's {sequences_per_replica} sequences evenly "
-                        f"but their size is {size}",
-                    )
+                why = (
+                    f"micro-batches share a replica's {sequences_per_replica} sequences evenly "
+                    f"but their size is {size}"
                 )
+                refused.append(Refusal(tp, pp, size, "batch", why))
                 break
             size *= 2
 
@@ -343,38 +310,27 @@ def _degrees(job: FixedLengthJob, refused: list[Refusal]) -> Iterator[tuple[int,
 
 def _first_verdict(prediction: LayoutPrediction) -> Verdict:
     time = prediction.time
-    costs = {
-        field.name: getattr(time, field.name)
-        for field in fields(StepTime)
-        if field.name not in ("matmul_s", "attention_s")
-    }
-    rule = max(costs, key=lambda name: costs[name])
-    share = 100.0 * costs[rule] / time.total_s
-    return Verdict(prediction, rule, f"fastest; most goes to {_CAUSES[rule]}: {share:.0f} %")
+    costs = [name for name in CAUSES if name not in ("matmul_s", "attention_s")]
+    rule = max(costs, key=lambda name: float(getattr(time, name)))
+    share = 100.0 * getattr(time, rule) / time.total_s
+    return Verdict(prediction, rule, f"fastest; most goes to {CAUSES[rule]}: {share:.0f} %")
 
 
 def _verdict(prediction: LayoutPrediction, first: LayoutPrediction) -> Verdict:
-    more = {
-        field.name: getattr(prediction.time, field.name) - getattr(first.time, field.name)
-        for field in fields(StepTime)
-    }
+    more = {name: getattr(prediction.time, name) - getattr(first.time, name) for name in CAUSES}
     rule = max(more, key=lambda name: more[name])
     slower = 100.0 * (prediction.time.total_s / first.time.total_s - 1.0)
     if more[rule] <= 0.0:
         return Verdict(prediction, "equal", "as fast as the first, with more memory")
     seconds = more[rule]
-    return Verdict(prediction, rule, f"+{slower:.1f} %; {_CAUSES[rule]}: +{seconds:.2f} s")
+    return Verdict(prediction, rule, f"+{slower:.1f} %; {CAUSES[rule]}: +{seconds:.2f} s")
 
 
 def _memory_why(prediction: LayoutPrediction) -> str:
     memory = prediction.memory
-    parts = {
-        field.name: getattr(memory, field.name)
-        for field in fields(RankMemory)
-        if field.name != "stage"
-    }
+    parts = {name: getattr(memory, name) for name in PURPOSES}
     most = max(parts, key=lambda name: parts[name])
     return (
         f"stage {memory.stage} needs {memory.total_bytes / 1e9:.1f} of "
-        f"{prediction.usable_bytes / 1e9:.1f} GB; {_MEMORY[most]}: {parts[most] / 1e9:.1f} GB"
+        f"{prediction.usable_bytes / 1e9:.1f} GB; {PURPOSES[most]}: {parts[most] / 1e9:.1f} GB"
     )

@@ -12,7 +12,6 @@ from megatron.hydraulis.cost_model.layouts import (
     LayoutPrediction,
     StepTime,
     predict_layout,
-    rank_memory,
     step_time,
 )
 from megatron.hydraulis.cost_model.software import TRAINING, OtherTraining, software_of
@@ -116,7 +115,7 @@ def test_waits_end_where_stages_work_one_at_a_time() -> None:
 
 
 def test_memory_by_hand() -> None:
-    memory = rank_memory(job("30B", 256), layout(1, 2, 4), A100)
+    memory = predict(job("30B", 256), layout(1, 2, 4)).memory
     shape = llama("30B")
     assert memory.stage == 0
     parameters = (15 * shape.num_parameters_per_layer + 128_000 * 6656) / 2
@@ -145,7 +144,7 @@ def test_13b_on_one_gpu_a_replica_needs_the_norm_kernel() -> None:
 def test_whole_logits_do_not_get_smaller_with_tp() -> None:
     """No layout of 32,768 tokens a micro-batch ran in 139 (arXiv 2311.05610)."""
     shape = llama("13B")
-    working = {tp: rank_memory(job(), layout(16, tp), A100).working_bytes for tp in (1, 2, 4, 8)}
+    working = {tp: predict(job(), layout(16, tp)).memory.working_bytes for tp in (1, 2, 4, 8)}
     assert min(working.values()) > 16 * shape.vocab_size * 2048 * 16
     assert not any(predict(job(), layout(16, tp, sequence_parallel=True)).fits for tp in (2, 4, 8))
 
@@ -287,7 +286,7 @@ def test_layouts_that_leave_ranks_over(changes: dict[str, int], message: str) ->
 def test_impossible_sizes() -> None:
     with pytest.raises(ConfigurationError, match="tp is 0"):
         Layout(micro_batch_size=1, tp=0, pp=1, kernel=NORM_KERNEL)
-    with pytest.raises(ConfigurationError, match="sequences a step but has 0"):
+    with pytest.raises(ConfigurationError, match="number of sequences a step is 0"):
         FixedLengthJob(shape=llama("13B"), num_ranks=8, sequence_tokens=1, num_sequences=0)
     with pytest.raises(ConfigurationError, match="attention_share 0"):
         replace(TRAINING, attention_share=0.0)
