@@ -54,6 +54,11 @@ class Role:
     ranks_per_node: int = 8
     has_te: bool = False
     """Whether layers and core attention are those of Transformer Engine."""
+    has_separate_gate: bool = False
+    """Whether the gate of the MLP has an offset and a limit, for which no kernel is fused."""
+    softmax_type: str = "vanilla"
+    has_wide_norms: bool = False
+    """Whether norms are centred around one."""
 
     def __str__(self) -> str:
         recompute = self.recompute
@@ -72,6 +77,11 @@ class Role:
             else "",
             "norms of queries and keys" if self.qk_norms else "",
             "tied" if self.shape.tied_embeddings else "",
+            "output gate" if self.shape.output_gate else "",
+            f"windows of {self.shape.window_tokens}" if self.shape.num_windowed_layers else "",
+            "separate gate" if self.has_separate_gate else "",
+            f"softmax {self.softmax_type}" if self.softmax_type != "vanilla" else "",
+            "norms around one" if self.has_wide_norms else "",
             "Transformer Engine" if self.has_te else "",
         ]
         return " ".join(" ".join(part.split()) for part in parts if part)
@@ -190,6 +200,7 @@ def definition_of(role: Role) -> ModelDefinition:
     shape, recompute = role.shape, role.recompute
     dtype = {2: torch.bfloat16, 4: torch.float32}[role.parameter_bytes]
     normalization = "RMSNorm" if shape.gated_mlp else "LayerNorm"
+    has_windows = shape.num_windowed_layers > 0
     again: dict[str, Any] = {}
     if recompute.granularity == "full":
         again = {"method": recompute.method, "num_layers": recompute.num_layers}
@@ -209,10 +220,21 @@ def definition_of(role: Role) -> ModelDefinition:
         qk_layernorm=role.qk_norms,
         gated_linear_unit=shape.gated_mlp,
         activation_func=F.silu if shape.gated_mlp else F.gelu,
+        glu_linear_offset=1.0 if role.has_separate_gate else 0.0,
+        activation_func_clamp_value=7.0 if role.has_separate_gate else None,
+        layernorm_zero_centered_gamma=role.has_wide_norms,
+        attention_output_gate=shape.output_gate,
+        softmax_type=role.softmax_type,
+        window_size=(shape.window_tokens - 1, 0) if has_windows else None,
+        window_attn_skip_freq=(
+            [int(i < shape.num_windowed_layers) for i in range(shape.num_layers)]
+            if has_windows
+            else None
+        ),
         add_bias_linear=not shape.gated_mlp,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        bias_activation_fusion=True,
+        bias_activation_fusion=not role.has_separate_gate,
         bias_dropout_fusion=True,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -232,14 +254,14 @@ def definition_of(role: Role) -> ModelDefinition:
         padded_vocab_size=shape.vocab_size,
         max_sequence_length=LONGEST_TOKENS,
         built_layer_spec=te_layer_spec(transformer) if role.has_te else None,
-        core_attention=_core_attention(role),
+        core_attention=core_attention_of(role),
         tied_embeddings=shape.tied_embeddings,
         sequence_parallel=role.sequence_parallel,
     )
 
 
-def _core_attention(role: Role) -> CoreAttentionName:
-    if role.parameter_bytes == 4:
+def core_attention_of(role: Role) -> CoreAttentionName:
+    if role.parameter_bytes == 4 or role.softmax_type != "vanilla":
         return "sdpa"
     # The others are refused, see `te_obstacle`.
     return "te" if role.has_te and role.shape.kv_channels % 16 == 0 else "torch"

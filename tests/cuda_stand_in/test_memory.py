@@ -16,12 +16,13 @@ from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.recompute import Recompute
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
+from megatron.hydraulis.runtime.attention import SegmentAttention
 from megatron.hydraulis.runtime.attention_gpu import VarlenAttention
 from megatron.hydraulis.runtime.memory import CudaMemory
 from megatron.hydraulis.strategy import Scheme
 from tests.cuda_stand_in import device
 from tests.cuda_stand_in.lone_ranks import log_of, run_alone
-from tests.cuda_stand_in.role_memory import Role, measure, try_out
+from tests.cuda_stand_in.role_memory import Role, core_attention_of, measure, try_out
 from tests.support.models import SmallModel
 
 GIB = 2**30
@@ -61,6 +62,8 @@ M7 = llama(32, 4096, 11008, 32, 32, 32000)
 M8 = llama(32, 4096, 14336, 32, 8, 128256)
 M32 = llama(60, 6656, 17920, 64, 64, 30592)
 M70 = llama(80, 8192, 28672, 64, 8, 128256)
+GATED = dataclasses.replace(M8, output_gate=True)
+WINDOWED = dataclasses.replace(M8, num_windowed_layers=16, window_tokens=128)
 EVERY_LAYER = Recompute(granularity="full", method="uniform", num_layers=1)
 CHUNKS = Recompute(granularity="full", method="uniform", num_layers=4)
 BLOCK = Recompute(granularity="full", method="block", num_layers=30)
@@ -75,6 +78,8 @@ FEW = (
     Role(shape=M8, strategy="4*tp4cp4", cp_comm_type="a2a"),
     Role(shape=M32, strategy="8*tp8", recompute=EVERY_LAYER),
     Role(shape=M70, strategy="2*tp8pp4", rank=24),
+    Role(shape=WINDOWED, strategy="32*tp2", softmax_type="learnable", has_separate_gate=True),
+    Role(shape=GATED, strategy="32*tp2", qk_norms=True, has_wide_norms=True),
 )
 MORE = (
     Role(shape=M32, strategy=MIXED, rank=0),
@@ -118,6 +123,21 @@ MORE = (
     Role(shape=M7, strategy="16*tp2pp2", parameter_bytes=4),
     Role(shape=dataclasses.replace(M7, gated_mlp=False), strategy="16*tp4"),
     Role(shape=dataclasses.replace(M7, gated_mlp=False), strategy="32*tp1pp2"),
+    Role(shape=GATED, strategy="4*tp4cp4"),
+    Role(shape=GATED, strategy="32*tp2", recompute=ATTENTION),
+    Role(shape=GATED, strategy="32*tp2", recompute=EVERY_LAYER),
+    Role(shape=M8, strategy="32*tp2", softmax_type="off-by-one"),
+    Role(shape=M8, strategy="4*tp4cp4", softmax_type="learnable"),
+    Role(shape=WINDOWED, strategy="32*tp2"),
+    Role(shape=WINDOWED, strategy="4*tp4cp4"),
+    Role(shape=M7, strategy="16*tp4", parameter_bytes=4, has_wide_norms=True),
+    Role(shape=M8, strategy="16*tp2pp2", has_wide_norms=True),
+    Role(shape=M8, strategy="16*tp2pp2", rank=2, has_wide_norms=True),
+    Role(shape=M7, strategy="16*tp4", has_wide_norms=True, recompute=EVERY_LAYER),
+    Role(shape=M7, strategy="16*tp4", has_wide_norms=True, recompute=CHUNKS),
+    Role(shape=M7, strategy="16*tp4", qk_norms=True, has_wide_norms=True, recompute=ATTENTION),
+    Role(shape=M7, strategy="16*tp4", has_separate_gate=True, recompute=EVERY_LAYER),
+    Role(shape=M8, strategy="32*tp2", has_separate_gate=True, recompute=MLP),
 )
 
 
@@ -131,7 +151,11 @@ def model_of(role: Role) -> MemoryModel:
         recompute=role.recompute,
         cp_comm_type=role.cp_comm_type,
         qk_norms=role.qk_norms,
+        num_gate_tensors=6 if role.has_separate_gate else 0,
+        softmax_type=role.softmax_type,
+        has_wide_norms=role.has_wide_norms,
         has_te_layers=role.has_te,
+        has_te_attention=core_attention_of(role) == "te",
         ranks_per_node=role.ranks_per_node,
         pool=PoolFootprint.of(role.pool, gradient_bytes=role.gradient_bytes),
     )
@@ -176,7 +200,8 @@ def check(role: Role, logs: Path | None = None) -> str:
     for phase in ("gather", "scatter", "optimizer"):
         assert found.allocated[phase] == pytest.approx(between, rel=OTHER_PHASES), (phase, row)
     communicators = DEVICE.communicator_bytes * pool.num_communicators
-    assert fragments + NOT_OF_TORCH_BYTES + communicators <= model.reserve_bytes, row
+    reserve = model.reserve_bytes + model.stream_bytes(scheme, num_tokens)
+    assert fragments + NOT_OF_TORCH_BYTES + communicators <= reserve, row
     assert found.device_bytes <= DEVICE.memory_bytes, row
     return row
 
@@ -231,10 +256,16 @@ ONE_SEQUENCE, PACK = (16384,), (8192, *[128] * 64)
 """Tokens of sequences in two packs of the same size."""
 
 
-def attention_bytes(lengths: tuple[int, ...]) -> int:
-    """Peak of the backward of torch's kernel, above what the forward leaves."""
-    model = SmallModel(hidden_size=NUM_HEADS * HEAD_SIZE, num_heads=NUM_HEADS, num_groups=NUM_HEADS)
-    attention = VarlenAttention(model.transformer(), 1, AttnMaskType.causal, "self")
+def attention_bytes(lengths: tuple[int, ...], softmax_type: str = "vanilla") -> int:
+    """Peak of the backward, above what the forward leaves; of torch's kernel without an offset."""
+    model = SmallModel(
+        hidden_size=NUM_HEADS * HEAD_SIZE,
+        num_heads=NUM_HEADS,
+        num_groups=NUM_HEADS,
+        variant=(("softmax_type", softmax_type),),
+    )
+    kind = VarlenAttention if softmax_type == "vanilla" else SegmentAttention
+    attention = kind(model.transformer(), 1, AttnMaskType.causal, "self")
     options: Any = {"dtype": torch.bfloat16, "device": "cuda", "requires_grad": True}
     shape = (sum(lengths), NUM_HEADS, HEAD_SIZE)
     query, key, value = (torch.empty(shape, **options) for _ in range(3))
@@ -255,6 +286,15 @@ def test_attention_takes_memory_by_tokens_of_a_pack(major: int) -> None:
         for lengths in (ONE_SEQUENCE, PACK)
     )
     assert one <= pack <= one * (1 + 128 * len(PACK) / sum(PACK))
+
+
+def test_attention_with_an_offset_takes_memory_by_tokens_of_a_sequence() -> None:
+    """Although each block of queries attends to all keys before."""
+    long, longer = (
+        run_alone(attention_bytes, (num_tokens,), "off-by-one", num_ranks=1)[0]
+        for num_tokens in (8192, 16384)
+    )
+    assert longer <= 2.2 * long
 
 
 NUM_ELEMENTS = 2**28

@@ -19,7 +19,7 @@ from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
-    keeps_gate,
+    num_gate_tensors,
     print_bf16_advice,
     regroup_costs,
     shape_of,
@@ -185,7 +185,7 @@ def _profile(
             device=device,
             cluster=device.cluster(num_ranks, ranks_per_node),
             cp_comm_type="auto",
-            keeps_gate=keeps_gate(namespace),
+            num_gate_tensors=num_gate_tensors(namespace),
         )
         profile = estimated_profile(model, possible_schemes(shape, num_ranks, ranks_per_node))
     regroup = regroup_costs(

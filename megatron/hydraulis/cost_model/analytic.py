@@ -105,14 +105,16 @@ class AnalyticCostModel:
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
     """Whether queries and keys are normalised; affects memory only."""
-    keeps_gate: bool = False
-    """Whether a gated activation runs as several kernels; affects memory only."""
+    num_gate_tensors: int = 0
+    """What several kernels keep of a gated MLP; affects memory only."""
     softmax_type: str = "vanilla"
     """Of core attention, as in Megatron; affects memory only."""
     has_wide_norms: bool = False
     """Whether norms keep their inputs in fp32; affects memory only."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine; affects memory only."""
+    has_te_attention: bool = False
+    """Whether core attention is Transformer Engine's; affects memory only."""
     software: Software = TRAINING
     """Kernels and their efficiencies."""
     pool: PoolFootprint | None = None
@@ -152,10 +154,11 @@ class AnalyticCostModel:
             recompute=self.recompute,
             cp_comm_type=self.cp_comm_type,
             qk_norms=self.qk_norms,
-            keeps_gate=self.keeps_gate,
+            num_gate_tensors=self.num_gate_tensors,
             softmax_type=self.softmax_type,
             has_wide_norms=self.has_wide_norms,
             has_te_layers=self.has_te_layers,
+            has_te_attention=self.has_te_attention,
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,
             kept=None if self.software.other is None else self.software.other.kept,

@@ -20,7 +20,7 @@ from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_device_argument,
     add_shape_arguments,
-    keeps_gate,
+    num_gate_tensors,
     shape_of,
 )
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
@@ -139,6 +139,7 @@ def run(namespace: argparse.Namespace) -> int:
     device = device_constants(namespace.device)
     schemes, num_ranks, ranks_per_node, pool = _schemes(namespace, shape)
     recompute = _recompute(namespace)
+    has_te = namespace.transformer_impl == "transformer_engine"
     model = AnalyticCostModel(
         shape=shape,
         device=device,
@@ -148,10 +149,11 @@ def run(namespace: argparse.Namespace) -> int:
         recompute=recompute,
         cp_comm_type=namespace.cp_comm_type,
         qk_norms=namespace.qk_layernorm,
-        keeps_gate=keeps_gate(namespace),
+        num_gate_tensors=num_gate_tensors(namespace),
         softmax_type=namespace.softmax_type,
-        has_wide_norms=namespace.apply_layernorm_1p and namespace.transformer_impl == "local",
-        has_te_layers=namespace.transformer_impl == "transformer_engine",
+        has_wide_norms=namespace.apply_layernorm_1p and not has_te,
+        has_te_layers=has_te,
+        has_te_attention=has_te and namespace.softmax_type == "vanilla",
         pool=pool,
     )
     is_given = namespace.pool is not None or namespace.schemes is not None

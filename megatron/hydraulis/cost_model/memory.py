@@ -44,8 +44,11 @@ Layers of Transformer Engine keep the same, but
 - they gather into memory that is freed. Only the output layer leaves its buffer behind;
 - in the backward of *the first matrix of the MLP* its gathered input, its gradient before the
   reduce-scatter and the scattered gradient exist together, with the gradient of its output;
-- cuDNN's attention has the workspaces that cudnn-frontend asks for: fp32 gradients of queries and,
-  with grouped queries, of keys and values per head, for a row that is rounded up.
+- norms of queries and keys keep copies of these, not the fused output; so do local ones in fp32.
+
+Its core attention, by cuDNN, has the workspaces that cudnn-frontend asks for: fp32 gradients of
+queries and, with grouped queries, of keys and values per head, for tokens that are rounded up. Its
+ring attends to one rank's keys and values at a time.
 
 Full recompute keeps the inputs of the recomputed chunks and all of one chunk. Selective recompute
 of the MLP keeps its inside for one layer only; that of core attention keeps the linear layer's
@@ -98,11 +101,12 @@ _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * _FP32_BYTES
 # As wide as the MLP, in the backward of its activation, less the input of fc2, which is freed.
 _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
-# Of a gate of several kernels: the output of fc1, its first half within limits, sigmoid and product
-# of that, the second half with its offset, and the input of fc2.
-_SEPARATE_GATE_TENSORS = 7
+_SEPARATE_ACTIVATION_TENSORS = 3
 OFFSET_CHANNELS = 8
 """Channels that carry a learnable offset through the kernel: CUDA's take a multiple of 8."""
+QUERY_BLOCK = 512
+"""Queries that attend at once where they need masks, in tokens: the height of a block's mask. On
+average a block computes half its height of keys too many per query."""
 NUM_STAGING_SLOTS = 2
 """Of the runtime: one bucket is copied while the next one travels."""
 NUM_GROUPS_OF_ALL = 2
@@ -296,14 +300,16 @@ class MemoryModel:
     """How cp ranks exchange keys and values, one of `context.CP_COMM_TYPES`."""
     qk_norms: bool = False
     """Whether queries and keys are normalised."""
-    keeps_gate: bool = False
-    """Whether the activation of a gated MLP runs as several kernels, which keep their inputs."""
+    num_gate_tensors: int = 0
+    """What several kernels keep of a gated MLP, in tensors as wide as it; 0 if one is fused."""
     softmax_type: str = "vanilla"
     """Of core attention, as in Megatron."""
     has_wide_norms: bool = False
     """Whether norms keep their inputs in fp32, as local ones around one do."""
     has_te_layers: bool = False
-    """Whether layers are those of Transformer Engine, in bf16 with its fused core attention."""
+    """Whether layers are those of Transformer Engine, in bf16."""
+    has_te_attention: bool = False
+    """Whether core attention is that of Transformer Engine, by cuDNN in bf16."""
     ranks_per_node: int | None = None
     """None if all ranks are in one node."""
     pool: PoolFootprint | None = None
@@ -343,7 +349,8 @@ class MemoryModel:
         multiple = 2 * scheme.tp * scheme.cp
         usable = self.usable_bytes
         tokens_per_cp_rank = min(
-            (usable - moment.fixed_bytes) / moment.bytes_per_token
+            (usable - moment.fixed_bytes)
+            / (moment.bytes_per_token + self._stream_per_token(scheme))
             for moment in self._moments(scheme, stage, num_layers)
         )
         return max(0, int(tokens_per_cp_rank * scheme.cp) // multiple * multiple)
@@ -358,6 +365,13 @@ class MemoryModel:
             moment.fixed_bytes + moment.bytes_per_token * num_tokens / scheme.cp
             for moment in self.moments(scheme, stage)
         )
+
+    def stream_bytes(self, scheme: Scheme, num_tokens: int) -> float:
+        """What the allocator holds besides tensors, for the stream of Transformer Engine's ring.
+
+        Every second step runs on it, and other streams get none of its memory.
+        """
+        return self._stream_per_token(scheme) * num_tokens / scheme.cp
 
     def moments(self, scheme: Scheme, stage: int) -> tuple[Moment, ...]:
         """The points at which memory of a rank of a stage may peak."""
@@ -452,7 +466,7 @@ class MemoryModel:
             # The output layer's gradient waits for that of the embedding.
             state += matrix * shape.vocab_size
         if is_last:
-            kept -= 2 * token.hidden_part  # the final norm's have been freed
+            kept -= (2 + self._widening) * token.hidden_part  # the final norm's have been freed
         kept += self._again_per_token(scheme, num_layers) + token.hidden_part
         whole = token.hidden if self._spreads(scheme) else 0.0
         yield Moment(
@@ -461,13 +475,16 @@ class MemoryModel:
             kept + whole + token.mlp,
         )
         num_tensors = _GATED_ACTIVATION_TENSORS if shape.gated_mlp else _PLAIN_ACTIVATION_TENSORS
+        if self.num_gate_tensors:
+            num_tensors = _SEPARATE_ACTIVATION_TENSORS
         yield Moment("activation of the MLP", state, kept + num_tensors * token.mlp)
         if self.has_te_layers:
             # The gradient of its output is all that is left of the inside, which has two or three.
             yield Moment(
                 "first matrix of the MLP", state, kept - token.mlp + 2 * whole + token.hidden_part
             )
-            state += _TE_ROUNDED_TOKENS * self._attention_sums_per_token(scheme)
+        if self.has_te_attention:
+            state += self._rounding_bytes(scheme)
         freed = self._mlp_per_token(scheme) + 2 * token.hidden_part
         yield Moment("attention", state, kept - freed + self._attention_per_token(scheme))
 
@@ -508,7 +525,8 @@ class MemoryModel:
         num_again = recompute.num_layers_again(num_layers)
         layers = recompute.num_inputs_kept(num_layers) * token.hidden_part
         layers += (num_layers - num_again) * self._layer_per_token(scheme)
-        outputs = (2 if is_last else 1) * token.hidden_part
+        # In fp32, norms keep a copy of the stage's first input and of the last stage's output.
+        outputs = (2 if is_last else 1) * (1 + self._widening) * token.hidden_part
         rotation: float = 2 * self.shape.kv_channels * self.parameter_bytes
         if num_again:
             rotation += self._rotary_table_per_token(scheme)
@@ -526,24 +544,37 @@ class MemoryModel:
             if self.has_te_layers:  # the norm before it is a part of its first matrix
                 kept -= self._token(scheme).hidden_part
         if self.recompute.drops_core_attention:
+            token = self._token(scheme)
             kept += self._given_to_attention_per_token(scheme)
-            kept += self._token(scheme).query  # attention's output
+            kept += token.query  # attention's output
             if self.qk_norms:
-                kept += self._token(scheme).query + self._token(scheme).key
+                kept += token.query + token.key
+            if self._norms_copy:  # also the queries, which would be copied otherwise
+                kept += self._normed_per_token(scheme)
+                kept -= token.query if token.key < token.query else 0.0
             kept -= self._kept_by_attention_per_token(scheme)
         return kept
 
     def _whole_layer_per_token(self, scheme: Scheme) -> float:
-        token = self._token(scheme)
+        shape, token = self.shape, self._token(scheme)
         shares = scheme.tp if self._spreads(scheme) else 1
-        wide = _FP32_BYTES / self.parameter_bytes - 1 if self.has_wide_norms else 0.0
-        norms = (4 + 2 * wide) * token.hidden_part + 2 * _NORM_BYTES_PER_TOKEN / shares
+        inputs = 2 * (1 + self._widening)
+        norms = (2 + inputs) * token.hidden_part + 2 * _NORM_BYTES_PER_TOKEN / shares
         if self.kept is not None:
             norms += (self.kept.hidden_states + self.kept.norm_states) * token.hidden_part
             norms += self.kept.attention_states * (token.query + token.key) / 2
-            norms += self.shape.gated_mlp * self.kept.mlp_tensors * token.mlp
+            norms += shape.gated_mlp * self.kept.mlp_tensors * token.mlp
             norms += self._scores_per_token(scheme)
-        return norms + self._kept_by_attention_per_token(scheme) + self._mlp_per_token(scheme)
+        gated = 0.0
+        if shape.output_gate:  # its sigmoid, in fp32, and the product with attention's output
+            gated = token.query * (_FP32_BYTES / self.parameter_bytes + 1)
+        attention = self._kept_by_attention_per_token(scheme) + gated
+        return norms + attention + self._mlp_per_token(scheme)
+
+    @property
+    def _widening(self) -> float:
+        """What norms keep of their inputs in fp32, more than in the model's precision."""
+        return _FP32_BYTES / self.parameter_bytes - 1 if self.has_wide_norms else 0.0
 
     def _scores_per_token(self, scheme: Scheme) -> float:
         """Stored scores of a layer."""
@@ -552,9 +583,7 @@ class MemoryModel:
 
     def _mlp_per_token(self, scheme: Scheme) -> float:
         """The output of fc1 and the input of fc2."""
-        num_tensors = 3 if self.shape.gated_mlp else 2
-        if self.keeps_gate:
-            num_tensors = _SEPARATE_GATE_TENSORS
+        num_tensors = self.num_gate_tensors or (3 if self.shape.gated_mlp else 2)
         return num_tensors * self._token(scheme).mlp
 
     def _kept_by_attention_per_token(self, scheme: Scheme) -> float:
@@ -563,12 +592,25 @@ class MemoryModel:
         kept = self._attended_per_token(scheme) + token.query + per_head
         if self.softmax_type != "vanilla":  # the kernel's queries and output have more channels
             kept += token.query * (1 + 2 * self._channels_per_channel)
-        if self.qk_norms:  # their inputs keep the linear layer's output, and the values in it
+        elif self.parameter_bytes == _FP32_BYTES:  # outputs of blocks, before they are joined
+            kept += token.query * self.shape.num_windowed_layers / self.shape.num_layers
+        if self._norms_copy:
+            kept += self._normed_per_token(scheme)
+        elif self.qk_norms:  # their inputs keep the linear layer's output, and the values in it
             kept += self._given_to_attention_per_token(scheme) + 2 * per_head
             kept -= token.key if scheme.cp == 1 else 0.0
-        if self.shape.output_gate:  # its sigmoid, in fp32, and the product with the output
-            kept += token.query * (_FP32_BYTES / self.parameter_bytes + 1)
         return kept + token.query if self._exchanges_heads(scheme) else kept
+
+    @property
+    def _norms_copy(self) -> bool:
+        """Whether norms of queries and keys keep copies of their inputs, not of a larger tensor."""
+        return self.qk_norms and (self.has_te_layers or self._widening > 0)
+
+    def _normed_per_token(self, scheme: Scheme) -> float:
+        """What norms of queries and keys keep if they copy."""
+        token = self._token(scheme)
+        per_head = _FP32_BYTES * self.shape.num_attention_heads / scheme.tp
+        return (1 + self._widening) * (token.query + token.key) + 2 * per_head
 
     @property
     def _channels_per_channel(self) -> float:
@@ -610,22 +652,47 @@ class MemoryModel:
         cp + ½ per local token; they are gathered again, and their gradients exist both apart and
         concatenated.
         """
-        token = self._token(scheme)
-        if self._exchanges_heads(scheme):
-            keys = self._attended_per_token(scheme)
-        elif scheme.cp > 1:
-            keys = 2 * token.key * (scheme.cp + 0.5)
-        else:
-            keys = 2 * token.key
-        kernel = 3 * token.query + self._attention_sums_per_token(scheme)
-        if self.softmax_type != "vanilla":
-            keys *= 1 + self._channels_per_channel
-        is_laid_out = scheme.cp > 1 or self.softmax_type != "vanilla"
-        gathered = keys if is_laid_out else 0.0
         again = 0.0
+        token = self._token(scheme)
         if self.recompute.drops_core_attention:
             again = self._kept_by_attention_per_token(scheme) + token.query
+        if self.has_te_attention and scheme.cp > 1:
+            return again + self._te_exchange_per_token(scheme)
+        if self._exchanges_heads(scheme):
+            keys = self._attended_per_token(scheme)
+        else:
+            keys = 2 * token.key * self._keys_at_once(scheme)
+        kernel = 3 * token.query
+        if self.softmax_type == "vanilla":
+            kernel += self._attention_sums_per_token(scheme)
+        else:  # sums of a block of queries, see `QUERY_BLOCK`
+            # Each block of queries with a window has its keys behind an offset's key.
+            num_copies = 1 + self.shape.window_tokens / QUERY_BLOCK
+            keys *= (1 + self._channels_per_channel) * num_copies
+        is_laid_out = scheme.cp > 1 or self.softmax_type != "vanilla"
+        gathered = keys if is_laid_out else 0.0
         return again + gathered + keys + max(kernel, keys)
+
+    def _te_exchange_per_token(self, scheme: Scheme) -> float:
+        """As `_attention_per_token`, by Transformer Engine over cp ranks.
+
+        A ring has two buffers with keys, values and gradients of both, and the gradients of a step.
+        Gathered keys and values exist besides gradients of two steps and their sums, at the end
+        also in the order of ranks. An all-to-all sends gradients from one copy to another.
+        """
+        token, sums = self._token(scheme), self._attention_sums_per_token(scheme)
+        if self._exchanges_heads(scheme):
+            gradients = self._attended_per_token(scheme)
+            return token.query + gradients + max(sums, 3 * gradients)
+        keys = 2 * token.key * self._keys_at_once(scheme)
+        if self._rings(scheme):
+            return 5 * keys + 3 * token.query + sums
+        return 4 * keys + 4 * token.query + max(sums, keys / 2)
+
+    def _stream_per_token(self, scheme: Scheme) -> float:
+        """A step's output, and keys and values."""
+        token = self._token(scheme)
+        return token.query + 2 * token.key if self._rings(scheme) else 0.0
 
     def _attention_sums_per_token(self, scheme: Scheme) -> float:
         """What the kernel adds up: gradients of queries in fp32 and, with grouped queries, of keys
@@ -634,8 +701,27 @@ class MemoryModel:
         fp32 = token.query * _FP32_BYTES / self.parameter_bytes
         if token.key == token.query:
             return fp32
-        in_row = scheme.cp + 0.5 if scheme.cp > 1 and not self._exchanges_heads(scheme) else 1.0
-        return fp32 + 2 * in_row * (fp32 if self.has_te_layers else token.query)
+        per_head = fp32 if self.has_te_attention else token.query
+        return fp32 + 2 * self._keys_at_once(scheme) * per_head
+
+    def _rounding_bytes(self, scheme: Scheme) -> float:
+        """At most what cuDNN's sums take for tokens that rows do not have."""
+        token = self._token(scheme)
+        fp32 = token.query * _FP32_BYTES / self.parameter_bytes
+        num_sums = 1 if token.key == token.query else 3
+        share = scheme.cp if self._exchanges_heads(scheme) else 1  # of the heads
+        return _TE_ROUNDED_TOKENS * num_sums * fp32 / share
+
+    def _keys_at_once(self, scheme: Scheme) -> float:
+        """To which a kernel attends, for each local token."""
+        if scheme.cp == 1 or self._exchanges_heads(scheme) or self._rings(scheme):
+            return 1.0
+        return scheme.cp if self.has_te_attention else scheme.cp + 0.5
+
+    def _rings(self, scheme: Scheme) -> bool:
+        """Whether cp ranks pass keys and values on, and attend to those of one rank at a time."""
+        is_asked = self.has_te_attention and self.cp_comm_type != "all_gather"
+        return scheme.cp > 1 and is_asked and not self._exchanges_heads(scheme)
 
     def _exchanges_heads(self, scheme: Scheme) -> bool:
         """Whether cp ranks exchange tokens for heads."""
@@ -643,7 +729,7 @@ class MemoryModel:
             return False
         num_heads = self.shape.num_attention_heads // scheme.tp
         num_groups = self.shape.num_query_groups // scheme.tp
-        if self.has_te_layers:
+        if self.has_te_attention:
             refusal = te_all_to_all_refusal(num_heads, num_groups, scheme.cp)
             return takes_all_to_all(self.cp_comm_type, num_heads, num_groups, scheme.cp, refusal)
         return choose_way(self.cp_comm_type, num_heads, num_groups, scheme.cp) == "a2a"

@@ -331,17 +331,21 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
     )
 
 
-def keeps_gate(namespace: argparse.Namespace) -> bool:
-    """Whether a gated activation runs as several kernels, as upstream has no fused one for it.
+def num_gate_tensors(namespace: argparse.Namespace) -> int:
+    """Tensors as wide as the MLP that a gate of several kernels keeps; 0 if one is fused.
+
+    Both halves of the output of fc1, the second with its offset, the activation and the product of
+    the two; the first within its limit; a sigmoid.
 
     Args:
         namespace: flags of training, of which those with a problem may be missing, or of
             `add_shape_arguments`.
     """
-    offset = getattr(namespace, "glu_linear_offset", None)
-    limit = getattr(namespace, "activation_func_clamp_value", None)
-    has_settings = bool(offset) or limit is not None
-    return bool(namespace.quick_geglu or (namespace.swiglu and has_settings))
+    has_limit = getattr(namespace, "activation_func_clamp_value", None) is not None
+    has_settings = bool(getattr(namespace, "glu_linear_offset", None)) or has_limit
+    if not (namespace.quick_geglu or (namespace.swiglu and has_settings)):
+        return 0
+    return 5 + has_limit + bool(namespace.quick_geglu)
 
 
 def _window_of(namespace: argparse.Namespace) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron.hydraulis.cost_model.shape_arguments import keeps_gate
+from megatron.hydraulis.cost_model.shape_arguments import num_gate_tensors
 from megatron.hydraulis.data.tokenizer import (
     build_tokenizer,
     check_made_with,
@@ -169,7 +169,7 @@ def set_defaults(
         defaults |= _CPU_DEFAULTS
     if before["squared_relu"] or before["quick_geglu"]:
         defaults["bias_gelu_fusion"] = False
-    if keeps_gate(argparse.Namespace(**before)):
+    if num_gate_tensors(argparse.Namespace(**before)):
         defaults["bias_swiglu_fusion"] = False
     for dest, value in defaults.items():
         if not flags.was_given(dest):

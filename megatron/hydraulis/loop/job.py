@@ -138,7 +138,11 @@ class Job:
         self._device = constants_of_this_rank(
             has_cuda=has_cuda, speaks=rank == 0 and self._profile is None
         )
-        self._planning = Planning.of(resolved, self._device, self._profile)
+        self._planning = self._plan()
+
+    def _plan(self) -> Planning:
+        name = None if self._core_attention is None else self._core_attention.name
+        return Planning.of(self._resolved, self._device, self._profile, name)
 
     def print_description(self) -> None:
         """What --dry-run prints; also raises what is wrong with the data."""
@@ -169,6 +173,8 @@ class Job:
         if self._profile is not None:
             path = str(self._resolved.hydraulis.cost_profile)
             self._profile.check_model(self._profiled_model, path, speaks=False)
+        elif self._has_cuda:  # limits depend on it
+            self._planning = self._plan()
 
     @property
     def _profiled_model(self) -> ProfiledModel:
@@ -296,7 +302,7 @@ class Job:
     def _agree_on_device(self, corpora: Corpora) -> None:
         """Collective: all ranks plan with the same device."""
         self._device = common_constants(of_all_ranks(self._device))
-        self._planning = Planning.of(self._resolved, self._device, self._profile)
+        self._planning = self._plan()
         self._check_longest(corpora)
 
     def _start_run_folder(self, corpora: Corpora) -> None:

@@ -15,7 +15,7 @@ from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
-from megatron.hydraulis.cost_model.shape_arguments import keeps_gate
+from megatron.hydraulis.cost_model.shape_arguments import num_gate_tensors
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_schedule, gradient_bytes, recompute_of
@@ -87,9 +87,15 @@ class Planning:
 
     @classmethod
     def of(
-        cls, resolved: Resolved, device: DeviceConstants, profile: ProfileCostModel | None
+        cls,
+        resolved: Resolved,
+        device: DeviceConstants,
+        profile: ProfileCostModel | None,
+        core_attention: str | None = None,
     ) -> Planning:
         """Plan with the profile if there is one, else with what is known of the device.
+
+        core_attention is the chosen one; until then it follows from the flags.
 
         Raises ConfigurationError, StrategyError among them, when no strategy holds the model and
         when --strategy-schedule names one that does not.
@@ -109,7 +115,9 @@ class Planning:
             cost_model = profile.with_regrouping(regroup, resolved.pool.strategies)
             source = f"cost profile {resolved.hydraulis.cost_profile}, {profile.device}"
         else:
-            cost_model = replace(analytic_cost_model(resolved, device), regroup=regroup)
+            cost_model = replace(
+                analytic_cost_model(resolved, device, core_attention), regroup=regroup
+            )
             source = f"analytic, device '{device.name}'"
         quantum = resolved.hydraulis.row_quantum_tokens
         if quantum is None:
@@ -237,8 +245,14 @@ def _planner(planning: Planning, names: Sequence[str], make: Callable[[Pool], Pl
     return make(planning.pool)
 
 
-def analytic_cost_model(resolved: Resolved, device: DeviceConstants) -> AnalyticCostModel:
+def analytic_cost_model(
+    resolved: Resolved, device: DeviceConstants, core_attention: str | None = None
+) -> AnalyticCostModel:
+    """Of the run on a device; core_attention as for `Planning.of`."""
     pool = resolved.pool
+    has_te_layers = resolved.args.transformer_impl == "transformer_engine"
+    attention = core_attention or resolved.hydraulis.core_attention
+    takes_te = has_te_layers and resolved.args.softmax_type == "vanilla"
     return AnalyticCostModel(
         shape=resolved.shape,
         device=device,
@@ -248,13 +262,14 @@ def analytic_cost_model(resolved: Resolved, device: DeviceConstants) -> Analytic
         recompute=recompute_of(resolved.args),
         cp_comm_type=resolved.args.cp_comm_type[0],
         qk_norms=resolved.args.qk_layernorm,
-        keeps_gate=keeps_gate(resolved.args),
+        num_gate_tensors=num_gate_tensors(resolved.args),
         softmax_type=resolved.args.softmax_type,
         has_wide_norms=(
             resolved.args.layernorm_zero_centered_gamma
             and resolved.args.transformer_impl == "local"
         ),
-        has_te_layers=resolved.args.transformer_impl == "transformer_engine",
+        has_te_layers=has_te_layers,
+        has_te_attention=attention == "te" or (attention == "auto" and takes_te),
         pool=PoolFootprint.of(pool, gradient_bytes=gradient_bytes(resolved.args)),
     )
 

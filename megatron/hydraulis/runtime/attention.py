@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +27,12 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from megatron.hydraulis.cost_model.context import choose_way
-from megatron.hydraulis.cost_model.memory import OFFSET_CHANNELS
+from megatron.hydraulis.cost_model.memory import OFFSET_CHANNELS, QUERY_BLOCK
 from megatron.hydraulis.data.packed_batch import gathered_places, local_stretches
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.process_groups import to_device
 
-QUERY_BLOCK = 512
-"""Queries that attend at once, in tokens: the height of a block's mask. On average a block computes
-half its height of keys too many per query."""
 MASK_QUANTUM = 16
 """Masks begin at a multiple of this in memory, in elements, as CUDA's memory-efficient kernel
 requires, which reads 16 bytes at a time."""
@@ -487,19 +484,22 @@ class QueryBlocks:
             parts += [first, segments[segment][begin:stop]]
         return torch.cat(parts)
 
-    def keys_of(self, laid_out: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """The keys and values of each block, views of `laid_out`.
+    def keys_of(self, laid_out: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
+        """The keys and values of each block, views of `laid_out`, each made when it is taken.
 
-        By segment or stretch: the gradient of a slice is as large as the tensor it is cut from.
+        The backward runs in the opposite order: if all were made before the first block attends,
+        their gradients would exist together. By segment or stretch: the gradient of a slice is as
+        large as the tensor it is cut from.
         """
         if not self.has_offset:
             segments = laid_out.split(list(lengths))
-            return [segments[each.segment][each.first_key : each.stop_key] for each in self.blocks]
+            for each in self.blocks:
+                yield segments[each.segment][each.first_key : each.stop_key]
+            return
         sizes = [1 + stop - begin for (_, begin), stop in self._stretches.items()]
         stretches = dict(zip(self._stretches, laid_out.split(sizes), strict=True))
-        return [
-            stretches[each.segment, each.first_key][: 1 + each.num_keys] for each in self.blocks
-        ]
+        for each in self.blocks:
+            yield stretches[each.segment, each.first_key][: 1 + each.num_keys]
 
     def mask_of(self, block: QueryBlock) -> Tensor | None:
         """(queries, keys): 0 where attended and −∞ elsewhere; None for the causal mask of as many

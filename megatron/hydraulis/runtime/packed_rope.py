@@ -157,9 +157,19 @@ def _is_rotated_here(attention: Any) -> bool:
 
 
 def _keeps_fused_output(attention: Any) -> bool:
-    """Whether norms of queries or keys save the output of the fused linear layer."""
+    """Whether norms of queries or keys save the output of the fused linear layer.
+
+    Those of Transformer Engine save copies, and ours around one save them in fp32.
+    """
+    config = attention.config
+    if config.layernorm_zero_centered_gamma and config.params_dtype != torch.float32:
+        return False
     norms = (getattr(attention, name, None) for name in ("q_layernorm", "k_layernorm"))
-    return any(norm is not None and not isinstance(norm, IdentityOp) for norm in norms)
+    return any(not isinstance(norm, IdentityOp) and not _is_of_te(norm) for norm in norms if norm)
+
+
+def _is_of_te(norm: Any) -> bool:
+    return type(norm).__module__.startswith("transformer_engine.")
 
 
 def _before_core_attention(

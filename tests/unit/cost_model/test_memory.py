@@ -55,7 +55,7 @@ def test_what_raises_the_limit() -> None:
 
 def test_what_variants_of_layers_keep_lowers_the_limit() -> None:
     base = memory().max_tokens(Scheme(tp=2))
-    assert replace(memory(), keeps_gate=True).max_tokens(Scheme(tp=2)) < 0.8 * base
+    assert replace(memory(), num_gate_tensors=7).max_tokens(Scheme(tp=2)) < 0.8 * base
     gated = replace(LLAMA_7B, output_gate=True)
     assert memory(gated).max_tokens(Scheme(tp=2)) < 0.9 * base
     off_by_one = replace(memory(), softmax_type="off-by-one").max_tokens(Scheme(tp=2))
@@ -209,6 +209,62 @@ def test_transformer_engine_recomputes_the_norm_with_the_mlp() -> None:
     found = per_token(replace(again, has_te_layers=True), Scheme())["activation of the MLP"]
     # Of all layers, but for the one whose backward runs.
     assert local - found == pytest.approx((LLAMA_7B.num_layers - 1) * 2 * HIDDEN)
+
+
+def test_a_ring_of_transformer_engine_does_not_hold_the_row() -> None:
+    grouped = replace(LLAMA_7B, num_query_groups=8)
+    ring = replace(memory(grouped), has_te_attention=True, cp_comm_type="p2p")
+    found = [per_token(ring, Scheme(cp=cp))["attention"] for cp in (2, 16)]
+    assert found[0] == found[1]
+    # Keys and values of this rank's tokens and of the next one's, with their gradients, and a
+    # step's gradients of both; cuDNN's sums of them per head.
+    key, query = 2 * grouped.num_query_groups * grouped.kv_channels, 2 * HIDDEN
+    alone = replace(ring, cp_comm_type="a2a")
+    assert found[0] - per_token(alone, Scheme())["attention"] == pytest.approx(4 * 2 * key)
+    # Who gathers has sums for the row.
+    gathers = replace(ring, cp_comm_type="all_gather")
+    of_row = per_token(gathers, Scheme(cp=16))["attention"]
+    assert of_row - found[1] == pytest.approx((4 * 16 - 5) * 2 * key + query + 15 * 4 * query)
+
+
+def test_the_limit_leaves_memory_to_the_stream_of_a_ring() -> None:
+    ring = replace(memory(), has_te_attention=True)
+    scheme = Scheme(tp=2, cp=8)
+    limit = ring.max_tokens(scheme)
+    # A step's output, and as many keys and values, in bf16 over tp 2.
+    of_stream = ring.stream_bytes(scheme, limit)
+    assert of_stream == pytest.approx(2 * 3 * HIDDEN / 2 * limit / 8)
+    more = limit + 2 * 2 * 8
+    assert ring.peak_bytes(scheme, 0, limit) + of_stream <= ring.usable_bytes
+    assert ring.peak_bytes(scheme, 0, more) + ring.stream_bytes(scheme, more) > ring.usable_bytes
+
+
+def test_layers_of_transformer_engine_with_another_attention_gather_the_row() -> None:
+    local, scheme = memory(), Scheme(tp=2, cp=8)
+    te = replace(local, has_te_layers=True)
+    difference = per_token(te, scheme)["attention"] - per_token(local, scheme)["attention"]
+    assert difference == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_bytes"), [({"has_te_layers": True}, 2), ({"has_wide_norms": True}, 4)]
+)
+def test_norms_that_copy_queries_and_keys_do_not_keep_the_fused_output(
+    settings: dict[str, bool], num_bytes: int
+) -> None:
+    grouped = replace(LLAMA_7B, num_query_groups=8)
+    usual = replace(memory(grouped), **settings)  # type: ignore[arg-type]
+    again = replace(usual, recompute=Recompute(granularity="selective", modules=("core_attn",)))
+    key = grouped.num_query_groups * grouped.kv_channels
+    copies = num_bytes * (HIDDEN + key) + 2 * 4 * HEADS
+    for model, more in (
+        (usual, copies),
+        # Normed queries and keys instead of the copy of queries.
+        (again, copies + 2 * (HIDDEN + key) - 2 * HIDDEN),
+    ):
+        found = per_token(replace(model, qk_norms=True), Scheme())["loss"]
+        expected = LLAMA_7B.num_layers * more
+        assert found - per_token(model, Scheme())["loss"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("parameter_bytes", [2, 4])
