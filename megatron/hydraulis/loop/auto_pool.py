@@ -30,7 +30,7 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 
 FILE_NAME = "auto_pool.json"
 _OPTION, _AUTO = "--strategy-pool", "auto"
-_KEY, _KEY_OF_ERROR = "hydraulis_auto_pool", "hydraulis_auto_pool_error"
+_KEY = "hydraulis_auto_pool"
 _NUM_BATCHES = 8
 """Few, as all ranks wait."""
 _LOG_INTERVAL_S = 5.0
@@ -62,9 +62,8 @@ def with_pool(
     if rank == 0:
         try:
             text = _pool_text(resolved, path, has_cuda=has_cuda)
-        except HydraulisError as error:
+        except HydraulisError:
             if store is not None:
-                store.set(_KEY_OF_ERROR, str(error))
                 store.set(_KEY, "")
             raise
         if store is not None:
@@ -73,7 +72,10 @@ def with_pool(
         assert store is not None  # only rank 0 runs alone
         text = store.get(_KEY).decode()
         if not text:
-            raise ConfigurationError(store.get(_KEY_OF_ERROR).decode())
+            raise ConfigurationError(
+                f"--strategy-pool auto: rank 0 proposes the pool but rank {rank} got none; see the "
+                f"error of rank 0"
+            )
     _write(path, text)
     return [*rest, _OPTION, str(path)]
 
