@@ -187,7 +187,7 @@ def _tiles(run: Run) -> str:
         idle = ("Idle share, measured", share_text(totals.measured_idle_fraction))
         imbalance = f"predicted {share_text(totals.idle_fraction)}, {imbalance}"
     worst_gap = f"worst {share_text(totals.worst_plan_gap)}"
-    waited = f"training waited {share_text(totals.plan_wait_fraction)} of its time"
+    waited = f"{share_text(totals.plan_wait_fraction)} of the time, without first iterations"
     tiles = [
         ("Iterations", reached, f"from {totals.first_iteration:,} on"),
         ("Loss, first → last", losses, "per trained token"),
