@@ -397,7 +397,7 @@ srun bash -c 'torchrun --nnodes $SLURM_NNODES --nproc-per-node $N --node-rank $R
         ("#SBATCH -N2\n#SBATCH --ntasks-per-node 8\nsrun python pretrain_gpt.py", 16),
         ("#SBATCH -N 2 --gpus-per-node=a100:4\nsrun python pretrain_gpt.py", 8),
         ("#SBATCH --nodes=9\nsrun -N 2 --ntasks-per-node=4 python pretrain_gpt.py", 8),
-        ("#SBATCH -n 6\nsrun python pretrain_gpt.py", 6),
+        ("#SBATCH -n 6 # not -n 8\nsrun python pretrain_gpt.py", 6),
         ("mpirun -np 4 python pretrain_gpt.py", 4),
         ("torchrun --nproc_per_node=4 --nnodes $SLURM_NNODES pretrain_gpt.py", None),
         (

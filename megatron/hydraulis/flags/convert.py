@@ -124,7 +124,7 @@ def read_launch_command(
     """
     lines = (line.strip() for line in text.splitlines())
     is_script = not next((line for line in lines if line and line[0] != "#"), "").startswith("--")
-    of_job = _sizes("\n".join(re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)))
+    of_job = _sizes("\n".join(re.findall(r"^#SBATCH\s+([^#\n]*)", text, re.MULTILINE)))
     values = {
         name: str(number)
         for size, number in of_job.items()

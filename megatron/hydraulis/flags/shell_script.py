@@ -29,10 +29,10 @@ _ENTRY = re.compile(r"(?:^|/)\w*pretrain\w*\.py$")
 _NO_LAUNCHER = ("cp", "mv", "ln", "ls", "cat", "echo", "printf", "rsync", "scp", "test", "[", "[[")
 """Commands that name the program without calling it."""
 _SET_BY_JOB = re.compile(
-    r"SLURM_\w+|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|"
+    r"(SLURM|PBS|OMPI)_\w+|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|"
     r"HOME|USER|PWD|HOSTNAME|RANDOM|UID|\W|0"
 )
-"""Variables that the shell, Slurm or a cluster sets when the job runs."""
+"""Variables that the shell, the scheduler or the launcher sets when the job runs."""
 _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -410,7 +410,7 @@ class Script:
             self._call(words, assignments, node, name)
 
     def _call(self, words: list[str], assignments: list[Node], node: Node, name: Node) -> None:
-        """Take down a command if it calls the program, or hands a text that does to a shell."""
+        """Record a command that calls the program, or that hands a text which does to a shell."""
         begin, end = self._span or (name.start_byte, node.end_byte)
         for assignment in reversed(assignments if self._span is None else ()):
             between = _bytes_of(node)[assignment.end_byte - node.start_byte :]
