@@ -192,11 +192,7 @@ def _verdict_to_json(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def search_layouts(
-    job: FixedLengthJob,
-    device: DeviceConstants,
-    kernel: str,
-) -> LayoutSearch:
+def search_layouts(job: FixedLengthJob, device: DeviceConstants, kernel: str) -> LayoutSearch:
     """Predict and rank all layouts.
 
     tp are powers of two inside a node, pp all degrees whose product with tp divides the ranks,
