@@ -6,12 +6,13 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import speedup_ladder
+from benchmarks import propose, speedup_ladder
 from benchmarks.context_balance import cost_profile
 from benchmarks.inputs import DATA
 from benchmarks.speedup_ladder import LongTail
 from megatron.hydraulis.simulator.ways import WAYS
 from megatron.hydraulis.strategy import Scheme
+from megatron.hydraulis.terminal import table_text
 
 REFERENCE = json.loads((DATA / "flexsp_reference.json").read_text("utf-8"))
 
@@ -66,3 +67,35 @@ def test_a_ladder_has_all_steps_and_no_step_is_slower() -> None:
     for slower_s, faster_s in itertools.pairwise(times_s):
         assert faster_s <= 1.01 * slower_s
     assert speedup_ladder.ladder_table(corpus, results).row_count == len(WAYS)
+
+
+def test_cases_have_the_sizes_and_widths_of_their_jobs() -> None:
+    for name in ("7B A800", "8B h100-80g"):
+        profile = propose.case_profile(name, 16)
+        assert profile.regroup is not None
+        assert profile.regroup.cluster.num_ranks == 16
+        schemes = {row.scheme: row for row in profile.schemes}
+        assert all(scheme.num_ranks <= 16 for scheme in schemes)
+        # The published profile has no cp; of the estimate all rows are estimated.
+        assert schemes[Scheme(tp=2, cp=4)].is_assumed is (name == "7B A800")
+
+
+def test_the_table_of_cases_ends_with_mean_and_least_gain() -> None:
+    kinds = (propose.NOTHING_HIDDEN, propose.BY_RULE)
+    results = [
+        propose.CaseResult(
+            name=str(gain),
+            gains=dict.fromkeys(kinds, (gain, 2 * gain)),
+            of_ceiling=0.8,
+            regrouping=0.1,
+            static="2*tp1",
+            pool="2*tp1 tp2",
+            cpu_s=1.0,
+        )
+        for gain in (1.0, 1.2)
+    ]
+    text = table_text(propose.case_table(results), 200)
+    rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("│")}
+    assert rows["mean"].count("1.100") == 2
+    assert rows["least"].count("1.000") >= 2
+    assert "2.200" in rows["mean"]

@@ -171,8 +171,7 @@ def run(namespace: argparse.Namespace) -> int:
     )
     for line in (*_sources(device), communicators_text(num_communicators)):
         console.print(line, highlight=False)
-    if namespace.out is not None:
-        print_next(propose_command(num_ranks, namespace.out))
+    print_next(propose_command(num_ranks, namespace.out or "PROFILE"))
     return 0
 
 

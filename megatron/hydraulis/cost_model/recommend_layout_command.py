@@ -24,7 +24,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
 )
 from megatron.hydraulis.cost_model.software import SOFTWARE_NAMES, TRAINING, software_of
 from megatron.hydraulis.errors import ConfigurationError, PlanError
-from megatron.hydraulis.terminal import print_json, results_console
+from megatron.hydraulis.terminal import print_json, print_next, results_console
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,11 @@ def run(namespace: argparse.Namespace) -> int:
     console.print(
         f"{len(search.rejected)} layouts are out of memory, {len(search.refused)} cannot be run: "
         f"--json lists them"
+    )
+    print_next(
+        f"hydraulis advise --lengths CORPUS.idx --seq-length {namespace.seq_length} "
+        f"--global-batch-size {namespace.global_batch_size} --num-ranks {num_ranks} "
+        f"--model FILE --device {namespace.device}"
     )
     return 0
 

@@ -283,7 +283,10 @@ def run(namespace: argparse.Namespace) -> int:
     console = results_console()
     for table in length_tables(statistics):
         console.print(table)
-    print_next("hydraulis profile --help (on the devices), or hydraulis estimate --help")
+    print_next(
+        f"hydraulis advise --lengths {namespace.lengths} --global-batch-size N --num-ranks N "
+        "--model FILE --device NAME"
+    )
     return 0
 
 

@@ -161,10 +161,10 @@ def run(namespace: argparse.Namespace) -> int:
         print(f"pool: {namespace.out}")
         if assumed:
             print(f"cost profile with the assumed rows: {profile_path}")
-        print_next(
-            launch_command(proposal.pool.num_ranks, proposal.pool.ranks_per_node),
-            *("--strategy-pool", namespace.out, "--cost-profile", profile_path, "FLAGS"),
-        )
+    print_next(
+        launch_command(proposal.pool.num_ranks, proposal.pool.ranks_per_node),
+        *("--strategy-pool", namespace.out or "POOL", "--cost-profile", profile_path, "FLAGS"),
+    )
     return 0
 
 

@@ -108,7 +108,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*flags, "--picture", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "16 sequences, 56,000 tokens" in text
-    assert max(len(line) for line in text.splitlines()) <= 100
+    *lines, following = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert following.startswith(f"next: hydraulis advise --lengths {lengths} ")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*flags, "--json", "--long-sequences", "drop"]) == 0
     figures = json.loads(capsys.readouterr().out)
