@@ -39,8 +39,12 @@ def sample_batches(
     num_batches: int,
     seed: int,
     sizes: BatchSizes,
+    long_sequence_window: int = 0,
 ) -> list[tuple[int, ...]]:
     """Global batches as the training program samples them.
+
+    With a window there are up to that many more batches, so that few long sequences are held after
+    the last one, whose time would not be counted.
 
     lengths: shape (num_sequences,), the corpus. Raises ConfigurationError as LengthSampler does.
     """
@@ -49,8 +53,14 @@ def sample_batches(
         [SequenceGroup(0, len(lengths), 1.0)],
         seed=seed,
         sizes=sizes,
+        long_sequence_window=long_sequence_window,
     )
-    return [sampler.next_batch().lengths for _ in range(num_batches)]
+    batches = [sampler.next_batch().lengths for _ in range(num_batches)]
+    num_held = [sampler.num_held]
+    for _ in range(long_sequence_window):
+        batches.append(sampler.next_batch().lengths)
+        num_held.append(sampler.num_held)
+    return batches[: num_batches + num_held.index(min(num_held))]
 
 
 def default_num_processes() -> int:

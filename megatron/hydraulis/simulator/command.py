@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_long_sequences(batches)
     batches.add_argument(
+        "--long-sequence-window",
+        type=int,
+        default=0,
+        metavar="K",
+        help="let a long sequence wait for others, at most K iterations, and compare the pool with "
+        "and without it (default: %(default)s)",
+    )
+    batches.add_argument(
         "--seed",
         type=int,
         default=0,
@@ -173,6 +182,11 @@ def run(namespace: argparse.Namespace) -> int:
         )
     check_seq_length(namespace.seq_length)
     check_seed(namespace.seed)
+    if namespace.long_sequence_window < 0:
+        raise ConfigurationError(
+            f"--long-sequence-window is at least 0 but is "
+            f"{namespace.long_sequence_window}; raise it"
+        )
     if namespace.plan_time is not None and not 0.0 <= namespace.plan_time < math.inf:
         raise ConfigurationError(
             f"--plan-time is finite and not negative but is {namespace.plan_time} s; give 0 for "
@@ -188,11 +202,14 @@ def run(namespace: argparse.Namespace) -> int:
     counts = read_length_counts(namespace.lengths).cut(
         namespace.seq_length or _longest_held(pool, profile), namespace.long_sequences
     )
-    batches = sample_batches(
+    sampled = partial(
+        sample_batches,
         counts.sequences,
-        num_batches=namespace.iterations,
         seed=namespace.seed,
         sizes=batch_sizes(namespace),
+    )
+    batches = sampled(
+        num_batches=namespace.iterations, long_sequence_window=namespace.long_sequence_window
     )
     names = [way for way in WAYS if way in namespace.ways]
     with (
@@ -222,6 +239,11 @@ def run(namespace: argparse.Namespace) -> int:
                 results.append(result)
             else:
                 skipped[name] = result
+        without_window = None
+        if namespace.long_sequence_window and POOL in names:
+            progress.update(task, description=f"{POOL} without the window")
+            others = replace(ways, batches=sampled(num_batches=len(batches)))
+            without_window = _simulated(POOL, others, settings)
     if not results:
         raise ConfigurationError(
             f"--ways: no strategy for {', '.join(skipped)} can be simulated with "
@@ -229,6 +251,14 @@ def run(namespace: argparse.Namespace) -> int:
         )
     reference = next((each for each in results if each.name == PACKING), results[0])
     content = _to_json(results, reference, skipped, ways)
+    if isinstance(without_window, WayResult):
+        with_window = next(each for each in results if each.name == POOL)
+        gain = with_window.tokens_per_s / without_window.tokens_per_s
+        content["long_sequence_window"] = {
+            "iterations": namespace.long_sequence_window,
+            "gain": gain,
+            "without": without_window.to_json(reference),
+        }
     if namespace.out is not None:
         _write(namespace.out, results, reference, content, window, _title(ways))
     if namespace.json:
@@ -238,6 +268,11 @@ def run(namespace: argparse.Namespace) -> int:
     console = results_console()
     console.print(result_table(results, reference, _title(ways)))
     console.print(strategy_use_table(results))
+    if "long_sequence_window" in content:
+        console.print(
+            f"Long sequences that wait up to {namespace.long_sequence_window} iterations: the pool "
+            f"trains {gain:.3f} × the tokens/s that it trains without."
+        )
     for name, why in skipped.items():
         console.print(f"{name!r} is skipped: {why}.", markup=False)
     for result in results:

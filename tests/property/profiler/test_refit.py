@@ -6,6 +6,7 @@ import re
 import statistics
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,22 +134,20 @@ def test_the_error_on_unseen_iterations_is_never_above_the_profiles(case: dict) 
     assert all(dict(model.times)[s] == dict(other.refitted().times)[s] for s in both)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    text=st.sampled_from(TEXTS),
-    seed=st.integers(0, 10**6),
-    noise=st.floats(0.0, 0.5),
-    num_iterations=st.sampled_from((7, 13, 20)),
-)
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.5])
 def test_noise_about_a_true_profile_does_not_spoil_later_iterations(
-    text: str, seed: int, noise: float, num_iterations: int
+    text: str, noise: float
 ) -> None:
-    iterations = run(text, seed, factor=1.0, noise=noise, misleading="", num_iterations=50)
-    refit = OnlineRefit(PROFILE)
-    for times in iterations[:num_iterations]:
-        refit.add(times)
-    later = iterations[20:]
-    assert error(refit.refitted(), later) <= error(PROFILE, later) + 0.1 * noise + 1e-9
+    # Fixed seeds: luck on held-out iterations is rare, not impossible.
+    for seed in range(3):
+        iterations = run(text, seed, factor=1.0, noise=noise, misleading="", num_iterations=50)
+        later = iterations[20:]
+        refit = OnlineRefit(PROFILE)
+        for number, times in enumerate(iterations[:20]):
+            refit.add(times)
+            if number in (7, 13, 19):
+                assert error(refit.refitted(), later) <= error(PROFILE, later) + 0.1 * noise
 
 
 def test_a_wrong_profile_is_corrected() -> None:
