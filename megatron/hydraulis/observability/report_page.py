@@ -294,7 +294,7 @@ def _replica_table(run: Run) -> str:
         if is_traced:
             cells |= {
                 "traced: measured": seconds_text(row.traced_measured_s),
-                "predicted then": seconds_text(row.traced_predicted_s),
+                "traced: predicted": seconds_text(row.traced_predicted_s),
                 "factor": factor_text(None if row.traced is None else row.traced.factor),
                 "idle, measured": share_text(row.measured_idle_fraction),
             }
@@ -307,7 +307,7 @@ def _replica_table(run: Run) -> str:
         "Replicas",
         "Medians of a replica's time in an iteration. Idle: share of the makespans after its end."
         + (
-            " Traced, then, factor and idle as measured: only the iterations of the trace."
+            " Traced, factor, idle as measured: only the iterations of the trace."
             if is_traced
             else ""
         ),
@@ -513,7 +513,7 @@ table { border-collapse: collapse; width: 100%; font-size: 0.92rem;
   font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 6px 10px; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--line); }
-th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
+th { color: var(--soft); font-weight: 600; vertical-align: bottom; white-space: normal; }
 th.text, td.text { text-align: left; }
 th:first-child, td:first-child { padding-left: 0; }
 tbody tr:last-child td { border-bottom: 0; }
