@@ -136,10 +136,10 @@ COSTS = st.builds(
         st.sampled_from([0.0, 1e-3, 0.05]),
         st.sampled_from([0.1, 1.0]),
         st.sampled_from([0.0, 2.0, 30.0]),
+        forward_share=SHARES,
     ),
     st.sampled_from([60, 75, 119, 120, 500]),
     st.integers(2, 5),
-    forward_share=SHARES,
 )
 
 
@@ -226,7 +226,7 @@ def test_every_feasible_packing_is_covered_by_a_mode(
     here = list(itertools.chain(*micro_batches))
     times_ms = [cost.coefficients.time_ms(share) for share in micro_batches]
     # Rounded up, as the caller's time is.
-    time_ms = pipeline_time_ms(times_ms, num_stages) * (1 + ROUNDING)
+    time_ms = cost.pipeline.time_ms(times_ms) * (1 + ROUNDING)
     work_ms = math.fsum(cost.sequence_time_ms(length) for length in here)
     long = choose_long_micro_batches(sorted(here, reverse=True), cost.max_tokens)
     has_long = num_stages > 1 and data.draw(st.booleans())
@@ -276,7 +276,7 @@ def test_packers_pack_every_sequence_within_the_limit(
         shares = [[lengths[i] for i in share] for share in packed.micro_batches]
         assert max(map(sum, shares)) <= cost.max_tokens
         times_ms = [cost.coefficients.time_ms(share) for share in shares]
-        assert packed.time_ms == pytest.approx(pipeline_time_ms(times_ms, num_stages))
+        assert packed.time_ms == pytest.approx(cost.pipeline.time_ms(times_ms))
     assert thorough.time_ms <= plain.time_ms
     # The estimates that choose moves are bounds below MAX_SHAPED_MICRO_BATCHES.
     estimate_ms = packer.estimates_ms(

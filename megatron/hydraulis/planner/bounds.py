@@ -90,14 +90,17 @@ def fewest_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
     from the threshold on, no two above half the limit fit together, and the room that the latter
     leave holds only a part of the rest down to the threshold.
     """
-    best = -(-sum(lengths) // max_tokens)
-    for threshold in sorted({0, *(length for length in lengths if 2 * length <= max_tokens)}):
-        alone = [length for length in lengths if length > max_tokens - threshold]
-        large = [length for length in lengths if max_tokens - threshold >= length > max_tokens / 2]
-        small = [length for length in lengths if max_tokens / 2 >= length >= threshold]
-        beyond = sum(small) - (len(large) * max_tokens - sum(large))
-        best = max(best, len(alone) + len(large) + max(0, -(-beyond // max_tokens)))
-    return best
+    rising = np.sort(np.array(lengths, dtype=np.int64))
+    tokens_below = np.concatenate(([0], np.cumsum(rising)))
+    half = int(np.searchsorted(rising, max_tokens // 2, side="right"))
+    thresholds = np.concatenate(([0], np.unique(rising[:half])))
+    # Places in rising: from the threshold on, and of the sequences that leave less room than it.
+    small = np.searchsorted(rising, thresholds)
+    alone = np.searchsorted(rising, max_tokens - thresholds, side="right")
+    room = (alone - half) * max_tokens - (tokens_below[alone] - tokens_below[half])
+    beyond = tokens_below[half] - tokens_below[small] - room
+    fewest = len(rising) - half + np.maximum(0, -(-beyond // max_tokens))
+    return max(-(-sum(lengths) // max_tokens), int(fewest.max()))
 
 
 def replica_bound_ms(lengths: Sequence[int], cost: SchemeCost) -> float:

@@ -15,6 +15,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron.hydraulis.planner.costs import ReplicaClass, SchemeCost
 from megatron.hydraulis.planner.plan import Packing
@@ -22,6 +23,8 @@ from megatron.hydraulis.planner.plan import Packing
 # Numbers of micro-batches tried: each about a quarter larger than the one before. The time is
 # flat around its minimum, so a finer search gains little.
 _GROWTH = 1.25
+# So many of the longest sequences are dispatched one by one, the others in as many units.
+_NUM_SINGLE = 1000
 # Tries without improvement after which larger numbers are not tried.
 _MAX_FRUITLESS_TRIES = 3
 
@@ -48,18 +51,26 @@ def dispatch(
         for of_class in ReplicaClass.of(costs)
     }
     shares: list[list[int]] = [[] for _ in costs]
-    for sequence in sequences:
-        length = lengths[sequence]
+    for unit in _units(sequences):
+        length = lengths[unit[0]]
         fitting = [heap for cost, heap in classes.items() if length <= cost.longest]
         if not fitting:
-            raise ValueError(f"sequence {sequence} of {length} tokens fits no replica")
-        grown = [heap[0][2].with_sequence(length) for heap in fitting]
+            raise ValueError(f"sequence {unit[0]} of {length} tokens fits no replica")
+        grown = [heap[0][2].with_sequences(length, len(unit)) for heap in fitting]
         times_ms = [load.estimated_time_ms() for load in grown]
         best = times_ms.index(min(times_ms))
         replica = fitting[best][0][1]
         heapq.heapreplace(fitting[best], (times_ms[best], replica, grown[best]))
-        shares[replica].append(sequence)
+        shares[replica] += unit
     return shares
+
+
+def _units(sequences: Sequence[int]) -> list[Sequence[int]]:
+    """Sequences that are assigned together: one each, or several of the short ones of very many."""
+    num_single = min(len(sequences), _NUM_SINGLE)
+    size = -(-(len(sequences) - num_single) // _NUM_SINGLE) or 1
+    starts = [*range(num_single), *range(num_single, len(sequences), size)]
+    return [sequences[first:end] for first, end in pairwise([*starts, len(sequences)])]
 
 
 @dataclass(slots=True)
@@ -73,13 +84,14 @@ class _Load:
     longest_ms: float = 0.0
     """Work of the longest sequence."""
 
-    def with_sequence(self, length: int) -> "_Load":
+    def with_sequences(self, length: int, num: int) -> "_Load":
+        """With num more sequences of at most this length."""
         time_ms = self.cost.sequence_time_ms(length)
         return _Load(
             self.cost,
-            self.work_ms + time_ms,
-            self.num_tokens + length,
-            self.num_sequences + 1,
+            self.work_ms + num * time_ms,
+            self.num_tokens + num * length,
+            self.num_sequences + num,
             max(self.longest_ms, time_ms),
         )
 

@@ -32,6 +32,8 @@ _NUM_PARTNERS_PER_CLASS = 6
 # Number of moves and swaps that are packed, per partner and in all, before the search gives up.
 _NUM_TRIED_PER_PARTNER = 3
 _NUM_TRIED = 5
+# Number of sequences of a replica that are candidates for a move or swap.
+_NUM_OFFERED = 64
 # Cost of estimating the moves and swaps with one partner, in the unit of Effort.
 _PARTNER_EFFORT = 3e4
 # Number of improvements inside a pipeline, for a candidate and for the slowest replica.
@@ -115,8 +117,8 @@ class Assignment:
             candidates += self._candidates(slowest, partner, limit_ms)
         candidates.sort()
         return any(
-            self._try(slowest, partner, given, taken, limit_ms)
-            for _, _, partner, given, taken in candidates[:_NUM_TRIED]
+            self._try(slowest, partner, moved, taken, limit_ms)
+            for _, _, partner, moved, taken in candidates[:_NUM_TRIED]
         )
 
     def _packed_share(self, packer: ReplicaPacker, sequences: list[int]) -> _Share:
@@ -182,25 +184,26 @@ class Assignment:
     ) -> list[tuple[float, float, int, int, int]]:
         """The best moves and swaps by estimate.
 
-        As (time of the slower, sum of both, partner, index given, index taken); -1 takes nothing.
+        As (time of the slower, sum of both, partner, sequence given, sequence taken); -1 takes
+        nothing.
         """
         giver, taker = self._packers[slowest], self._packers[partner]
         mine, theirs = self._shares[slowest], self._shares[partner]
         self.effort.spend(_PARTNER_EFFORT)
-        given = np.array(mine.sequences, dtype=np.int64)
+        given = self._offered(mine)
         # The last column is a move: nothing is taken.
-        taken = np.array([*theirs.sequences, -1], dtype=np.int64)
+        taken = np.append(self._offered(theirs), -1)
         given_tokens, taken_tokens = self._lengths[given][:, None], self._lengths[taken]
         giver_ms, taker_ms = self._works_ms[giver], self._works_ms[taker]
         mine_ms = giver.estimates_ms(
             mine.work_ms - giver_ms[given][:, None] + giver_ms[taken],
             mine.num_tokens - given_tokens + taken_tokens,
-            np.maximum(_longest_of_others(giver_ms[given])[:, None], giver_ms[taken]),
+            np.maximum(_longest_of_others(mine, given, giver_ms)[:, None], giver_ms[taken]),
         )
         theirs_ms = taker.estimates_ms(
             theirs.work_ms + taker_ms[given][:, None] - taker_ms[taken],
             theirs.num_tokens + given_tokens - taken_tokens,
-            np.maximum(taker_ms[given][:, None], _longest_of_others(taker_ms[taken])),
+            np.maximum(taker_ms[given][:, None], _longest_of_others(theirs, taken, taker_ms)),
         )
         slower_ms = np.maximum(mine_ms, theirs_ms)
         fits = (given_tokens <= taker.cost.longest) & (taken_tokens <= giver.cost.longest)
@@ -213,13 +216,24 @@ class Assignment:
                 break
             row, column = divmod(int(place), slower_ms.shape[1])
             both_ms = float(mine_ms[row, column] + theirs_ms[row, column])
-            back = column if taken[column] >= 0 else -1
-            found.append((float(flat[place]), both_ms, partner, row, back))
+            found.append(
+                (float(flat[place]), both_ms, partner, int(given[row]), int(taken[column]))
+            )
         return found
 
-    def _try(self, slowest: int, partner: int, given: int, taken: int, limit_ms: float) -> bool:
-        moved = self._shares[slowest].sequences[given]
-        back = None if taken < 0 else self._shares[partner].sequences[taken]
+    def _offered(self, share: _Share) -> NDArray[np.int64]:
+        """Sequences of different lengths, by falling length, to be given or taken."""
+        sequences = np.array(share.sequences, dtype=np.int64)
+        lengths = self._lengths[sequences]
+        distinct = sequences[np.append(True, lengths[1:] != lengths[:-1])[: len(sequences)]]
+        num = min(len(distinct), _NUM_OFFERED)
+        offered: NDArray[np.int64] = distinct[
+            np.linspace(0, len(distinct) - 1, num).round().astype(np.int64)
+        ]
+        return offered
+
+    def _try(self, slowest: int, partner: int, moved: int, taken: int, limit_ms: float) -> bool:
+        back = None if taken < 0 else taken
         new_theirs = self._packed_below(partner, back, moved, limit_ms)
         if new_theirs is None:
             return False
@@ -252,10 +266,12 @@ def improve_dispatch(
     return num_steps
 
 
-def _longest_of_others(works_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each of some sequences by falling length, at least one, the work of the longest other."""
-    others = np.full(works_ms.shape, works_ms[0])
-    others[0] = works_ms[1] if len(works_ms) > 1 else 0.0
+def _longest_of_others(
+    share: _Share, sequences: NDArray[np.int64], works_ms: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """For each of some sequences, the work of the longest other one of a share."""
+    first, next_one = (*share.sequences[:2], -1, -1)[:2]  # -1 is no sequence
+    others: NDArray[np.float64] = np.where(sequences == first, works_ms[next_one], works_ms[first])
     return others
 
 

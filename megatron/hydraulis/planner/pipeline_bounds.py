@@ -126,10 +126,13 @@ def shapes(pipeline: Pipeline, num_micro_batches: int) -> tuple[Shape, ...]:
 
 
 def ranges_of_numbers() -> Iterator[tuple[int, int]]:
-    """Numbers of micro-batches with the same lines as (first, last), rising without end."""
+    """Numbers of micro-batches that bounds take together, as (first, last), rising without end."""
     yield from ((num, num) for num in range(1, MAX_EXACT + 1))
     yield from _RANGES
-    yield from ((num, num) for num in itertools.count(MAX_SHAPED + 1))
+    last = MAX_SHAPED
+    while True:
+        first, last = last + 1, last + 1 + last // 16
+        yield first, last
 
 
 def fill_bound_ms(
@@ -148,6 +151,8 @@ def most_work_ms(
     pipeline: Pipeline, num_micro_batches: int, time_ms: float, largest_ms: float
 ) -> float:
     """Upper limit of the work that num_micro_batches, none above largest_ms, do in a time."""
+    if (num_micro_batches + pipeline.num_stages - 1) * largest_ms <= time_ms:
+        return num_micro_batches * largest_ms  # There is time for as many of the largest.
     work_ms = time_ms
     for shape in _lines(pipeline, num_micro_batches):
         work_ms = min(work_ms, (time_ms + shape.relief * largest_ms) / shape.slope)

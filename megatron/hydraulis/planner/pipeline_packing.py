@@ -10,7 +10,7 @@ sequences and every pair of micro-batches in the order, and takes the best by ex
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,8 @@ IntArray = NDArray[np.int64]
 
 # Numbers of micro-batches that are tried on each side of the most promising one.
 _NUM_MORE_PACKED = 1
+# With more sequences only that one is tried: its neighbours differ little.
+_MANY_SEQUENCES = 256
 # The estimate stops after so many numbers of micro-batches without improvement.
 _MAX_FRUITLESS = 2
 # Orders of long micro-batches that a thorough packing tries, and packings that it improves.
@@ -49,6 +51,10 @@ _STEP_EFFORT = 4e4
 _LEAST_IMPROVEMENT = 1e-7
 # Number of longest sequences of a replica that are swapped with one another.
 _MAX_SWAPPED = 32
+# Number of sequences of a replica that are moved, evenly over its lengths.
+_MAX_MOVED = 128
+# With more micro-batches a packing is not improved: fill and drain are a small part of the time.
+_MAX_IMPROVED = 64
 _MAX_CACHED = 256
 
 
@@ -97,9 +103,10 @@ class ReplicaPacker:
         work_ms = math.fsum(self.works_ms[sequence] for sequence in sequences)
         num_tokens = sum(self.lengths[sequence] for sequence in sequences)
         center = self._best_num(work_ms, num_tokens, len(sequences), sequences[0])
-        first, last = max(1, center - _NUM_MORE_PACKED), center + _NUM_MORE_PACKED
+        num_more = 0 if len(sequences) > _MANY_SEQUENCES else _NUM_MORE_PACKED
+        first, last = max(1, center - num_more), center + num_more
         near = range(first, min(last, len(sequences)) + 1)
-        more = ([num] for num in range(last + 1, len(sequences)))
+        more = ([num] for num in _growing(last + 1, len(sequences)))
         for nums in itertools.chain([near], more):
             found = [each for num in nums for each in self._in_shapes(sequences, work_ms, num)]
             if found:
@@ -186,7 +193,7 @@ class ReplicaPacker:
         self, packed: Packing, num_steps: int, effort: Effort, *, target_ms: float = 0.0
     ) -> Packing:
         """A pipeline's packing after at most num_steps improvements, which end below target_ms."""
-        if self.cost.num_stages == 1 or len(packed.micro_batches) < 2:
+        if self.cost.num_stages == 1 or not 2 <= len(packed.micro_batches) <= _MAX_IMPROVED:
             return packed
         better = improve_pipeline(
             packed.micro_batches,
@@ -305,18 +312,25 @@ class ReplicaPacker:
         rooms: list[int],
     ) -> list[list[int]] | None:
         """Each to the micro-batch that lacks most work and has room; None if none has room."""
+        lacking, room = np.array(lacking_ms), np.array(rooms)
         for sequence in sequences:
             length = self.tokens[sequence]
-            place = lacking_ms.index(max(lacking_ms))
-            if rooms[place] < length:
-                able = [k for k, room in enumerate(rooms) if room >= length]
-                if not able:
+            place = int(lacking.argmax())
+            if room[place] < length:
+                place = int(np.where(room >= length, lacking, -np.inf).argmax())
+                if room[place] < length:
                     return None
-                place = max(able, key=lambda k: (lacking_ms[k], -k))
             dealt[place].append(sequence)
-            lacking_ms[place] -= self.works_ms[sequence]
-            rooms[place] -= length
+            lacking[place] -= self.works_ms[sequence]
+            room[place] -= length
         return [share for share in dealt if share]
+
+
+def _growing(first: int, end: int) -> Iterator[int]:
+    """Whole numbers from first to before end, by about 2 % or 1."""
+    while first < end:
+        yield first
+        first += max(1, first // 50)
 
 
 def _widened(shares: Sequence[float], num: int) -> tuple[float, ...]:
@@ -410,14 +424,17 @@ class _Trial:
         num = len(loads)
         counts = np.bincount(place, minlength=num)
         self._place = place
+        by_length = np.argsort(-tokens, kind="stable")
         # Moves: sequence i to micro-batch k.
-        self._i, self._k = np.nonzero(
-            (place[:, None] != np.arange(num)[None, :])
-            & (tokens[:, None] <= rooms[None, :])
-            & (counts[place] > 1)[:, None]
+        moved = by_length[:: -(-len(by_length) // _MAX_MOVED)]
+        i, self._k = np.nonzero(
+            (place[moved][:, None] != np.arange(num)[None, :])
+            & (tokens[moved][:, None] <= rooms[None, :])
+            & (counts[place[moved]] > 1)[:, None]
         )
+        self._i = moved[i]
         # Swaps: sequence x with y of a later micro-batch. Short ones are moved instead.
-        longest = np.argsort(-tokens, kind="stable")[:_MAX_SWAPPED]
+        longest = by_length[:_MAX_SWAPPED]
         gain = tokens[longest][:, None] - tokens[longest][None, :]
         room = rooms[place[longest]]
         x, y = np.nonzero(
