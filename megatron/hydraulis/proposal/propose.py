@@ -196,7 +196,8 @@ def propose(
     static = search.best_static()
     on_progress("plans", 1, 3)
     chosen = search.planned_pool(max_strategies)
-    if static is not None and search.mean_ms((static,)) < search.mean_ms(chosen):
+    most_ms = search.mean_ms(chosen) * (1.0 + _LEAST_MEMBER_GAIN)
+    if static is not None and search.mean_ms((static,)) <= most_ms:
         chosen = (static,)
     on_progress("plans", 2, 3)
     larger = search.planned_pool(max_strategies + 1, chosen)
