@@ -221,7 +221,7 @@ def _config(case: Case, tp: int) -> TransformerConfig:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=case.has_te,
         gradient_accumulation_fusion=case.fused_gradients or case.has_te,
         persist_layer_norm=False,
         transformer_impl="local",

@@ -237,7 +237,7 @@ def definition_of(role: Role) -> ModelDefinition:
         bias_activation_fusion=not role.has_separate_gate,
         bias_dropout_fusion=True,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=role.has_te,
         gradient_accumulation_fusion=role.has_te,
         persist_layer_norm=False,
         transformer_impl="local",

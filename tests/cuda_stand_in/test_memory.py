@@ -155,6 +155,7 @@ def model_of(role: Role) -> MemoryModel:
         softmax_type=role.softmax_type,
         has_wide_norms=role.has_wide_norms,
         has_te_layers=role.has_te,
+        fuses_rope=role.has_te,
         has_te_attention=core_attention_of(role) == "te",
         ranks_per_node=role.ranks_per_node,
         pool=PoolFootprint.of(role.pool, gradient_bytes=role.gradient_bytes),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import global_vars
 
@@ -289,13 +290,17 @@ def _only_te(name: str, package: str | None = None) -> object:
     return object() if name == "transformer_engine" else None
 
 
-def test_layers_of_transformer_engine_add_to_gradients_without_apex(
+def test_layers_of_transformer_engine_add_to_gradients_and_rotate_without_apex(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("megatron.hydraulis.flags.checks.importlib.util.find_spec", _only_te)
-    args = parse(tmp_path, "--transformer-impl", "transformer_engine").args
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", _only_te)
+    layers = ("--transformer-impl", "transformer_engine", "--position-embedding-type", "rope")
+    args = parse(tmp_path, *layers).args
     assert args.gradient_accumulation_fusion is True
+    assert args.apply_rope_fusion is True
+    assert parse(tmp_path, *layers, "--no-rope-fusion").args.apply_rope_fusion is False
 
 
 # Strategy and batch

@@ -113,6 +113,8 @@ class AnalyticCostModel:
     """Whether norms keep their inputs in fp32; affects memory only."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine; affects memory only."""
+    fuses_rope: bool = False
+    """Whether Transformer Engine's kernel rotates queries and keys; affects memory only."""
     has_te_attention: bool = False
     """Whether core attention is Transformer Engine's; affects memory only."""
     software: Software = TRAINING
@@ -158,6 +160,7 @@ class AnalyticCostModel:
             softmax_type=self.softmax_type,
             has_wide_norms=self.has_wide_norms,
             has_te_layers=self.has_te_layers,
+            fuses_rope=self.fuses_rope,
             has_te_attention=self.has_te_attention,
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,

@@ -153,6 +153,7 @@ def run(namespace: argparse.Namespace) -> int:
         softmax_type=namespace.softmax_type,
         has_wide_norms=namespace.apply_layernorm_1p and not has_te,
         has_te_layers=has_te,
+        fuses_rope=has_te,
         has_te_attention=has_te and namespace.softmax_type == "vanilla",
         pool=pool,
     )

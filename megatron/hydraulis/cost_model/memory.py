@@ -308,6 +308,8 @@ class MemoryModel:
     """Whether norms keep their inputs in fp32, as local ones around one do."""
     has_te_layers: bool = False
     """Whether layers are those of Transformer Engine, in bf16."""
+    fuses_rope: bool = False
+    """Whether queries and keys are rotated by Transformer Engine's kernel."""
     has_te_attention: bool = False
     """Whether core attention is that of Transformer Engine, by cuDNN in bf16."""
     ranks_per_node: int | None = None
@@ -454,7 +456,7 @@ class MemoryModel:
         kept += self._left_per_token(scheme, stage)
         matrix = shape.hidden_size * self.parameter_bytes / scheme.tp  # a column or row of one
         if is_last:
-            is_kept = self.recompute.num_layers_again(num_layers) > 0
+            is_kept = self.fuses_rope or self.recompute.num_layers_again(num_layers) > 0
             table = 0.0 if is_kept else self._rotary_table_per_token(scheme)
             yield Moment("loss", state, kept + table + self._loss_per_token(scheme))
             yield Moment(
@@ -528,7 +530,9 @@ class MemoryModel:
         # In fp32, norms keep a copy of the stage's first input and of the last stage's output.
         outputs = (2 if is_last else 1) * (1 + self._widening) * token.hidden_part
         rotation: float = 2 * self.shape.kv_channels * self.parameter_bytes
-        if num_again:
+        if self.fuses_rope:
+            rotation = self._rotary_table_per_token(scheme)
+        elif num_again:
             rotation += self._rotary_table_per_token(scheme)
         return layers + outputs + rotation + _BATCH_BYTES_PER_TOKEN
 
@@ -547,7 +551,11 @@ class MemoryModel:
             token = self._token(scheme)
             kept += self._given_to_attention_per_token(scheme)
             kept += token.query  # attention's output
-            if self.qk_norms:
+            if self.fuses_rope:  # before what is recomputed
+                kept += token.query + token.key
+                if token.key < token.query and not self.qk_norms:
+                    kept -= token.query  # their copy
+            elif self.qk_norms:
                 kept += token.query + token.key
             if self._norms_copy:  # also the queries, which would be copied otherwise
                 kept += self._normed_per_token(scheme)

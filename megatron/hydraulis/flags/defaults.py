@@ -66,7 +66,7 @@ _CHANGES_NO_UPDATE = {
     "eval_interval": "no evaluation during training",
     "eval_iters": "",  # says the same
     "use_distributed_optimizer": "state is sharded over all ranks",
-    "apply_rope_fusion": "fused rotation needs apex or Transformer Engine",
+    "apply_rope_fusion": "fused rotation comes with layers of Transformer Engine",
     "no_persist_layer_norm": "persistent norms need apex",
     "enable_one_logger": "no metrics go to One Logger",
     "dist_ckpt_optim_fully_reshardable": "checkpoints load under every strategy",
@@ -151,6 +151,8 @@ def set_defaults(
         # Upstream's default is an error where local layers have no apex.
         "gradient_accumulation_fusion": has_cuda
         and (has_fused_weight_gradients() or _has_te_layers(flags, before)),
+        # Upstream's default, but an error without Transformer Engine.
+        "apply_rope_fusion": has_cuda and _has_te_layers(flags, before),
         "tensorboard_dir": str(run_dir / "tensorboard"),
         # Upstream would write to the folder of checkpoints.
         "wandb_save_dir": str(run_dir / "wandb"),
@@ -213,8 +215,7 @@ def _set_always(args: argparse.Namespace) -> None:
     args.calculate_per_token_loss = True
     args.use_distributed_optimizer = True
     args.accumulate_allreduce_grads_in_fp32 = True
-    # Fused rotation and persistent norms need apex or Transformer Engine.
-    args.apply_rope_fusion = False
+    # It needs apex.
     args.no_persist_layer_norm = True
     args.reset_position_ids = True
     args.reset_attention_mask = True

@@ -109,7 +109,6 @@ the tables below."""
 
 _ALWAYS = {
     "--use-mcore-models": "models of megatron-core",
-    "--no-rope-fusion": "unfused rotation",
     "--no-persist-layer-norm": "no persistent norm kernel",
     "--calculate-per-token-loss": "loss is a mean over tokens",
     "--reset-position-ids": "positions restart in every sequence",
@@ -126,6 +125,8 @@ _DIFFERENT = {
     "--make-vocab-size-divisible-by": "the vocabulary is padded to a multiple of it under every "
     "strategy",
     "--recompute-modules": "modules of selective recompute: core_attn, and mlp without biases",
+    "--no-rope-fusion": "three kernels rotate instead of Transformer Engine's one; always so with "
+    "layers of megatron-core",
     "--no-gradient-accumulation-fusion": "a separate kernel adds each weight gradient; always so "
     "without apex",
     "--global-batch-size": "sequences of a global batch; packing makes micro-batches of them",

@@ -269,6 +269,7 @@ def analytic_cost_model(
             and resolved.args.transformer_impl == "local"
         ),
         has_te_layers=has_te_layers,
+        fuses_rope=resolved.args.apply_rope_fusion,
         has_te_attention=attention == "te" or (attention == "auto" and takes_te),
         pool=PoolFootprint.of(pool, gradient_bytes=gradient_bytes(resolved.args)),
     )

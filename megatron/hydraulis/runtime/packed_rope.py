@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,7 +50,8 @@ def follow_rows(model: torch.nn.Module) -> None:
         if isinstance(module, Attention):
             module.register_forward_pre_hook(partial(_before_attention, alone), with_kwargs=True)
             module.core_attention.register_forward_pre_hook(
-                partial(_before_core_attention, _keeps_fused_output(module)), with_kwargs=True
+                partial(_before_core_attention, module.config, _keeps_fused_output(module)),
+                with_kwargs=True,
             )
 
 
@@ -173,17 +175,22 @@ def _is_of_te(norm: Any) -> bool:
 
 
 def _before_core_attention(
-    keeps_fused_output: bool, core: Any, inputs: tuple[Any, ...], named: dict[str, Any]
+    config: TransformerConfig,
+    keeps_fused_output: bool,
+    core: Any,
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     row = named.get("packed_seq_params")
     rotation = None if row is None else _rotations(row).get(core)
-    if rotation is None:
+    if rotation is None and not config.apply_rope_fusion:
         return None
     query, key, value, *others = inputs
-    cos, sin, interleaved = rotation
-    query, key = rotate(
-        query, key, cos.to(query.dtype), sin.to(query.dtype), interleaved=interleaved
-    )
+    if rotation is not None:
+        cos, sin, interleaved = rotation
+        query, key = rotate(
+            query, key, cos.to(query.dtype), sin.to(query.dtype), interleaved=interleaved
+        )
     if not keeps_fused_output:
         # A view would keep the complete output of the fused linear layer until the backward.
         value = value.contiguous()

@@ -423,6 +423,7 @@ def test_limits_of_variants_are_those_of_training(
     # Without CUDA the flag falls back to local layers.
     if "transformer_engine" in flags:
         resolved.args.transformer_impl = "transformer_engine"
+        resolved.args.apply_rope_fusion = True
     in_training = Planning.of(resolved, device, None).cost_model
     assert isinstance(in_training, AnalyticCostModel)
     alone = replace(in_training, pool=None, cp_comm_type="auto")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 
 from megatron.hydraulis.flags.arguments import parse_arguments
 from megatron.hydraulis.profiler.command import add_arguments, training_defaults
@@ -45,6 +46,7 @@ def test_flags_of_a_run(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda *name: name[0] == "transformer_engine" or found(*name)
     )
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
     typed = shlex.split(text)
     num_ranks = 2 if "tp2" in typed else 4
     size = [] if "--global-batch-size" in typed else ["--global-batch-size", "12"]
