@@ -262,7 +262,7 @@ def test_state_of_another_seed_or_corpus_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "--global-batch-size is None and --global-batch-tokens None"),
+        ({}, "neither of --global-batch-size and --global-batch-tokens"),
         ({"global_batch_size": 2, "global_batch_tokens": 20}, "give one"),
         ({"global_batch_size": 0}, "--global-batch-size is 0"),
         ({"global_batch_tokens": 8}, "9 tokens are more than --global-batch-tokens 8"),
