@@ -32,6 +32,7 @@ from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
+from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.data.sampler import BatchSizes
@@ -162,23 +163,24 @@ class CaseResult:
     cpu_s: float
 
 
-def case_profile(name: str, num_ranks: int) -> ProfileCostModel:
-    """Published or estimated, with regrouping, and with all widths of cp."""
+def case_profile(name: str, num_ranks: int) -> tuple[ProfileCostModel, MemoryModel]:
+    """Published or estimated, with regrouping, and with all widths of cp; memory of the job."""
     size, device_name = name.split()
     if device_name == "A800":
         profile = inputs.published_profile(name, num_ranks)
         device = device_constants("a800-80g")
         shape = ModelShape.read(inputs.MODEL) if size == "32B" else SIZES[size]
-        cluster = device.cluster(num_ranks, RANKS_PER_NODE)
     else:
         shape, device = SIZES[size], device_constants(device_name)
-        cluster = device.cluster(num_ranks, RANKS_PER_NODE)
-        model = AnalyticCostModel(shape=shape, device=device, cluster=cluster, cp_comm_type="auto")
+    cluster = device.cluster(num_ranks, RANKS_PER_NODE)
+    model = AnalyticCostModel(shape=shape, device=device, cluster=cluster, cp_comm_type="auto")
+    if device_name != "A800":
         schemes = possible_schemes(shape, num_ranks, RANKS_PER_NODE)
         profile = estimated_profile(model, schemes)
     degrees = [row.scheme.tp for row in profile.schemes if row.scheme.num_ranks <= num_ranks]
     regroup = RegroupCosts.of(shape, device, cluster, num_atoms=math.lcm(*degrees))
-    return ContextCosts.of(profile, regroup).with_widths(num_ranks).with_regrouping(regroup)
+    costs = ContextCosts.of(profile, regroup, model.max_tokens)
+    return costs.with_widths(num_ranks).with_regrouping(regroup), model.memory
 
 
 def run_case(
@@ -186,8 +188,7 @@ def run_case(
 ) -> CaseResult:
     """Advice for one job."""
     begin_s = time.process_time()
-    profile = case_profile(name, num_ranks)
-    device_name = name.split()[1]
+    profile, memory = case_profile(name, num_ranks)
     # A static strategy must hold the longest sequence.
     held = max(
         row.scheme.rounded_down(row.max_tokens)
@@ -198,7 +199,7 @@ def run_case(
     sizes = BatchSizes.constant(num_tokens=CASE_TOKENS_PER_RANK * num_ranks)
     advice = advise(
         profile,
-        device_constants("a800-80g" if device_name == "A800" else device_name),
+        memory,
         draw_batches(counts, sizes, options.case_batches, options.seed),
         num_ranks=num_ranks,
         ranks_per_node=RANKS_PER_NODE,

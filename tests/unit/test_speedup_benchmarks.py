@@ -71,9 +71,9 @@ def test_a_ladder_has_all_steps_and_no_step_is_slower() -> None:
 
 def test_cases_have_the_sizes_and_widths_of_their_jobs() -> None:
     for name in ("7B A800", "8B h100-80g"):
-        profile = propose.case_profile(name, 16)
+        profile, memory = propose.case_profile(name, 16)
         assert profile.regroup is not None
-        assert profile.regroup.cluster.num_ranks == 16
+        assert profile.regroup.cluster.num_ranks == memory.num_ranks == 16
         schemes = {row.scheme: row for row in profile.schemes}
         assert all(scheme.num_ranks <= 16 for scheme in schemes)
         # The published profile has no cp; of the estimate all rows are estimated.

@@ -16,9 +16,11 @@ from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.limits import add_row_quantum
+from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
+    memory_model,
     num_gate_tensors,
     print_bf16_advice,
     regroup_costs,
@@ -120,16 +122,14 @@ def run(namespace: argparse.Namespace) -> int:
         num_ranks, min(8, num_ranks) if given is None else given, "--ranks-per-node"
     )
     sizes = batch_sizes(namespace)
-    profile = _profile(namespace, num_ranks, ranks_per_node)
-    assert profile.regroup is not None
+    profile, memory = _profile(namespace, num_ranks, ranks_per_node)
     counts = read_length_counts(namespace.lengths)
     if namespace.seq_length is not None:
         counts = counts.cut(namespace.seq_length, namespace.long_sequences)
-    device = device_constants(namespace.device or profile.device)
     with proposal_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         advice = advise(
             profile,
-            device,
+            memory,
             draw_batches(counts, sizes, namespace.num_batches, namespace.seed),
             num_ranks=num_ranks,
             ranks_per_node=ranks_per_node,
@@ -148,7 +148,7 @@ def run(namespace: argparse.Namespace) -> int:
         ) from error
     write_output(namespace.out / POOL_FILE_NAME, {"version": 1, **pool.to_json()})
     write_output(namespace.out / PROFILE_FILE_NAME, profile.only_for(pool).to_json())
-    peak = num_ranks * device.peak_flops_per_s
+    peak = num_ranks * memory.device.peak_flops_per_s
     if namespace.json:
         print_json(to_json(advice, peak))
         return 0
@@ -160,7 +160,9 @@ def run(namespace: argparse.Namespace) -> int:
     print_bf16_advice(profile, advice.proposal.shares, advice.pool.time_s(advice.kind))
     assumed = profile.assumed_schemes(pool)
     if namespace.cost_profile is None:
-        console.print(f"Times are estimates for {device.name}, not measured.", highlight=False)
+        console.print(
+            f"Times are estimates for {memory.device.name}, not measured.", highlight=False
+        )
     elif assumed:
         console.print(f"not measured but assumed: {', '.join(map(str, assumed))}", highlight=False)
     _print_commands(namespace, advice)
@@ -169,8 +171,8 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _profile(
     namespace: argparse.Namespace, num_ranks: int, ranks_per_node: int
-) -> ProfileCostModel:
-    """The given profile or an estimate, with regrouping and with all widths of cp."""
+) -> tuple[ProfileCostModel, MemoryModel]:
+    """The given profile or an estimate, with regrouping and with all widths of cp; memory."""
     if namespace.cost_profile is not None:
         profile = ProfileCostModel.read(namespace.cost_profile)
     elif namespace.device is None:
@@ -200,7 +202,9 @@ def _profile(
             f"advice needs the model and the device of cost profile {namespace.cost_profile} but "
             f"it does not name both; give --model and --device"
         )
-    return ContextCosts.of(profile, regroup).with_widths(num_ranks).with_regrouping(regroup)
+    memory = memory_model(namespace, profile, regroup)
+    costs = ContextCosts.of(profile, regroup, memory.max_tokens)
+    return costs.with_widths(num_ranks).with_regrouping(regroup), memory
 
 
 def verdict(advice: Advice) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.context import ContextCosts
-from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.regrouping import Hiding
@@ -99,7 +98,7 @@ def causal_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
 
 def advise(
     profile: ProfileCostModel,
-    device: DeviceConstants,
+    memory: MemoryModel,
     batches: Sequence[Sequence[int]],
     *,
     num_ranks: int,
@@ -114,6 +113,7 @@ def advise(
 
     Args:
         profile: with `regroup`, and with rows for all cp that are offered.
+        memory: of the job's ranks.
         batches: lengths in tokens; longest: of the corpus.
 
     Raises PlanError and ConfigurationError as `propose`, ConfigurationError if no homogeneous
@@ -144,7 +144,6 @@ def advise(
         BY_RULE: by_rule,
         **({AS_MEASURED: profile} if profile.strategies else {}),
     }
-    memory = AnalyticCostModel(shape=shape, device=device, cluster=profile.regroup.cluster).memory
 
     def choice(
         name: str,
@@ -182,8 +181,11 @@ def advise(
     fixed = {}
     for done, way in enumerate((FIXED_ROWS, PACKING)):
         on_progress("baselines", done, 2)
-        strategy, makespan_s = _fastest(ways.candidates(way), profile)
-        fixed[way] = choice(way, [(strategy, 1.0)], makespan_s, longest)
+        works, makespan_s = _fastest(ways.candidates(way), profile)
+        num_tokens = max(
+            row.num_computed for work in works for rows in work.replicas for row in rows
+        )
+        fixed[way] = choice(way, [(works[0].strategy, 1.0)], makespan_s, num_tokens)
     on_progress("baselines", 2, 2)
     static = Strategy.parse(proposal.static, num_ranks, ranks_per_node=ranks_per_node)
     static_s = proposal.static_s - profile.overhead_ms(static) / _MS_PER_S
@@ -214,15 +216,15 @@ def advise(
 
 def _fastest(
     candidates: Sequence[tuple[CostModel, Sequence[IterationWork]]], profile: ProfileCostModel
-) -> tuple[Strategy, float]:
-    """The strategy of the fastest candidate, overhead included, and its mean makespan in s."""
+) -> tuple[Sequence[IterationWork], float]:
+    """The works of the fastest candidate, overhead included, and their mean makespan in s."""
     times_ms = []
     for _, works in candidates:
-        strategy = works[0].strategy
         makespan_ms = fmean(_makespan_ms(work, profile) for work in works)
-        times_ms.append((makespan_ms + profile.overhead_ms(strategy), makespan_ms, strategy))
-    _, makespan_ms, strategy = min(times_ms, key=lambda found: found[0])
-    return strategy, makespan_ms / _MS_PER_S
+        overhead_ms = profile.overhead_ms(works[0].strategy)
+        times_ms.append((makespan_ms + overhead_ms, makespan_ms, works))
+    _, makespan_ms, works = min(times_ms, key=lambda found: found[0])
+    return works, makespan_ms / _MS_PER_S
 
 
 def _makespan_ms(work: IterationWork, cost_model: CostModel) -> float:

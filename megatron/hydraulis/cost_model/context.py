@@ -15,13 +15,16 @@ assumes the same), and that keys and values go round a ring without overlapping 
     x(cp) = 3 · L · (cp-1)/cp · 2·kv · bytes / tp / bandwidth
 
 x is the exchange per token: keys and values, kv entries each, once in the forward, and they and
-their gradients in the backward, in all L layers over the link between neighbours of the group;
-without model and cluster it is 0. With m = 1: a/cp, b/cp + x, c and M·cp.
+their gradients in the backward, in the L layers of the longest stage over the link between
+neighbours of the group; without model and cluster it is 0. With m = 1: a/cp, b/cp + x, c and M·cp.
+Parameters are not split by cp, so M·cp is too much: with a memory model of limits P, max_tokens is
+at most M_m · P(cp)/P(m).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -231,9 +234,16 @@ class ContextCosts:
     """Share of a link's bandwidth that is reached."""
     parameter_bytes: int = 2
     """Of an element of a key or value."""
+    memory_tokens: Callable[[Scheme], int] | None = None
+    """`MemoryModel.max_tokens` of the job; without it limits grow as cp."""
 
     @classmethod
-    def of(cls, profile: ProfileCostModel, regroup: RegroupCosts) -> ContextCosts:
+    def of(
+        cls,
+        profile: ProfileCostModel,
+        regroup: RegroupCosts,
+        memory_tokens: Callable[[Scheme], int] | None = None,
+    ) -> ContextCosts:
         """With the model and the links that regrouping has."""
         return cls(
             profile=profile,
@@ -241,6 +251,7 @@ class ContextCosts:
             cluster=regroup.cluster,
             link_fraction=regroup.link_fraction,
             parameter_bytes=regroup.parameter_bytes,
+            memory_tokens=memory_tokens,
         )
 
     @property
@@ -298,7 +309,13 @@ class ContextCosts:
     def max_tokens(self, scheme: Scheme) -> int:
         """Measured or assumed; StrategyError if the profile has no width of the scheme."""
         row = self._nearest(scheme)
-        return row.max_tokens * scheme.cp // row.scheme.cp
+        limit = row.max_tokens * scheme.cp // row.scheme.cp
+        if self.memory_tokens is None or row.scheme.cp == scheme.cp:
+            return limit
+        of_row = self.memory_tokens(row.scheme)
+        if not of_row:  # the row was measured, so the memory model is too strict here
+            return limit
+        return min(limit, row.max_tokens * self.memory_tokens(scheme) // of_row)
 
     def overhead_ms(self, strategy: Strategy) -> float:
         """The profile's, computed with the assumed times of widths that it lacks."""
@@ -331,5 +348,6 @@ class ContextCosts:
             return 0.0
         link = self.cluster.point_to_point(scheme.tp * scheme.cp)
         num_bytes = ring_bytes_per_token(self.shape, scheme, self.parameter_bytes)
-        rounds = _NUM_RING_ROUNDS * self.shape.num_layers
+        # Coefficients are those of one stage.
+        rounds = _NUM_RING_ROUNDS * max(scheme.layers_per_stage(self.shape.num_layers))
         return _MS_PER_S * rounds * num_bytes / (link.bytes_per_s * self.link_fraction)

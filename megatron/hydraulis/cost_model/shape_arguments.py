@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import (
     DEVICE_NAMES,
     DeviceConstants,
@@ -17,6 +18,7 @@ from megatron.hydraulis.cost_model.device import (
     device_constants,
 )
 from megatron.hydraulis.cost_model.interface import usual_times_ms
+from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError
@@ -221,6 +223,22 @@ def regroup_costs(
         gradient_bytes=BF16_BYTES if namespace.grad_reduce_in_bf16 and not is_fp32 else FP32_BYTES,
         overlaps=not namespace.no_regroup_overlap,
     )
+
+
+def memory_model(
+    namespace: argparse.Namespace, profile: ProfileCostModel, regroup: RegroupCosts
+) -> MemoryModel:
+    """Of the job of `regroup_costs`, with the default settings of training."""
+    device = _device(namespace, profile)
+    assert device is not None  # without device there are no costs of regrouping
+    return AnalyticCostModel(
+        shape=regroup.shape,
+        device=device,
+        cluster=regroup.cluster,
+        parameter_bytes=regroup.parameter_bytes,
+        cp_comm_type="auto",
+        num_gate_tensors=num_gate_tensors(namespace),
+    ).memory
 
 
 def print_bf16_advice(

@@ -12,6 +12,7 @@ from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
+    memory_model,
     print_bf16_advice,
     regroup_costs,
     warn_of_unknown_overheads,
@@ -192,7 +193,8 @@ def _candidates(
         tp_degrees=[row.scheme.tp for row in profile.schemes if row.scheme.num_ranks <= num_ranks],
     )
     if regroup is not None:
-        profile = ContextCosts.of(profile, regroup).with_widths(num_ranks)
+        memory_tokens = memory_model(namespace, profile, regroup).max_tokens
+        profile = ContextCosts.of(profile, regroup, memory_tokens).with_widths(num_ranks)
         profile = profile.with_regrouping(regroup)
     return profile, Candidates.of(profile, num_ranks, ranks_per_node, allowed, batches)
 

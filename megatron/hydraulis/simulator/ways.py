@@ -6,7 +6,9 @@ way                 strategy                                      sequences
 static, padding     the best homogeneous one that holds the       padded to the batch's longest,
                     limit, for this way                           distributed round-robin
 static, fixed rows  the best such one for this way                rows of about equal tokens, at
-                                                                  most the limit, padded to it
+                                                                  most the limit, padded to it, of
+                                                                  which 1, 2, 4, … fill a
+                                                                  micro-batch: the best number
 static, packing     the best such one for this way                the same rows without padding
 megatron, packing   the best such one for this way                `schedulers.packed_rows`
 static, dispatch    the best such one for this way                to the replica that would finish
@@ -152,22 +154,31 @@ class Ways:
         if way == BALANCED:
             pools = map(Pool.of, self.static())
             return [(self.simulated, self.planned(pool, self.profile)) for pool in pools]
-        make: dict[str, Sequence[Callable[[Strategy, Sequence[int]], Shares]]] = {
-            PADDING: (self._padded,),
-            FIXED_ROWS: (partial(self._fixed_rows, pads=True),),
-            PACKING: (partial(self._fixed_rows, pads=False),),
-            MEGATRON_PACKING: (self._packed, partial(self._packed, row_tokens=self.limit)),
-            DISPATCH: (self._dispatched,),
-        }
         found: list[tuple[CostModel, Works]] = []
         for strategy in self.static():
-            for shares_of in make[way]:
+            for shares_of in self._variants(way, strategy):
                 works = []
                 for batch in self.batches:
                     works.append(IterationWork(strategy, shares_of(strategy, batch)))
                     self.advance()
                 found.append((self.simulated, works))
         return found
+
+    def _variants(
+        self, way: str, strategy: Strategy
+    ) -> Sequence[Callable[[Strategy, Sequence[int]], Shares]]:
+        """How a way without planner could distribute a batch."""
+        if way == PADDING:
+            return [self._padded]
+        if way == MEGATRON_PACKING:
+            return [self._packed, partial(self._packed, row_tokens=self.limit)]
+        if way == DISPATCH:
+            return [self._dispatched]
+        most_rows = self._cost(strategy).max_tokens // self.limit
+        return [
+            partial(self._fixed_rows, num_rows=1 << power, pads=way == FIXED_ROWS)
+            for power in range(most_rows.bit_length())
+        ]
 
     def homogeneous(self) -> list[Strategy]:
         """Strategies of one scheme, without ``~``, that fill the job, each once."""
@@ -220,14 +231,19 @@ class Ways:
             for share in dealt
         )
 
-    def _fixed_rows(self, strategy: Strategy, batch: Sequence[int], *, pads: bool) -> Shares:
-        def row_work(row: Sequence[int]) -> MicroBatchWork:
-            lengths = [batch[i] for i in row]
-            num_padding = self.limit - sum(lengths) if pads else 0
+    def _fixed_rows(
+        self, strategy: Strategy, batch: Sequence[int], *, num_rows: int, pads: bool
+    ) -> Shares:
+        def work(rows: Sequence[Sequence[int]]) -> MicroBatchWork:
+            lengths = [batch[i] for row in rows for i in row]
+            num_padding = len(rows) * self.limit - sum(lengths) if pads else 0
             return MicroBatchWork.packed(lengths, num_padding=num_padding)
 
         shares = fixed_length_shares(batch, self.limit, len(strategy.replicas))
-        return tuple(tuple(row_work(row) for row in share if row) for share in shares)
+        return tuple(
+            tuple(map(work, itertools.batched((row for row in share if row), num_rows)))
+            for share in shares
+        )
 
     def _packed(
         self, strategy: Strategy, batch: Sequence[int], row_tokens: int | None = None

@@ -69,6 +69,21 @@ def test_every_freedom_gains_and_nothing_exceeds_the_ceiling(
     assert found["ways"][-1]["gain_of_pool"]["by the rule"] == 1.0
 
 
+@pytest.mark.parametrize("length", [1000, 8192])
+def test_rows_of_fixed_length_lose_nothing_on_equal_lengths(
+    length: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lengths.csv").write_text(f"length_tokens,count\n{length},512\n")
+    found = figures(
+        capsys,
+        *("advise", "--lengths", str(tmp_path / "lengths.csv"), *MODEL, "--num-ranks", "8"),
+        *("--device", "h100", "--global-batch-size", "256", "--num-batches", "2"),
+        *("--out", str(tmp_path / "advice")),
+    )
+    gains = found["ways"][0]["gain_of_pool"].values()
+    assert all(0.99 <= gain <= 1.02 for gain in gains)
+
+
 def test_gradients_in_bf16_are_advised_and_count(
     job: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

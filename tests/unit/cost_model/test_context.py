@@ -8,6 +8,7 @@ from megatron.hydraulis.cost_model.context import ring_bytes_per_token
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
 from megatron.hydraulis.errors import StrategyError
+from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Scheme, Strategy
 from tests.support.simulation import SMALL_SHAPE
 
@@ -16,6 +17,17 @@ CLUSTER = Cluster(
     ranks_per_node=4,
     intra_node=Link(bytes_per_s=1e9, latency_s=0.0, source="test"),
     inter_node=Link(bytes_per_s=1e8, latency_s=0.0, source="test"),
+)
+LARGE_SHAPE = ModelShape(
+    num_layers=40,
+    hidden_size=5120,
+    ffn_hidden_size=13824,
+    num_attention_heads=40,
+    num_query_groups=40,
+    kv_channels=128,
+    vocab_size=32000,
+    gated_mlp=True,
+    tied_embeddings=False,
 )
 TIMES = Coefficients(0.004, 0.8, 5.0)
 
@@ -110,21 +122,37 @@ def test_overhead_is_that_of_the_profile() -> None:
     assert costs.overhead_ms(Strategy.parse("tp1", 1, name="long")) == 7.0
 
 
-def test_the_analytic_model_exchanges_as_much() -> None:
+def test_a_ring_moves_all_but_a_share_of_keys_and_values() -> None:
+    for cp in (2, 4, 8):
+        assert ring_bytes_per_token(SMALL_SHAPE, Scheme(cp=cp), 2) == (cp - 1) / cp * 64 * 2
+
+
+@pytest.mark.parametrize("narrow", [Scheme(), Scheme(tp=2, pp=2), Scheme(pp=4)])
+def test_assumed_widths_agree_with_the_analytic_model(narrow: Scheme) -> None:
     """Of the same shape and links; it also waits for latencies, in c."""
     device = device_constants("a100-80")
-    cluster = device.cluster(8, 4)
-    analytic = AnalyticCostModel(shape=SMALL_SHAPE, device=device, cluster=cluster)
-    one = analytic.coefficients(Scheme())
+    cluster = device.cluster(64, 8)
+    analytic = AnalyticCostModel(shape=LARGE_SHAPE, device=device, cluster=cluster)
+    measured = (analytic.coefficients(narrow), analytic.max_tokens(narrow))
     costs = ContextCosts(
-        profile=profile({Scheme(): (one, 1000)}),
-        shape=SMALL_SHAPE,
+        profile=profile({narrow: measured}),
+        shape=LARGE_SHAPE,
         cluster=cluster,
         link_fraction=device.link_fraction,
+        memory_tokens=analytic.max_tokens,
     )
     for cp in (2, 4, 8):
-        scheme = Scheme(cp=cp)
-        assert ring_bytes_per_token(SMALL_SHAPE, scheme, 2) == (cp - 1) / cp * 64 * 2
+        scheme = narrow.of_context_group(cp)
         found, wanted = costs.coefficients(scheme), analytic.coefficients(scheme)
         assert found.a_ms_per_token2 == pytest.approx(wanted.a_ms_per_token2)
-        assert found.b_ms_per_token == pytest.approx(wanted.b_ms_per_token)
+        # Messages between stages may take other links.
+        assert found.b_ms_per_token == pytest.approx(wanted.b_ms_per_token, rel=0.02)
+        assert costs.max_tokens(scheme) == min(cp * measured[1], analytic.max_tokens(scheme))
+
+
+def test_limits_of_assumed_widths_keep_the_measured_share_of_the_memory_model() -> None:
+    by_memory = {Scheme(): 1000, Scheme(cp=2): 1900, Scheme(cp=4): 4800}
+    costs = ContextCosts(
+        profile=profile({Scheme(): (TIMES, 800)}), memory_tokens=by_memory.__getitem__
+    )
+    assert [costs.max_tokens(scheme) for scheme in by_memory] == [800, 1520, 3200]
