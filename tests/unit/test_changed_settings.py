@@ -10,7 +10,7 @@ import pytest
 from megatron.hydraulis.checkpoint.manifest import MODEL_ARGUMENTS, OFF_BY_DEFAULT
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.flags import changes
-from megatron.hydraulis.flags.changes import changed_settings
+from megatron.hydraulis.flags.changes import Change
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.loop.planning import Planning
 from tests.unit.argument_command import flag_parser, parse
@@ -60,13 +60,22 @@ NO_UPDATE_DEPENDS_ON = """
 
 def test_every_setting_is_classified_once() -> None:
     ours = [field.name for field in dataclasses.fields(HydraulisConfig)]
-    settings = {*flag_parser().honoured_dests, *ours}
+    settings = {*flag_parser().honoured_defaults, *ours}
     compared = {*MODEL_ARGUMENTS, *OFF_BY_DEFAULT} & settings
     classes = (
         *(compared, changes._CHANGE_UPDATE, changes._OF_SCHEDULE, changes._OF_ONE_START),
         *(COMPARED_OTHERWISE.split(), NO_UPDATE_DEPENDS_ON.split()),
     )
     assert sorted(itertools.chain(*classes)) == sorted(settings)
+
+
+def changed_settings(
+    saved: dict[str, Any], here: dict[str, Any], *, keeps_schedule: bool = False
+) -> tuple[Change, ...]:
+    defaults = flag_parser().honoured_defaults
+    return changes.changed_settings(
+        saved, here, upstream_defaults=defaults, keeps_schedule=keeps_schedule
+    )
 
 
 def described(folder: Path, *extra: str) -> dict[str, Any]:
@@ -138,4 +147,24 @@ def test_settings_of_another_version_are_left_out(tmp_path: Path) -> None:
     before = described(tmp_path, "--clip-grad", "2")
     before["hydraulis"]["no_longer_there"] = 1
     assert changed_settings(before, here) == ()
+    assert changed_settings({}, here) == ()
+
+
+def test_settings_of_the_update_that_an_older_checkpoint_lacks_had_their_defaults(
+    tmp_path: Path,
+) -> None:
+    older = described(tmp_path)
+    # Training always needs a batch size, so that every checkpoint has it.
+    for name in {*changes._CHANGE_UPDATE} - {"global_batch_size"}:
+        older["settings"].pop(name, None)
+        older["hydraulis"].pop(name, None)
+    del older["hydraulis"]["keep_last"]
+    assert changed_settings(older, described(tmp_path, "--clip-grad", "1")) == ()
+    options = ("--bf16", "--grad-reduce-in-bf16", "--long-sequence-window", "4")
+    here = described(tmp_path, *options, "--save", "x", "--keep-last", "2")
+    assert [str(each) for each in changed_settings(older, here) if each.changes_update] == [
+        "--bf16 False -> True",
+        "--grad-reduce-in-bf16 False -> True",
+        "--long-sequence-window 0 -> 4",
+    ]
     assert changed_settings({}, here) == ()

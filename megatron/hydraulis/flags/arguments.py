@@ -65,8 +65,8 @@ class Resolved:
     """Unknown options that were left out: (as typed, upstream's equivalent or empty)."""
     differences: tuple[Difference, ...]
     """Settings that no option gives and that differ from upstream's defaults."""
-    settings: tuple[str, ...]
-    """The attributes of args that honoured options set."""
+    settings: Mapping[str, Any]
+    """The attributes of args that honoured options set, with upstream's defaults."""
     sizes: BatchSizes
     """Of the global batches of training."""
     evaluation_sizes: BatchSizes
@@ -195,7 +195,7 @@ def parse_arguments(
         taken=taken,
         unknown=flags.unknown,
         differences=differences(flag_parser, flags, before, uses_tp=pool.tp_lcm > 1),
-        settings=flag_parser.honoured_dests,
+        settings=flag_parser.honoured_defaults,
         sizes=sizes,
         evaluation_sizes=sizes_of_evaluation,
         as_given={name: before[name] for name in COMPLETED},

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.hydraulis.flags.config import option_of
+from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 
 _CHANGE_UPDATE = (
     "adam_beta1",
@@ -84,8 +84,6 @@ COMPLETED = (
 """Settings that get a number which follows from others unless an option gives them. Checkpoints of
 earlier versions hold that number."""
 
-_SECTIONS = ("settings", "hydraulis")
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -112,15 +110,22 @@ def _text(value: Any) -> str:
 
 
 def changed_settings(
-    saved: Mapping[str, Any], here: Mapping[str, Any], *, keeps_schedule: bool = False
+    saved: Mapping[str, Any],
+    here: Mapping[str, Any],
+    *,
+    upstream_defaults: Mapping[str, Any],
+    keeps_schedule: bool = False,
 ) -> tuple[Change, ...]:
     """The settings in which two configurations differ, those that change the update first.
 
-    A setting that only one of them has, as another version of this program wrote it, is left out.
+    A setting that only one of them has, as another version of this program wrote it, is left out,
+    unless it changes the update and only this run has it: the checkpoint was trained with the
+    option's default.
 
     Args:
         saved: of the checkpoint, as `describe` returns it.
         here: of this run.
+        upstream_defaults: of upstream's settings that this version honours, by attribute.
         keeps_schedule: whether the checkpoint's schedule of learning rate and decay is used.
     """
     given = {*saved.get("explicit_options", ()), *here["explicit_options"]}
@@ -129,10 +134,16 @@ def changed_settings(
         *(_OF_SCHEDULE if keeps_schedule else ()),
         *(name for name in COMPLETED if option_of(name) not in given),
     }
+    defaults = {"settings": upstream_defaults, "hydraulis": asdict(HydraulisConfig())}
+    completed = {
+        section: {name: known[name] for name in _CHANGE_UPDATE if name in known} | saved[section]
+        for section, known in defaults.items()
+        if section in saved
+    }
     changes = [
         Change(name, before, here[section][name])
-        for section in _SECTIONS
-        for name, before in sorted(saved.get(section, {}).items())
+        for section, settings in completed.items()
+        for name, before in sorted(settings.items())
         if name not in left_out and here[section].get(name, before) != before
     ]
     return tuple(sorted(changes, key=lambda change: not change.changes_update))

@@ -170,9 +170,10 @@ class FlagParser:
         }
 
     @property
-    def honoured_dests(self) -> tuple[str, ...]:
-        """The attributes that honoured options of upstream set, in alphabetical order."""
-        return tuple(sorted({self._upstream[option][0].dest for option in HONOURED}))
+    def honoured_defaults(self) -> Mapping[str, Any]:
+        """Attribute that honoured options of upstream set -> its default, in alphabetical order."""
+        dests = sorted({self._upstream[option][0].dest for option in HONOURED})
+        return {dest: self._parser.get_default(dest) for dest in dests}
 
     def as_typed(self, dest: str, value: object) -> str:
         """How a user gives an attribute this value; empty for a switch that is not given."""

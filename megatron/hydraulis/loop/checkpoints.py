@@ -328,7 +328,10 @@ class RunCheckpoints:
         args, hydraulis = self._resolved.args, self._resolved.hydraulis
         here = self._planning.description_of(self._resolved)
         changes = changed_settings(
-            manifest.configuration, here, keeps_schedule=args.use_checkpoint_opt_param_scheduler
+            manifest.configuration,
+            here,
+            upstream_defaults=self._resolved.settings,
+            keeps_schedule=args.use_checkpoint_opt_param_scheduler,
         )
         of_update = [str(change) for change in changes if change.changes_update]
         # A new optimizer and schedule go with new settings.
