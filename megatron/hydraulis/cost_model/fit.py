@@ -122,11 +122,14 @@ def shrunk_mean(values: Sequence[float], prior: float) -> float:
     1 - 1/k² is kept, and nothing within one standard error. So noise leaves the prior as it is,
     and a clear deviation is followed, however large it is.
     """
-    deviation = statistics.fmean(values) - prior
-    if len(values) < 2 or deviation == 0.0:
+    if len(values) < 2:
         return prior
+    deviation = statistics.fmean(values) - prior
     error = statistics.variance(values) / len(values)
-    return prior + deviation * max(0.0, 1.0 - error / deviation**2)
+    # Also if both squares are too small for a float and 0.
+    if error >= deviation**2:
+        return prior
+    return prior + deviation * (1.0 - error / deviation**2)
 
 
 def _fit(samples: Sequence[Sample], prior: Coefficients | None, prior_weight: float) -> Fit:

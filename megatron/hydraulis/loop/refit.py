@@ -81,6 +81,11 @@ class RefitSettings:
             raise ConfigurationError(
                 f"the drift to report must be positive but is {self.drift}; give 0.1 for a tenth"
             )
+        if self.min_iterations < 2:
+            raise ConfigurationError(
+                f"a gain is compared with its standard error, which takes at least 2 iterations, "
+                f"but min_iterations is {self.min_iterations}; give 2 or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +146,8 @@ class RefittedCostModel:
             for scheme in whole.group_schemes
             if scheme.cp == whole.cp or self._knows(scheme)
         )
+        base = self.base
+        assumed = base.assumed_schemes(pool) if isinstance(base, ProfileCostModel) else ()
         return ProfileCostModel(
             device=device,
             source=source,
@@ -151,6 +158,7 @@ class RefittedCostModel:
                     scheme=scheme,
                     coefficients=self.coefficients(scheme),
                     max_tokens=limits.of_scheme(scheme),
+                    is_assumed=scheme in assumed and scheme not in dict(self.times),
                 )
                 for scheme in schemes
             ),

@@ -1,14 +1,15 @@
 """The fit recovers the true coefficients, with and without noise, and none is negative."""
 
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients, fit_near
+from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients, fit_near, shrunk_mean
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import AttentionWindow
 from megatron.hydraulis.profiler.survey import grid
@@ -140,3 +141,13 @@ def test_no_measurements_and_impossible_times_are_refused() -> None:
     for time_ms in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigurationError, match="measure it again"):
             Sample.of([4], time_ms)
+
+
+@given(values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), prior=st.floats(-1e3, 1e3))
+@example(values=[1e-170, 3e-170], prior=0.0)
+def test_a_shrunk_mean_lies_between_the_prior_and_the_mean(
+    values: list[float], prior: float
+) -> None:
+    ends = sorted((prior, statistics.fmean(values)))
+    tolerance = 1e-12 * max(map(abs, ends))
+    assert ends[0] - tolerance <= shrunk_mean(values, prior) <= ends[1] + tolerance

@@ -215,9 +215,28 @@ def test_the_next_run_can_begin_with_the_newest_times() -> None:
     assert plan.predicted_time_s == pytest.approx(plan.makespan_s + OVERHEAD_MS / 1e3)
 
 
+def test_rows_that_were_assumed_stay_assumed_unless_they_are_fitted() -> None:
+    base = replace(PROFILE, schemes=tuple(replace(row, is_assumed=True) for row in PROFILE.schemes))
+    refit = OnlineRefit(base)
+    machine = Machine("4*tp1")
+    machine.run(refit, 8, factor=2.0)
+    newest = refit.refitted()
+    pool = Pool.of(machine.strategy, Strategy.parse("2*tp2", 4))
+    profile = newest.to_profile(pool, Limits(newest), model=MODEL, device="d", source="s", date="x")
+    assert profile.assumed_schemes(pool) == (Scheme(tp=2),)
+
+
 def test_the_drift_limit_is_positive() -> None:
     with pytest.raises(ConfigurationError, match="positive but is 0"):
         RefitSettings(drift=0.0)
+
+
+def test_a_standard_error_takes_two_iterations() -> None:
+    with pytest.raises(ConfigurationError, match=r"at least 2 iterations, .* is 1; give"):
+        RefitSettings(min_iterations=1)
+    refit = OnlineRefit(PROFILE, RefitSettings(min_iterations=2))
+    Machine("4*tp1").run(refit, 5, factor=2.0)
+    assert refit.refitted().times
 
 
 def test_waits_for_parameters_are_no_part_of_a_micro_batch() -> None:
