@@ -381,6 +381,17 @@ def test_arguments_without_counterpart(changes: dict[str, Any], words: list[str]
         ("smollm3", {"no_rope_layers": [1, 0]}, ["no_rope_layers", "each of 3 layers"]),
         ("smollm3", {"no_rope_layers": [1, 0, "x"]}, ["no_rope_layers", "0 or 1"]),
         ("qwen3_next", {"mlp_only_layers": [0, 2]}, ["mlp_only_layers", "without experts"]),
+        (
+            "smollm3",
+            {"no_rope_layers": None, "no_rope_layer_interval": 0},
+            ["no_rope_layer_interval", "at least 1 layer but is 0; "],
+        ),
+        (
+            "qwen3_next",
+            {"mlp_only_layers": [0, "1", 2]},
+            ["mlp_only_layers", "whole numbers", "'1'"],
+        ),
+        ("qwen3_next", {"layer_types": [["full_attention"]] * 3}, ["layer_types"]),
         ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, ["layer_types"]),
     ],
 )

@@ -336,9 +336,11 @@ def _window_tokens(window_size: Sequence[int] | None) -> int | None:
 
 def _layers_without_rope(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
     """A period or a list of Megatron's; empty if all layers have positions."""
+    if not frequency:
+        return ()
     if isinstance(frequency, int):
         frequency = [int(layer % frequency == 0) for layer in range(1, num_layers + 1)]
-    return tuple(frequency) if frequency and any(frequency) else ()
+    return tuple(frequency) if any(frequency) else ()
 
 
 def model_flags(model: HuggingFaceModel) -> list[str]:
@@ -454,10 +456,10 @@ def model_from_config(content: Any, what: str) -> HuggingFaceModel:
     num_layers = config.integer("num_hidden_layers")
     types = config.array("layer_types") if config.has("layer_types") else []
     if family == "qwen3_next":
-        if sorted(config.array("mlp_only_layers")) != list(range(num_layers)):
+        if sorted(config.integers("mlp_only_layers")) != list(range(num_layers)):
             raise _wrong(config, "mlp_only_layers", "all layers, without experts")
         types = config.array("layer_types")
-    if set(types) - {_FULL_ATTENTION}:
+    if any(kind != _FULL_ATTENTION for kind in types):
         raise _wrong(config, "layer_types", [_FULL_ATTENTION, "…"])
     has_biases = False
     if family in _WITH_BIASES:
@@ -513,6 +515,10 @@ def _no_rope_layers(config: JsonObject, num_layers: int) -> tuple[int, ...]:
     """SmolLM3's list has 1 for a layer with positions, and may be longer than the model."""
     if not config.has("no_rope_layers"):
         interval = config.integer("no_rope_layer_interval", default=_INTERVAL_OF_SMOLLM3)
+        if interval < 1:
+            raise config.error(
+                f"no_rope_layer_interval must be at least 1 layer but is {interval}; correct it"
+            )
         return _layers_without_rope(interval, num_layers)
     has_rope = config.array("no_rope_layers")
     if len(has_rope) < num_layers or any(each not in (0, 1) for each in has_rope):
