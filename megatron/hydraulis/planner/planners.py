@@ -152,7 +152,8 @@ class CertifiedPlanner:
 def _search_all(searches: Sequence[StrategySearch], solver: Solver) -> StrategySearch:
     """Search the strategies that may be the fastest; returns that with the best plan.
 
-    Each search may take half of the effort that is left, the last one all of it.
+    Each search may take half of the effort that is left, the last one all of it. To finish, each
+    gets a fixed amount in addition, and the next ones what it does not use of that.
     """
     for search in searches:
         search.start()
