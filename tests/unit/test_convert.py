@@ -9,6 +9,7 @@ import pytest
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.convert import LaunchCommand, read_launch_command
+from megatron.hydraulis.flags.shell_script import Script
 from tests.support.launch_arguments import SETS, options_of
 
 
@@ -103,6 +104,7 @@ def test_a_command_handed_to_another_shell_is_found(call: str) -> None:
         ('A=(1 "2 3"); python pretrain_gpt.py "${A[@]}" ${A[1]} $A', "1 2 3 2 3 1", []),
         ('python pretrain_gpt.py ${A+"$A"} ${B[@]+"${B[@]}"} "${C:=4}" $C', "4 4", []),
         ("A=3; python pretrain_gpt.py $((A * (2 + 10) / 5 % 4)) $((A*N))", "3 $((A*N))", ["N"]),
+        ("A=-7; python pretrain_gpt.py $((A/2)) $((010))", "$((A/2)) $((010))", []),
         ("python pretrain_gpt.py --a 1 > log --b 2", "--a 1 --b 2", []),
     ],
 )
@@ -171,7 +173,9 @@ def test_convert_prints_the_command_and_what_becomes_of_each_option(
         ('[[ $MOCK == a || $MOCK == "false" && 2 -gt 1 ]]', "then"),
         ("[[ $OUTSIDE == a && $MOCK == true ]]", "otherwise"),
         ("[[ $OUTSIDE == a || $MOCK == false ]]", "then"),
+        ("[ 5 -gt -1 ]", "then"),
         # Not known: the last branch counts.
+        ('[ "$EMPTY" -gt 1 ]', "otherwise"),
         ('[ "$OUTSIDE" = true ]', "otherwise"),
         ("[ -f pretrain_gpt.py ]", "otherwise"),
         ("[[ $MOCK == f* ]]", "otherwise"),
@@ -180,7 +184,7 @@ def test_convert_prints_the_command_and_what_becomes_of_each_option(
 )
 def test_a_condition_that_is_known_decides_its_branch(condition: str, branch: str) -> None:
     script = f"""
-MOCK=false
+MOCK=false; EMPTY=
 if {condition}; then
     if [ 1 = 2 ]; then A="--inner"; fi
     A="--then"; B=(--then)
@@ -338,6 +342,66 @@ def test_the_command_calls_the_program_as_the_script_does(
     assert ours == [*theirs[:at], "--no-python", "hydraulis", "train", *theirs[at + 1 :]]
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "X=1; (X=2); CALL $X",
+        "X=1; (X=2; CALL $X)",
+        "X=1; echo | X=2; CALL $X",
+        "X=1; X=2 echo hi; CALL $X",
+        "X=1 Y=2\nX=3 \\\n Y=4 true; CALL $X $Y",
+        "f() { CALL $X; X=3; }; X=1; X=2 f; CALL $X",
+        "X=1; X=2 eval 'CALL $X'",
+        "( cd . || exit 1; exit 0 ); CALL 1",
+        "f() { local TP=4 N; CALL ${N:-n}; }; TP=2; N=1; f; CALL $TP $N",
+        "f() { S=8; return 0; S=16; }; f; CALL $S",
+        "f() { if [ 1 = 1 ]; then S=8; return 0; fi; S=16; }; f; CALL $S",
+        "for N in 1 2 3; do [ $N = 2 ] && break; done; CALL $N",
+        "for N in 1 2 3; do [ $N = 3 ] && continue; M=$N; done; CALL $M",
+        "f() { for N in 1 2; do return; done; }; f; CALL $N",
+        "shift; CALL $1",
+        "M=big; [ $M = big ] && TP=4 || TP=1; CALL $TP",
+        "M=big; [ $M = big ] && M=small || M=big; CALL $M",
+    ],
+)
+def test_values_are_those_of_bash(script: str) -> None:
+    stub = "call() { printf '%s\\n' \"$*\"; }\n"
+    text = stub + script.replace("CALL", "call")
+    bash = subprocess.run(
+        ["bash", "-c", text, "x", "first", "second"], capture_output=True, text=True, timeout=60
+    )
+    given = {"1": "first", "2": "second"}
+    text = script.replace("CALL", "python pretrain_gpt.py")
+    launches = Script(given, {}, Path())
+    launches.read_all(text)
+    ours = [" ".join(call.options) for call in launches.calls]
+    assert ours == [line for line in bash.stdout.splitlines() if line != "hi"]
+    assert launches.changed == ()
+
+
+@pytest.mark.parametrize(
+    ("script", "unset"),
+    [
+        ("N=2; unset N; CALL ${N:-1}", True),
+        ("N=(--x 1); N[0]=--y; CALL ${N[0]}", True),
+        ("N=16; ((N*=2)); CALL $N", True),
+        ("N=16; M=$((N+=2)); CALL $N", True),
+        ("N=1; let N=3; CALL $N", True),
+        ("N=1; read -r N < file; CALL $N", True),
+        ("N=1; printf -v N 2; CALL $N", True),
+        ("f() { if [ -d x ]; then N=8; return; fi; N=16; }; f; CALL $N", False),
+        ("for N in 1 2; do [ -d x ] && break; done; CALL $N", False),
+        ("if [ -d x ]; then N=1; else N=2; fi; N=$N; CALL $N", False),
+        ("if [ -d x ]; then N=1; else N=2; fi; (CALL $N)", False),
+    ],
+)
+def test_what_is_not_followed_is_listed(script: str, unset: bool) -> None:
+    launch = read_launch_command(script.replace("CALL", "python pretrain_gpt.py"))
+    names = [line.partition(":")[0] for line in _unset(launch)]
+    changed = [line.partition(" ")[0] for line in launch.script.changed]
+    assert (names, changed) == ((["N"], []) if unset else ([], ["N"]))
+
+
 def test_variables_without_a_value_are_named_with_their_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -448,8 +512,8 @@ torchrun pretrain_gpt.py "${{ARGS[@]}}" $SAVE $SEED --wandb-project "$NAME" """
     assert _blocks(shown)["changed"] == [
         "ARGS = … --bf16, … --load old --finetune --bf16",
         "SAVE = none, --save old",
-        "NAME = a a a a a a a a a a a a a a a a a a a a a a a a a a a a a …, b",
         "SEED = none, --seed 3",
+        "NAME = a a a a a a a a a a a a a a a a a a a a a a a a a a a a a …, b",
     ]
 
 

@@ -2,8 +2,9 @@
 
 Assignments, functions, loops and sourced files are followed from top to bottom. A condition on
 strings or whole numbers that are known decides its branches. Of any other condition all branches
-count, and the last known value wins. What only the job knows, such as ``$(...)`` and Slurm's
-variables, stays as the script writes it.
+count, and the last known value wins. A command that is not followed makes the variables that it
+sets unknown. What only the job knows, such as ``$(...)`` and Slurm's variables, stays as the script
+writes it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
@@ -33,6 +34,14 @@ _SET_BY_JOB = re.compile(
     r"HOME|USER|PWD|HOSTNAME|RANDOM|UID|\W|0"
 )
 """Variables that the shell, the scheduler or the launcher sets when the job runs."""
+_SETTERS = ("read", "let", "mapfile", "readarray", "getopts")
+"""Commands that set the variables in their arguments, in ways that are not followed."""
+_SET_BY_ARITHMETIC = re.compile(
+    r"(?:\+\+|--)\s*([A-Za-z_]\w*)|"
+    r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))"
+)
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
+"""Whole numbers, but not 010, which is 8 where bash calculates."""
 _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -153,7 +162,7 @@ class Script:
         self._fixed = frozenset(variables)
         self._values = {name: [value] for name, value in {**of_job, **variables}.items()}
         self._histories: dict[str, list[str]] = {}
-        self._used: set[str] = set()
+        self._changed: dict[str, str] = {}
         self._may_hold_options: set[str] = set()
         self._functions: dict[str, tuple[Node, int]] = {}
         self._followed: set[str] = set()
@@ -165,9 +174,14 @@ class Script:
         """Lines that begin with an option, which no command continues."""
         self.not_found: list[str] = []
         """Files that the script reads and that are not here."""
+        self._num_shifted = 0
+        self._left_by = ""
+        self._may_be_left_by: frozenset[str] = frozenset()
         # What follows holds for the text or function that is being followed, see _within.
         self._arguments: list[str] | None = None
-        self._is_certain, self._has_ended = True, False
+        self._outer: dict[str, tuple[list[str] | None, list[str]]] = {}
+        self._leaving = frozenset({"exit"})
+        self._is_decided = True
         self._depth = self._nesting = 0
         self._text = b""
         self._file = self._place = ""
@@ -178,20 +192,20 @@ class Script:
         self._read(_MARK.sub("?", text))
         for name, (body, _) in tuple(self._functions.items()):
             if not self.calls and name not in self._followed:
-                with self._within(_has_ended=False):
+                with self._process():
                     self._follow(body)
         for here, place in () if self.calls else tuple(self._here_documents):
-            with self._within(_place=place, _has_ended=False):
+            with self._process(), self._within(_place=place):
                 self._read(here, is_lenient=True)
 
     @property
     def changed(self) -> tuple[str, ...]:
         """The variables that were used and are not certain, with their values."""
-        return tuple(
-            f"{name} = {', '.join(endings(dict.fromkeys(history)))}"
-            for name, history in self._histories.items()
-            if name in self._used and len(set(history)) > 1
-        )
+        return tuple(f"{name} = {values}" for name, values in self._changed.items())
+
+    @property
+    def _is_certain(self) -> bool:
+        return self._is_decided and not self._may_be_left_by
 
     @contextmanager
     def _within(self, **state: object) -> Iterator[None]:
@@ -204,6 +218,44 @@ class Script:
         finally:
             for name, value in before.items():
                 setattr(self, name, value)
+
+    def _process(self) -> AbstractContextManager[None]:
+        """Follow another process, which changes none of the values here and does not end this."""
+        return self._within(
+            _values=dict(self._values),
+            _histories=dict(self._histories),
+            _functions=dict(self._functions),
+            _arguments=None if self._arguments is None else [*self._arguments],
+            _num_shifted=self._num_shifted,
+            _outer=dict(self._outer),
+            _left_by="",
+            _may_be_left_by=frozenset(),
+        )
+
+    @contextmanager
+    def _scope(self) -> Iterator[None]:
+        """Local variables, and those set for one command, get their values back at the end."""
+        with self._within(_outer={}):
+            yield
+            for name, (values, history) in self._outer.items():
+                self._histories[name] = history
+                self._values.pop(name, None)
+                if values is not None:
+                    self._values[name] = values
+
+    def _make_local(self, name: str) -> None:
+        before = self._values.get(name), self._histories.get(name, [])
+        self._outer.setdefault(name, before)
+
+    @contextmanager
+    def _until(self, *commands: str) -> Iterator[None]:
+        """Follow up to one of these commands; after one that is not certain nothing is."""
+        before = self._may_be_left_by
+        with self._within(_leaving=self._leaving.union(commands)):
+            yield
+        self._may_be_left_by = before | self._may_be_left_by.difference(commands)
+        if self._left_by in commands:
+            self._left_by = ""
 
     def _read(self, text: str, *, is_lenient: bool = False) -> None:
         if self._nesting == _MOST_NESTED:
@@ -234,13 +286,27 @@ class Script:
 
     def _follow(self, node: Node) -> None:
         """Follow what the node of a syntax tree does."""
-        if self._has_ended:
+        if self._left_by:
             return
         match node.type:
             case "command":
                 self._follow_command(node)
             case "variable_assignment":
                 self._follow_assignment(node)
+            case "declaration_command":
+                self._follow_declaration(node)
+            case "unset_command":
+                self._forget(map(self._one_word, node.named_children), node)
+            case "compound_statement" if _text_of(node).startswith("(("):
+                self._forget_calculated(node)
+            case "subshell":
+                with self._process():
+                    for child in node.named_children:
+                        self._follow(child)
+            case "pipeline":
+                for child in node.named_children:
+                    with self._process():
+                        self._follow(child)
             case "function_definition":
                 name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
                 if name is not None and body is not None:
@@ -250,16 +316,12 @@ class Script:
                 is_if = node.type == "if_statement"
                 self._follow_first(self._branches(node) if is_if else self._cases(node))
             case "list":
-                first, then = node.children[0], node.children[-1]
-                self._follow(first)
-                outcome = self._outcome(first)
-                if node.children[1].type == "||" and outcome is not None:
-                    outcome = not outcome
-                self._follow_first([(outcome, [then])])
+                self._outcome(node)
             case "for_statement":
                 self._follow_loop(node)
             case "while_statement" | "c_style_for_statement":
-                self._follow_first([(None, node.named_children)])
+                with self._until("break", "continue"):
+                    self._follow_first([(None, node.named_children)])
             case "heredoc_body":
                 start = node.prev_named_sibling
                 is_quoted = start is not None and _text_of(start)[:1] in ("'", '"', "\\")
@@ -271,15 +333,15 @@ class Script:
 
     def _follow_first(self, branches: Iterable[tuple[bool | None, Sequence[Node]]]) -> None:
         """Follow all branches that may be taken, up to one that is taken for certain."""
-        is_certain = self._is_certain
+        is_decided = self._is_decided
         for outcome, body in branches:
             if outcome is not False:
-                with self._within(_is_certain=is_certain and outcome is True):
+                with self._within(_is_decided=is_decided and outcome is True):
                     for node in body:
                         self._follow(node)
             if outcome:
                 return
-            is_certain &= outcome is False
+            is_decided &= outcome is False
 
     def _branches(self, node: Node) -> Iterator[tuple[bool | None, list[Node]]]:
         """The outcomes and bodies of an ``if``."""
@@ -288,10 +350,11 @@ class Script:
             kinds = [child.type for child in clause.children]
             begin = kinds.index("then") if "then" in kinds else 0
             tests = [child for child in clause.children[1:begin] if child.is_named]
+            outcome: bool | None = True
             for test in tests:
-                self._follow(test)
+                outcome = self._outcome(test)
             body = [child for child in clause.children[begin + 1 :] if child.type not in others]
-            yield self._outcome(tests[-1]) if tests else True, body
+            yield outcome, body
 
     def _cases(self, node: Node) -> Iterator[tuple[bool | None, list[Node]]]:
         """The outcomes and bodies of a ``case``."""
@@ -311,26 +374,38 @@ class Script:
             return
         given = node.children_by_field_name("value")
         values = [text for value in given for text in self._words(value)]
-        for value in values:
-            self._assign(_text_of(variable), [value], variable)
-            self._follow(body)
+        with self._until("break"):
+            for value in values:
+                if not self._left_by:
+                    self._assign(_text_of(variable), [value], variable)
+                    with self._until("continue"):
+                        self._follow(body)
 
     def _outcome(self, node: Node) -> bool | None:
-        """What a condition finds; None if it is no test or not all of it is known."""
+        """Follow a condition and say what it finds; None if not all of it is known."""
         match node.type:
             case "negated_command":
                 outcome = self._outcome(node.named_children[0])
                 return None if outcome is None else not outcome
             case "list":
-                outcomes = {self._outcome(node.children[0]), self._outcome(node.children[-1])}
-                return _decided(outcomes, node.children[1].type)
+                first, sign, then = node.children[0], node.children[1].type, node.children[-1]
+                outcome = self._outcome(first)
+                if outcome is (sign == "||"):
+                    return outcome
+                with self._within(_is_decided=self._is_decided and outcome is not None):
+                    return _decided({outcome, self._outcome(then)}, sign)
+        self._follow(node)
+        match node.type:
+            case "variable_assignment" | "variable_assignments":
+                return None if re.search(r"\$\(|`", _text_of(node)) else True
             case "test_command" | "command":
                 return _tested([*self._tested_words(node)])
         return None
 
     def _tested_words(self, node: Node) -> Iterator[str]:
         for child in node.children:
-            if child.type in ("unary_expression", "binary_expression"):
+            is_negative = child.type == "unary_expression" and child.children[0].type == "-"
+            if child.type in ("unary_expression", "binary_expression") and not is_negative:
                 yield from self._tested_words(child)
             else:
                 yield self._one_word(child) if child.is_named else _text_of(child)
@@ -338,6 +413,7 @@ class Script:
     def _follow_assignment(self, node: Node) -> None:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name is None or name.type != "variable_name":
+            self._forget([_text_of(node)], node)
             return
         is_array = value is not None and value.type == "array"
         values = [self._one_word(value)]
@@ -349,6 +425,30 @@ class Script:
             before = self._values.get(_text_of(name), [])
             values = before + values if is_array else ["".join((*before[:1], added))]
         self._assign(_text_of(name), values, node, added=added)
+
+    def _follow_declaration(self, node: Node) -> None:
+        for child in node.named_children:
+            name = re.match(r"\w+", _text_of(child))
+            is_local = _text_of(node.children[0]) in ("local", "declare", "typeset")
+            if is_local and name is not None and self._arguments is not None:
+                self._make_local(name[0])
+                if child.type == "variable_name" and name[0] not in self._fixed:
+                    self._values.pop(name[0], None)
+            self._follow(child)
+
+    def _forget(self, words: Iterable[str], node: Node) -> None:
+        """Make the variables that words begin with unknown."""
+        where = f"{self._at(node)} sets it in a way that is not followed"
+        for word in words:
+            name = re.match(r"[A-Za-z_]\w*", word)
+            if name is not None:
+                unknown = Unknown(f"${name[0]}", name[0], self._depth, False, where)
+                self._assign(name[0], [self.unknowns.mark(unknown)], node)
+
+    def _forget_calculated(self, node: Node) -> None:
+        """Make the variables unknown that an arithmetic expression sets."""
+        names = _SET_BY_ARITHMETIC.findall(_text_of(node))
+        self._forget(("".join(each) for each in names), node)
 
     def _assign(self, name: str, values: list[str], node: Node, *, added: str = "") -> None:
         """Give a variable a value, of which added is what its old one lacks."""
@@ -378,44 +478,71 @@ class Script:
     def _follow_command(self, node: Node) -> None:
         name = node.child_by_field_name("name")
         assignments = [child for child in node.children if child.type == "variable_assignment"]
+        if name is None:
+            for assignment in assignments:
+                self._follow_assignment(assignment)
+            return
+        prefix: list[Node] = []
+        begin = name.start_byte
+        while assignments:
+            gap = _bytes_of(node)[assignments[-1].end_byte - node.start_byte :]
+            if b"\n" in gap[: begin - assignments[-1].end_byte].replace(b"\\\n", b""):
+                break  # The grammar adds assignments of an earlier line.
+            prefix.insert(0, assignments.pop())
+            begin = prefix[0].start_byte
         for assignment in assignments:
             self._follow_assignment(assignment)
-        if name is None:
-            return
         arguments = [*name.children, *node.children_by_field_name("argument")]
         for redirect in node.parent.children_by_field_name("redirect") if node.parent else ():
             arguments += redirect.children_by_field_name("destination")[1:]
         words = [word for argument in arguments for word in self._words(argument)]
         if not words:
             return
+        if not prefix:
+            self._run(words, prefix, node, name)
+            return
+        with self._scope():
+            for assignment in prefix:
+                self._make_local(self._one_word(assignment.child_by_field_name("name")))
+                self._follow_assignment(assignment)
+            self._run(words, prefix, node, name)
+
+    def _run(self, words: list[str], prefix: list[Node], node: Node, name: Node) -> None:
+        """Follow what a command of these words does; prefix: the assignments before it."""
         program, function = words[0], self._functions.get(words[0])
         if program in ("eval", "source", "."):
             span = self._span or (name.start_byte, node.end_byte)
             with self._within(_span=span, _place=self._at(node)):
                 self._read(" ".join(words[1:])) if program == "eval" else self._source(words[1:])
-        elif program == "exit":
-            self._has_ended = self._is_certain
-        elif program == "shift" and self._arguments is not None:
-            del self._arguments[: int(words[1]) if words[1:] and words[1].isdigit() else 1]
+        elif program in self._leaving:
+            if self._is_certain:
+                self._left_by = program
+            elif program != "exit":
+                self._may_be_left_by |= {program}
+        elif program == "shift":
+            num_shifted = int(words[1]) if words[1:] and words[1].isdecimal() else 1
+            if self._arguments is not None:
+                del self._arguments[:num_shifted]
+            elif self._is_certain:
+                self._num_shifted += num_shifted
+        elif program in _SETTERS or words[:2] == ["printf", "-v"]:
+            self._forget(words[1:], node)
         elif function is not None and function[1] == self._depth:
             self._followed.add(program)
             del self._functions[program]  # no recursion
-            with self._within(_arguments=words[1:]):
+            with self._within(_arguments=words[1:]), self._scope(), self._until("return"):
                 self._follow(function[0])
             self._functions.setdefault(program, function)
         elif program.startswith("-"):
             shown = _shortened(self.unknowns.shown(" ".join(words)))
             self.cut_off.append(f"{self._at(node)}, {shown}")
         elif PurePath(program).name not in _NO_LAUNCHER:
-            self._call(words, assignments, node, name)
+            self._call(words, prefix, node, name)
 
-    def _call(self, words: list[str], assignments: list[Node], node: Node, name: Node) -> None:
+    def _call(self, words: list[str], prefix: list[Node], node: Node, name: Node) -> None:
         """Record a command that calls the program, or that hands a text which does to a shell."""
         begin, end = self._span or (name.start_byte, node.end_byte)
-        for assignment in reversed(assignments if self._span is None else ()):
-            between = _bytes_of(node)[assignment.end_byte - node.start_byte :]
-            if b"\n" in between[: begin - assignment.end_byte].replace(b"\\\n", b""):
-                break  # a command of an earlier line
+        for assignment in reversed(prefix if self._span is None else ()):
             begin = assignment.start_byte
             parts = (assignment.child_by_field_name(part) for part in ("name", "value"))
             words.insert(0, "=".join(self._one_word(part) for part in parts))
@@ -429,8 +556,8 @@ class Script:
                 return
             if re.search(r"pretrain\w*\.py\s", f"{word} ") and re.search(r"\s", word):
                 num_before = len(self.calls)
-                here = {"_place": self._at(node), "_span": None, "_has_ended": False}
-                with self._within(_depth=self._depth + 1, **here):
+                here = self._within(_depth=self._depth + 1, _place=self._at(node), _span=None)
+                with self._process(), here:
                     self._read(word)
                 for index, call in enumerate(self.calls[num_before:], num_before):
                     shell = Shell(tuple(words[:at]), call.around, tuple(words[at + 1 :]))
@@ -445,7 +572,7 @@ class Script:
             shown = self.unknowns.shown(" ".join(words[:1]))
             self.not_found.append(f"{self._place} reads {shown}, which is not here")
             return
-        with self._within(_place="", _file=f"{path.name} "):
+        with self._within(_place="", _file=f"{path.name} "), self._until("return"):
             text = path.read_text(encoding="utf-8", errors="replace")
             self._read(_MARK.sub("?", text), is_lenient=True)
 
@@ -511,6 +638,8 @@ class Script:
             words = [self._computed(node, source)]
         else:
             name, _, index = _text_of(subject).rstrip("]").partition("[")
+            if name.isdecimal() and name != "0" and self._arguments is None:
+                name = str(int(name) + self._num_shifted)
             values = self._elements(name, index)
             words = values or []
             is_set = values is not None and (any(values) or not sign.startswith(":"))
@@ -541,6 +670,7 @@ class Script:
             for unknown in self.unknowns.of(value):
                 if not unknown.is_set_by_job:
                     return self._mark(source, unknown.name, node)
+            self._forget_calculated(node)
         source = f"$({source.strip('`')})" if source.startswith("`") else source
         return self._mark(source, "", node, is_set_by_job=True)
 
@@ -555,18 +685,21 @@ class Script:
                 sign = children[1].type
                 if not (isinstance(left, int) and isinstance(right, int)):
                     return f"{left} {right}"
-                if sign in _ARITHMETIC and (right or sign not in "/%"):
+                # Python rounds down and bash towards 0.
+                if sign in _ARITHMETIC and (left >= 0 < right or sign not in "/%"):
                     return _ARITHMETIC[sign](left, right)
             case "variable_name":
                 name = _text_of(node)
                 text = "".join(self._elements(name, "") or [self._mark(f"${name}", name, node)])
             case _:
                 text = self._one_word(node)
-        return int(text) if re.fullmatch(r"-?\d+", text) else text
+        return int(text) if _NUMBER.fullmatch(text) else text
 
     def _elements(self, name: str, index: str) -> list[str] | None:
         """The value of a variable, of one element of an array or of all; None if it has none."""
-        self._used.add(name)
+        history = dict.fromkeys(self._histories.get(name, ()))
+        if len(history) > 1:
+            self._changed[name] = ", ".join(endings(history))
         values = self._values.get(name, [""] if name in self._may_hold_options else None)
         if name in ("@", "*"):
             values, index = self._arguments or [], name
@@ -646,7 +779,7 @@ def _tested(words: Sequence[str]) -> bool | None:
             return bool(text)
         case [left, "=" | "==" | "!=" as sign, right] if not re.search(r"[*?\[]", right):
             return (left == right) == (sign != "!=")
-        case [left, sign, right] if (left + right).isdecimal():
+        case [left, sign, right] if _NUMBER.fullmatch(left) and _NUMBER.fullmatch(right):
             if re.fullmatch("-(eq|ne|lt|le|gt|ge)", sign):
                 return bool(getattr(operator, sign[1:])(int(left), int(right)))
     return None
