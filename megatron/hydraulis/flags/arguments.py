@@ -88,12 +88,14 @@ def parse_arguments(
     rank: int,
     flag_parser: FlagParser | None = None,
     needs_data: bool = True,
+    proposed_pool: Pool | None = None,
 ) -> Resolved:
     """Parse, complete and check a command line; None reads ``sys.argv``.
 
     All ranks get the same result except for ``args.rank``. Callers that parse many command lines
     can pass a flag_parser, which takes a quarter of a second to build. Without needs_data the
-    training corpus is not checked.
+    training corpus is not checked. A proposed_pool is taken in place of the file of
+    --strategy-pool.
 
     Raises ConfigurationError, including StrategyError, with a line for each thing that is wrong;
     what depends on values that are wrong already is not checked.
@@ -128,6 +130,7 @@ def parse_arguments(
             hydraulis,
             num_ranks=num_ranks,
             ranks_per_node=_ranks_per_node(hydraulis, is_started=num_ranks == num_started),
+            proposed=proposed_pool,
         )
     with problems.collected():
         checks.check_batch(args, hydraulis)

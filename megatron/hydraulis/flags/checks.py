@@ -468,8 +468,11 @@ def resolve_pool(
     *,
     num_ranks: int,
     ranks_per_node: int | None,
+    proposed: Pool | None = None,
 ) -> tuple[Pool, tuple[str, ...]]:
     """The strategies that the flags describe, placed on the job's ranks; a line per change.
+
+    proposed: in place of a pool file, for --strategy-pool auto.
 
     --elastic adapts those for another number of ranks. If ranks_per_node is None, the pool file
     defines it, and a single strategy assumes one node.
@@ -505,7 +508,7 @@ def resolve_pool(
         else:
             strategy = Strategy.parse(hydraulis.strategy, num_ranks, ranks_per_node=ranks_per_node)
         return _fitted(Pool.of(strategy), args, num_ranks, ranks_per_node)
-    pool = Pool.read(str(hydraulis.strategy_pool))
+    pool = proposed or Pool.read(str(hydraulis.strategy_pool))
     changes: tuple[str, ...] = ()
     if hydraulis.elastic:
         pool, changes = _fitted(pool, args, num_ranks, ranks_per_node or pool.ranks_per_node)

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 
+from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
-from megatron.hydraulis.flags.checks import check_context
-from megatron.hydraulis.json_object import replace_text
+from megatron.hydraulis.flags.checks import check_context, gradient_bytes
+from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import LengthCounts
-from megatron.hydraulis.loop.planning import analytic_cost_model, profiled_model
+from megatron.hydraulis.loop.planning import (
+    analytic_cost_model,
+    profiled_model,
+    row_quantum_tokens,
+)
 from megatron.hydraulis.loop.startup import constants_of_this_rank
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import propose
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.pool import MADE_FOR
 
 FILE_NAME = "auto_pool.json"
 _OPTION, _AUTO = "--strategy-pool", "auto"
 _KEY = "hydraulis_auto_pool"
 _NUM_BATCHES = 8
 """Few, as all ranks wait."""
+_MAX_STRATEGIES = 7
 _LOG_INTERVAL_S = 5.0
 
 
@@ -46,54 +58,124 @@ def wants_proposal(argv: Sequence[str]) -> bool:
     return bool(values) and values[-1] == _AUTO
 
 
-def with_pool(
-    argv: Sequence[str], *, num_ranks: int, rank: int, has_cuda: bool, store: dist.Store | None
-) -> list[str]:
-    """The command line with a pool file of the run folder in place of ``auto``.
-
-    Rank 0 reads the file if it is for as many ranks and nodes, and else proposes a pool and writes
-    it; the other ranks get it by the store, and write it where they do not see rank 0's file.
-
-    Raises ConfigurationError and PlanError as parsing and proposing do, on every rank.
-    """
-    rest = _without_pool(argv)
-    resolved = parse_arguments(rest, num_ranks=num_ranks, rank=rank)
-    path = Path(resolved.hydraulis.run_dir) / FILE_NAME
-    if rank == 0:
-        try:
-            text = _pool_text(resolved, path, has_cuda=has_cuda)
-        except HydraulisError:
-            if store is not None:
-                store.set(_KEY, "")
-            raise
-        if store is not None:
-            store.set(_KEY, text)
-    else:
-        assert store is not None  # only rank 0 runs alone
-        text = store.get(_KEY).decode()
-        if not text:
-            raise ConfigurationError(
-                f"--strategy-pool auto: rank 0 proposes the pool but rank {rank} got none; see the "
-                f"error of rank 0"
-            )
-    _write(path, text)
-    return [*rest, _OPTION, str(path)]
-
-
-def _without_pool(argv: Sequence[str]) -> list[str]:
+def parse_without_pool(argv: Sequence[str], *, num_ranks: int, rank: int) -> Resolved:
+    """A command line without --strategy-pool; raises as `parse_arguments`."""
     rest, is_value = [], False
     for word in argv:
         if not is_value and word.split("=")[0] != _OPTION:
             rest.append(word)
         is_value = not is_value and word == _OPTION
-    return rest
+    return parse_arguments(rest, num_ranks=num_ranks, rank=rank)
 
 
-def _write(path: Path, text: str) -> None:
+def pool_of_job(resolved: Resolved, *, has_cuda: bool, store: dist.Store | None) -> Pool:
+    """The pool of the run folder if it was made for this job, else a proposal.
+
+    Only rank 0 reads, proposes, and writes unless the run is dry; the others get the pool by the
+    store.
+
+    Args:
+        resolved: see `parse_without_pool`.
+        store: None if there are no other ranks.
+
+    Raises ConfigurationError and PlanError as proposing does on rank 0, HydraulisError on ranks
+    that get no pool.
+    """
+    rank = resolved.args.rank
+    if rank == 0:
+        try:
+            pool = _kept_or_proposed(resolved, has_cuda=has_cuda)
+        except Exception:
+            if store is not None:
+                store.set(_KEY, "")
+            raise
+        if store is not None:
+            store.set(_KEY, json.dumps(pool.to_json()))
+        return pool
+    assert store is not None  # only rank 0 runs alone
+    begin_s = time.monotonic()
     try:
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(path, text)
+        text = store.get(_KEY).decode()
+    except RuntimeError as error:  # torch's errors of connections are RuntimeErrors
+        raise HydraulisError(
+            f"--strategy-pool auto: rank {rank} waited {time.monotonic() - begin_s:.0f} s for the "
+            f"pool of rank 0, which did not come; see its log, raise "
+            f"--distributed-timeout-minutes, or give a pool of hydraulis propose"
+        ) from error
+    if not text:
+        raise ConfigurationError(
+            f"--strategy-pool auto: rank 0 proposes the pool but rank {rank} got none; see the "
+            f"error of rank 0"
+        )
+    return Pool.from_json(json.loads(text))
+
+
+def _kept_or_proposed(resolved: Resolved, *, has_cuda: bool) -> Pool:
+    path = Path(resolved.hydraulis.run_dir) / FILE_NAME
+    device = constants_of_this_rank(has_cuda=has_cuda, speaks=False)
+    lengths = _training_lengths(resolved)
+    made_for = _made_for(resolved, device, lengths)
+    if path.exists():
+        pool = Pool.read(path)
+        why = _why_not_kept(resolved, pool, made_for, json.loads(path.read_text(encoding="utf-8")))
+        if why is None:
+            print(f"strategy pool: {path}, proposed at an earlier start", flush=True)
+            return pool
+        print(f"warning: {path} {why}: a pool is proposed again", file=sys.stderr, flush=True)
+    pool = _proposed(resolved, device, LengthCounts.of(lengths))
+    where = "not kept by a dry run" if resolved.hydraulis.dry_run else f"kept in {path}"
+    names = ", ".join(str(strategy) for strategy in pool.strategies)
+    print(f"strategy pool: {names}; {where}", flush=True)
+    if not resolved.hydraulis.dry_run:
+        _write(path, {"version": 1, **pool.to_json(), MADE_FOR: made_for})
+    return pool
+
+
+def _made_for(
+    resolved: Resolved, device: DeviceConstants, lengths: npt.NDArray[np.integer[Any]]
+) -> dict[str, Any]:
+    """What times and limits of a proposal depend on, besides ranks, as JSON values."""
+    args, hydraulis = resolved.args, resolved.hydraulis
+    profile = hydraulis.cost_profile
+    settings = (
+        *("transformer_impl", "softmax_type", "qk_layernorm", "layernorm_zero_centered_gamma"),
+        *("cp_comm_type", "glu_linear_offset", "activation_func_clamp_value"),
+    )
+    return {
+        "model": profiled_model(resolved, hydraulis.core_attention).to_json(),
+        "device": {"name": device.name, "memory_bytes": device.memory_bytes},
+        "settings": {name: getattr(args, name, None) for name in settings}
+        | {
+            "gradient_bytes": gradient_bytes(args),
+            "row_quantum_tokens": row_quantum_tokens(resolved, device),
+            "sequence_parallel": hydraulis.sequence_parallel,
+        },
+        "cost profile": profile and hashlib.sha256(Path(profile).read_bytes()).hexdigest(),
+        "lengths": hashlib.sha256(np.sort(lengths).astype(np.int64).tobytes()).hexdigest(),
+    }
+
+
+def _why_not_kept(
+    resolved: Resolved, kept: Pool, made_for: dict[str, Any], content: dict[str, Any]
+) -> str | None:
+    """What a pool was made for that this job is not; None if it is of this job."""
+    num_ranks, ranks_per_node = resolved.pool.num_ranks, resolved.pool.ranks_per_node
+    if (kept.num_ranks, kept.ranks_per_node) != (num_ranks, ranks_per_node):
+        return (
+            f"is for {kept.num_ranks} ranks, {kept.ranks_per_node} a node, and the job has "
+            f"{num_ranks}, {ranks_per_node} a node"
+        )
+    before = content.get(MADE_FOR)
+    if not isinstance(before, dict):
+        return "does not say what it was proposed for"
+    differing = [name for name, value in made_for.items() if before.get(name) != value]
+    return f"was proposed for other values of {', '.join(differing)}" if differing else None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, content)
     except OSError as error:
         raise ConfigurationError(
             f"--strategy-pool auto keeps its pool in the run folder but {path} cannot be written: "
@@ -101,34 +183,29 @@ def _write(path: Path, text: str) -> None:
         ) from error
 
 
-def _pool_text(resolved: Resolved, path: Path, *, has_cuda: bool) -> str:
-    num_ranks, ranks_per_node = resolved.pool.num_ranks, resolved.pool.ranks_per_node
-    if path.exists():
-        kept = Pool.read(path)
-        if (kept.num_ranks, kept.ranks_per_node) == (num_ranks, ranks_per_node):
-            print(f"strategy pool: {path}, proposed at an earlier start", flush=True)
-            return path.read_text(encoding="utf-8")
-        print(
-            f"warning: {path} is for {kept.num_ranks} ranks, {kept.ranks_per_node} a node, and the "
-            f"job has {num_ranks}, {ranks_per_node} a node: a pool is proposed again",
-            file=sys.stderr,
-            flush=True,
+def _training_lengths(resolved: Resolved) -> npt.NDArray[np.integer[Any]]:
+    """Of all sequences, in tokens."""
+    corpora = load_corpora_from_arguments(
+        resolved.args, long_sequences=resolved.hydraulis.long_sequences
+    )
+    if corpora.train is None:
+        raise ConfigurationError(
+            "--strategy-pool auto needs the lengths of training data but --split leaves the "
+            "training part none; give more data or another --split"
         )
-    pool = _proposed(resolved, has_cuda=has_cuda)
-    names = ", ".join(str(strategy) for strategy in pool.strategies)
-    print(f"strategy pool: {names}; kept in {path}", flush=True)
-    return json.dumps({"version": 1, **pool.to_json()}, indent=1) + "\n"
+    return np.asarray(corpora.train.lengths)
 
 
-def _proposed(resolved: Resolved, *, has_cuda: bool) -> Pool:
+def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts) -> Pool:
     """Of the training data's lengths and this device, or the cost profile's schemes."""
     args, hydraulis = resolved.args, resolved.hydraulis
     num_ranks, ranks_per_node = resolved.pool.num_ranks, resolved.pool.ranks_per_node
-    device = constants_of_this_rank(has_cuda=has_cuda, speaks=False)
     if hydraulis.cost_profile is None:
         possible = possible_schemes(resolved.shape, num_ranks, ranks_per_node)
         schemes = [scheme for scheme in possible if _is_allowed(resolved, scheme)]
-        profile = estimated_profile(analytic_cost_model(resolved, device), schemes)
+        # The pool is unknown: each scheme as if it filled the job.
+        model = replace(analytic_cost_model(resolved, device), pool=None)
+        profile = estimated_profile(model, schemes)
     else:
         profile = ProfileCostModel.read(hydraulis.cost_profile)
         profile.check_model(profiled_model(resolved), hydraulis.cost_profile, speaks=False)
@@ -139,15 +216,9 @@ def _proposed(resolved: Resolved, *, has_cuda: bool) -> Pool:
         device.cluster(num_ranks, ranks_per_node),
         num_atoms=math.lcm(*(scheme.tp for scheme in schemes)),
         parameter_bytes=2 if args.bf16 else 4,
+        gradient_bytes=gradient_bytes(args),
         overlaps=not hydraulis.no_regroup_overlap,
     )
-    corpus = load_corpora_from_arguments(args, long_sequences=hydraulis.long_sequences).train
-    if corpus is None:
-        raise ConfigurationError(
-            "--strategy-pool auto needs the lengths of training data but --split leaves the "
-            "training part none; give more data or another --split"
-        )
-    counts = LengthCounts.of(corpus.lengths)
     batches = draw_batches(counts, resolved.sizes, _NUM_BATCHES, args.seed)
     profile = profile.with_regrouping(regroup)
     logged_s = -math.inf
@@ -163,9 +234,10 @@ def _proposed(resolved: Resolved, *, has_cuda: bool) -> Pool:
             Candidates.of(profile, num_ranks, ranks_per_node, schemes, batches),
             profile,
             batches,
-            max_strategies=_NUM_BATCHES,
+            max_strategies=_MAX_STRATEGIES,
             longest=counts.longest,
             seed=args.seed,
+            row_quantum=row_quantum_tokens(resolved, device),
             on_progress=log,
         ).pool
 

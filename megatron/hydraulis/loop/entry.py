@@ -45,7 +45,7 @@ EXIT_STATUS_OF_UNFORESEEN_ERROR = 1
 EXIT_STATUS_OF_INTERRUPT = 130
 """128 + SIGINT, as shells report it."""
 _TIMEOUT_OF_PROPOSAL = timedelta(minutes=10)
-"""For which ranks wait for each other, and for the pool of --strategy-pool auto."""
+"""For which ranks wait at least for each other and for the pool of --strategy-pool auto."""
 RESTART_COUNTS = {
     "Slurm has queued this job again": "SLURM_RESTART_COUNT",
     "torchrun has started the ranks again": "TORCHELASTIC_RESTART_COUNT",
@@ -97,19 +97,18 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     rank = int(os.environ.get("RANK", "0"))
     quieten_upstream(rank)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    words, met = sys.argv[1:] if argv is None else argv, None
+    words, met, pool = sys.argv[1:] if argv is None else argv, None, None
     if auto_pool.wants_proposal(words):
-        if "--dry-run" not in words:
+        resolved = auto_pool.parse_without_pool(words, num_ranks=num_ranks, rank=rank)
+        if not resolved.hydraulis.dry_run:
             check_launched("train FLAGS", otherwise=", or add --dry-run")
-            met = meet(_TIMEOUT_OF_PROPOSAL)
-        argv = auto_pool.with_pool(
-            words,
-            num_ranks=num_ranks,
-            rank=rank,
-            has_cuda=has_cuda,
-            store=None if met is None else met[0],
-        )
-    resolved = parse_arguments(argv, num_ranks=num_ranks, rank=rank)
+            timeout = timedelta(minutes=resolved.args.distributed_timeout_minutes)
+            met = meet(max(timeout, _TIMEOUT_OF_PROPOSAL))
+        store = None if met is None else met[0]
+        pool = auto_pool.pool_of_job(resolved, has_cuda=has_cuda, store=store)
+        if store is not None:
+            store.set_timeout(timeout)
+    resolved = parse_arguments(words, num_ranks=num_ranks, rank=rank, proposed_pool=pool)
     args = resolved.args
     if resolved.hydraulis.dry_run:
         Job(resolved, hooks, has_cuda=has_cuda).print_description()

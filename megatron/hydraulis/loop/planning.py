@@ -119,10 +119,9 @@ class Planning:
                 analytic_cost_model(resolved, device, core_attention), regroup=regroup
             )
             source = f"analytic, device '{device.name}'"
-        quantum = resolved.hydraulis.row_quantum_tokens
-        if quantum is None:
-            quantum = 1 if device.name == "cpu" else CUDA_ROW_QUANTUM
-        limits = replace(_limits(resolved, cost_model), row_quantum=quantum)
+        limits = replace(
+            _limits(resolved, cost_model), row_quantum=row_quantum_tokens(resolved, device)
+        )
         reasons = {
             strategy: _why_it_does_not_fit(limits, strategy, source)
             for strategy in _pool_with_layers(resolved, limits).strategies
@@ -243,6 +242,14 @@ def _planner(planning: Planning, names: Sequence[str], make: Callable[[Pool], Pl
     if names:
         return ScheduledPlanner(planning.pool, planning.limits, names, make)
     return make(planning.pool)
+
+
+def row_quantum_tokens(resolved: Resolved, device: DeviceConstants) -> int:
+    """To which planned rows are rounded up, in tokens."""
+    quantum = resolved.hydraulis.row_quantum_tokens
+    if quantum is None:
+        return 1 if device.name == "cpu" else CUDA_ROW_QUANTUM
+    return quantum
 
 
 def analytic_cost_model(

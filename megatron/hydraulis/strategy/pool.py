@@ -14,6 +14,8 @@ from megatron.hydraulis.strategy.scheme import Replica, Scheme
 from megatron.hydraulis.strategy.strategy import Strategy, whole_nodes
 
 _FORMAT_VERSION = 1
+MADE_FOR = "made_for"
+"""Key of a pool file: what a run proposed the pool for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ class Pool:
 
         ``{"num_ranks": 64, "ranks_per_node": 8, "strategies": [{"name": "S1",
         "replicas": "tp16+2*tp8pp3", "max_tokens": {"tp16": 43520}}]}``; max_tokens (see
-        Strategy.token_limits) and ``"version": 1`` are optional.
+        Strategy.token_limits), ``"version": 1`` and ``"made_for"``, by which a run recognises its
+        own proposal, are optional.
         """
         pool = JsonObject(content, "pool", StrategyError)
         pool.check_version(_FORMAT_VERSION)
@@ -107,6 +110,8 @@ class Pool:
             pool.nested(entry, f"strategy {index} of the pool")
             for index, entry in enumerate(pool.array("strategies"))
         ]
+        if pool.has(MADE_FOR):
+            pool.value(MADE_FOR)
         pool.check_all_read()
         strategies = tuple(_strategy_of(entry, num_ranks, ranks_per_node) for entry in entries)
         return cls(num_ranks, ranks_per_node, strategies)

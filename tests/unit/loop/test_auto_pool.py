@@ -1,12 +1,19 @@
 """--strategy-pool auto: proposed once, kept in the run folder, the same after a restart."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.loop.auto_pool import FILE_NAME, wants_proposal, with_pool
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError
+from megatron.hydraulis.loop.auto_pool import (
+    FILE_NAME,
+    parse_without_pool,
+    pool_of_job,
+    wants_proposal,
+)
 from megatron.hydraulis.strategy import Pool
 from tests.support.tiny_corpus import tiny_command, write_corpus
 
@@ -26,36 +33,62 @@ def test_the_last_value_counts(words: str, is_wanted: bool) -> None:
     assert wants_proposal(words.split()) is is_wanted
 
 
-def command(folder: Path) -> list[str]:
-    corpus = write_corpus(folder / "corpus")
-    return [*tiny_command(corpus, folder / "run"), "--strategy-pool", "auto"]
-
-
-def proposed(folder: Path, num_ranks: int) -> tuple[list[str], Pool]:
-    argv = with_pool(command(folder), num_ranks=num_ranks, rank=0, has_cuda=False, store=None)
-    return argv, Pool.read(folder / "run" / FILE_NAME)
+def proposed(folder: Path, num_ranks: int, *flags: str, corpus: str | None = None) -> Pool:
+    argv = tiny_command(corpus or write_corpus(folder / "corpus"), folder / "run", *flags)
+    words = [*argv, "--strategy-pool", "auto"]
+    resolved = parse_without_pool(words, num_ranks=num_ranks, rank=0)
+    return pool_of_job(resolved, has_cuda=False, store=None)
 
 
 def test_a_pool_is_kept_and_proposed_again_for_other_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv, pool = proposed(tmp_path, 4)
-    assert argv[-2:] == ["--strategy-pool", str(tmp_path / "run" / FILE_NAME)]
-    assert "auto" not in argv
+    pool, path = proposed(tmp_path, 4), tmp_path / "run" / FILE_NAME
+    assert Pool.read(path) == pool
     assert pool.num_ranks == 4
-    assert f"kept in {tmp_path / 'run' / FILE_NAME}" in capsys.readouterr().out
+    assert f"kept in {path}" in capsys.readouterr().out
     # What is in the file counts, not what would be proposed now.
-    path = tmp_path / "run" / FILE_NAME
     content = json.loads(path.read_text())
     content["strategies"] = [{"name": "mine", "replicas": "2*tp2"}]
     path.write_text(json.dumps(content))
-    _, kept = proposed(tmp_path, 4)
+    kept = proposed(tmp_path, 4)
     assert [strategy.name for strategy in kept.strategies] == ["mine"]
     assert "proposed at an earlier start" in capsys.readouterr().out
-    _, other = proposed(tmp_path, 2)
-    assert other.num_ranks == 2
+    assert proposed(tmp_path, 2).num_ranks == 2
     error = capsys.readouterr().err
     assert "is for 4 ranks, 4 a node, and the job has 2, 2 a node: a pool is proposed" in error
+
+
+def test_a_pool_of_another_model_or_data_is_proposed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proposed(tmp_path, 2)
+    proposed(tmp_path, 2, "--num-layers", "6")
+    assert "was proposed for other values of model: a pool is" in capsys.readouterr().err
+    other = write_corpus(tmp_path / "other", [20, 30, 40] * 20)
+    proposed(tmp_path, 2, "--num-layers", "6", corpus=other)
+    assert "was proposed for other values of lengths: a pool is" in capsys.readouterr().err
+    proposed(tmp_path, 2, "--num-layers", "6", corpus=other)
+    assert "proposed at an earlier start" in capsys.readouterr().out
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    proposed(tmp_path, 2, "--dry-run")
+    assert "not kept by a dry run" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_rank_0_writes_and_the_others_get_its_pool_or_an_error(tmp_path: Path) -> None:
+    words = tiny_command(write_corpus(tmp_path / "corpus"), tmp_path / "run")
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    first, second = (parse_without_pool(words, num_ranks=2, rank=rank) for rank in (0, 1))
+    with pytest.raises(HydraulisError, match=r"rank 1 waited 0 s for the pool of rank 0"):
+        pool_of_job(second, has_cuda=False, store=store)
+    pool = pool_of_job(first, has_cuda=False, store=store)
+    (tmp_path / "run" / FILE_NAME).unlink()
+    assert pool_of_job(second, has_cuda=False, store=store) == pool
+    assert not (tmp_path / "run" / FILE_NAME).exists()
 
 
 def test_a_run_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
