@@ -150,7 +150,7 @@ def run(namespace: argparse.Namespace) -> int:
     write_output(namespace.out / PROFILE_FILE_NAME, profile.only_for(pool).to_json())
     peak = num_ranks * memory.device.peak_flops_per_s
     if namespace.json:
-        print_json(to_json(advice, peak))
+        print_json(to_json(advice, profile, peak))
         return 0
     console = results_console()
     console.print(verdict(advice), highlight=False)
@@ -225,7 +225,7 @@ def verdict(advice: Advice) -> str:
             f"fast as that"
         )
     near = " (little is left to gain)" if reach >= _NEAR_CEILING else ""
-    return f"{what}; no plan could exceed the pool's speed by more than {1 / reach:.2f} ×{near}."
+    return f"{what}; no plan could be more than {1 / reach:.2f} × as fast as the pool{near}."
 
 
 def choice_table(advice: Advice, peak_flops_per_s: float) -> Table:
@@ -259,8 +259,8 @@ def gain_table(advice: Advice) -> Table:
     return table
 
 
-def to_json(advice: Advice, peak_flops_per_s: float) -> dict[str, Any]:
-    """All figures; times in s by how regrouping counts."""
+def to_json(advice: Advice, profile: ProfileCostModel, peak_flops_per_s: float) -> dict[str, Any]:
+    """All figures, times in s by how regrouping counts; which of the pool's rows are assumed."""
     return {
         "verdict": verdict(advice),
         "num_tokens": advice.num_tokens,
@@ -278,6 +278,7 @@ def to_json(advice: Advice, peak_flops_per_s: float) -> dict[str, Any]:
             for choice in advice.choices
         ],
         "pool": advice.proposal.pool.to_json(),
+        "assumed": list(map(str, profile.assumed_schemes(advice.proposal.pool))),
         "proposal_seconds": advice.proposal.seconds,
     }
 

@@ -18,8 +18,8 @@ from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import OnProgress, Proposal, propose
 from megatron.hydraulis.simulator.ways import CEILING, FIXED_ROWS, PACKING, Ways
-from megatron.hydraulis.simulator.work import IterationWork
-from megatron.hydraulis.strategy import Strategy
+from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
+from megatron.hydraulis.strategy import Scheme, Strategy
 
 _MS_PER_S = 1e3
 NOTHING_HIDDEN, BY_RULE, AS_MEASURED = "nothing hidden", "by the rule", "as measured"
@@ -229,10 +229,11 @@ def _fastest(
 
 def _makespan_ms(work: IterationWork, cost_model: CostModel) -> float:
     """Of replicas whose stages all take the time of the slowest."""
-    return max(
-        pipeline_time_ms(
-            [row.time_ms(cost_model.coefficients(replica.scheme)) for row in rows],
-            replica.scheme.pp,
-        )
-        for replica, rows in zip(work.strategy.replicas, work.replicas, strict=True)
-    )
+
+    def replica_ms(scheme: Scheme, rows: Sequence[MicroBatchWork]) -> float:
+        times = cost_model.coefficients(scheme)
+        of_rows_ms = [row.time_ms(times) for row in rows]
+        return pipeline_time_ms(of_rows_ms, scheme.pp, forward_share=times.forward_share)
+
+    replicas = zip(work.strategy.replicas, work.replicas, strict=True)
+    return max(replica_ms(replica.scheme, rows) for replica, rows in replicas)

@@ -135,7 +135,7 @@ def run(namespace: argparse.Namespace) -> int:
             profile_path = f"{namespace.out}{_PROFILE_SUFFIX}"
             write_output(profile_path, cost_model.only_for(proposal.pool).to_json())
     if namespace.json:
-        print_json(proposal.to_json())
+        print_json(proposal.to_json() | {"assumed": list(map(str, assumed))})
         return 0
     warn_of_unknown_overheads(cost_model)
     console = results_console()

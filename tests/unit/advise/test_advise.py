@@ -55,6 +55,9 @@ def test_every_freedom_gains_and_nothing_exceeds_the_ceiling(
     found = figures(capsys, *job, "--cost-profile", str(tmp_path / "profile.json"))
     kinds = ["nothing hidden", "by the rule", "as measured"]
     assert all(list(way["time_s"]) == kinds for way in found["ways"])
+    assert found["verdict"].count(" × as fast as the pool") == 1
+    profile = ProfileCostModel.read(tmp_path / "advice" / "cost_profile.json")
+    assert found["assumed"] == [str(row.scheme) for row in profile.schemes if row.is_assumed]
     names = [way["way"] for way in found["ways"]]
     assert names == ["static, fixed rows", "static, packing", "static, balanced", "pool"]
     times_s = [way["time_s"]["as measured"] for way in found["ways"]]
