@@ -39,6 +39,7 @@ from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.command import proposal_progress
+from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.strategy import whole_nodes
 from megatron.hydraulis.terminal import (
     figures_table,
@@ -147,7 +148,10 @@ def run(namespace: argparse.Namespace) -> int:
             f"--out needs a writable folder: {namespace.out}: {error.strerror}; give another folder"
         ) from error
     write_output(namespace.out / POOL_FILE_NAME, {"version": 1, **pool.to_json()})
-    write_output(namespace.out / PROFILE_FILE_NAME, profile.only_for(pool).to_json())
+    static = Strategy.parse(advice.static.strategy, num_ranks, ranks_per_node=ranks_per_node)
+    of_replicas = {strategy.replicas: strategy for strategy in (static, *pool.strategies)}
+    kept = profile.only_for(Pool.of(*of_replicas.values()))
+    write_output(namespace.out / PROFILE_FILE_NAME, kept.to_json())
     peak = num_ranks * memory.device.peak_flops_per_s
     if namespace.json:
         print_json(to_json(advice, profile, peak))
@@ -207,11 +211,16 @@ def _profile(
     return costs.with_widths(num_ranks).with_regrouping(regroup), memory
 
 
+def is_worth_a_pool(advice: Advice) -> bool:
+    """Whether to train with the pool, or else with the best static strategy."""
+    return advice.gain(advice.static) >= _WORTH_A_POOL
+
+
 def verdict(advice: Advice) -> str:
     """One sentence: what to do, and what it gains."""
     over_static, over_fixed = advice.gain(advice.static), advice.gain(advice.fixed_rows)
     reach = advice.ceiling_s / advice.pool.time_s(advice.kind)
-    if over_static >= _WORTH_A_POOL:
+    if is_worth_a_pool(advice):
         what = (
             f"Train with the pool: {over_static:.2f} × as fast as the best static strategy with "
             f"balanced plans, {advice.static.strategy}, and {over_fixed:.2f} × as fast as Megatron "
@@ -287,13 +296,15 @@ def _print_commands(namespace: argparse.Namespace, advice: Advice) -> None:
     """From here to a run: measure, propose again with that, train."""
     pool = advice.proposal.pool
     launch = launch_command(pool.num_ranks, pool.ranks_per_node)
-    files = (
-        *("--strategy-pool", namespace.out / POOL_FILE_NAME),
-        *("--cost-profile", namespace.out / PROFILE_FILE_NAME),
+    strategies = (
+        ("--strategy-pool", namespace.out / POOL_FILE_NAME)
+        if is_worth_a_pool(advice)
+        else ("--strategy", f"'{advice.static.strategy}'")
     )
     if namespace.cost_profile is None:
         print_next(
             launch.replace("hydraulis train", "hydraulis profile"),
-            *("--out profile.json -- --strategy-pool", namespace.out / POOL_FILE_NAME, "FLAGS"),
+            *("--out profile.json --", *strategies, "FLAGS"),
         )
-    print_next(launch, *files, "FLAGS")
+    profile_path = namespace.out / PROFILE_FILE_NAME
+    print_next(launch, *strategies, "--cost-profile", profile_path, "FLAGS")

@@ -142,7 +142,7 @@ def advise(
     models = {
         NOTHING_HIDDEN: replace(by_rule, regroup=replace(by_rule.regroup, hiding=Hiding.NOTHING)),
         BY_RULE: by_rule,
-        **({AS_MEASURED: profile} if profile.strategies else {}),
+        **({AS_MEASURED: profile} if profile.strategies or profile.regroup.factor != 1.0 else {}),
     }
 
     def choice(

@@ -110,8 +110,11 @@ def test_an_estimate_and_the_next_commands(
     assert text.startswith("Train with ")
     assert "Times are estimates for h100, not measured." in text
     following = [line for line in text.splitlines() if line.startswith("next: ")]
-    assert "hydraulis profile --out profile.json -- --strategy-pool" in following[0]
-    assert "hydraulis train --strategy-pool" in following[1]
+    takes_pool = text.startswith("Train with the pool")
+    flag = "--strategy-pool" if takes_pool else "--strategy '"
+    assert f"hydraulis profile --out profile.json -- {flag}" in following[0]
+    assert f"hydraulis train {flag}" in following[1]
+    assert takes_pool or text.split("'")[1] == following[1].split("'")[1]
     assert max(len(line) for line in text.splitlines() if line not in following) <= 100
     pool = Pool.read(tmp_path / "advice" / "pool.json")
     profile = ProfileCostModel.read(tmp_path / "advice" / "cost_profile.json")
