@@ -73,7 +73,7 @@ _COMMANDS_BY_TOPIC = {
         ),
         Command(
             "advise",
-            "say what a pool gains over your Megatron, and what to run next",
+            "say what a pool would gain, and what to run",
             "megatron.hydraulis.advise.command",
         ),
         Command(
@@ -214,7 +214,7 @@ def _command_table(program: str) -> str:
     for topic, commands in _COMMANDS_BY_TOPIC.items():
         lines += [f"{topic}:", *(f"  {each.name:<{width}}  {each.help}" for each in commands), ""]
     lines += [
-        "Usual order: preprocess, lengths, advise, profile or estimate, propose, train, report.",
+        "Usual order: preprocess, lengths, advise, profile, propose, train, report.",
         f"{program} COMMAND --help describes the arguments of a command.",
     ]
     return "\n".join(lines)

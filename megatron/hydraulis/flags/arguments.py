@@ -44,6 +44,8 @@ from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.pool import num_ranks_of
 
+_POOL_OPTION = "--strategy-pool"
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -212,6 +214,26 @@ _SIZES = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
 )
+
+
+def wants_proposal(argv: Sequence[str]) -> bool:
+    """Whether the last --strategy-pool of a command line is ``auto``."""
+    values = [
+        word.partition("=")[2] if "=" in word else (*argv[place + 1 :], "")[0]
+        for place, word in enumerate(argv)
+        if word.split("=")[0] == _POOL_OPTION
+    ]
+    return bool(values) and values[-1] == "auto"
+
+
+def parse_without_pool(argv: Sequence[str], *, num_ranks: int, rank: int) -> Resolved:
+    """A command line without --strategy-pool; raises as `parse_arguments`."""
+    rest, is_value = [], False
+    for word in argv:
+        if not is_value and word.split("=")[0] != _POOL_OPTION:
+            rest.append(word)
+        is_value = not is_value and word == _POOL_OPTION
+    return parse_arguments(rest, num_ranks=num_ranks, rank=rank)
 
 
 def _layout_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:

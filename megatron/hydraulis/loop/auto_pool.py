@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
-from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
+from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_context, gradient_bytes
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import LengthCounts
@@ -40,32 +39,11 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import MADE_FOR
 
 FILE_NAME = "auto_pool.json"
-_OPTION, _AUTO = "--strategy-pool", "auto"
 _KEY = "hydraulis_auto_pool"
 _NUM_BATCHES = 8
 """Few, as all ranks wait."""
 _MAX_STRATEGIES = 7
 _LOG_INTERVAL_S = 5.0
-
-
-def wants_proposal(argv: Sequence[str]) -> bool:
-    """Whether the last --strategy-pool of a command line is ``auto``."""
-    values = [
-        word.partition("=")[2] if "=" in word else (*argv[place + 1 :], "")[0]
-        for place, word in enumerate(argv)
-        if word.split("=")[0] == _OPTION
-    ]
-    return bool(values) and values[-1] == _AUTO
-
-
-def parse_without_pool(argv: Sequence[str], *, num_ranks: int, rank: int) -> Resolved:
-    """A command line without --strategy-pool; raises as `parse_arguments`."""
-    rest, is_value = [], False
-    for word in argv:
-        if not is_value and word.split("=")[0] != _OPTION:
-            rest.append(word)
-        is_value = not is_value and word == _OPTION
-    return parse_arguments(rest, num_ranks=num_ranks, rank=rank)
 
 
 def pool_of_job(resolved: Resolved, *, has_cuda: bool, store: dist.Store | None) -> Pool:
@@ -75,7 +53,7 @@ def pool_of_job(resolved: Resolved, *, has_cuda: bool, store: dist.Store | None)
     store.
 
     Args:
-        resolved: see `parse_without_pool`.
+        resolved: of `parse_without_pool`.
         store: None if there are no other ranks.
 
     Raises ConfigurationError and PlanError as proposing does on rank 0, HydraulisError on ranks

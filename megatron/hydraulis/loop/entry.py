@@ -17,8 +17,11 @@ with without_garbage_collection():
     from hydraulis_patches.cpu_backend import apply_cpu_backend
     from megatron.hydraulis.command_line import reader_has_gone
     from megatron.hydraulis.errors import HydraulisError
-    from megatron.hydraulis.flags.arguments import parse_arguments
-    from megatron.hydraulis.loop import auto_pool
+    from megatron.hydraulis.flags.arguments import (
+        parse_arguments,
+        parse_without_pool,
+        wants_proposal,
+    )
     from megatron.hydraulis.loop.faults import (
         end_process,
         is_lost_connection,
@@ -98,14 +101,16 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
     quieten_upstream(rank)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     words, met, pool = sys.argv[1:] if argv is None else argv, None, None
-    if auto_pool.wants_proposal(words):
-        resolved = auto_pool.parse_without_pool(words, num_ranks=num_ranks, rank=rank)
+    if wants_proposal(words):
+        from megatron.hydraulis.loop.auto_pool import pool_of_job  # slow to import
+
+        resolved = parse_without_pool(words, num_ranks=num_ranks, rank=rank)
         if not resolved.hydraulis.dry_run:
             check_launched("train FLAGS", otherwise=", or add --dry-run")
             timeout = timedelta(minutes=resolved.args.distributed_timeout_minutes)
             met = meet(max(timeout, _TIMEOUT_OF_PROPOSAL))
         store = None if met is None else met[0]
-        pool = auto_pool.pool_of_job(resolved, has_cuda=has_cuda, store=store)
+        pool = pool_of_job(resolved, has_cuda=has_cuda, store=store)
         if store is not None:
             store.set_timeout(timeout)
     resolved = parse_arguments(words, num_ranks=num_ranks, rank=rank, proposed_pool=pool)

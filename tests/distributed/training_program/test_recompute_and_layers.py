@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
 
 def test_they_change_no_loss(launch: Launch) -> None:
     # A vocabulary padded so far that the output layer takes as long as two layers.
-    model = ("--num-layers", "4", "--make-vocab-size-divisible-by", "512", *MAIN_FLAGS)
+    model = ("--num-layers", "4", "--make-vocab-size-divisible-by", "2048", *MAIN_FLAGS)
     plain = launch("tp1", 1, *model)
     run = launch(
         "pp2+tp2",

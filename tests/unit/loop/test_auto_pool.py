@@ -8,12 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
-from megatron.hydraulis.loop.auto_pool import (
-    FILE_NAME,
-    parse_without_pool,
-    pool_of_job,
-    wants_proposal,
-)
+from megatron.hydraulis.flags.arguments import parse_without_pool, wants_proposal
+from megatron.hydraulis.loop.auto_pool import FILE_NAME, pool_of_job
 from megatron.hydraulis.strategy import Pool
 from tests.support.tiny_corpus import tiny_command, write_corpus
 
