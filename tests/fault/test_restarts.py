@@ -8,6 +8,7 @@ kind in every phase on every rank.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -269,5 +270,7 @@ def test_the_job_goes_on_from_its_last_checkpoint(
             assert all("missing: rank 0, in whose process it is" in line for line in reports)
         else:
             (report,) = reports
-            assert f"missing: rank {first_rank}, silent for " in report
+            # A rank that waits for it in the pipeline may be missing, too, but is not silent.
+            _, missing = report.split("missing: ")
+            assert re.findall(r"rank (\d+), silent for ", missing) == [str(first_rank)]
             assert "of iteration 2 (strategy 'pp2+tp1'" in report
