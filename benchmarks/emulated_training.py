@@ -25,7 +25,7 @@ from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.loop import entry
-from megatron.hydraulis.runtime.engine import Engine, LocalGradients
+from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.outcome import LossTotal
 
@@ -42,14 +42,14 @@ class EmulatedEngine(Engine):
         if self.rank == 0:
             print(f"warning: {emulated.notice}", file=sys.stderr, flush=True)
 
-    def compute_gradients(
+    def forward_backward(
         self,
         strategy_name: str,
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
         **named: Any,
-    ) -> LocalGradients:
-        return super().compute_gradients(
+    ) -> None:
+        super().forward_backward(
             strategy_name,
             self._shortened(strategy_name, batches),
             EmulatedForwardStep(forward_step, count=self._count),

@@ -128,7 +128,7 @@ def measured_program(folder: Path, argv: Sequence[str], *, alone: bool) -> None:
             super().__init__(*positional, **named)
             meter.mark("catalogue, layout, shards")
 
-        def compute_gradients(self, strategy_name: str, *positional: Any, **named: Any) -> Any:
+        def forward_backward(self, strategy_name: str, *positional: Any, **named: Any) -> Any:
             if not self.is_measured:
                 meter.mark("first plan")
                 for strategy in self.pool.strategies:
@@ -137,10 +137,10 @@ def measured_program(folder: Path, argv: Sequence[str], *, alone: bool) -> None:
                 if alone:
                     meter.write(self)
                     os._exit(0)
-            return super().compute_gradients(strategy_name, *positional, **named)
+            return super().forward_backward(strategy_name, *positional, **named)
 
-        def update(self, *positional: Any, **named: Any) -> Any:
-            outcome = super().update(*positional, **named)
+        def optim_step(self, *positional: Any, **named: Any) -> Any:
+            outcome = super().optim_step(*positional, **named)
             if not self.is_measured:
                 self.is_measured = True
                 meter.mark("first iteration")

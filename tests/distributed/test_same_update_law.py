@@ -87,10 +87,12 @@ def probe_precision(job: Job) -> PrecisionProbe:
     packs = _packs(engine, job, 0)
     step = make_forward_step()
     engine.forward_backward(name, packs, step)
+    engine.discard_gradients()
     together = engine.shards.gradients.clone()
     alone = torch.zeros_like(together)
     for pack in packs:
         engine.forward_backward(name, [pack], step)
+        engine.discard_gradients()
         alone += engine.shards.gradients
     engine.train_step(name, packs, step)
     runtime = engine.runtime_of(name)

@@ -377,9 +377,9 @@ def _with_bad_second_iteration(
         iterations: list[int] = []
 
         class CountingEngine(Engine):
-            def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+            def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
                 iterations.append(0)
-                return super().compute_gradients(*args, **kwargs)
+                return super().forward_backward(*args, **kwargs)
 
         def loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
             iterations[-1] += 1

@@ -40,7 +40,7 @@ def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
     phase: str, where: str, tmp_path: Path
 ) -> None:
     def program(argv: Sequence[str]) -> None:
-        compute_gradients, update = Engine.compute_gradients, Engine.update
+        forward_backward, optim_step = Engine.forward_backward, Engine.optim_step
         num_steps = 0
 
         def is_faulty() -> bool:
@@ -50,15 +50,15 @@ def test_an_error_of_one_rank_ends_all_and_names_rank_and_phase(
             nonlocal num_steps
             num_steps += 1
             with fault_in(phase, on_this_rank=is_faulty()):
-                return compute_gradients(*args, **kwargs)
+                return forward_backward(*args, **kwargs)
 
         def faulty_update(*args: Any, **kwargs: Any) -> Any:
             with fault_in(phase, on_this_rank=is_faulty()):
-                return update(*args, **kwargs)
+                return optim_step(*args, **kwargs)
 
         # In a forked process.
-        Engine.compute_gradients = faulty_gradients  # type: ignore[method-assign]
-        Engine.update = faulty_update  # type: ignore[method-assign]
+        Engine.forward_backward = faulty_gradients  # type: ignore[method-assign]
+        Engine.optim_step = faulty_update  # type: ignore[method-assign]
         atexit.register(print, WAY_OUT)
         entry.main(argv)
 

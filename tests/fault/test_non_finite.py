@@ -34,7 +34,7 @@ def _program(argv: Sequence[str]) -> None:
     iterations: list[int] = []
 
     class PrintingEngine(Engine):
-        def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
             iterations.append(0)
             state = hashlib.sha256()
             for flat in (
@@ -46,7 +46,7 @@ def _program(argv: Sequence[str]) -> None:
                 state.update(flat.contiguous().numpy().tobytes())
             rate = self.optimizer.param_groups[0]["lr"]
             print("STATE", json.dumps([len(iterations), state.hexdigest(), rate]))
-            return super().compute_gradients(*args, **kwargs)
+            return super().forward_backward(*args, **kwargs)
 
     def loss(mask: torch.Tensor, output: torch.Tensor) -> Any:
         if len(iterations) >= FIRST_BAD and os.environ["RANK"] == str(CULPRIT):

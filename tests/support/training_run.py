@@ -83,9 +83,9 @@ def probing(argv: Sequence[str], hooks: entry.UserHooks | None = None) -> None:
             super().__init__(*args, **kwargs)
             engines.append(self)
 
-        def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        def forward_backward(self, *args: Any, **kwargs: Any) -> Any:
             used.append(self.optimizer.param_groups[0]["lr"])
-            return super().compute_gradients(*args, **kwargs)
+            return super().forward_backward(*args, **kwargs)
 
     entry.main(argv, dataclasses.replace(hooks or entry.UserHooks(), engine=ProbedEngine))
     (engine,) = engines

@@ -199,13 +199,13 @@ class TrainingLoop:
         phase = self._guard.around(_upstreams_timer)
         while True:
             with self._traced(number, planned), self._memory.explained():
-                gradients = engine.compute_gradients(
+                engine.forward_backward(
                     planned.plan.strategy, planned.micro_batches, forward_step, phase=phase
                 )
                 # Only now, as the planner has been working during the backward passes.
                 is_last = number >= get_args().train_iters
                 next_strategy = None if is_last else data.publish_ready()
-                outcome = engine.update(gradients, next_strategy=next_strategy, phase=phase)
+                outcome = engine.optim_step(next_strategy=next_strategy, phase=phase)
             if not outcome.num_ranks_without_memory:
                 return planned, outcome
             self._memory.lower_after(number, outcome)

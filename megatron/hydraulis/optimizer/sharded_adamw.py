@@ -94,11 +94,11 @@ class ShardedAdamW:
         return self._loss_scale
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing to do: the scatter overwrites the shards' gradients."""
+        """Nothing to do: the first scatter after an update replaces the shards' gradients."""
 
-    def divide_gradients(self, num_tokens: int) -> None:
+    def divide_gradients(self, divisor: float) -> None:
         """Turn sums over tokens into means over the global batch."""
-        self._shards.gradients.div_(num_tokens)
+        self._shards.gradients.div_(divisor)
 
     def gradient_norm(self) -> float:
         """2-norm of the whole model's gradient; every element lies on exactly one rank."""

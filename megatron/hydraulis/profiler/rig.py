@@ -209,6 +209,7 @@ class EngineRig:
         self._meter.restart()
         dist.barrier()
         engine.forward_backward(strategy.name, batches, self._forward_step)
+        engine.discard_gradients()
         spans = self._recorder.take()
         peak_bytes = self._meter.peak_bytes()
         if mine is None:
@@ -238,6 +239,7 @@ class EngineRig:
             dist.barrier()
             # Without micro-batches only the scatter is left.
             engine.forward_backward(strategy.name, [], self._forward_step)
+            engine.discard_gradients()
             scatters_ms.append(_extent_ms(_named(self._recorder.take(), "scatter")))
         traffic = engine.runtime_of(strategy.name).regrouper.traffic
         num_warmup = self._repeats.num_warmup

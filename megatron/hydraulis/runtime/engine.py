@@ -48,13 +48,15 @@ from megatron.hydraulis.transfer.role import roles_of
 
 @dataclass(frozen=True)
 class LocalGradients:
-    """What this rank knows after its last backward pass; its gradients are on the shards."""
+    """What this rank knows of a batch whose gradients are on the shards."""
 
     runtime: StrategyRuntime
     reports: list[dict[str, Tensor]]
     """What the loss function reported of each micro-batch; on the last stage."""
     out_of_memory: OutOfMemory | None
     """Why this rank has abandoned its micro-batches."""
+    is_divided: bool
+    """Whether the loss function has divided the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +203,8 @@ class Engine:
         )
         self._gathered: tuple[str, GatherPass] | None = None
         """The strategy whose current parameters are in the arena or on their way there."""
+        self._accumulated: list[LocalGradients] = []
+        """The batches whose gradients the next update sums."""
 
     def runtime_of(self, strategy_name: str) -> StrategyRuntime:
         """Role model, arena and routes of a strategy on this rank, built at first use."""
@@ -215,32 +219,37 @@ class Engine:
         next_strategy: str | None = None,
         phase: Phase = untimed,
     ) -> StepOutcome:
-        """Gather, run, scatter, update: `compute_gradients`, then `update`."""
-        gradients = self.compute_gradients(strategy_name, batches, forward_step, phase=phase)
-        return self.update(gradients, next_strategy=next_strategy, phase=phase)
+        """`forward_backward`, then `optim_step`."""
+        self.forward_backward(strategy_name, batches, forward_step, phase=phase)
+        return self.optim_step(next_strategy=next_strategy, phase=phase)
 
-    def compute_gradients(
+    def forward_backward(
         self,
         strategy_name: str,
         batches: Sequence[PackedBatch],
         forward_step: ForwardStep,
         *,
+        is_divided: bool = False,
         phase: Phase = untimed,
-    ) -> LocalGradients:
-        """Gather, run, scatter: sums over tokens, on the canonical shards.
+    ) -> None:
+        """Gather, run, scatter: adds undivided sums of gradients to the canonical shards.
+
+        Each call between two calls of `optim_step` may have another strategy.
 
         Args:
             strategy_name: of the pool; the same on every rank.
             batches: micro-batches of this rank's replica, its own part of each where it has
                 cp > 1, on the job's device; empty where idle.
             forward_step: upstream's signature.
+            is_divided: whether the losses of ``forward_step`` are divided already.
             phase: measures the parts.
 
         Raises:
             OutOfMemoryError: memory ran out on a replica of several ranks.
         """
-        self.gather_timer.forget()
-        self.scatter_timer.forget()
+        if not self._accumulated:
+            self.gather_timer.forget()
+            self.scatter_timer.forget()
         self.gather(strategy_name, phase=phase)
         runtime = self.runtime_of(strategy_name)
         out_of_memory: OutOfMemory | None = None
@@ -264,19 +273,20 @@ class Engine:
         with self._in_phase("scatter", strategy_name, phase):
             scatter.finish()
             self.finish_regrouping()
-        return LocalGradients(runtime, reports, out_of_memory)
+        self._accumulated.append(LocalGradients(runtime, reports, out_of_memory, is_divided))
 
-    def update(
+    def optim_step(
         self,
-        gradients: LocalGradients,
         *,
+        divisor: float | None = None,
         next_strategy: str | None = None,
         phase: Phase = untimed,
     ) -> StepOutcome:
-        """Update parameters by the gradients of all ranks.
+        """Update parameters by the gradients of all ranks and calls since the last update.
 
         Args:
-            gradients: of this iteration.
+            divisor: of the summed gradients; None for the number of trained tokens of all calls,
+                or 1 where their losses are divided already.
             next_strategy: of the next iteration; None where it is not known. Each bucket is
                 gathered for it as soon as it is updated. Only rank 0's counts.
             phase: measures the parts.
@@ -285,63 +295,51 @@ class Engine:
             The outcome. An iteration without trained tokens, or whose loss or gradient norm is not
             finite, or during which memory ran out on a replica of one rank, updates nothing:
             whether the run stops there is the caller's choice.
+
+        Raises:
+            ConfigurationError: there was no call, or what divides is unclear.
         """
-        runtime = gradients.runtime
-        vote, bad = self._vote(
-            runtime,
-            gradients.reports,
-            ran_out_of_memory=gradients.out_of_memory is not None,
-            next_strategy=next_strategy,
-        )
+        calls = self._accumulated
+        divides = self._divides(divisor)
+        vote, bad = self._take_vote(next_strategy)
         loss = vote.loss
         norm, updated = None, False
+        strategy = calls[-1].runtime.strategy
         if loss.num_tokens and loss.is_finite and not vote.num_ranks_without_memory:
-            with self._in_phase("optimizer", runtime.strategy.name, phase):
-                self.optimizer.divide_gradients(loss.num_tokens)
+            with self._in_phase("optimizer", strategy.name, phase):
+                self.optimizer.divide_gradients(loss.num_tokens if divides is None else divides)
                 norm = self.optimizer.gradient_norm()
                 updated = math.isfinite(norm)
                 if updated:
                     self._update_shards(norm, vote.next_strategy)
-        traffic = runtime.regrouper.traffic
+        traffic = [call.runtime.regrouper.traffic for call in calls]
         return StepOutcome(
             loss,
             norm,
             updated,
             bad,
-            regroup_bytes=traffic.received_bytes + traffic.sent_bytes,
+            regroup_bytes=sum(each.received_bytes + each.sent_bytes for each in traffic),
             gather_wait_s=self.gather_timer.take_s(),
             scatter_wait_s=self.scatter_timer.take_s(),
             num_ranks_without_memory=vote.num_ranks_without_memory,
-            out_of_memory=gradients.out_of_memory,
+            out_of_memory=next(filter(None, (call.out_of_memory for call in calls)), None),
         )
 
-    def forward_backward(
-        self,
-        strategy_name: str,
-        batches: Sequence[PackedBatch],
-        forward_step: ForwardStep,
-    ) -> tuple[LossTotal, tuple[int, ...]]:
-        """Gradients, summed over tokens, on the canonical shards, without an update.
-
-        Returns:
-            The loss, and the micro-batches of this rank whose loss is not finite.
+    def discard_gradients(self) -> None:
+        """Forget all calls of `forward_backward` since the last update. Collective.
 
         Raises:
             SharedOutOfMemoryError: on every rank, where memory ran out on replicas of one rank.
-            OutOfMemoryError: on the rank alone, where it is one of several of a replica.
         """
-        gradients = self.compute_gradients(strategy_name, batches, forward_step)
-        vote, bad = self._vote(
-            gradients.runtime,
-            gradients.reports,
-            ran_out_of_memory=gradients.out_of_memory is not None,
-        )
+        calls = self._accumulated
+        vote, _ = self._take_vote()
         if vote.num_ranks_without_memory:
-            raise SharedOutOfMemoryError(gradients.out_of_memory, vote.num_ranks_without_memory)
-        return vote.loss, bad
+            own = next(filter(None, (call.out_of_memory for call in calls)), None)
+            raise SharedOutOfMemoryError(own, vote.num_ranks_without_memory)
 
     def rehearse_update(self) -> None:
-        """An update without its last step, which works in place. Collective."""
+        """An update without its last step, which works in place. Raises as `discard_gradients`."""
+        self.discard_gradients()
         self.optimizer.divide_gradients(1)
         self.optimizer.gradient_norm()
 
@@ -354,7 +352,7 @@ class Engine:
         with self._in_phase("evaluation", strategy_name, untimed), torch.no_grad():
             reports = self._run(runtime, batches, forward_step, None)
             self.finish_regrouping()
-            return self._vote(runtime, reports)[0].loss
+            return self._vote([LocalGradients(runtime, reports, None, False)])[0].loss
 
     def gather(self, strategy_name: str, *, phase: Phase = untimed) -> None:
         """Gather the current parameters for the strategy, unless this has been done.
@@ -472,6 +470,7 @@ class Engine:
             self.scatter_timer,
             buckets_of={} if bound is None else bound.buckets_of,
             post_from=post_from,
+            adds=bool(self._accumulated),
         )
 
     @contextmanager
@@ -485,28 +484,57 @@ class Engine:
                 error.add_note(f"rank {self.rank}, phase '{name}', strategy '{strategy_name}'")
             raise
 
+    def _divides(self, divisor: float | None) -> float | None:
+        """What the next update divides by; None for the trained tokens."""
+        num_calls = len(self._accumulated)
+        num_divided = sum(call.is_divided for call in self._accumulated)
+        if not num_calls:
+            raise ConfigurationError(
+                "an update needs the gradients of at least 1 call of forward_backward but there "
+                "were 0 since the last update; call forward_backward first"
+            )
+        if num_divided not in (0, num_calls):
+            raise ConfigurationError(
+                f"all calls of forward_backward have a divisor or none, but {num_divided} of "
+                f"{num_calls} have one; give it to all of them, or to optim_step alone"
+            )
+        if num_divided and divisor is not None:
+            raise ConfigurationError(
+                f"gradients are divided once, but optim_step has divisor {divisor:g} and "
+                f"{num_divided} calls of forward_backward have one each; leave one of them out"
+            )
+        if divisor is not None and not 0 < divisor < math.inf:
+            raise ConfigurationError(
+                f"the divisor must be positive and finite but is {divisor}; give another one"
+            )
+        return 1.0 if num_divided else divisor
+
+    def _take_vote(self, next_strategy: str | None = None) -> tuple[StepVote, tuple[int, ...]]:
+        """`_vote` about all calls since the last update, which the next one leaves out."""
+        calls, self._accumulated = self._accumulated, []
+        return self._vote(calls, next_strategy)
+
     def _vote(
-        self,
-        runtime: StrategyRuntime,
-        reports: list[dict[str, Tensor]],
-        *,
-        ran_out_of_memory: bool = False,
-        next_strategy: str | None = None,
+        self, calls: Sequence[LocalGradients], next_strategy: str | None = None
     ) -> tuple[StepVote, tuple[int, ...]]:
         """Collective: the ranks' votes, added up, and this rank's micro-batches of bad loss."""
         index = None
         if self.rank == 0 and next_strategy is not None:
             index = self.pool.strategies.index(self.pool.strategy(next_strategy))
-        losses = None
-        if runtime.model is not None and runtime.model.reports_loss and reports:
-            losses = torch.stack([_first_report(report) for report in reports]).double()
+        reports = [
+            _first_report(report)
+            for call in calls
+            if call.runtime.model is not None and call.runtime.model.reports_loss
+            for report in call.reports
+        ]
+        losses = torch.stack(reports).double() if reports else None
         total = StepVote.to_tensor(
             losses,
             next_strategy=index,
-            ran_out_of_memory=ran_out_of_memory,
+            ran_out_of_memory=any(call.out_of_memory is not None for call in calls),
             device=self.device,
         )
-        with self._in_phase("loss", runtime.strategy.name, untimed):
+        with self._in_phase("loss", calls[-1].runtime.strategy.name, untimed):
             dist.all_reduce(total)
         vote = StepVote.from_tensor(total)
         bad: list[int] = []

@@ -149,6 +149,7 @@ class ScatterPass:
         buckets_of: the buckets that each parameter of this rank lies in. Ranks of one tp group
             hold the same parameters, so they post at the same points of their backward.
         post_from: when the first may be posted.
+        adds: whether to add to the gradients on the shards instead of replacing them.
     """
 
     def __init__(
@@ -160,7 +161,9 @@ class ScatterPass:
         *,
         buckets_of: Mapping[int, Sequence[int]],
         post_from: PostFrom = PostFrom.LAST_BACKWARD,
+        adds: bool = False,
     ) -> None:
+        self._adds = adds
         self._regrouper = regrouper
         self._track = track
         self._timer = timer
@@ -209,7 +212,8 @@ class ScatterPass:
 
     def _post(self) -> None:
         self._num_left -= 1
-        self._tickets.append(self._track.submit(self._regrouper.scatter_job(self._num_left)))
+        job = self._regrouper.scatter_job(self._num_left, adds=self._adds)
+        self._tickets.append(self._track.submit(job))
 
 
 @contextmanager

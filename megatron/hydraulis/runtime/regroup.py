@@ -7,9 +7,10 @@ decides what goes where; everything that does not change is computed once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -125,12 +126,16 @@ class Regrouper:
     def gather_job(self, bucket: int) -> Job:
         """Fills the arena's parameters of the bucket from the shards of all ranks."""
         route = self.routes[bucket]
-        return route.job("gather", route.gather_needs_staging)
+        return route.job("gather", route.gather_needs_staging, route.gather)
 
-    def scatter_job(self, bucket: int) -> Job:
-        """Adds up the gradients of the bucket on the shards, in the order of the ranks."""
+    def scatter_job(self, bucket: int, *, adds: bool = False) -> Job:
+        """Adds up the gradients of the bucket on the shards, in the order of the ranks.
+
+        adds: to what is there, which is replaced otherwise.
+        """
         route = self._scatter_routes[bucket]
-        return route.job("scatter", route.scatter_needs_staging)
+        steps = partial(route.scatter, adds=adds)
+        return route.job("scatter", adds or route.scatter_needs_staging, steps)
 
 
 @dataclass(frozen=True)
@@ -221,14 +226,16 @@ class Route(ABC):
         """Whether gradients leave from the arena itself."""
         return self._departure_run is not None
 
-    def job(self, span: str, needs_staging: bool) -> Job:
+    def job(
+        self, span: str, needs_staging: bool, steps: Callable[[StagingSlot], Iterator[Step]]
+    ) -> Job:
         """The gather or scatter, by the name of its span."""
         return Job(
             span=span,
             detail={"bucket": self.bucket.index, "unit": self.bucket.unit.name},
             num_collectives=self.num_collectives,
             needs_staging=needs_staging,
-            steps=self.gather if span == "gather" else self.scatter,
+            steps=steps,
         )
 
     @abstractmethod
@@ -236,8 +243,8 @@ class Route(ABC):
         """Shards to arena; see `track.Job.steps`."""
 
     @abstractmethod
-    def scatter(self, slot: StagingSlot) -> Iterator[Step]:
-        """Arena to shards, whose gradients are overwritten; see `track.Job.steps`."""
+    def scatter(self, slot: StagingSlot, *, adds: bool = False) -> Iterator[Step]:
+        """Arena to shards, whose gradients are replaced or added to; see `track.Job.steps`."""
 
     def _sends_shard(self, runs: Sequence[Run], num_elements: int) -> bool:
         """Whether a gather sends from the shard itself: one run, in the dtype of the wire."""
@@ -279,10 +286,11 @@ class Route(ABC):
             send[copy.start : copy.stop].view(copy.view.shape).copy_(copy.view)
         return send
 
-    def _add_to_shard(self, runs: Sequence[Run], received: Tensor) -> None:
+    def _add_to_shard(self, runs: Sequence[Run], received: Tensor, *, adds: bool) -> None:
         """Add up what arrived one after another, in that order."""
         gradients = self._ends.gradients
-        gradients.zero_()
+        if not adds:
+            gradients.zero_()
         at = 0
         for start, stop in runs:
             gradients[start:stop] += received[at : at + stop - start]
@@ -332,12 +340,12 @@ class OneStepRoute(Route):
         yield self._exchange(received, send, sizes)
         self._unpack(received)
 
-    def scatter(self, slot: StagingSlot) -> Iterator[Step]:
+    def scatter(self, slot: StagingSlot, *, adds: bool = False) -> Iterator[Step]:
         sizes = self._scatter_sizes
         send = self._packed_gradients(slot)
         received = slot.take("received", sum(sizes.received), send.dtype)
         yield self._exchange(received, send, sizes)
-        self._add_to_shard(self._scatter_runs, received)
+        self._add_to_shard(self._scatter_runs, received, adds=adds)
 
 
 class EqualSharesRoute(Route):
@@ -373,7 +381,7 @@ class EqualSharesRoute(Route):
             yield _all_gather(received, send, group=group, async_op=True)
         self._unpack(received)
 
-    def scatter(self, slot: StagingSlot) -> Iterator[Step]:
+    def scatter(self, slot: StagingSlot, *, adds: bool = False) -> Iterator[Step]:
         gradients, group = self._ends.gradients, self._ends.group
         send = self._packed_gradients(slot)
         if not gradients.is_cuda:
@@ -381,15 +389,18 @@ class EqualSharesRoute(Route):
             sizes = [self._share] * group.size()
             yield self._exchange(received, send, _Sizes(sizes, sizes))
             shares = received.view(group.size(), self._share)[:, : gradients.numel()]
-            gradients.copy_(shares[0])
-            for share in shares[1:]:
+            if not adds:
+                gradients.zero_()
+            for share in shares:
                 gradients += share
             return
         received = gradients
-        if not self._owns_whole_share:
+        if adds or not self._owns_whole_share:
             received = slot.take("received", self._share, gradients.dtype)
         yield _reduce_scatter(received, send, group=group, async_op=True)
-        if not self._owns_whole_share:
+        if adds:
+            gradients += received[: gradients.numel()]
+        elif not self._owns_whole_share:
             gradients.copy_(received[: gradients.numel()])
 
 
@@ -432,7 +443,7 @@ class TwoStepRoute(Route):
         yield self._exchange(received, send, inside)
         self._unpack(received)
 
-    def scatter(self, slot: StagingSlot) -> Iterator[Step]:
+    def scatter(self, slot: StagingSlot, *, adds: bool = False) -> Iterator[Step]:
         inside, across = self._scatter_steps
         send = self._packed_gradients(slot)
         received = slot.take("received", sum(inside.received), send.dtype)
@@ -448,7 +459,7 @@ class TwoStepRoute(Route):
             send = slot.take("sent", relayed.numel(), dtype).copy_(relayed)
         received = slot.take("received", sum(across.received), dtype)
         yield self._exchange(received, send, across)
-        self._add_to_shard(self._scatter_runs, received)
+        self._add_to_shard(self._scatter_runs, received, adds=adds)
 
 
 @dataclass(frozen=True)

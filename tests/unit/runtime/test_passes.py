@@ -37,7 +37,9 @@ class FakeTrack:
     def gather_job(self, bucket: int) -> int:
         return bucket
 
-    scatter_job = gather_job
+    def scatter_job(self, bucket: int, *, adds: bool) -> int:
+        assert not adds
+        return bucket
 
     def submit(self, bucket: Any) -> FakeTicket:
         self.posted.append(bucket)

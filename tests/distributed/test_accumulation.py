@@ -1,0 +1,101 @@
+"""Gradients of several calls add up on the shards and are divided once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.executor import make_forward_step
+from tests.support.comparison import assert_same
+from tests.support.gloo_pool import pool_of
+from tests.support.law import FP64_TOLERANCE, MAIN_MODEL, law_job, law_reference
+from tests.support.models import (
+    Job,
+    RankRun,
+    assemble,
+    build_engine,
+    packs_of_rank,
+    rank_run,
+    spread,
+    use_fp64_loss,
+)
+
+pytestmark = pytest.mark.distributed
+
+NUM_FIRST = 3
+"""Sequences of the first of two calls."""
+
+
+def accumulate(job: Job) -> RankRun:
+    """On every rank: each batch in two calls, on the first and the last strategy, and an update."""
+    use_fp64_loss()
+    engine = build_engine(job)
+    parameters, losses, norms = [], [], []
+    for batch in job.batches:
+        call(engine, job.strategies[0], batch[:NUM_FIRST])
+        call(engine, job.strategies[-1], batch[NUM_FIRST:])
+        outcome = engine.optim_step()
+        parameters.append(engine.shards.parameters.numpy().copy())
+        losses.append(outcome.loss.mean)
+        norms.append(outcome.gradient_norm or 0.0)
+    return rank_run(engine, [], parameters, losses, norms)
+
+
+def call(engine: Engine, name: str, part: Any, *, is_divided: bool = False) -> None:
+    strategy = engine.pool.strategy(name)
+    packs = packs_of_rank(strategy, spread(len(part), len(strategy.replicas)), part, engine.rank)
+    engine.forward_backward(name, packs, make_forward_step(), is_divided=is_divided)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "ranks_per_node"),
+    [(("4*tp1",), None), (("4*tp1", "tp2+pp2"), None), (("2*cp2", "tp2pp2"), 2)],
+)
+def test_two_calls_and_an_update_are_those_of_both_batches(
+    strategies: tuple[str, ...], ranks_per_node: int | None
+) -> None:
+    job = replace(law_job(4, strategies[0]), strategies=strategies, ranks_per_node=ranks_per_node)
+    runs: list[RankRun] = pool_of(4).run(accumulate, job)
+    expected = law_reference(MAIN_MODEL)
+    for i, gradients in enumerate(expected.gradients):
+        found = assemble(runs, [run.parameters[i] for run in runs])
+        assert_same(found, expected.parameters[i], FP64_TOLERANCE)
+        norm = math.sqrt(sum(float(np.square(each).sum()) for each in gradients.values()))
+        assert runs[0].norms[i] == pytest.approx(norm, rel=1e-10)
+        assert runs[0].losses[i] == pytest.approx(expected.losses[i], rel=1e-12)
+
+
+def errors_of_divisors(job: Job) -> list[str]:
+    """On every rank: what updates whose divisor is unclear raise."""
+    engine = build_engine(job)
+
+    def error_of(update: Callable[[], Any], *calls: bool) -> str:
+        for is_divided in calls:
+            call(engine, job.strategies[0], job.batches[0], is_divided=is_divided)
+        with pytest.raises(ConfigurationError) as error:
+            update()
+        if calls:
+            engine.discard_gradients()
+        return str(error.value)
+
+    return [
+        error_of(engine.optim_step),
+        error_of(engine.optim_step, True, False),
+        error_of(lambda: engine.optim_step(divisor=8.0), True),
+        error_of(lambda: engine.optim_step(divisor=0.0), False),
+    ]
+
+
+def test_an_unclear_divisor_is_refused() -> None:
+    (errors,) = pool_of(1).run(errors_of_divisors, law_job(1, "tp1"))
+    assert "at least 1 call of forward_backward but there were 0" in errors[0]
+    assert "1 of 2 have one; give it to all of them, or to optim_step alone" in errors[1]
+    assert "optim_step has divisor 8 and 1 calls" in errors[2]
+    assert "must be positive and finite but is 0" in errors[3]
