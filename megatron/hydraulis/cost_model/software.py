@@ -3,8 +3,8 @@
 `TRAINING` is this program; training, ``estimate``, ``simulate`` and ``recommend-layout`` use it.
 The others ran 141 layouts of one 13B model on 64 A100-80GB for Efficient Parallelization Layouts
 (arXiv 2311.05610). All were fitted together to the step times of these layouts and to the times of
-a 32B model on 64 A800 (arXiv 2412.07894); docs/cost-model.md says how, and has the errors. Nothing
-belongs to a model, a layout or a sweep.
+a 32B model on 64 A800 (arXiv 2412.07894) by ``benchmarks/layout_calibration.py``;
+docs/cost-model.md has the errors. Nothing belongs to a model, a layout or a sweep.
 """
 
 import math

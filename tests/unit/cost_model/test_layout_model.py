@@ -1,16 +1,9 @@
-"""The layout model against hand calculation, and against facts about measured layouts.
-
-The measured layouts (arXiv 2311.05610) have a licence that keeps them out of this project: they
-are read from a folder next to the repository.
-"""
+"""The layout model against hand calculation, and against facts about measured layouts."""
 
 import itertools
 from dataclasses import fields, replace
-from pathlib import Path
 
-import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.layouts import (
@@ -21,14 +14,12 @@ from megatron.hydraulis.cost_model.layouts import (
     predict_layout,
     step_time,
 )
-from megatron.hydraulis.cost_model.predict_layouts_command import read_layouts
 from megatron.hydraulis.cost_model.software import TRAINING, OtherTraining, software_of
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.model_shape import ModelShape
 from tests.support.fixed_length import A100, KERNELS, NORM_KERNEL, job, layout, llama, predict
 
 OTHERS = KERNELS[1:]
-MEASURED = Path(__file__).parents[4] / "shared" / "data" / "layouts_measured_a100.csv"
 
 
 def other(kernel: str = NORM_KERNEL) -> OtherTraining:
@@ -324,33 +315,3 @@ def test_published_run_with_tp_8_of_another_model() -> None:
     of = FixedLengthJob(shape=shape, num_ranks=8, sequence_tokens=2048, num_sequences=4)
     prediction = predict(of, layout(4, 8, 1, kernel="fused", sequence_parallel=True))
     assert prediction.mfu == pytest.approx(0.415, rel=0.1)
-
-
-@pytest.mark.skipif(
-    not MEASURED.exists(),
-    reason=f"measured data whose licence keeps it out of this project: {MEASURED} is absent",
-)
-def test_measured_layouts() -> None:
-    rows = read_layouts(MEASURED)
-    assert len(rows) == 141
-    ran = np.array([row.cells["status"] == "ok" for row in rows])
-    measured_s = np.array(
-        [float(row.cells["step_time_s"]) if row.cells["status"] == "ok" else np.inf for row in rows]
-    )
-    predictions = [
-        predict_layout(row.job, row.layout, A100, software_of(row.layout.kernel)) for row in rows
-    ]
-    predicted_s = np.array([prediction.time.total_s for prediction in predictions])
-    fits = np.array([prediction.fits for prediction in predictions])
-    errors = np.abs(predicted_s / measured_s - 1.0)
-    for name in OTHERS:
-        own = np.array([row.layout.kernel == name for row in rows])
-        assert errors[own & ran].mean() <= 0.04, name
-        assert errors[own & ran].max() <= 0.09, name
-        found = spearmanr(measured_s[own & ran], predicted_s[own & ran])
-        assert found.statistic >= 0.84, name
-        # The layout that would be chosen ran, and was hardly slower than the fastest.
-        chosen_s = measured_s[own & fits][predicted_s[own & fits].argmin()]
-        assert chosen_s <= 1.03 * measured_s[own].min(), name
-    assert spearmanr(measured_s[ran], predicted_s[ran]).statistic >= 0.98
-    assert (fits != ran).sum() <= 0.03 * len(rows)
