@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import os
 import sys
 import time
@@ -29,12 +28,9 @@ from benchmarks.command import make_parser, write_figures
 from benchmarks.paired_statistics import ratio_of_totals
 from megatron.hydraulis.advise.gains import BY_RULE, NOTHING_HIDDEN, advise
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
-from megatron.hydraulis.cost_model.memory import MemoryModel
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
@@ -163,8 +159,8 @@ class CaseResult:
     cpu_s: float
 
 
-def case_profile(name: str, num_ranks: int) -> tuple[ProfileCostModel, MemoryModel]:
-    """Published or estimated, with regrouping, and with all widths of cp; memory of the job."""
+def case_costs(name: str, num_ranks: int) -> JobCosts:
+    """Published or estimated, with all widths of cp."""
     size, device_name = name.split()
     if device_name == "A800":
         profile = inputs.published_profile(name, num_ranks)
@@ -177,10 +173,7 @@ def case_profile(name: str, num_ranks: int) -> tuple[ProfileCostModel, MemoryMod
     if device_name != "A800":
         schemes = possible_schemes(shape, num_ranks, RANKS_PER_NODE)
         profile = estimated_profile(model, schemes)
-    degrees = [row.scheme.tp for row in profile.schemes if row.scheme.num_ranks <= num_ranks]
-    regroup = RegroupCosts.of(shape, device, cluster, num_atoms=math.lcm(*degrees))
-    costs = ContextCosts.of(profile, regroup, model.max_tokens)
-    return costs.with_widths(num_ranks).with_regrouping(regroup), model.memory
+    return JobCosts.of(profile, model).with_widths()
 
 
 def run_case(
@@ -188,18 +181,17 @@ def run_case(
 ) -> CaseResult:
     """Advice for one job."""
     begin_s = time.process_time()
-    profile, memory = case_profile(name, num_ranks)
+    costs = case_costs(name, num_ranks)
     # A static strategy must hold the longest sequence.
     held = max(
         row.scheme.rounded_down(row.max_tokens)
-        for row in profile.schemes
+        for row in costs.profile.schemes
         if num_ranks % row.scheme.num_ranks == 0
     )
     counts = read_length_counts(inputs.WIKIPEDIA).cut(min(context_tokens, held), "split")
     sizes = BatchSizes.constant(num_tokens=CASE_TOKENS_PER_RANK * num_ranks)
     advice = advise(
-        profile,
-        memory,
+        costs,
         draw_batches(counts, sizes, options.case_batches, options.seed),
         num_ranks=num_ranks,
         ranks_per_node=RANKS_PER_NODE,

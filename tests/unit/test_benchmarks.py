@@ -167,10 +167,11 @@ def test_errors_are_medians_over_iterations() -> None:
 
 def test_cases_have_the_sizes_and_widths_of_their_jobs() -> None:
     for name in ("7B A800", "8B h100-80g"):
-        profile, memory = propose.case_profile(name, 16)
-        assert profile.regroup is not None
-        assert profile.regroup.cluster.num_ranks == memory.num_ranks == 16
-        schemes = {row.scheme: row for row in profile.schemes}
+        costs = propose.case_costs(name, 16)
+        assert costs.model is not None
+        assert costs.profile.regroup is not None
+        assert costs.profile.regroup.cluster.num_ranks == costs.model.memory.num_ranks == 16
+        schemes = {row.scheme: row for row in costs.profile.schemes}
         assert all(scheme.num_ranks <= 16 for scheme in schemes)
         # The published profile has no cp; of the estimate all rows are estimated.
         assert schemes[Scheme(tp=2, cp=4)].is_assumed is (name == "7B A800")

@@ -12,18 +12,16 @@ from megatron.hydraulis.advise.gains import (
     advise,
 )
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
+from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.limits import add_row_quantum
-from megatron.hydraulis.cost_model.memory import MemoryModel
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
-    memory_model,
+    job_options,
     num_gate_tensors,
     print_bf16_advice,
-    regroup_costs,
     shape_of,
 )
 from megatron.hydraulis.errors import ConfigurationError
@@ -123,14 +121,13 @@ def run(namespace: argparse.Namespace) -> int:
         num_ranks, min(8, num_ranks) if given is None else given, "--ranks-per-node"
     )
     sizes = batch_sizes(namespace)
-    profile, memory = _profile(namespace, num_ranks, ranks_per_node)
+    costs = _costs(namespace, num_ranks, ranks_per_node)
     counts = read_length_counts(namespace.lengths)
     if namespace.seq_length is not None:
         counts = counts.cut(namespace.seq_length, namespace.long_sequences)
     with proposal_progress(is_shown=not namespace.json) as on_progress, native_prints_to_stderr():
         advice = advise(
-            profile,
-            memory,
+            costs,
             draw_batches(counts, sizes, namespace.num_batches, namespace.seed),
             num_ranks=num_ranks,
             ranks_per_node=ranks_per_node,
@@ -140,7 +137,8 @@ def run(namespace: argparse.Namespace) -> int:
             seed=namespace.seed,
             on_progress=on_progress,
         )
-    pool = advice.proposal.pool
+    assert costs.model is not None
+    profile, device, pool = costs.profile, costs.model.device, advice.proposal.pool
     try:
         namespace.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -152,7 +150,7 @@ def run(namespace: argparse.Namespace) -> int:
     of_replicas = {strategy.replicas: strategy for strategy in (static, *pool.strategies)}
     kept = profile.only_for(Pool.of(*of_replicas.values()))
     write_output(namespace.out / PROFILE_FILE_NAME, kept.to_json())
-    peak = num_ranks * memory.device.peak_flops_per_s
+    peak = num_ranks * device.peak_flops_per_s
     if namespace.json:
         print_json(to_json(advice, profile, peak))
         return 0
@@ -164,19 +162,15 @@ def run(namespace: argparse.Namespace) -> int:
     print_bf16_advice(profile, advice.proposal.shares, advice.pool.time_s(advice.kind))
     assumed = profile.assumed_schemes(pool)
     if namespace.cost_profile is None:
-        console.print(
-            f"Times are estimates for {memory.device.name}, not measured.", highlight=False
-        )
+        console.print(f"Times are estimates for {device.name}, not measured.", highlight=False)
     elif assumed:
         console.print(f"not measured but assumed: {', '.join(map(str, assumed))}", highlight=False)
     _print_commands(namespace, advice)
     return 0
 
 
-def _profile(
-    namespace: argparse.Namespace, num_ranks: int, ranks_per_node: int
-) -> tuple[ProfileCostModel, MemoryModel]:
-    """The given profile or an estimate, with regrouping and with all widths of cp; memory."""
+def _costs(namespace: argparse.Namespace, num_ranks: int, ranks_per_node: int) -> JobCosts:
+    """By the given profile or an estimate, with all widths of cp."""
     if namespace.cost_profile is not None:
         profile = ProfileCostModel.read(namespace.cost_profile)
     elif namespace.device is None:
@@ -194,21 +188,18 @@ def _profile(
             num_gate_tensors=num_gate_tensors(namespace),
         )
         profile = estimated_profile(model, possible_schemes(shape, num_ranks, ranks_per_node))
-    regroup = regroup_costs(
-        namespace,
+    costs = job_options(namespace).costs(
         profile,
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
-        tp_degrees=[row.scheme.tp for row in profile.schemes if row.scheme.num_ranks <= num_ranks],
+        path=namespace.cost_profile,
     )
-    if regroup is None:
+    if costs.model is None:
         raise ConfigurationError(
             f"advice needs the model and the device of cost profile {namespace.cost_profile} but "
             f"it does not name both; give --model and --device"
         )
-    memory = memory_model(namespace, profile, regroup)
-    costs = ContextCosts.of(profile, regroup, memory.max_tokens)
-    return costs.with_widths(num_ranks).with_regrouping(regroup), memory
+    return costs.with_widths()
 
 
 def is_worth_a_pool(advice: Advice) -> bool:

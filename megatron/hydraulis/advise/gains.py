@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.cost_model.memory import MemoryModel
+from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.regrouping import Hiding
@@ -97,8 +96,7 @@ def causal_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
 
 
 def advise(
-    profile: ProfileCostModel,
-    memory: MemoryModel,
+    costs: JobCosts,
     batches: Sequence[Sequence[int]],
     *,
     num_ranks: int,
@@ -112,15 +110,16 @@ def advise(
     """Proposes a pool and compares it with training of fixed strategies.
 
     Args:
-        profile: with `regroup`, and with rows for all cp that are offered.
-        memory: of the job's ranks.
+        costs: with a model, and with rows for all cp that are offered.
         batches: lengths in tokens; longest: of the corpus.
 
     Raises PlanError and ConfigurationError as `propose`, ConfigurationError if no homogeneous
     strategy holds the longest sequence.
     """
+    profile = costs.profile
+    assert costs.model is not None
     assert profile.regroup is not None
-    shape = profile.regroup.shape
+    shape, memory = costs.model.shape, costs.model.memory
     candidates = Candidates.of(profile, num_ranks, ranks_per_node, batches=batches)
     proposal = propose(
         candidates,
@@ -173,8 +172,7 @@ def advise(
     ways = Ways(
         batches=batches,
         pool=proposal.pool,
-        profile=profile,
-        context_costs=ContextCosts.of(profile, profile.regroup),
+        costs=costs,
         seq_length=longest,
         shape=shape,
     )

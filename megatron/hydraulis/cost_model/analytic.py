@@ -31,6 +31,8 @@ Everything is linear in Σ s², Σ s and 1, which gives the coefficients a, b an
 is that of the stage where it is largest, because a replica runs at the pace of its slowest stage.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -41,7 +43,7 @@ from megatron.hydraulis.cost_model.interface import Coefficients, usual_times_ms
 from megatron.hydraulis.cost_model.memory import MemoryModel, PoolFootprint
 from megatron.hydraulis.cost_model.pipeline import split_layers
 from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
-from megatron.hydraulis.cost_model.regrouping import RegroupCosts
+from megatron.hydraulis.cost_model.regrouping import FP32_BYTES, RegroupCosts
 from megatron.hydraulis.cost_model.software import TRAINING, Software
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
@@ -165,6 +167,24 @@ class AnalyticCostModel:
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,
             kept=None if self.software.other is None else self.software.other.kept,
+        )
+
+    def regroup_costs(
+        self,
+        tp_degrees: Iterable[int],
+        *,
+        gradient_bytes: int = FP32_BYTES,
+        overlaps: bool = True,
+    ) -> RegroupCosts:
+        """Of the same job, with schemes of these tp degrees; see `RegroupCosts.of`."""
+        return RegroupCosts.of(
+            self.shape,
+            self.device,
+            self.cluster,
+            num_atoms=math.lcm(*tp_degrees),
+            parameter_bytes=self.parameter_bytes,
+            gradient_bytes=gradient_bytes,
+            overlaps=overlaps,
         )
 
     def coefficients(self, scheme: Scheme) -> Coefficients:

@@ -64,7 +64,7 @@ class ProfiledScheme:
     max_tokens: int
     """Most tokens of a micro-batch; 0 if not even the weights fit."""
     is_assumed: bool = False
-    """Whether the row was not measured but follows from another width of cp, see context.py."""
+    """Whether the row was not measured but follows from another width of cp, see job_costs.py."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 0:

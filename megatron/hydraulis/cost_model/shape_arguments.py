@@ -6,21 +6,13 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
-from megatron.hydraulis.cost_model.device import (
-    DEVICE_NAMES,
-    DeviceConstants,
-    described_device,
-    device_constants,
-)
+from megatron.hydraulis.cost_model.device import DEVICE_NAMES, device_constants
 from megatron.hydraulis.cost_model.interface import usual_times_ms
-from megatron.hydraulis.cost_model.memory import MemoryModel
-from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
-from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, RegroupCosts
+from megatron.hydraulis.cost_model.job_costs import JobOptions
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
 from megatron.hydraulis.strategy import Strategy
@@ -133,7 +125,7 @@ def add_device_argument(
 
 
 def add_regroup_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that regroup_costs reads."""
+    """Declare the flags that job_options reads."""
     add_shape_arguments(parser)
     links = parser.add_argument_group(
         "regrouping",
@@ -168,77 +160,21 @@ def add_gradient_argument(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def regroup_costs(
-    namespace: argparse.Namespace,
-    profile: ProfileCostModel,
-    *,
-    num_ranks: int,
-    ranks_per_node: int,
-    tp_degrees: Iterable[int],
-) -> RegroupCosts | None:
-    """What flags and profile say about regrouping; None if model or device are unknown.
-
-    tp_degrees: of all schemes in use.
-
-    Raises ConfigurationError for flags that do not go together, and for another model than the
-    profile's.
-    """
-    shape = given_shape(namespace)
-    if shape is not None:
-        profile.check_model(ProfiledModel(shape=shape), namespace.cost_profile, speaks=True)
-    elif profile.model is not None:
-        shape = profile.model.shape
-    device = _device(namespace, profile)
-    given = {
-        name: gb_per_s
-        for name, flag in _LINK_FLAGS.items()
-        if (gb_per_s := vars(namespace)[_destination(flag)]) is not None
-    }
-    if device is None and given:
-        raise ConfigurationError(
-            "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
-            "--device is not given; give --device and the model"
-        )
-    if namespace.device is not None and shape is None:
-        raise ConfigurationError(
-            f"--device {namespace.device} gives the speed of regrouping, but its bytes depend on "
-            f"the model, which is not described; give --model, or its flags"
-        )
-    if device is None or shape is None:
-        return None
-    cluster = device.cluster(num_ranks, ranks_per_node)
-    links = {
-        name: replace(
-            getattr(cluster, name), bytes_per_s=gb_per_s * _BYTES_PER_GB, source="command line"
-        )
-        for name, gb_per_s in given.items()
-    }
-    is_fp32 = profile.model is not None and profile.model.dtype == "fp32"
-    return RegroupCosts.of(
-        shape,
-        device,
-        replace(cluster, **links),
-        num_atoms=math.lcm(*tp_degrees),
-        parameter_bytes=4 if is_fp32 else 2,
-        gradient_bytes=BF16_BYTES if namespace.grad_reduce_in_bf16 and not is_fp32 else FP32_BYTES,
+def job_options(namespace: argparse.Namespace) -> JobOptions:
+    """What the flags of `add_regroup_arguments` say; raises as shape_of does, and for an unknown
+    device."""
+    return JobOptions(
+        shape=given_shape(namespace),
+        device=None if namespace.device is None else device_constants(namespace.device),
+        link_bytes_per_s={
+            name: gb_per_s * _BYTES_PER_GB
+            for name, flag in _LINK_FLAGS.items()
+            if (gb_per_s := vars(namespace)[_destination(flag)]) is not None
+        },
+        grad_reduce_in_bf16=namespace.grad_reduce_in_bf16,
         overlaps=not namespace.no_regroup_overlap,
-    )
-
-
-def memory_model(
-    namespace: argparse.Namespace, profile: ProfileCostModel, regroup: RegroupCosts
-) -> MemoryModel:
-    """Of the job of `regroup_costs`, with the default settings of training."""
-    device = _device(namespace, profile)
-    assert device is not None  # without device there are no costs of regrouping
-    return AnalyticCostModel(
-        shape=regroup.shape,
-        device=device,
-        cluster=regroup.cluster,
-        parameter_bytes=regroup.parameter_bytes,
-        cp_comm_type="auto",
         num_gate_tensors=num_gate_tensors(namespace),
-    ).memory
+    )
 
 
 def print_bf16_advice(
@@ -268,12 +204,6 @@ def warn_of_unknown_overheads(
         file=sys.stderr,
         flush=True,
     )
-
-
-def _device(namespace: argparse.Namespace, profile: ProfileCostModel) -> DeviceConstants | None:
-    if namespace.device is None:
-        return described_device(profile.device)
-    return device_constants(namespace.device)
 
 
 def given_shape(namespace: argparse.Namespace) -> ModelShape | None:

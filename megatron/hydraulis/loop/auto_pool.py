@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatron.hydraulis.cost_model.device import DeviceConstants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
+from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.data.sources import load_corpora_from_arguments
 from megatron.hydraulis.errors import ConfigurationError, HydraulisError
 from megatron.hydraulis.flags.arguments import Resolved
@@ -28,6 +28,7 @@ from megatron.hydraulis.lengths.counts import LengthCounts
 from megatron.hydraulis.loop.planning import (
     analytic_cost_model,
     profiled_model,
+    regroup_settings,
     row_quantum_tokens,
 )
 from megatron.hydraulis.loop.startup import constants_of_this_rank
@@ -178,27 +179,19 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
     """Of the training data's lengths and this device, or the cost profile's schemes."""
     args, hydraulis = resolved.args, resolved.hydraulis
     num_ranks, ranks_per_node = resolved.pool.num_ranks, resolved.pool.ranks_per_node
+    # The pool is unknown: each scheme as if it filled the job.
+    model = replace(analytic_cost_model(resolved, device), pool=None)
     if hydraulis.cost_profile is None:
         possible = possible_schemes(resolved.shape, num_ranks, ranks_per_node)
         schemes = [scheme for scheme in possible if _is_allowed(resolved, scheme)]
-        # The pool is unknown: each scheme as if it filled the job.
-        model = replace(analytic_cost_model(resolved, device), pool=None)
         profile = estimated_profile(model, schemes)
     else:
         profile = ProfileCostModel.read(hydraulis.cost_profile)
         profile.check_model(profiled_model(resolved), hydraulis.cost_profile, speaks=False)
         schemes = [row.scheme for row in profile.schemes if _is_allowed(resolved, row.scheme)]
-    regroup = RegroupCosts.of(
-        resolved.shape,
-        device,
-        device.cluster(num_ranks, ranks_per_node),
-        num_atoms=math.lcm(*(scheme.tp for scheme in schemes)),
-        parameter_bytes=2 if args.bf16 else 4,
-        gradient_bytes=gradient_bytes(args),
-        overlaps=not hydraulis.no_regroup_overlap,
-    )
+    tp_degrees = [scheme.tp for scheme in schemes]
+    costs = JobCosts.of(profile, model, tp_degrees=tp_degrees, **regroup_settings(resolved))
     batches = draw_batches(counts, resolved.sizes, _NUM_BATCHES, args.seed)
-    profile = profile.with_regrouping(regroup)
     logged_s = -math.inf
 
     def log(what: str, done: int, total: int) -> None:
@@ -209,8 +202,8 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
 
     with native_prints_to_stderr():
         return propose(
-            Candidates.of(profile, num_ranks, ranks_per_node, schemes, batches),
-            profile,
+            Candidates.of(costs.profile, num_ranks, ranks_per_node, schemes, batches),
+            costs.profile,
             batches,
             max_strategies=_MAX_STRATEGIES,
             longest=counts.longest,

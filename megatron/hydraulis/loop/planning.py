@@ -14,7 +14,6 @@ from megatron.hydraulis.cost_model.interface import CostModel, usual_times_ms
 from megatron.hydraulis.cost_model.limits import CUDA_ROW_QUANTUM, Limits
 from megatron.hydraulis.cost_model.memory import PoolFootprint
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel
-from megatron.hydraulis.cost_model.regrouping import RegroupCosts
 from megatron.hydraulis.cost_model.shape_arguments import num_gate_tensors
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.arguments import Resolved
@@ -101,23 +100,13 @@ class Planning:
         when --strategy-schedule names one that does not.
         """
         cost_model: CostModel
-        cluster = device.cluster(resolved.pool.num_ranks, resolved.pool.ranks_per_node)
-        regroup = RegroupCosts.of(
-            resolved.shape,
-            device,
-            cluster,
-            num_atoms=resolved.pool.tp_lcm,
-            parameter_bytes=2 if resolved.args.bf16 else 4,
-            gradient_bytes=gradient_bytes(resolved.args),
-            overlaps=not resolved.hydraulis.no_regroup_overlap,
-        )
+        model = analytic_cost_model(resolved, device, core_attention)
+        regroup = model.regroup_costs([resolved.pool.tp_lcm], **regroup_settings(resolved))
         if profile is not None:
             cost_model = profile.with_regrouping(regroup, resolved.pool.strategies)
             source = f"cost profile {resolved.hydraulis.cost_profile}, {profile.device}"
         else:
-            cost_model = replace(
-                analytic_cost_model(resolved, device, core_attention), regroup=regroup
-            )
+            cost_model = replace(model, regroup=regroup)
             source = f"analytic, device '{device.name}'"
         limits = replace(
             _limits(resolved, cost_model), row_quantum=row_quantum_tokens(resolved, device)
@@ -280,6 +269,14 @@ def analytic_cost_model(
         has_te_attention=attention == "te" or (attention == "auto" and takes_te),
         pool=PoolFootprint.of(pool, gradient_bytes=gradient_bytes(resolved.args)),
     )
+
+
+def regroup_settings(resolved: Resolved) -> dict[str, Any]:
+    """What the flags say about gradients and overlap, as arguments of `JobCosts.of`."""
+    return {
+        "gradient_bytes": gradient_bytes(resolved.args),
+        "overlaps": not resolved.hydraulis.no_regroup_overlap,
+    }
 
 
 def _limits(resolved: Resolved, cost_model: CostModel) -> Limits:

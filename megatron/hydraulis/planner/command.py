@@ -12,8 +12,8 @@ from megatron.hydraulis.cost_model.limits import Limits, add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
+    job_options,
     print_bf16_advice,
-    regroup_costs,
     warn_of_unknown_overheads,
 )
 from megatron.hydraulis.errors import ConfigurationError
@@ -132,18 +132,12 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _cost_model(namespace: argparse.Namespace, pool: Pool) -> ProfileCostModel:
-    profile = ProfileCostModel.read(namespace.cost_profile)
-    regroup = regroup_costs(
-        namespace,
-        profile,
-        num_ranks=pool.num_ranks,
-        ranks_per_node=pool.ranks_per_node,
-        tp_degrees=(pool.tp_lcm,),
+    path = namespace.cost_profile
+    return (
+        job_options(namespace)
+        .costs_of_pool(ProfileCostModel.read(path), pool, tp_degrees=(pool.tp_lcm,), path=path)
+        .profile
     )
-    if regroup is not None:
-        pool.check_model(regroup.shape)
-        profile = profile.with_regrouping(regroup, pool.strategies)
-    return profile
 
 
 def _to_json(explanation: PlanExplanation, pool: Pool, cost_model: CostModel) -> dict[str, Any]:

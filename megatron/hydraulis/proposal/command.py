@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from rich.progress import TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
-    memory_model,
+    job_options,
     print_bf16_advice,
-    regroup_costs,
     warn_of_unknown_overheads,
 )
 from megatron.hydraulis.errors import ConfigurationError
@@ -185,17 +183,13 @@ def _candidates(
         allowed = [term.scheme for term in terms if term.scheme is not None]
     ranks_per_node = whole_nodes(num_ranks, ranks_per_node or 0, "--ranks-per-node")
     profile = ProfileCostModel.read(namespace.cost_profile)
-    regroup = regroup_costs(
-        namespace,
+    costs = job_options(namespace).costs(
         profile,
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
-        tp_degrees=[row.scheme.tp for row in profile.schemes if row.scheme.num_ranks <= num_ranks],
+        path=namespace.cost_profile,
     )
-    if regroup is not None:
-        memory_tokens = memory_model(namespace, profile, regroup).max_tokens
-        profile = ContextCosts.of(profile, regroup, memory_tokens).with_widths(num_ranks)
-        profile = profile.with_regrouping(regroup)
+    profile = costs.with_widths().profile
     return profile, Candidates.of(profile, num_ranks, ranks_per_node, allowed, batches)
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,14 +10,13 @@ from typing import Any
 
 from rich.progress import TextColumn, TimeRemainingColumn
 
-from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.limits import Limits, add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
     given_shape,
+    job_options,
     print_bf16_advice,
-    regroup_costs,
     warn_of_unknown_overheads,
 )
 from megatron.hydraulis.errors import ConfigurationError, PlanError
@@ -195,10 +194,16 @@ def run(namespace: argparse.Namespace) -> int:
     pool = Pool.read(namespace.pool)
     profile = ProfileCostModel.read(namespace.cost_profile)
     window = _window(namespace)
-    settings, profile, context_costs = _settings(namespace, pool, profile)
+    costs = job_options(namespace).costs_of_pool(profile, pool, path=namespace.cost_profile)
+    profile = costs.profile
     # With the iteration before the traced ones: they begin when it ends.
     kept = range(0) if namespace.out is None else range(window.first - 1, window.last + 1)
-    settings = replace(settings, kept=kept)
+    settings = SimulationSettings(
+        shape=given_shape(namespace) if costs.model is None else costs.model.shape,
+        regroup=profile.regroup,
+        plan_ahead=namespace.plan_ahead,
+        kept=kept,
+    )
     counts = read_length_counts(namespace.lengths).cut(
         namespace.seq_length or _longest_held(pool, profile), namespace.long_sequences
     )
@@ -221,8 +226,7 @@ def run(namespace: argparse.Namespace) -> int:
         ways = Ways(
             batches=batches,
             pool=pool,
-            profile=profile,
-            context_costs=context_costs,
+            costs=costs,
             seq_length=namespace.seq_length,
             shape=settings.shape,
             plan_time_s=namespace.plan_time,
@@ -302,39 +306,9 @@ def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult
         return str(error)
     if result is not None:
         return result
-    if name in CONTEXT_WAYS and not ways.context_costs.knows_exchange:
+    if name in CONTEXT_WAYS and not ways.costs.knows_exchange:
         return "the cost of cp is unknown; give --device and the model, or measure schemes with cp"
     return f"none of its strategies holds a sequence of {ways.limit} tokens"
-
-
-def _settings(
-    namespace: argparse.Namespace, pool: Pool, profile: ProfileCostModel
-) -> tuple[SimulationSettings, ProfileCostModel, ContextCosts]:
-    """Settings of all ways, the profile with computed overheads, costs of context parallelism."""
-    regroup = regroup_costs(
-        namespace,
-        profile,
-        num_ranks=pool.num_ranks,
-        ranks_per_node=pool.ranks_per_node,
-        tp_degrees=_tp_degrees(pool, profile),
-    )
-    if regroup is None:
-        settings = SimulationSettings(shape=given_shape(namespace), plan_ahead=namespace.plan_ahead)
-        return settings, profile, ContextCosts(profile=profile)
-    pool.check_model(regroup.shape)
-    profile = profile.with_regrouping(regroup, pool.strategies)
-    settings = SimulationSettings(
-        shape=regroup.shape, regroup=profile.regroup, plan_ahead=namespace.plan_ahead
-    )
-    return settings, profile, ContextCosts.of(profile, regroup)
-
-
-def _tp_degrees(pool: Pool, profile: ProfileCostModel) -> Iterator[int]:
-    """Of all strategies that any way may use."""
-    yield pool.tp_lcm
-    for row in profile.schemes:
-        if pool.num_ranks % row.scheme.num_ranks == 0:
-            yield row.scheme.tp
 
 
 def _longest_held(pool: Pool, profile: ProfileCostModel) -> int:

@@ -45,8 +45,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megatron.hydraulis.cost_model.context import ContextCosts
 from megatron.hydraulis.cost_model.interface import CostModel
+from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import StageCosts
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
@@ -93,8 +93,7 @@ class Ways:
     batches: Batches
     """Lengths of the sequences of each iteration, in tokens."""
     pool: Pool
-    profile: ProfileCostModel
-    context_costs: ContextCosts
+    costs: JobCosts
     seq_length: int | None = None
     """Most tokens of a sequence of the corpus; None for the longest of the batches."""
     shape: ModelShape | None = None
@@ -117,6 +116,11 @@ class Ways:
                 f"simulation: sequences have at most --seq-length {self.seq_length} tokens but "
                 f"one has {self.longest}; raise it or cut the sequences"
             )
+
+    @property
+    def profile(self) -> ProfileCostModel:
+        """What strategies without assumed widths cost."""
+        return self.costs.profile
 
     @property
     def simulated(self) -> ProfileCostModel:
@@ -263,13 +267,13 @@ class Ways:
         return _works_of([best_fit(each, lengths, cost.max_tokens) for each in shares], batch)
 
     def _context_parallel(self, way: str) -> list[tuple[CostModel, Works]]:
-        if not self.context_costs.knows_exchange:
+        if not self.costs.knows_exchange:
             return []
-        simulated = replace(self.context_costs, profile=self.simulated)
+        simulated = replace(self.costs, profile=self.simulated)
         if way == MEGATRON_CP:
             return [(simulated, works) for works in self._megatron_context()]
         pools = context_group_pools(
-            self.context_costs,
+            self.costs,
             num_ranks=self.pool.num_ranks,
             ranks_per_node=self.pool.ranks_per_node,
             longest=self.limit if way == CP_ONLY else 1,
@@ -280,16 +284,16 @@ class Ways:
             return []
         times_s = {}
         for tp, pool in pools.items():
-            limits = Limits(self.context_costs, row_quantum=self.row_quantum)
-            planner = GreedyPlanner(pool, self.context_costs, limits)
+            limits = Limits(self.costs, row_quantum=self.row_quantum)
+            planner = GreedyPlanner(pool, self.costs, limits)
             times_s[tp] = sum(planner.plan(batch).predicted_time_s for batch in self.batches)
         best = pools[min(times_s, key=lambda tp: times_s[tp])]
-        return [(simulated, self.planned(best, self.context_costs, shortlists=True))]
+        return [(simulated, self.planned(best, self.costs, shortlists=True))]
 
     def _equal(self, pool: Pool) -> Works:
         """Each batch on the best strategy of one scheme; empty if none holds the limit."""
         costs = {
-            strategy: self._cost(strategy, self.context_costs)
+            strategy: self._cost(strategy, self.costs)
             for strategy in pool.strategies
             if len(strategy.schemes) == 1
         }
@@ -301,10 +305,8 @@ class Ways:
             for strategy, cost in costs.items():
                 if cost.longest < max(cost.tokens(batch)):
                     continue
-                work = IterationWork(
-                    strategy, self._dispatched(strategy, batch, self.context_costs)
-                )
-                time_ms = self.context_costs.overhead_ms(strategy) + max(
+                work = IterationWork(strategy, self._dispatched(strategy, batch, self.costs))
+                time_ms = self.costs.overhead_ms(strategy) + max(
                     math.fsum(row.time_ms(cost.coefficients) for row in rows)
                     for rows in work.replicas
                 )
@@ -317,15 +319,17 @@ class Ways:
 
     def _megatron_context(self) -> Iterator[Works]:
         """The works of every tp and limit of a rank."""
-        num_ranks, costs = self.pool.num_ranks, self.context_costs
+        num_ranks, costs = self.pool.num_ranks, self.costs
         for tp in sorted({row.scheme.tp for row in self.profile.schemes if row.scheme.pp == 1}):
             width, rest = divmod(num_ranks, tp)
             if rest or width < 2 or width & (width - 1):
                 continue  # groups are powers of two
             text = f"{Scheme(tp, width, splits_cp=True)}"
             strategy = Strategy.parse(text, num_ranks, ranks_per_node=self.pool.ranks_per_node)
+            powers = range(width.bit_length())
+            most_tokens = min(costs.max_tokens(Scheme(tp, 1 << power)) >> power for power in powers)
             for halvings in range(_NUM_RANK_LIMITS):
-                rank_tokens = costs.max_tokens(Scheme(tp)) >> halvings
+                rank_tokens = most_tokens >> halvings
                 if rank_tokens * width < self.limit or not rank_tokens:
                     break
                 works = []
@@ -341,21 +345,21 @@ class Ways:
         schemes = {row.scheme for row in self.profile.schemes if row.scheme.num_ranks <= num_ranks}
         for strategy in self.pool.strategies:
             schemes.update(group for s in strategy.schemes for group in s.group_schemes)
-        if self.context_costs.knows_exchange:
+        if self.costs.knows_exchange:
             for scheme in [scheme for scheme in schemes if scheme.pp == 1]:
                 schemes.update(
                     scheme.of_context_group(1 << i)
                     for i in range((num_ranks // scheme.tp).bit_length())
                 )
         known = [scheme for scheme in schemes if self._knows(scheme)]
-        costs = CeilingCosts.of(StageCosts(self.context_costs, self.shape), known, num_ranks)
+        costs = CeilingCosts.of(StageCosts(self.costs, self.shape), known, num_ranks)
         strategy = Strategy.parse(f"tp{num_ranks}", num_ranks)
         works = [IterationWork(strategy, ((MicroBatchWork.packed(b),),)) for b in self.batches]
         return costs, works
 
     def _knows(self, scheme: Scheme) -> bool:
         try:
-            self.context_costs.coefficients(scheme)
+            self.costs.coefficients(scheme)
             if self.shape is not None:
                 scheme.layers_per_stage(self.shape.num_layers)
         except StrategyError:
@@ -473,7 +477,7 @@ def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> list[list[i
 
 
 def context_group_pools(
-    costs: ContextCosts, *, num_ranks: int, ranks_per_node: int, longest: int
+    costs: JobCosts, *, num_ranks: int, ranks_per_node: int, longest: int
 ) -> dict[int, Pool]:
     """Pools for training with context parallelism alone: one tp, groups of ranks of several widths.
 
@@ -481,7 +485,7 @@ def context_group_pools(
     do not move, so tp is fixed and there is no pipeline. Widths are powers of two. Here a strategy
     lasts an iteration; FlexSP may regroup the ranks for every micro-batch, which helps if groups
     wait for each other at each of them, as under ZeRO-3. Costs of widths that were not measured are
-    assumed: see cost_model/context.py.
+    assumed: see cost_model/job_costs.py.
 
     Returns:
         By tp, strategies that hold a sequence of `longest` tokens: with groups of at most two

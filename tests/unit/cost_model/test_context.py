@@ -1,9 +1,11 @@
 """Assumed costs of context-parallel degrees that were not measured."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.hydraulis.cluster import Cluster, Link
-from megatron.hydraulis.cost_model import AnalyticCostModel, Coefficients, ContextCosts
+from megatron.hydraulis.cost_model import AnalyticCostModel, Coefficients, JobCosts
 from megatron.hydraulis.cost_model.context import ring_bytes_per_token
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
@@ -30,6 +32,8 @@ LARGE_SHAPE = ModelShape(
     tied_embeddings=False,
 )
 TIMES = Coefficients(0.004, 0.8, 5.0)
+DEVICE = replace(device_constants("a100-80"), link_fraction=1.0)
+MODEL = AnalyticCostModel(shape=SMALL_SHAPE, device=DEVICE, cluster=CLUSTER)
 
 
 def profile(rows: dict[Scheme, tuple[Coefficients, int]]) -> ProfileCostModel:
@@ -53,29 +57,26 @@ def exchange_ms(cp: int, tp: int = 1, bytes_per_s: float = 1e9) -> float:
 
 
 def test_ranks_share_work_and_memory_evenly() -> None:
-    costs = ContextCosts(profile=profile({Scheme(tp=2): (TIMES, 100)}))
+    costs = JobCosts(profile=profile({Scheme(tp=2): (TIMES, 100)}))
     assert costs.coefficients(Scheme(tp=2)) == TIMES
     assert costs.coefficients(Scheme(tp=2, cp=4)) == Coefficients(0.001, 0.2, 5.0)
     assert costs.max_tokens(Scheme(tp=2, cp=4)) == 400
 
 
 def test_keys_and_values_are_exchanged_over_the_group_s_slowest_link() -> None:
-    costs = ContextCosts(
-        profile=profile({Scheme(tp=2): (TIMES, 100)}), shape=SMALL_SHAPE, cluster=CLUSTER
-    )
+    costs = JobCosts(profile=profile({Scheme(tp=2): (TIMES, 100)}), model=MODEL)
     inside, across = (costs.coefficients(Scheme(tp=2, cp=cp)).b_ms_per_token for cp in (2, 4))
     assert inside == pytest.approx(0.4 + exchange_ms(2, tp=2))
     assert across == pytest.approx(0.2 + exchange_ms(4, tp=2, bytes_per_s=1e8))
-    slow = ContextCosts(
-        profile=costs.profile, shape=SMALL_SHAPE, cluster=CLUSTER, link_fraction=0.5
-    )
+    half = replace(MODEL, device=replace(DEVICE, link_fraction=0.5))
+    slow = JobCosts(profile=costs.profile, model=half)
     found = slow.coefficients(Scheme(tp=2, cp=2)).b_ms_per_token
     assert found == pytest.approx(0.4 + 2 * exchange_ms(2, tp=2))
 
 
 def test_the_nearest_measured_width_is_taken() -> None:
     wide = Coefficients(0.001, 0.3, 6.0)
-    costs = ContextCosts(profile=profile({Scheme(cp=8): (wide, 800), Scheme(): (TIMES, 90)}))
+    costs = JobCosts(profile=profile({Scheme(cp=8): (wide, 800), Scheme(): (TIMES, 90)}))
     # Three doublings lie between 1 and 8: 2 is nearer to 1, 4 to 8, 16 to 8.
     assert costs.coefficients(Scheme(cp=2)).a_ms_per_token2 == pytest.approx(0.002)
     assert costs.coefficients(Scheme(cp=4)) == Coefficients(0.002, 0.6, 6.0)
@@ -84,23 +85,20 @@ def test_the_nearest_measured_width_is_taken() -> None:
 
 def test_a_narrower_group_than_measured_exchanges_less() -> None:
     wide = Coefficients(0.001, 0.5 + exchange_ms(4), 6.0)
-    costs = ContextCosts(
-        profile=profile({Scheme(cp=4): (wide, 400)}), shape=SMALL_SHAPE, cluster=CLUSTER
-    )
+    costs = JobCosts(profile=profile({Scheme(cp=4): (wide, 400)}), model=MODEL)
     narrow, one = (costs.coefficients(Scheme(cp=cp)) for cp in (2, 1))
     assert narrow.b_ms_per_token == pytest.approx(1.0 + exchange_ms(2))
     assert one.b_ms_per_token == pytest.approx(2.0)
     # A row that is faster than its exchange leaves no work to share.
-    fast = ContextCosts(
+    fast = JobCosts(
         profile=profile({Scheme(cp=4): (Coefficients(0.0, 0.0, 1.0), 400)}),
-        shape=SMALL_SHAPE,
-        cluster=CLUSTER,
+        model=MODEL,
     )
     assert fast.coefficients(Scheme(cp=1)).b_ms_per_token == 0.0
 
 
 def test_a_splitting_width_is_its_full_width() -> None:
-    costs = ContextCosts(profile=profile({Scheme(cp=2): (TIMES, 100)}))
+    costs = JobCosts(profile=profile({Scheme(cp=2): (TIMES, 100)}))
     assert costs.is_measured(Scheme(cp=2, splits_cp=True))
     assert costs.coefficients(Scheme(cp=2, splits_cp=True)) == TIMES
     assert not costs.is_measured(Scheme(cp=4, splits_cp=True))
@@ -108,7 +106,7 @@ def test_a_splitting_width_is_its_full_width() -> None:
 
 def test_schemes_with_different_layers_per_stage_are_distinct() -> None:
     uneven = Coefficients(0.002, 0.6, 5.0)
-    costs = ContextCosts(
+    costs = JobCosts(
         profile=profile({Scheme(pp=2): (TIMES, 100), Scheme(pp=2, layers=(3, 1)): (uneven, 60)})
     )
     assert costs.max_tokens(Scheme(cp=2, pp=2, layers=(3, 1))) == 120
@@ -118,7 +116,7 @@ def test_schemes_with_different_layers_per_stage_are_distinct() -> None:
 
 
 def test_overhead_is_that_of_the_profile() -> None:
-    costs = ContextCosts(profile=profile({Scheme(): (TIMES, 100)}))
+    costs = JobCosts(profile=profile({Scheme(): (TIMES, 100)}))
     assert costs.overhead_ms(Strategy.parse("tp1", 1, name="long")) == 7.0
 
 
@@ -134,13 +132,7 @@ def test_assumed_widths_agree_with_the_analytic_model(narrow: Scheme) -> None:
     cluster = device.cluster(64, 8)
     analytic = AnalyticCostModel(shape=LARGE_SHAPE, device=device, cluster=cluster)
     measured = (analytic.coefficients(narrow), analytic.max_tokens(narrow))
-    costs = ContextCosts(
-        profile=profile({narrow: measured}),
-        shape=LARGE_SHAPE,
-        cluster=cluster,
-        link_fraction=device.link_fraction,
-        memory_tokens=analytic.max_tokens,
-    )
+    costs = JobCosts(profile=profile({narrow: measured}), model=analytic)
     for cp in (2, 4, 8):
         scheme = narrow.of_context_group(cp)
         found, wanted = costs.coefficients(scheme), analytic.coefficients(scheme)
@@ -151,8 +143,13 @@ def test_assumed_widths_agree_with_the_analytic_model(narrow: Scheme) -> None:
 
 
 def test_limits_of_assumed_widths_keep_the_measured_share_of_the_memory_model() -> None:
-    by_memory = {Scheme(): 1000, Scheme(cp=2): 1900, Scheme(cp=4): 4800}
-    costs = ContextCosts(
-        profile=profile({Scheme(): (TIMES, 800)}), memory_tokens=by_memory.__getitem__
-    )
-    assert [costs.max_tokens(scheme) for scheme in by_memory] == [800, 1520, 3200]
+    device = device_constants("a100-80")
+    model = AnalyticCostModel(shape=LARGE_SHAPE, device=device, cluster=device.cluster(64, 8))
+    narrow, measured = Scheme(tp=4), 800
+    costs = JobCosts(profile=profile({narrow: (TIMES, measured)}), model=model)
+    for cp in (2, 4):
+        wide = narrow.of_context_group(cp)
+        share = measured * model.max_tokens(wide) // model.max_tokens(narrow)
+        assert costs.max_tokens(wide) == min(share, cp * measured)
+    # Parameters are not split by cp, and the gathered keys and values of a row are not either.
+    assert costs.max_tokens(narrow.of_context_group(4)) < 4 * measured

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.hydraulis.cost_model import (
+    AnalyticCostModel,
     Coefficients,
-    ContextCosts,
     CostModel,
+    JobCosts,
     ModelShape,
     ProfileCostModel,
     device_constants,
@@ -229,21 +230,17 @@ def test_the_shipped_profile_covers_the_shipped_pool() -> None:
     assert "PKU-DAIR/Hetu" in shipped.source
     shape = ModelShape.read(EXAMPLES / "model_llama32b.json")
     assert shipped.model == ProfiledModel(shape=shape, dtype="bf16")
-    # What was not measured is what the formulas of context.py give.
-    cluster = device_constants("a800-80g").cluster(64, 8)
-    costs = ContextCosts(
-        profile=replace(
-            shipped, schemes=tuple(row for row in shipped.schemes if not row.is_assumed)
-        ),
-        shape=shape,
-        cluster=cluster,
-        link_fraction=device_constants("a800-80g").link_fraction,
-    )
-    computed = {row.scheme: row for row in costs.with_widths(64).schemes}
+    # What was not measured is what the formulas of job_costs.py give, with limits that grow as cp.
+    device = device_constants("a800-80g")
+    model = AnalyticCostModel(shape=shape, device=device, cluster=device.cluster(64, 8))
+    rows = tuple(row for row in shipped.schemes if not row.is_assumed)
+    costs = JobCosts(profile=replace(shipped, schemes=rows), model=model)
+    computed = {row.scheme: row for row in costs.with_widths().profile.schemes}
+    without_memory = JobCosts(profile=costs.profile)
     assumed = shipped.assumed_schemes(pool)
     assert assumed == tuple(row.scheme for row in shipped.schemes if row.scheme.cp > 1)
     for scheme in assumed:
-        assert shipped.max_tokens(scheme) == computed[scheme].max_tokens
+        assert shipped.max_tokens(scheme) == without_memory.max_tokens(scheme)
         assert shipped.coefficients(scheme).time_ms([5000, 100]) == pytest.approx(
             computed[scheme].coefficients.time_ms([5000, 100])
         )

@@ -6,8 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron.hydraulis.cost_model import Coefficients, device_constants
-from megatron.hydraulis.cost_model.context import ContextCosts
+from megatron.hydraulis.cost_model import (
+    AnalyticCostModel,
+    Coefficients,
+    JobCosts,
+    device_constants,
+)
 from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledScheme, ProfiledStrategy
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
@@ -58,13 +62,14 @@ def pool() -> Pool:
 
 
 def ways(*, context: bool = True, seq_length: int | None = None) -> Ways:
-    cluster = device_constants("a100-80").cluster(NUM_RANKS, NUM_RANKS) if context else None
-    costs = ContextCosts(profile=profile(), shape=SMALL_SHAPE if context else None, cluster=cluster)
+    device = device_constants("a100-80")
+    model = AnalyticCostModel(
+        shape=SMALL_SHAPE, device=device, cluster=device.cluster(NUM_RANKS, NUM_RANKS)
+    )
     return Ways(
         batches=BATCHES,
         pool=pool(),
-        profile=profile(),
-        context_costs=costs,
+        costs=JobCosts(profile=profile(), model=model if context else None),
         seq_length=seq_length,
         plan_time_s=0.0,
     )
@@ -121,7 +126,7 @@ def test_the_ceiling_takes_the_cheapest_rate_of_each_term() -> None:
 
 def test_baselines_train_each_sequence_once_within_limits() -> None:
     for way in (MEGATRON_PACKING, *CONTEXT_WAYS):
-        costs = ways().context_costs
+        costs = ways().costs
         for _, works in ways().candidates(way):
             for work, batch in zip(works, BATCHES, strict=True):
                 found = [s for rows in work.replicas for row in rows for s in row.segments]
@@ -217,7 +222,7 @@ class TestContextParallelism:
         assert ways(context=False).candidates(way) == []
 
     def test_groups_fill_the_job_and_hold_the_longest_sequence(self) -> None:
-        costs = ContextCosts(profile=profile())
+        costs = JobCosts(profile=profile())
         pools = context_group_pools(costs, num_ranks=8, ranks_per_node=8, longest=120)
         assert sorted(pools) == [1, 2, 4]
         for tp, groups in pools.items():

@@ -1,0 +1,274 @@
+"""Costs of a job: a cost profile, completed from the model and the devices.
+
+These give the overhead of strategies that were not measured (regrouping.py), memory, and the costs
+of widths of context parallelism that were not measured. A profile has rows for some widths of a
+scheme ⟨tp, pp, layers⟩. The costs of any other width cp follow from the nearest measured one, m,
+with coefficients a_m, b_m, c_m and limit M_m. It is **assumed** that ranks share work and memory
+evenly, as zigzag chunks allow (arXiv 2412.01523 assumes the same), and that keys and values go
+round a ring without overlapping with compute:
+
+    a = a_m · m/cp
+    b = (b_m - x(m)) · m/cp + x(cp)
+    c = c_m                                     launches do not become fewer
+    max_tokens = M_m · min(cp/m, P(cp)/P(m))    padding of the sequences included
+
+x is the analytic exchange per token of a ring in the longest stage, P the limit of the memory
+model: parameters are not split by cp. Without model and device x is 0, and limits grow as cp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import DeviceConstants, described_device
+from megatron.hydraulis.cost_model.interface import Coefficients
+from megatron.hydraulis.cost_model.profile import ProfileCostModel, ProfiledModel, ProfiledScheme
+from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
+from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+
+_MS_PER_S = 1e3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """What users say about a job besides its cost profile; model and device default to its."""
+
+    shape: ModelShape | None = None
+    device: DeviceConstants | None = None
+    link_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Bandwidths instead of the device's, by field of `Cluster`."""
+    grad_reduce_in_bf16: bool = False
+    overlaps: bool = True
+    """False for --no-regroup-overlap."""
+    num_gate_tensors: int = 0
+    """See `AnalyticCostModel`."""
+
+    def costs(
+        self,
+        profile: ProfileCostModel,
+        *,
+        num_ranks: int,
+        ranks_per_node: int,
+        strategies: Iterable[Strategy] = (),
+        tp_degrees: Iterable[int] | None = None,
+        path: str | Path | None = None,
+    ) -> JobCosts:
+        """Of a job; `strategies` and `tp_degrees` as for `JobCosts.of`, path of the profile.
+
+        Raises ConfigurationError for options that do not go together, and for another model than
+        the profile's.
+        """
+        shape, device = self.shape, self.device or described_device(profile.device)
+        if shape is not None:
+            where = profile.source if path is None else path
+            profile.check_model(ProfiledModel(shape=shape), where, speaks=True)
+        elif profile.model is not None:
+            shape = profile.model.shape
+        if device is None and self.link_bytes_per_s:
+            raise ConfigurationError(
+                "--intra-node-gb-per-s and --inter-node-gb-per-s change a device's links but "
+                "--device is not given; give --device and the model"
+            )
+        if self.device is not None and shape is None:
+            raise ConfigurationError(
+                f"device {self.device.name} gives the speed of regrouping, but its bytes depend on "
+                f"the model, which is not described; give the model"
+            )
+        if device is None or shape is None:
+            return JobCosts(profile=profile)
+        cluster = device.cluster(num_ranks, ranks_per_node)
+        links = {
+            name: replace(getattr(cluster, name), bytes_per_s=bytes_per_s, source="given")
+            for name, bytes_per_s in self.link_bytes_per_s.items()
+        }
+        is_fp32 = profile.model is not None and profile.model.dtype == "fp32"
+        model = AnalyticCostModel(
+            shape=shape,
+            device=device,
+            cluster=replace(cluster, **links),
+            parameter_bytes=4 if is_fp32 else 2,
+            cp_comm_type="auto",
+            num_gate_tensors=self.num_gate_tensors,
+        )
+        return JobCosts.of(
+            profile,
+            model,
+            strategies,
+            tp_degrees=tp_degrees,
+            gradient_bytes=BF16_BYTES if self.grad_reduce_in_bf16 and not is_fp32 else FP32_BYTES,
+            overlaps=self.overlaps,
+        )
+
+    def costs_of_pool(
+        self,
+        profile: ProfileCostModel,
+        pool: Pool,
+        *,
+        tp_degrees: Iterable[int] | None = None,
+        path: str | Path | None = None,
+    ) -> JobCosts:
+        """`costs` of a pool's job; raises StrategyError, too, if its strategies cannot cut the
+        model."""
+        found = self.costs(
+            profile,
+            num_ranks=pool.num_ranks,
+            ranks_per_node=pool.ranks_per_node,
+            strategies=pool.strategies,
+            tp_degrees=tp_degrees,
+            path=path,
+        )
+        if found.model is not None:
+            pool.check_model(found.model.shape)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobCosts:
+    """CostModel of a job, for all widths of context parallelism.
+
+    A splitting scheme, cp8~, counts at its full width.
+    """
+
+    profile: ProfileCostModel
+    """With computed overheads if there is a model."""
+    model: AnalyticCostModel | None = None
+    """Of the model on the job's devices; None if one of them is unknown."""
+    _rows: dict[Scheme, ProfiledScheme] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @classmethod
+    def of(
+        cls,
+        profile: ProfileCostModel,
+        model: AnalyticCostModel | None,
+        strategies: Iterable[Strategy] = (),
+        *,
+        tp_degrees: Iterable[int] | None = None,
+        gradient_bytes: int = FP32_BYTES,
+        overlaps: bool = True,
+    ) -> JobCosts:
+        """Adds computed overheads to the profile.
+
+        Args:
+            profile: measured or estimated.
+            model: see the field.
+            strategies: see `ProfileCostModel.with_regrouping`.
+            tp_degrees: of all schemes in use; by default those of the profile with room in the job.
+            gradient_bytes: of a gradient on the wire.
+            overlaps: false for --no-regroup-overlap.
+        """
+        if model is None:
+            return cls(profile=profile)
+        if tp_degrees is None:
+            num_ranks = model.cluster.num_ranks
+            rows = (row.scheme for row in profile.schemes)
+            tp_degrees = (scheme.tp for scheme in rows if scheme.num_ranks <= num_ranks)
+        regroup = model.regroup_costs(tp_degrees, gradient_bytes=gradient_bytes, overlaps=overlaps)
+        return cls(profile=profile.with_regrouping(regroup, strategies), model=model)
+
+    @property
+    def knows_exchange(self) -> bool:
+        """Whether the overhead of cp is known: measured, or from model and links."""
+        return self.model is not None or any(row.scheme.cp > 1 for row in self.profile.schemes)
+
+    def is_measured(self, scheme: Scheme) -> bool:
+        """Whether the profile has the scheme itself."""
+        full_width = scheme.of_context_group(scheme.cp)
+        return any(row.scheme == full_width and not row.is_assumed for row in self.profile.schemes)
+
+    def with_widths(self) -> JobCosts:
+        """With rows in the profile for all cp that are powers of two and have room in the job.
+
+        Without a model it is unchanged: the exchange would be free.
+        """
+        if self.model is None:
+            return self
+        known = {row.scheme for row in self.profile.schemes}
+        num_ranks = self.model.cluster.num_ranks
+        assumed = tuple(
+            self._row(scheme)
+            for row in self.profile.schemes
+            for power in range(1, (num_ranks // row.scheme.num_ranks).bit_length())
+            if row.scheme.cp == 1
+            and row.max_tokens
+            and (scheme := row.scheme.of_context_group(1 << power)) not in known
+        )
+        profile = replace(self.profile, schemes=(*self.profile.schemes, *assumed))
+        return replace(self, profile=profile)
+
+    def coefficients(self, scheme: Scheme) -> Coefficients:
+        """Measured or assumed; StrategyError if the profile has no width of the scheme."""
+        return self._row(scheme).coefficients
+
+    def max_tokens(self, scheme: Scheme) -> int:
+        """Measured or assumed; StrategyError if the profile has no width of the scheme."""
+        return self._row(scheme).max_tokens
+
+    def overhead_ms(self, strategy: Strategy) -> float:
+        """The profile's, computed with the assumed times of widths that it lacks."""
+        return self.profile.overhead_ms(strategy, self)
+
+    def _row(self, scheme: Scheme) -> ProfiledScheme:
+        """Of the scheme's full width."""
+        scheme = scheme.of_context_group(scheme.cp)
+        if scheme not in self._rows:
+            nearest = self._nearest(scheme)
+            self._rows[scheme] = (
+                nearest if nearest.scheme == scheme else self._assumed(scheme, nearest)
+            )
+        return self._rows[scheme]
+
+    def _assumed(self, scheme: Scheme, row: ProfiledScheme) -> ProfiledScheme:
+        """By the formulas of the module, from a measured row."""
+        times, per_width = row.coefficients, row.scheme.cp / scheme.cp
+        shared_ms = max(0.0, times.b_ms_per_token - self._exchange_ms_per_token(row.scheme))
+        limit = row.max_tokens * scheme.cp // row.scheme.cp
+        # A limit of 0 of a measured row: the memory model is too strict here.
+        if self.model is not None and (of_row := self.model.max_tokens(row.scheme)):
+            limit = min(limit, row.max_tokens * self.model.max_tokens(scheme) // of_row)
+        return ProfiledScheme(
+            scheme=scheme,
+            coefficients=replace(
+                times,
+                a_ms_per_token2=times.a_ms_per_token2 * per_width,
+                b_ms_per_token=shared_ms * per_width + self._exchange_ms_per_token(scheme),
+            ),
+            max_tokens=limit,
+            is_assumed=True,
+        )
+
+    def _nearest(self, scheme: Scheme) -> ProfiledScheme:
+        """The measured width fewest doublings away; the narrower of two equally near ones."""
+        same_shape = (scheme.tp, scheme.pp, scheme.layers)
+        rows = [
+            row
+            for row in self.profile.schemes
+            if (row.scheme.tp, row.scheme.pp, row.scheme.layers) == same_shape
+        ]
+        if not rows:
+            known = ", ".join(str(row.scheme) for row in self.profile.schemes)
+            raise StrategyError(
+                f"scheme {scheme}: a width of cp is estimated from another of the same tp, pp and "
+                f"layers but the cost profile of {self.profile.device} has {known}; measure "
+                f"{Scheme(scheme.tp, pp=scheme.pp, layers=scheme.layers)}, or take strategies of "
+                f"these schemes"
+            )
+
+        def order(row: ProfiledScheme) -> tuple[float, int]:
+            return abs(math.log2(row.scheme.cp / scheme.cp)), row.scheme.cp
+
+        return min(rows, key=order)
+
+    def _exchange_ms_per_token(self, scheme: Scheme) -> float:
+        """Of the longest stage, by a ring."""
+        if self.model is None:
+            return 0.0
+        stages = replace(self.model, cp_comm_type="p2p").terms_by_stage(scheme)
+        return _MS_PER_S * max(terms["context_parallel"].per_token_s for terms in stages)
