@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.loop.preflight import installed_driver
-from megatron.hydraulis.loop.startup import constants_of_this_rank
 
 PACKAGES = ("megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "highspy")
 SETTINGS = ("CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_", "HYDRAULIS_")

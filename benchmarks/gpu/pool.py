@@ -19,10 +19,10 @@ from benchmarks.step_report import finish_device
 from megatron.hydraulis.data.packed_batch import PackedBatch, pack
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config, parse_arguments
+from megatron.hydraulis.library.devices import constants_of_this_rank
+from megatron.hydraulis.library.model_container import HydraulisModelConfig, model_definition
+from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.loop.memory_safety import MemorySafety
-from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
-from megatron.hydraulis.loop.planning import Planning, read_cost_profile
-from megatron.hydraulis.loop.startup import constants_of_this_rank
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.planners import CertifiedPlanner

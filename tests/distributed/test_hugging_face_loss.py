@@ -25,8 +25,8 @@ from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.checkpoint.torch_dist import LAYERS, StoredCheckpoint
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.flags.arguments import gpt_model_config
+from megatron.hydraulis.library.model_container import HydraulisModelConfig, model_definition
 from megatron.hydraulis.loop.checkpoints import _optimizer_entry, _plain_arguments
-from megatron.hydraulis.loop.model_container import HydraulisModelConfig, model_definition
 from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.checkpoints import make_engine, whole_tensors
 from tests.support.gloo_pool import RankPool, pool_of

@@ -12,7 +12,7 @@ from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.describe import describe, format_description
-from megatron.hydraulis.loop.planning import Planning, read_cost_profile
+from megatron.hydraulis.library.planning import Planning, read_cost_profile
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import balance_pool
 from tests.unit.argument_command import parse

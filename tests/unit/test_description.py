@@ -17,7 +17,7 @@ from megatron.hydraulis.flags import describe as description_module
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
 from megatron.hydraulis.flags.describe import format_description, num_parameters_of_rank
 from megatron.hydraulis.flags.options import HONOURED
-from megatron.hydraulis.loop.planning import Planning
+from megatron.hydraulis.library.planning import Planning
 from tests.unit.argument_command import parse
 
 pytestmark = pytest.mark.usefixtures("plain_environment")

@@ -12,7 +12,7 @@ import pytest
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import DeviceConstants, device_constants
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.loop.planning import Planning, profiled_model, read_cost_profile
+from megatron.hydraulis.library.planning import Planning, profiled_model, read_cost_profile
 from megatron.hydraulis.strategy import Scheme
 from tests.unit.argument_command import parse
 

@@ -25,13 +25,13 @@ from megatron.hydraulis.flags.arguments import Resolved
 from megatron.hydraulis.flags.checks import check_context, gradient_bytes
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import LengthCounts
-from megatron.hydraulis.loop.planning import (
+from megatron.hydraulis.library.devices import constants_of_this_rank
+from megatron.hydraulis.library.planning import (
     analytic_cost_model,
     profiled_model,
     regroup_settings,
     row_quantum_tokens,
 )
-from megatron.hydraulis.loop.startup import constants_of_this_rank
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates

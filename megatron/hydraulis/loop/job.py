@@ -39,26 +39,26 @@ from megatron.hydraulis.flags.describe import (
 )
 from megatron.hydraulis.flags.samples import sample_tokens
 from megatron.hydraulis.json_object import write_json
-from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
-from megatron.hydraulis.loop.checkpoints import RunCheckpoints
-from megatron.hydraulis.loop.faults import heed_signals
-from megatron.hydraulis.loop.hang_guard import HangGuard
-from megatron.hydraulis.loop.memory_safety import MemorySafety
-from megatron.hydraulis.loop.model_container import (
+from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
+from megatron.hydraulis.library.model_container import (
     HydraulisModelConfig,
     choose_core_attention,
     gradient_dtype,
     model_config,
 )
-from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
-from megatron.hydraulis.loop.planning import (
+from megatron.hydraulis.library.planning import (
     Planning,
     look_ahead_planner,
     profiled_model,
     read_cost_profile,
 )
+from megatron.hydraulis.loop.batch_reader import BatchReader, PlannedData
+from megatron.hydraulis.loop.checkpoints import RunCheckpoints
+from megatron.hydraulis.loop.faults import heed_signals
+from megatron.hydraulis.loop.hang_guard import HangGuard
+from megatron.hydraulis.loop.memory_safety import MemorySafety
+from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
 from megatron.hydraulis.loop.refit import RunRefit
-from megatron.hydraulis.loop.startup import common_constants, constants_of_this_rank
 from megatron.hydraulis.loop.step import Iterators, TrainingLoop
 from megatron.hydraulis.loop.tracing import RunTrace
 from megatron.hydraulis.observability.console import closing_table

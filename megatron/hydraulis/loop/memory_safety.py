@@ -17,8 +17,8 @@ from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.limits import Limits, MemoryTrial, after_failure
 from megatron.hydraulis.errors import OutOfMemoryError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig
+from megatron.hydraulis.library.planning import Planning, planners
 from megatron.hydraulis.loop.batch_reader import PlannedData
-from megatron.hydraulis.loop.planning import Planning, planners
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import ForwardStep
 from megatron.hydraulis.runtime.memory import (

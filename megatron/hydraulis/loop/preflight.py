@@ -34,12 +34,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.hydraulis.errors import ConfigurationError, listed
+from megatron.hydraulis.library.devices import constants_of_this_rank
 from megatron.hydraulis.loop.startup import (
     MAX_NAMED,
     check_devices,
     check_launched,
     check_launcher_numbers,
-    constants_of_this_rank,
     meet,
 )
 

@@ -38,9 +38,9 @@ from megatron.hydraulis.cost_model.profile import (
 from megatron.hydraulis.errors import ConfigurationError, StrategyError, why_not_written
 from megatron.hydraulis.flags.config import HydraulisConfig
 from megatron.hydraulis.json_object import write_json
+from megatron.hydraulis.library.planning import Planning, planners
 from megatron.hydraulis.loop.batch_reader import PlannedBatch
 from megatron.hydraulis.loop.plan_feed import PlanFeed
-from megatron.hydraulis.loop.planning import Planning, planners
 from megatron.hydraulis.observability.records import REFITTED_PROFILE_FILE_NAME
 from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.planner.replica_plan import ContextGroup, ReplicaPlan

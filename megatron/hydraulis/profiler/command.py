@@ -30,14 +30,14 @@ from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.flags.checks import check_vocabulary_parts, gradient_bytes
 from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.lengths.counts import read_lengths
-from megatron.hydraulis.loop.faults import quieten_upstream, report_error
-from megatron.hydraulis.loop.model_container import (
+from megatron.hydraulis.library.model_container import (
     choose_core_attention,
     gradient_dtype,
     model_config,
     model_definition,
 )
-from megatron.hydraulis.loop.planning import profiled_model
+from megatron.hydraulis.library.planning import profiled_model
+from megatron.hydraulis.loop.faults import quieten_upstream, report_error
 from megatron.hydraulis.loop.startup import (
     check_devices,
     check_launched,

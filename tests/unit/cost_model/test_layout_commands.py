@@ -13,7 +13,7 @@ from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
-from megatron.hydraulis.loop.planning import Planning
+from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.strategy import Scheme
 from tests.unit.argument_command import parse
 

@@ -8,10 +8,9 @@ import torch
 
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
 from megatron.hydraulis.loop.startup import (
     check_devices,
-    common_constants,
-    constants_of_this_rank,
 )
 
 GIB = 1024**3

@@ -18,7 +18,7 @@ from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfiledModel, ProfiledScheme
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.loop.planning import Planning
+from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.loop.refit import (
     IterationTimes,
     OnlineRefit,

@@ -53,7 +53,7 @@ class ModelContainer(torch.nn.Module):
 class HydraulisModelConfig(GPTModelConfig):
     """Upstream's model configuration with our builder, by which upstream supports other models."""
 
-    builder: ClassVar[str] = "megatron.hydraulis.loop.model_container.ModelContainerBuilder"
+    builder: ClassVar[str] = "megatron.hydraulis.library.model_container.ModelContainerBuilder"
     engine_factory: Callable[[ModelDefinition], Engine] | None = None
     num_tokens_in_vocabulary: int | None = None
     """Tokens that exist; ``vocab_size`` is the padded number."""

@@ -1,0 +1,63 @@
+"""What the cost model knows of the devices of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from megatron.hydraulis.cost_model.device import (
+    DeviceConstants,
+    described_device,
+    device_constants,
+)
+from megatron.hydraulis.errors import ConfigurationError
+
+_MAJOR_OF_HOPPER = 9
+"""Compute capability from which the constants of H100 are nearer than those of A100."""
+
+
+def constants_of_this_rank(*, has_cuda: bool, speaks: bool) -> DeviceConstants:
+    """Constants of this rank's current device for the analytic cost model.
+
+    A GPU without documented constants gets those of the nearest generation: they rank strategies
+    worse than measured ones would, but the memory limit is right.
+
+    Args:
+        has_cuda: whether the job runs on GPUs.
+        speaks: whether this rank tells the user that predictions are not calibrated.
+    """
+    if not has_cuda:
+        return device_constants("cpu")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    known = described_device(properties.name)
+    nearest = "h100" if properties.major >= _MAJOR_OF_HOPPER else "a100-80g"
+    constants = dataclasses.replace(
+        known or device_constants(nearest),
+        memory_bytes=float(properties.total_memory),
+    )
+    if speaks and known is None:
+        print(
+            f"device '{properties.name}' has no constants of its own: times are predicted with "
+            f"those of {constants.name} and are uncalibrated; memory, "
+            f"{constants.memory_bytes / 1e9:.1f} GB, is the device's",
+            flush=True,
+        )
+    return constants
+
+
+def common_constants(devices: Sequence[DeviceConstants]) -> DeviceConstants:
+    """Constants for all ranks, with the smallest memory of any rank.
+
+    Raises ConfigurationError for devices of several kinds, whose times one model cannot predict.
+    """
+    names = sorted({device.name for device in devices})
+    if len(names) > 1:
+        raise ConfigurationError(
+            f"all ranks need one kind of device but {len(devices)} ranks have "
+            f"{len(names)}: {', '.join(names)}; start the job on nodes of one kind"
+        )
+    return dataclasses.replace(
+        devices[0], memory_bytes=min(device.memory_bytes for device in devices)
+    )
