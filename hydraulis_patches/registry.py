@@ -7,6 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -125,8 +126,12 @@ def source_hash(target: str) -> str:
     """Hash of the installed source of a target."""
     module, attribute = _resolve(target)
     value = getattr(module, attribute)
-    source = inspect.getsource(value if inspect.isroutine(value) else module)
-    return hashlib.sha256(source.encode()).hexdigest()[:HASH_DIGITS]
+    return _hash_of_source(value if inspect.isroutine(value) else module)
+
+
+@cache
+def _hash_of_source(value: Any) -> str:
+    return hashlib.sha256(inspect.getsource(value).encode()).hexdigest()[:HASH_DIGITS]
 
 
 def _resolve(target: str) -> tuple[Any, str]:

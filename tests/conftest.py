@@ -9,6 +9,8 @@ from pathlib import Path
 # Read when torch is first imported, by the tests below and by the workers forked from here: more
 # threads than cores would only make gloo ranks wait for one another.
 os.environ["OMP_NUM_THREADS"] = "1"
+# As --disable-jit-fuser, the program's default without CUDA: each worker would compile for seconds.
+os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -331,7 +331,7 @@ def test_a_node_without_the_data_is_named(command: Command, tmp_path: Path) -> N
 def test_a_second_run_in_a_folder_moves_the_first_away(command: Command, tmp_path: Path) -> None:
     argv = command("--strategy", "tp1", "--train-iters", "1", "--seed")
     for seed in ("5", "6"):
-        run_job([*argv, seed], 1, tmp_path / "output").assert_succeeded()
+        run_job([*argv, seed], 1, tmp_path / "output", draws_summary=True).assert_succeeded()
     run_dir, earlier = tmp_path / "run", tmp_path / "run" / "earlier.1"
     for folder, expected_seed in ((earlier, 5), (run_dir, 6)):
         assert len(read_metrics(folder)) == 1

@@ -26,9 +26,14 @@ from typing import Any
 
 import torch
 from megatron.training.argument_utils import ArgumentGroupFactory
+from PIL import Image
 
+from hydraulis_patches import training_loop
 from megatron.hydraulis.flags.parser import FlagParser
 from megatron.hydraulis.loop import entry
+from megatron.hydraulis.observability import report_figures
+from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
+from megatron.hydraulis.observability.report_data import Run
 
 DEFAULT_TIMEOUT_S = 60.0
 POLL_S = 0.02
@@ -36,9 +41,13 @@ SECONDS_TO_END = 5.0
 """From SIGTERM to SIGKILL."""
 
 _IMPORTED_LATE = (
-    "matplotlib.figure",
+    "encodings.idna",
+    "matplotlib.backends.backend_agg",
+    "megatron.core.datasets.blended_megatron_dataset_config",
     "megatron.core.tokenizers.text",
+    "megatron.hydraulis.terminal",
     "megatron.training.training",
+    "torch.utils.serialization.config",
     "torch.utils.tensorboard",
 )
 
@@ -110,6 +119,7 @@ def run_job(
     started: Sequence[int] | None = None,
     kill: Kill | None = None,
     ends_others: bool = True,
+    draws_summary: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> JobOutcome:
     """Run ``program(argv)`` on every rank of a job.
@@ -122,6 +132,7 @@ def run_job(
         started: ranks that are started; the others never join.
         kill: a rank that is killed during the job.
         ends_others: whether the others are ended when one fails, as launchers do.
+        draws_summary: see `enter_rank`.
         timeout_s: for the whole job; then every rank is killed.
     """
     _prepare_once()
@@ -131,7 +142,8 @@ def run_job(
     context = multiprocessing.get_context("fork")
     processes = {
         rank: context.Process(
-            target=_rank_main, args=(program, list(argv), rank, num_ranks, port, folder)
+            target=_rank_main,
+            args=(program, list(argv), rank, num_ranks, port, folder, draws_summary),
         )
         for rank in ranks
     }
@@ -195,10 +207,16 @@ def _read(folder: Path, rank: int, name: str) -> str:
 
 
 def _rank_main(
-    program: Program, argv: list[str], rank: int, num_ranks: int, port: int, folder: Path
+    program: Program,
+    argv: list[str],
+    rank: int,
+    num_ranks: int,
+    port: int,
+    folder: Path,
+    draws_summary: bool,
 ) -> None:
     """In the fork: what torchrun and the interpreter do around the program. Never returns."""
-    enter_rank(argv, folder, f"rank{rank}")
+    enter_rank(argv, folder, f"rank{rank}", draws_summary=draws_summary)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(num_ranks),
@@ -224,8 +242,20 @@ def _rank_main(
         os._exit(status)
 
 
-def enter_rank(argv: Sequence[str], folder: Path, name: str) -> None:
-    """In a fork of the test run: act as a fresh process, with files for its output."""
+def enter_rank(
+    argv: Sequence[str], folder: Path, name: str, *, draws_summary: bool = False
+) -> None:
+    """In a fork of the test run: act as a fresh process, with files for its output.
+
+    Args:
+        argv: the flags.
+        folder: of the files.
+        name: their stem.
+        draws_summary: whether a run draws its ``summary.png``, half of the CPU time of the rank
+            that does so.
+    """
+    if not draws_summary:
+        report_figures.write_summary = _leave_out_summary
     atexit._clear()  # of the test run
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -238,11 +268,18 @@ def enter_rank(argv: Sequence[str], folder: Path, name: str) -> None:
     sys.argv = ["pretrain_gpt.py", *argv]
 
 
+def _leave_out_summary(run: Run) -> Path:
+    return run.folder / SUMMARY_FILE_NAME
+
+
 @cache
 def _prepare_once() -> None:
     """What forks inherit: also the modules that the program imports late, and one thread."""
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
+    Image.init()  # imports Pillow's plugins
+    for patch in training_loop.ALL:
+        patch.check()  # the hashes of upstream's sources are kept
     torch.set_num_threads(1)
     _read_docstrings_once()
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import runner
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.checks import CHANGING, LAW_STRATEGIES, steps
 from benchmarks.gpu.programs import profile_flags, training_flags
@@ -43,6 +43,13 @@ WRITES = (
 )
 RATIO = Figure(key="ratio", what="a ratio", unit="x", at_most=2.0)
 SPEED = Figure(key="speed", what="a speed", unit="tokens/s", at_least=10.0, is_of_device=True)
+
+
+@pytest.fixture(autouse=True)
+def _shorter_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "LEAST_S", 0.5)
+    monkeypatch.setattr(runner, "SECONDS_AFTER_FAILURE", 1.0)
+    monkeypatch.setattr(runner, "SECONDS_FOR_STACKS", 1.0)
 
 
 def step(
@@ -150,24 +157,13 @@ def test_what_cannot_run_and_what_comes_too_late_is_listed_with_the_reason(tmp_p
         step("large", measure(ratio=1.0), why_not="it needs 8 GPUs"),
         step("long", ranks(1, "import time; time.sleep(60)")),
         step("late", measure(ratio=1.0)),
-        budget_s=6.0,
+        budget_s=1.5,
     )
     large, long, late = found["steps"]
     assert (large["status"], large["figures"][0]["why"]) == ("not run", "it needs 8 GPUs")
     assert long["status"] == "failed"
-    assert (late["status"], late["why"]) == ("not run", "the 0.1 minutes are over")
+    assert (late["status"], late["why"]) == ("not run", "the 0.025 minutes are over")
     assert "not run: it needs 8 GPUs" in "\n".join(found["table"]).replace("\n", " ")
-
-
-INTERRUPTED = """
-import sys
-from pathlib import Path
-from benchmarks.gpu.runner import *
-from tests.unit.test_gpu_checks import ranks, measure, step
-sleeps = "import time\\nopen({mark!r}, 'w').write(str(os.getpid()))\\ntime.sleep(600)"
-all_steps = [step("sleeps", ranks(1, sleeps)), step("next", measure(ratio=1.0))]
-run_steps(all_steps, Results({{}}), Path({path!r}), budget_s=60, on_stand_in=False)
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -175,14 +171,22 @@ def test_an_interrupted_run_writes_its_file_and_ends_its_ranks(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     mark, path = tmp_path / "mark", tmp_path / "all.json"
-    program = INTERRUPTED.format(mark=str(mark), path=str(path))
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    sleeps = f"import time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    all_steps = [step("sleeps", ranks(1, sleeps)), step("next", measure(ratio=1.0))]
+    process = multiprocessing.get_context("fork").Process(
+        target=run_steps,
+        args=(all_steps, Results({}), path),
+        kwargs={"budget_s": 60.0, "on_stand_in": False},
+    )
+    process.start()
+    assert process.pid is not None
     end_s = time.monotonic() + 60
     while not (mark.exists() and mark.read_text()):
         assert time.monotonic() < end_s
         time.sleep(0.05)
     os.kill(process.pid, number)
-    assert process.wait(30) == 0
+    process.join(30)
+    assert process.exitcode == 0
     found = json.loads(path.read_text())
     assert [(each["status"], each["why"]) for each in found["steps"]] == [
         ("failed", "interrupted"),

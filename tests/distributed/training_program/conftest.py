@@ -47,6 +47,7 @@ def launch(corpus_prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Laun
         program: Callable[[Sequence[str]], None] = entry.main,
         without: Sequence[str] = (),
         kill: Kill | None = None,
+        draws_summary: bool = False,
     ) -> Run:
         folder = tmp_path_factory.mktemp("job")
         run_dir, plan_dir = folder / "run", folder / "plans"
@@ -61,7 +62,14 @@ def launch(corpus_prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Laun
             *extra,
             without=without,
         )
-        outcome = run_job(argv, num_ranks, folder / "output", program=program, kill=kill)
+        outcome = run_job(
+            argv,
+            num_ranks,
+            folder / "output",
+            program=program,
+            kill=kill,
+            draws_summary=draws_summary,
+        )
         outcome.assert_succeeded()
         return Run(outcome, run_dir, plan_dir, argv)
 
@@ -71,7 +79,7 @@ def launch(corpus_prefix: str, tmp_path_factory: pytest.TempPathFactory) -> Laun
 @pytest.fixture(scope="package")
 def main_run(launch: Launch) -> Run:
     """With different tensor-parallel degrees."""
-    return launch("tp2+2*tp1", 4, *MAIN_FLAGS, program=probing)
+    return launch("tp2+2*tp1", 4, *MAIN_FLAGS, program=probing, draws_summary=True)
 
 
 @pytest.fixture(scope="package")

@@ -41,7 +41,8 @@ pytestmark = pytest.mark.distributed
 
 
 def test_an_exit_interval_ends_the_run_properly_even_with_idle_ranks(launch: Launch) -> None:
-    run = launch("tp1+idle", 2, "--train-iters", "100", "--exit-interval", "2")
+    flags = ("--train-iters", "100", "--exit-interval", "2")
+    run = launch("tp1+idle", 2, *flags, draws_summary=True)
     assert [line.iteration for line in run.lines] == [1, 2]
     assert len(run.records) == 2
     assert "Training finished" in run.outcome.ranks[1].stdout
