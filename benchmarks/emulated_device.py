@@ -139,7 +139,8 @@ class EmulatedDevice:
         time_s = coefficients.time_ms(lengths) / MS_PER_S
         forward_s = coefficients.forward_share * time_s
         num_kept = min(scheme.tp * (1 if size == 1 else 2), batch.tokens.size(-1))
-        num_trained = int(batch.loss_mask[:, :num_kept].sum())
+        weights = batch.weights[:, :num_kept]
+        num_tokens = min(num_kept, batch.num_tokens)
         if size == 1:
             kept = batch.cu_seqlens.clamp(max=num_kept).unique()
         else:
@@ -149,15 +150,17 @@ class EmulatedDevice:
         return EmulatedBatch(
             tokens=batch.tokens[:, :num_kept],
             labels=batch.labels[:, :num_kept],
-            loss_mask=batch.loss_mask[:, :num_kept],
+            weights=weights,
             # Positions of the other chunks of a shared row are beyond the end of the short row.
             position_ids=batch.position_ids[:, :num_kept].clamp(max=longest - 1),
             cu_seqlens=kept,
             cu_seqlens_padded=kept,
             segment_lengths=segment_lengths,
             max_seqlen=longest,
-            num_tokens=num_trained,
-            num_padding=num_kept - num_trained,
+            num_tokens=num_tokens,
+            num_padding=num_kept - num_tokens,
+            trained_tokens=int(weights.count_nonzero()),
+            has_fractional_weights=batch.has_fractional_weights,
             sequence_lengths=lengths,
             context_size=size,
             context_rank=batch.context_rank,

@@ -35,7 +35,7 @@ _ID_BYTES = 128
 """Length of NCCL's id of a communicator; the stand-in logs the bytes before the first zero."""
 
 SEED = 1
-GIVEN_LOSS = LossTotal(loss_sum=10.0, num_tokens=1000)
+GIVEN_LOSS = LossTotal(loss_sum=10.0, weight_sum=1000.0, trained_tokens=1000)
 GIVEN_NORM = 1.0
 
 

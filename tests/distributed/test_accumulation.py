@@ -38,9 +38,9 @@ def accumulate(job: Job) -> RankRun:
     use_fp64_loss()
     engine = build_engine(job)
     parameters, losses, norms = [], [], []
-    for batch in job.batches:
-        call(engine, job.strategies[0], batch[:NUM_FIRST])
-        call(engine, job.strategies[-1], batch[NUM_FIRST:])
+    for batch, weights in zip(job.batches, job.weights, strict=True):
+        call(engine, job.strategies[0], batch[:NUM_FIRST], weights[:NUM_FIRST])
+        call(engine, job.strategies[-1], batch[NUM_FIRST:], weights[NUM_FIRST:])
         outcome = engine.optim_step()
         parameters.append(engine.shards.parameters.numpy().copy())
         losses.append(outcome.loss.mean)
@@ -48,9 +48,12 @@ def accumulate(job: Job) -> RankRun:
     return rank_run(engine, [], parameters, losses, norms)
 
 
-def call(engine: Engine, name: str, part: Any, *, is_divided: bool = False) -> None:
+def call(
+    engine: Engine, name: str, part: Any, weights: Any = None, *, is_divided: bool = False
+) -> None:
     strategy = engine.pool.strategy(name)
-    packs = packs_of_rank(strategy, spread(len(part), len(strategy.replicas)), part, engine.rank)
+    assignment = spread(len(part), len(strategy.replicas))
+    packs = packs_of_rank(strategy, assignment, part, engine.rank, weights=weights)
     engine.forward_backward(name, packs, make_forward_step(), is_divided=is_divided)
 
 

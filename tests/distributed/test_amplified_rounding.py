@@ -46,6 +46,7 @@ def parameters_after(job: Job, num_ranks: int) -> Tensors:
         schedule=job.schedule * NUM_ROUNDS,
         assignments=job.assignments * NUM_ROUNDS,
         batches=job.batches * NUM_ROUNDS,
+        weights=job.weights * NUM_ROUNDS,
     )
     runs: list[RankRun] = pool_of(num_ranks).run(run_job, job)
     return assemble(runs, [run.parameters[-1] for run in runs])

@@ -125,7 +125,7 @@ def run_plans(plans: list[str]) -> list[Iteration]:
                 tuple(clock.sleeps_s),
                 tuple(batch.lengths for batch in batches),
                 sum(batch.tokens.size(-1) for batch in batches),
-                outcome.loss.num_tokens,
+                outcome.loss.trained_tokens,
             )
         )
     return done
@@ -213,7 +213,7 @@ def run_wave() -> tuple[list[float], int, int]:
     outcome = engine.train_step(
         "cp4~", [batch], EmulatedForwardStep(make_forward_step(), clock=clock)
     )
-    return clock.sleeps_s, batch.tokens.size(-1), outcome.loss.num_tokens
+    return clock.sleeps_s, batch.tokens.size(-1), outcome.loss.trained_tokens
 
 
 def test_groups_of_a_wave_take_their_own_times() -> None:

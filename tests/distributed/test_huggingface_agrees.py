@@ -42,6 +42,7 @@ def with_large_steps(job: Job) -> Job:
         schedule=job.schedule[:NUM_ITERATIONS],
         assignments=job.assignments[:NUM_ITERATIONS],
         batches=job.batches[:NUM_ITERATIONS],
+        weights=job.weights[:NUM_ITERATIONS],
         settings=FP64_SETTINGS,
     )
 
@@ -118,7 +119,9 @@ def check(
     starts: list[RankRun] = ranks.run(run_initial_weights, job)
     weights = assemble(starts, [start.parameters[0] for start in starts])
     for i in range(NUM_ITERATIONS):
-        expected = llama_gradients(to_llama(weights, model), model, job.batches[i], build)
+        expected = llama_gradients(
+            to_llama(weights, model), model, job.batches[i], job.weights[i], build
+        )
         found = to_llama(assemble(runs, [run.gradients[i] for run in runs]), model)
         assert_same(found, expected.gradients, TOLERANCE, f"iteration {i}")
         assert runs[0].losses[i] == pytest.approx(expected.loss, rel=TOLERANCE)
@@ -140,6 +143,6 @@ def test_another_order_of_query_group_rows_is_detected() -> None:
         prefix + "v_proj.weight": value,
     }
     assert {n: v.shape for n, v in wrong.items()} == {n: v.shape for n, v in right.items()}
-    batch = job.batches[0]
-    found, expected = (llama_gradients(w, LLAMA, batch).gradients for w in (wrong, right))
+    batch = job.batches[0], job.weights[0]
+    found, expected = (llama_gradients(w, LLAMA, *batch).gradients for w in (wrong, right))
     assert max(wrong_tensors(found, expected, TOLERANCE).values()) > 1e-2

@@ -72,7 +72,7 @@ class UntrainedProbe:
     """Four iterations: trained, no sequences, all masked, trained."""
 
     updated: tuple[bool, ...]
-    num_tokens: tuple[int, ...]
+    trained_tokens: tuple[int, ...]
     moved_by_training: bool
     unchanged_by_missing: bool
     unchanged_by_masked: bool
@@ -137,7 +137,7 @@ def probe_untrained_iterations(job: Job) -> UntrainedProbe:
     outcomes.append(engine.train_step(name, _packs(engine, job, 1), step))
     return UntrainedProbe(
         updated=tuple(outcome.updated for outcome in outcomes),
-        num_tokens=tuple(outcome.loss.num_tokens for outcome in outcomes),
+        trained_tokens=tuple(outcome.loss.trained_tokens for outcome in outcomes),
         moved_by_training=not torch.equal(start[0], trained[0]),
         unchanged_by_missing=_equal(trained, after_missing),
         unchanged_by_masked=_equal(trained, after_masked),
@@ -151,7 +151,7 @@ def _packs(engine: Engine, job: Job, iteration: int) -> list[PackedBatch]:
 
 
 def _masked(batch: PackedBatch) -> PackedBatch:
-    return dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_tokens=0)
+    return dataclasses.replace(batch, weights=torch.zeros_like(batch.weights), trained_tokens=0)
 
 
 def _snapshot(engine: Engine) -> list[torch.Tensor]:
@@ -266,7 +266,7 @@ def _mean_of_each_micro_batch() -> Iterator[None]:
 
     with (
         patch.object(models, "make_forward_step", lambda: make_forward_step(mean_loss)),
-        patch.object(executor, "check_loss_function", lambda *_: True),
+        patch.object(executor, "check_loss_function", lambda *_, **__: True),
     ):
         yield
 
@@ -571,7 +571,7 @@ class TestNothingToTrain:
         )
         for probe in probes:
             assert probe.updated == (True, False, False, True)
-            assert probe.num_tokens[1:3] == (0, 0)
+            assert probe.trained_tokens[1:3] == (0, 0)
             assert probe.unchanged_by_missing
             assert probe.unchanged_by_masked
             assert probe.next_update_is_the_same

@@ -37,7 +37,9 @@ def run_evaluating(job: Job, evaluates: bool, tells_next: bool) -> EvaluatedRun:
         for strategy in engine.pool.strategies if evaluates else ():
             engine.set_training(False)
             spread_out = spread(len(job.batches[i]), len(strategy.replicas), per_micro_batch=1)
-            batches = packs_of_rank(strategy, spread_out, job.batches[i], engine.rank)
+            batches = packs_of_rank(
+                strategy, spread_out, job.batches[i], engine.rank, weights=job.weights_of(i)
+            )
             of_strategies.append(engine.evaluate(strategy.name, batches, step).mean)
             engine.set_training(True)
         evaluated.append(tuple(of_strategies))
@@ -45,7 +47,13 @@ def run_evaluating(job: Job, evaluates: bool, tells_next: bool) -> EvaluatedRun:
         following = None
         if tells_next and i + 1 < len(job.schedule):
             following = engine.pool.strategies[job.schedule[i + 1]].name
-        batches = packs_of_rank(strategy, job.assignments[i], job.batches[i], engine.rank)
+        batches = packs_of_rank(
+            strategy,
+            job.assignments[i],
+            job.batches[i],
+            engine.rank,
+            weights=job.weights_of(i),
+        )
         outcome = engine.train_step(strategy.name, batches, step, next_strategy=following)
         assert outcome.updated
         losses.append(outcome.loss.mean)

@@ -84,6 +84,7 @@ def llama_gradients(
     weights: Tensors,
     model: SmallModel,
     batch: Sequence[np.ndarray],
+    token_weights: Sequence[np.ndarray],
     build: Callable[[SmallModel], torch.nn.Module] | None = None,
 ) -> LlamaGradients:
     """Forward and backward in fp32, sequence by sequence, unpacked and unpadded.
@@ -92,6 +93,7 @@ def llama_gradients(
         weights: by Llama's names.
         model: the sizes.
         batch: (length + 1,) tokens each.
+        token_weights: (length + 1,) of predicting each; tokens without any have label -100.
         build: makes another of Hugging Face's models.
     """
     llama: Any = (build or _build)(model)
@@ -100,19 +102,22 @@ def llama_gradients(
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(torch.from_numpy(weights[name]))
-    total, num_tokens = 0.0, 0
-    for tokens in batch:
+    total = weight_sum = 0.0
+    for tokens, of_tokens in zip(batch, token_weights, strict=True):
         ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
+        of_labels = torch.from_numpy(of_tokens)[1:]
+        labels = ids[1:].masked_fill(of_labels == 0, -100)
         logits = llama(input_ids=ids[None, :-1], use_cache=False).logits[0]
-        loss = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum")
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        loss = (of_labels * losses).sum()
         loss.backward()
         total += loss.item()
-        num_tokens += len(tokens) - 1
+        weight_sum += of_labels.double().sum().item()
     gradients = {}
     for name, parameter in named.items():
         assert parameter.grad is not None, name
-        gradients[name] = parameter.grad.double().numpy() / num_tokens
-    return LlamaGradients(total / num_tokens, gradients)
+        gradients[name] = parameter.grad.double().numpy() / weight_sum
+    return LlamaGradients(total / weight_sum, gradients)
 
 
 _OUTER_NAMES = {

@@ -31,6 +31,8 @@ from tests.support.reference import ReferenceRun, is_vocabulary, run_reference
 
 LENGTHS = ([17, 5, 9, 30, 3, 12, 8], [4, 26, 1, 7, 15], [6, 19, 33, 2, 1])
 """Trained tokens of each sequence, for three iterations."""
+WEIGHT_SUMS = (35.75, 21.5, 0.4)
+"""Sums of the weights of the iterations' tokens: not whole numbers, and one that rounds to 0."""
 NUM_ATOMS = 8
 """T: above every tp that four ranks can have."""
 FP64_TOLERANCE = 1e-10
@@ -59,7 +61,7 @@ BIASED_MODEL = replace(
 def law_job(
     num_ranks: int, text: str, model: SmallModel = MAIN_MODEL, num_atoms: int | None = NUM_ATOMS
 ) -> Job:
-    """Three iterations of a strategy, with unequal numbers of micro-batches.
+    """Three iterations of a strategy, with unequal numbers of micro-batches, of weighted tokens.
 
     Where there are several replicas, the first has no sequence in the second iteration.
     """
@@ -80,9 +82,29 @@ def law_job(
         schedule=(0, 0, 0),
         assignments=(uneven, starved, small),
         batches=batches,
+        weights=tuple(
+            random_weights(rng, lengths, total)
+            for lengths, total in zip(LENGTHS, WEIGHT_SUMS, strict=True)
+        ),
         num_atoms=num_atoms,
         settings=settings,
     )
+
+
+def random_weights(
+    rng: np.random.Generator, lengths: list[int], total: float
+) -> tuple[np.ndarray, ...]:
+    """(length + 1,) weights of each sequence; the second, and a third of the tokens, have none.
+
+    The weights of first tokens are ignored: they are large, and not in the total.
+    """
+    weights = [rng.random(length + 1) * (rng.random(length + 1) > 1 / 3) for length in lengths]
+    weights[1][:] = 0.0
+    scale = total / sum(each[1:].sum() for each in weights)
+    for each in weights:
+        each *= scale
+        each[0] = 7.0
+    return tuple(each.astype(np.float32) for each in weights)
 
 
 SPLITS = {

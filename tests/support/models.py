@@ -149,6 +149,8 @@ class Job:
     """One per iteration."""
     batches: tuple[tuple[np.ndarray, ...], ...]
     """Sequences (length + 1 tokens) of each iteration."""
+    weights: tuple[tuple[np.ndarray, ...], ...] = ()
+    """(length + 1,) weights of predicting the tokens of each sequence; 1 if there are none."""
     extra_tp: tuple[str, ...] = ()
     """Strategies that only raise T."""
     num_atoms: int | None = None
@@ -171,6 +173,16 @@ class Job:
     """In which gradients travel; None for that in which they are added up."""
     knows_next: bool = True
     """Whether an iteration knows the strategy of the next one."""
+
+    def weights_of(self, iteration: int) -> tuple[np.ndarray, ...] | None:
+        """Weights of an iteration's sequences, as `pack` takes them."""
+        return self.weights[iteration] if self.weights else None
+
+    def weight_sum(self, iteration: int) -> float:
+        """What the gradients of an iteration are divided by."""
+        if not self.weights:
+            return sum(len(tokens) - 1 for tokens in self.batches[iteration])
+        return sum(float(each[1:].sum(dtype=np.float64)) for each in self.weights[iteration])
 
 
 @dataclass(frozen=True)
@@ -241,14 +253,20 @@ def run_job(job: Job) -> RankRun:
     forward_step = make_forward_step()
     gradients, parameters, losses, norms = [], [], [], []
     upcoming = [*job.schedule[1:], None] if job.knows_next else [None] * len(job.schedule)
-    for which, following, assignment, batch in zip(
-        job.schedule, upcoming, job.assignments, job.batches, strict=True
+    for i, (which, following, assignment, batch) in enumerate(
+        zip(job.schedule, upcoming, job.assignments, job.batches, strict=True)
     ):
         strategy = engine.pool.strategies[which]
         mine = [
             packed.to(engine.device)
             for packed in packs_of_rank(
-                strategy, assignment, batch, engine.rank, job.pad_multiple, job.row_quantum
+                strategy,
+                assignment,
+                batch,
+                engine.rank,
+                job.pad_multiple,
+                job.row_quantum,
+                job.weights_of(i),
             )
         ]
         outcome = engine.train_step(
@@ -321,6 +339,7 @@ def packs_of_rank(
     rank: int,
     pad_multiple: int = 1,
     row_quantum: int = 1,
+    weights: tuple[np.ndarray, ...] | None = None,
 ) -> list[PackedBatch]:
     """The rank's part of each micro-batch of its replica."""
     limits = Limits(TableCostModel(default_limit=ROW_LIMIT), row_quantum=row_quantum)
@@ -336,6 +355,7 @@ def packs_of_rank(
                 pack(
                     [batch[i] for i in share.sequences],
                     math.lcm(replica.scheme.tp, pad_multiple),
+                    weights=None if weights is None else [weights[i] for i in share.sequences],
                     context_size=share.group.size,
                     context_rank=position.cp - share.group.offset,
                     row_tokens=limits.row_tokens(strategy, scheme, share.lengths),

@@ -202,7 +202,7 @@ def run_there_and_back(job: Job) -> tuple[list[np.ndarray], list[np.ndarray]]:
             if visits and i == 0:
                 nothing = packs_of_rank(second, job.assignments[2], job.batches[2], engine.rank)
                 untrained = [
-                    replace(b, loss_mask=torch.zeros_like(b.loss_mask), num_tokens=0)
+                    replace(b, weights=torch.zeros_like(b.weights), trained_tokens=0)
                     for b in nothing
                 ]
                 assert not engine.train_step(second.name, untrained, make_forward_step()).updated

@@ -97,14 +97,18 @@ def _cuda_on_cpu() -> Any:
     return on_cpu
 
 
-def sequence_loss(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
-    """Sum of the token losses of one sequence (length + 1 tokens)."""
+def sequence_loss(
+    model: torch.nn.Module, tokens: np.ndarray, weights: np.ndarray | None = None
+) -> torch.Tensor:
+    """Σ weight · loss of one sequence: (length + 1,) tokens and weights, 1 where None."""
     ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
     length = ids.numel() - 1
     mask = torch.ones(1, 1, length, length).triu(1).bool()
     positions = torch.arange(length).unsqueeze(0)
     losses = model(ids[:-1].unsqueeze(0), positions, mask, labels=ids[1:].unsqueeze(0))
-    return losses.sum()
+    if weights is None:
+        return losses.sum()
+    return (losses[0] * torch.from_numpy(weights[1:]).to(losses.dtype)).sum()
 
 
 def run_reference(job: Job, dtype: torch.dtype | None = None) -> ReferenceRun:
@@ -136,23 +140,24 @@ def _run(job: Job, model: torch.nn.Module) -> ReferenceRun:
         eps=settings.eps,
     )
     gradients, parameters, losses = [], [], []
-    for batch in job.batches:
+    for i, batch in enumerate(job.batches):
         adamw.zero_grad()
-        num_tokens = sum(len(tokens) - 1 for tokens in batch)
+        weights = job.weights_of(i) or [None] * len(batch)
+        divisor = job.weight_sum(i)
         total = 0.0
-        for tokens in batch:
-            loss = sequence_loss(model, tokens)
+        for tokens, each in zip(batch, weights, strict=True):
+            loss = sequence_loss(model, tokens, each)
             loss.backward()
             total += loss.item()
         for parameter in named.values():
-            parameter.grad.div_(num_tokens)
+            parameter.grad.div_(divisor)
         gradients.append(_copies({name: p.grad for name, p in named.items()}))
         torch.nn.utils.clip_grad_norm_(named.values(), settings.clip_grad)
         adamw.step()
         parameters.append(
             _copies({name: p.detach() - _shift(job.model, name) for name, p in named.items()})
         )
-        losses.append(total / num_tokens)
+        losses.append(total / divisor)
     return ReferenceRun(tuple(gradients), tuple(parameters), tuple(losses))
 
 

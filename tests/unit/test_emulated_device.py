@@ -74,7 +74,7 @@ class Losses(nn.Module):
 
 def plain_step(data_iterator: Iterator[PackedBatch], model: nn.Module) -> tuple[Tensor, Any]:
     batch = next(data_iterator)
-    return model(batch.tokens), lambda output: loss_func(batch.loss_mask, output)
+    return model(batch.tokens), lambda output: loss_func(batch.weights, output)
 
 
 def packed(lengths: tuple[int, ...] = LENGTHS, pad_multiple: int = 4) -> PackedBatch:
@@ -130,7 +130,7 @@ def test_only_the_beginning_of_the_row_is_run(lengths: tuple[int, ...], scheme: 
     batch = EmulatedDevice.read(A800).shorten(whole, scheme)
     assert batch.lengths == lengths
     assert batch.tokens.shape == (1, scheme.tp)
-    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+    for name in ("tokens", "labels", "weights", "position_ids"):
         assert torch.equal(getattr(batch, name), getattr(whole, name)[:, : scheme.tp]), name
     borders = batch.cu_seqlens.tolist()
     assert batch.cu_seqlens.dtype == torch.int32
@@ -138,7 +138,7 @@ def test_only_the_beginning_of_the_row_is_run(lengths: tuple[int, ...], scheme: 
     assert borders[-1] == scheme.tp
     assert borders[:-1] == whole.cu_seqlens.tolist()[: len(borders) - 1]
     assert batch.max_seqlen == max(np.diff(borders))
-    assert batch.num_tokens == int(batch.loss_mask.sum()) >= 1
+    assert batch.num_tokens == int(batch.weights.sum()) >= 1
     assert batch.num_tokens + batch.num_padding == scheme.tp
 
 
@@ -165,7 +165,7 @@ def test_a_context_group_takes_its_own_time_and_runs_a_short_row(
     assert batch.tokens.shape == (1, num_kept)
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.cu_seqlens_padded.tolist()[-1] == num_kept * size
-    assert batch.num_tokens == int(batch.loss_mask.sum())
+    assert batch.num_tokens == int(batch.weights.sum())
     assert batch.num_tokens + batch.num_padding == num_kept
     assert (batch.context_size, batch.context_rank) == (size, rank % size)
     assert batch.lengths == batch.sequence_lengths == lengths

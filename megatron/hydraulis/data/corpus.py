@@ -11,6 +11,7 @@ import numpy.typing as npt
 from megatron.hydraulis.data.fingerprint import DatasetFingerprint
 from megatron.hydraulis.data.index import LONG_SEQUENCES, DatasetIndex, LongSequences, bin_path
 from megatron.hydraulis.data.sampler import SequenceGroup
+from megatron.hydraulis.data.weights import Weights, checked_weights, read_weights, weights_path
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
 VOCABULARY_CHECK_TOKENS = 1 << 24
@@ -66,17 +67,17 @@ class CorpusReport:
     num_documents: int
     num_sequences: int
     num_tokens: int
-    """Trained tokens: the sum of the sequences' lengths."""
+    """The sum of the sequences' lengths."""
     num_dropped_short: int
     """Documents of fewer than two tokens, which hold nothing to predict."""
     num_split: int = 0
     """Documents cut into several sequences."""
     num_truncated: int = 0
     num_truncated_tokens: int = 0
-    """Trained tokens lost by truncation."""
+    """Tokens lost by truncation."""
     num_dropped_long: int = 0
     num_dropped_long_tokens: int = 0
-    """Trained tokens lost with them."""
+    """Tokens lost with them."""
 
     def __add__(self, other: "CorpusReport") -> "CorpusReport":
         return CorpusReport(
@@ -103,10 +104,10 @@ class CorpusReport:
 
 
 class Corpus:
-    """Sequences with their lengths, and the tokens behind them on demand.
+    """Sequences with their lengths, and the tokens and their weights on demand.
 
-    The length of a sequence is the number of tokens it trains: a document of D tokens predicts
-    D − 1 of them. Building a corpus reads the indices alone.
+    The length of a sequence is the number of tokens it predicts: a document of D tokens predicts
+    D − 1 of them. Building a corpus reads the indices and the headers of weights files alone.
 
     Args:
         ranges: the documents taken of each dataset.
@@ -117,7 +118,7 @@ class Corpus:
 
     Raises:
         ConfigurationError: a ``seq_length`` below 1, an unknown policy, a wrong number of weights.
-        DataError: a document is too long and the policy is ``error``.
+        DataError: a document is too long and the policy is ``error``, or a damaged weights file.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Corpus:
         self.name = name
         self.prefixes = tuple(part.index.prefix for part in ranges)
         self.lengths = _joined(lengths)
-        """(num_sequences,) trained tokens of each sequence, dataset after dataset; int64 only if
+        """(num_sequences,) tokens that each sequence predicts, dataset after dataset; int64 only if
         int32 is too small."""
         self.lengths.setflags(write=False)
         self.reports: tuple[CorpusReport, ...] = reports
@@ -157,6 +158,7 @@ class Corpus:
         self._seq_length = seq_length
         self._weights = None if weights is None else tuple(weights)
         self._readers: dict[int, Any] = {}
+        self._token_weights = [read_weights(part.index) for part in ranges]
         self._vocab_size: int | None = None
 
     @property
@@ -228,11 +230,32 @@ class Corpus:
             self._refuse(sequence_id, lowest, highest)
         return tokens
 
+    def token_weights(self, sequence_id: int) -> Weights:
+        """The weight of predicting each token of a sequence; that of its first token is ignored.
+
+        Returns:
+            (length + 1,) float32, 1 for data without weights.
+
+        Raises:
+            DataError: a negative or non-finite weight.
+        """
+        dataset = self.dataset_of(sequence_id)
+        num_tokens = int(self.lengths[sequence_id]) + 1
+        stored = self._token_weights[dataset]
+        if stored is None:
+            return np.ones(num_tokens, dtype=np.float32)
+        documents = self._ranges[dataset].index
+        first_sequence = documents.first_sequences[self._documents[sequence_id]]
+        offset_bytes = int(self._reader(dataset).index.sequence_pointers[first_sequence])
+        first = offset_bytes // documents.token_type.itemsize + self._offset(dataset, sequence_id)
+        weights = stored[first : first + num_tokens]
+        return checked_weights(weights, num_tokens, self.describe(sequence_id))
+
     def check_vocabulary(self, vocab_size: int, *, share: int = 0, num_shares: int = 1) -> None:
         """Refuse token ids from ``vocab_size`` on, now in a sample and later in ``tokens``.
 
-        Reads up to ``VOCABULARY_CHECK_TOKENS`` of each dataset: all of a small one, and stretches
-        spread evenly over a larger one. Ids that no sequence trains are ignored.
+        Reads up to ``VOCABULARY_CHECK_TOKENS`` of each dataset, and their weights: all of a small
+        one, and stretches spread evenly over a larger one. Ids that no sequence trains are ignored.
 
         Args:
             vocab_size: token ids must be below it.
@@ -241,7 +264,8 @@ class Corpus:
             num_shares: number of callers that share the work.
 
         Raises:
-            DataError: names dataset, document, token id and vocabulary size.
+            DataError: names dataset, document, token id and vocabulary size; or a weight that is
+                negative or not finite.
         """
         if not 0 <= share < num_shares:
             raise ValueError(f"share {share} is not among {num_shares} shares")
@@ -256,6 +280,11 @@ class Corpus:
             for stretch, tokens in _read_stretches(documents.index, mine):
                 if not self._fits(int(tokens.min()), int(tokens.max())):
                     self._check_sequences(dataset, stretch)
+            weights = self._token_weights[dataset]
+            if weights is not None:
+                for stretch in mine:
+                    where = f"{weights_path(documents.index.prefix)}, from token {stretch.start}"
+                    checked_weights(weights[stretch.start : stretch.stop], len(stretch), where)
 
     def fingerprints(self) -> tuple[DatasetFingerprint, ...]:
         """What each dataset holds and how often it is drawn from.
@@ -273,6 +302,7 @@ class Corpus:
                 num_tokens=self.reports[dataset].num_tokens,
                 lengths=self._hash_of_lengths(group),
                 tokens=self._hash_of_tokens(dataset),
+                weights=self._hash_of_weights(dataset),
             )
             for dataset, group in zip(datasets, groups, strict=True)
         )
@@ -286,6 +316,13 @@ class Corpus:
         documents = self._ranges[dataset]
         stretches = _fingerprint_stretches(*documents.token_range)
         return _sha256(tokens for _, tokens in _read_stretches(documents.index, stretches))
+
+    def _hash_of_weights(self, dataset: int) -> str | None:
+        weights = self._token_weights[dataset]
+        if weights is None:
+            return None
+        stretches = _fingerprint_stretches(*self._ranges[dataset].token_range)
+        return _sha256(weights[part.start : part.stop].view("<i4") for part in stretches)
 
     def _check_sequences(self, dataset: int, stretch: range) -> None:
         """Read all sequences of the documents that a stretch of the ``.bin`` touches."""
@@ -331,18 +368,21 @@ class Corpus:
         self, dataset: int, document: int, offset: int, num_tokens: int
     ) -> npt.NDArray[np.int64]:
         """(num_tokens,) tokens of a document from ``offset`` on."""
+        first_sequence = int(self._ranges[dataset].index.first_sequences[document])
+        # Stored sequences of a document are contiguous (the index was checked for it), so reading
+        # on past the end of the first one gives the next.
+        tokens = self._reader(dataset).get(first_sequence, offset=offset, length=num_tokens)
+        # A copy: Megatron's reader unmaps the file when it is deleted.
+        return np.array(tokens, dtype=np.int64)
+
+    def _reader(self, dataset: int) -> Any:
         reader = self._readers.get(dataset)
         if reader is None:
             # Imported here: lengths, which are all a planner needs, take no torch.
             from megatron.core.datasets.indexed_dataset import IndexedDataset
 
             reader = self._readers[dataset] = IndexedDataset(self.prefixes[dataset])
-        first_sequence = int(self._ranges[dataset].index.first_sequences[document])
-        # Stored sequences of a document are contiguous (the index was checked for it), so reading
-        # on past the end of the first one gives the next.
-        tokens = reader.get(first_sequence, offset=offset, length=num_tokens)
-        # A copy: Megatron's reader unmaps the file when it is deleted.
-        return np.array(tokens, dtype=np.int64)
+        return reader
 
 
 def _joined(parts: Sequence[npt.NDArray[np.integer[Any]]]) -> npt.NDArray[np.integer[Any]]:

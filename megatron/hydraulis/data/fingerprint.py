@@ -17,11 +17,13 @@ class DatasetFingerprint:
     """Share of the draws, at most 1."""
     num_sequences: int
     num_tokens: int
-    """Trained tokens."""
+    """The sum of their lengths."""
     lengths: str
     """SHA-256 of the lengths of its sequences, of large datasets of a sample."""
     tokens: str
     """SHA-256 of its tokens, of large datasets of a sample."""
+    weights: str | None = None
+    """SHA-256 of their weights, of large datasets of a sample; None without weights."""
 
     def has_share_of(self, other: DatasetFingerprint) -> bool:
         """Whether both have the same share: weights 3 and 7 are weights 0.3 and 0.7."""
@@ -50,6 +52,8 @@ def data_differences(
             differences.append(f"the sequences of {dataset} have other lengths")
         elif there.tokens != now.tokens:
             differences.append(f"{dataset} has other tokens")
+        if there.weights != now.weights:
+            differences.append(f"{dataset} has other weights of tokens")
     return differences
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron.hydraulis.data.weights import Weights
 from megatron.hydraulis.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class PackedBatch:
     """(1, T) int64 input token ids; 0 on padding."""
     labels: torch.Tensor
     """(1, T) int64 token to predict at each place; 0 on padding."""
-    loss_mask: torch.Tensor
-    """(1, T) float32, 1 where a token is trained, 0 on padding."""
+    weights: torch.Tensor
+    """(1, T) float32 weight, at least 0, of predicting the label at each place; 0 on padding."""
     position_ids: torch.Tensor
     """(1, T) int64 place in the sequence, from 0; 0 on padding, which may be longer than any
     sequence and than what a model has positions for."""
@@ -55,7 +56,12 @@ class PackedBatch:
     max_seqlen: int
     """The longest of them."""
     num_tokens: int
-    """Trained tokens of this rank's part; their sum over the group is that of the sequences."""
+    """Labels in this rank's part, trained or not; their sum over the group is the length of the
+    sequences."""
+    trained_tokens: int
+    """Those of them with a weight above 0."""
+    has_fractional_weights: bool
+    """Whether one of this part's weights is neither 0 nor 1."""
     num_padding: int
     """Padding tokens of this rank's part; ``T = num_tokens + num_padding``."""
     sequence_lengths: tuple[int, ...] = ()
@@ -112,6 +118,7 @@ def pack(
     sequences: Sequence[npt.NDArray[np.int64]],
     pad_multiple: int = 1,
     *,
+    weights: Sequence[Weights] | None = None,
     context_size: int = 1,
     context_rank: int = 0,
     row_tokens: int = 1,
@@ -123,6 +130,8 @@ def pack(
         sequences: (length + 1,) token ids each, as ``Corpus.tokens`` gives them; those of the whole
             group, equal on all its ranks.
         pad_multiple: T is a multiple of it (tensor parallelism divides a rank's part).
+        weights: (length + 1,) for each sequence, that of predicting each of its tokens, the first
+            one ignored; `checked_weights` has accepted them. None: 1 for every token.
         context_size: ranks of the context-parallel group that shares the row.
         context_rank: this rank's place in it.
         row_tokens: of the row at least.
@@ -146,7 +155,8 @@ def pack(
     )
     num_local = sum(padded) // context_size
     tokens, labels, position_ids = (np.zeros(num_local, dtype=np.int64) for _ in range(3))
-    loss_mask = np.zeros(num_local, dtype=np.float32)
+    local_weights = np.zeros(num_local, dtype=np.float32)
+    num_tokens = 0
     steps = np.arange(max(lengths, default=0), dtype=np.int64)
     begin = 0
     for segment, (length, padded_length) in enumerate(zip(segments, padded, strict=True)):
@@ -157,22 +167,27 @@ def pack(
                 position_ids[part] = steps[start:end]
                 tokens[part] = sequences[segment][start:end]
                 labels[part] = sequences[segment][start + 1 : end + 1]
-                loss_mask[part] = 1.0
+                # What the label at a place weighs: the weight is that of the next token.
+                local_weights[part] = (
+                    1.0 if weights is None else weights[segment][start + 1 : end + 1]
+                )
+                num_tokens += end - start
             begin += stop - start
-    num_tokens = int(np.count_nonzero(loss_mask))
     cu_seqlens_padded = cu_seqlens = torch.from_numpy(np.cumsum([0, *padded], dtype=np.int32))
     if segments != padded:
         cu_seqlens = torch.from_numpy(np.cumsum([0, *segments], dtype=np.int32))
     return PackedBatch(
         tokens=torch.from_numpy(tokens)[None],
         labels=torch.from_numpy(labels)[None],
-        loss_mask=torch.from_numpy(loss_mask)[None],
+        weights=torch.from_numpy(local_weights)[None],
         position_ids=torch.from_numpy(position_ids)[None],
         cu_seqlens=cu_seqlens,
         cu_seqlens_padded=cu_seqlens_padded,
         segment_lengths=tuple(padded),
         max_seqlen=max(padded),
         num_tokens=num_tokens,
+        trained_tokens=int(np.count_nonzero(local_weights)),
+        has_fractional_weights=bool(np.any((local_weights != 0) & (local_weights != 1))),
         num_padding=num_local - num_tokens,
         sequence_lengths=tuple(lengths),
         context_size=context_size,

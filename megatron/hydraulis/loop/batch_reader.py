@@ -132,6 +132,7 @@ class BatchReader:
             packed = pack(
                 [self.corpus.tokens(sequence_id) for sequence_id in sequence_ids],
                 scheme.tp,
+                weights=[self.corpus.token_weights(sequence_id) for sequence_id in sequence_ids],
                 context_size=share.group.size,
                 context_rank=position.cp - share.group.offset,
                 row_tokens=share.row_tokens or 1,

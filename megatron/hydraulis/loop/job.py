@@ -101,7 +101,8 @@ class UserHooks:
     """What a user may replace, with upstream's signatures."""
 
     loss_func: LossFunction = loss_func
-    """``loss_func(loss_mask, output_tensor) -> (sum of losses, tokens, report)``."""
+    """``loss_func(loss_mask, output_tensor) -> (weighted sum of losses, sum of weights, report)``;
+    ``loss_mask`` holds the weights of the tokens."""
     model_provider: Callable[..., torch.nn.Module] | None = None
     """``model_provider(pre_process, post_process, config=, pg_collection=)``: one stage."""
     engine: Callable[..., Engine] = Engine

@@ -184,7 +184,7 @@ class TrainingLoop:
             if self._refit is not None:
                 self._refit.end(number, planned, iteration_time_s, data_iterator.feed)
         loss = to_device(torch.tensor([outcome.loss.mean], dtype=torch.float32), engine.device)
-        losses = {"lm loss": loss} if outcome.loss.num_tokens else {}
+        losses = {"lm loss": loss} if outcome.loss.weight_sum else {}
         skipped = 0 if outcome.updated else 1
         return losses, skipped, False, False, 0, outcome.gradient_norm, None, None
 
@@ -252,14 +252,14 @@ class TrainingLoop:
         pg_collection: Any = None,
         p2p_communicator: Any = None,
     ) -> tuple[LossDict, None, bool]:
-        """Loss per token over ``eval_iters`` global batches, each time the same ones."""
+        """Loss per unit of weight over ``eval_iters`` global batches, each time the same ones."""
         args = get_args()
         timers = get_timers()
         timers("evaluate", log_level=0).start(barrier=True)
         engine = model[0].engine
         model[0].eval()
         data_iterator.reader.batches.sampler.reset()  # type: ignore[union-attr]
-        loss_sum, num_tokens = 0.0, 0
+        loss_sum = weight_sum = 0.0
         with nullcontext() if self._trace is None else self._trace.evaluation():
             for _ in range(args.eval_iters if eval_iters is None else eval_iters):
                 # For every batch, because the timeout applies to a single wait.
@@ -270,12 +270,12 @@ class TrainingLoop:
                     planned.plan.strategy, planned.micro_batches, forward_step_func
                 )
                 loss_sum += loss.loss_sum
-                num_tokens += loss.num_tokens
+                weight_sum += loss.weight_sum
                 args.consumed_valid_samples += planned.batch.num_sequences
         model[0].train()
         timers("evaluate").stop()
         timers.log(["evaluate"])
-        mean = loss_sum / num_tokens if num_tokens else math.nan
+        mean = loss_sum / weight_sum if weight_sum else math.nan
         return {"lm loss": torch.tensor(mean, device=engine.device)}, None, False
 
     # --- replaced: training_log, print_rank_last --------------------------------------------
@@ -399,7 +399,7 @@ class TrainingLoop:
         counters.num_marked_plans += is_marked(status)
         record = IterationRecord(
             iteration=number,
-            lm_loss=outcome.loss.mean if outcome.loss.num_tokens else None,
+            lm_loss=outcome.loss.mean if outcome.loss.weight_sum else None,
             grad_norm=outcome.gradient_norm,
             learning_rate=optimizer.param_groups[0]["lr"],
             num_sequences=planned.batch.num_sequences,
@@ -544,7 +544,7 @@ def count_skipped(
     """
     if outcome.updated:
         counters.num_skipped_in_a_row = 0
-    if outcome.updated or not outcome.loss.num_tokens:
+    if outcome.updated or not outcome.loss.weight_sum:
         return
     counters.num_skipped += 1
     counters.num_skipped_in_a_row += 1

@@ -57,8 +57,9 @@ class AdamWSettings:
 class ShardedAdamW:
     """torch's fused AdamW over runs of the flat shards, with the interface of upstream's loop.
 
-    Biases and norms have no weight decay. Gradients arrive as sums over tokens and are divided once
-    by the number of trained tokens of the global batch. The moments have the layout of the shards.
+    Biases and norms have no weight decay. Gradients arrive as weighted sums over tokens and are
+    divided once by the sum of the weights of the global batch. The moments have the layout of the
+    shards.
     """
 
     is_stub_optimizer = False
@@ -97,7 +98,7 @@ class ShardedAdamW:
         """Nothing to do: the first scatter after an update replaces the shards' gradients."""
 
     def divide_gradients(self, divisor: float) -> None:
-        """Turn sums over tokens into means over the global batch."""
+        """Turn weighted sums over tokens into means over the global batch."""
         self._shards.gradients.div_(divisor)
 
     def gradient_norm(self) -> float:

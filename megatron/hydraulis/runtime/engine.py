@@ -53,6 +53,8 @@ class LocalGradients:
     runtime: StrategyRuntime
     reports: list[dict[str, Tensor]]
     """What the loss function reported of each micro-batch; on the last stage."""
+    trained_tokens: int
+    """Tokens with a weight above 0 in this rank's micro-batches."""
     out_of_memory: OutOfMemory | None
     """Why this rank has abandoned its micro-batches."""
     is_divided: bool
@@ -72,6 +74,7 @@ class StepVote:
     def to_tensor(
         losses: Tensor | None,
         *,
+        trained_tokens: int,
         next_strategy: int | None,
         ran_out_of_memory: bool,
         device: torch.device,
@@ -79,14 +82,16 @@ class StepVote:
         """This rank's summand.
 
         Args:
-            losses: shape (num_micro_batches, 2), sums of losses and tokens, on the device; None on
-                ranks that do not report them.
+            losses: shape (num_micro_batches, 2), sums of weighted losses and of weights, on the
+                device; None on ranks that do not report them.
+            trained_tokens: of the micro-batches of ``losses``.
             next_strategy: on rank 0; None on the others.
             ran_out_of_memory: whether this rank has abandoned its micro-batches.
             device: of the job.
         """
         number = 0 if next_strategy is None else 1 + next_strategy
-        vote = torch.tensor([0.0, 0.0, number, ran_out_of_memory], dtype=torch.float64)
+        values = [0.0, 0.0, trained_tokens, number, ran_out_of_memory]
+        vote = torch.tensor(values, dtype=torch.float64)
         vote = to_device(vote, device)
         if losses is not None:
             vote[:2] += losses.sum(dim=0)
@@ -95,9 +100,9 @@ class StepVote:
     @classmethod
     def from_tensor(cls, total: Tensor) -> StepVote:
         """The sum over all ranks; waits for the device."""
-        loss_sum, num_tokens, number, num_ranks_without_memory = total.tolist()
+        loss_sum, weight_sum, trained_tokens, number, num_ranks_without_memory = total.tolist()
         return cls(
-            loss=LossTotal(loss_sum, round(num_tokens)),
+            loss=LossTotal(loss_sum, weight_sum, round(trained_tokens)),
             next_strategy=round(number) - 1 if number else None,
             num_ranks_without_memory=round(num_ranks_without_memory),
         )
@@ -232,7 +237,7 @@ class Engine:
         is_divided: bool = False,
         phase: Phase = untimed,
     ) -> None:
-        """Gather, run, scatter: adds undivided sums of gradients to the canonical shards.
+        """Gather, run, scatter: adds the gradient of Σ weight · loss to the canonical shards.
 
         Each call between two calls of `optim_step` may have another strategy.
 
@@ -273,7 +278,9 @@ class Engine:
         with self._in_phase("scatter", strategy_name, phase):
             scatter.finish()
             self.finish_regrouping()
-        self._accumulated.append(LocalGradients(runtime, reports, out_of_memory, is_divided))
+        self._accumulated.append(
+            LocalGradients(runtime, reports, _trained_tokens(batches), out_of_memory, is_divided)
+        )
 
     def optim_step(
         self,
@@ -285,15 +292,15 @@ class Engine:
         """Update parameters by the gradients of all ranks and calls since the last update.
 
         Args:
-            divisor: of the summed gradients; None for the number of trained tokens of all calls,
-                or 1 where their losses are divided already.
+            divisor: of the summed gradients; None for the sum of the weights of all calls, or 1
+                where their losses are divided already.
             next_strategy: of the next iteration; None where it is not known. Each bucket is
                 gathered for it as soon as it is updated. Only rank 0's counts.
             phase: measures the parts.
 
         Returns:
-            The outcome. An iteration without trained tokens, or whose loss or gradient norm is not
-            finite, or during which memory ran out on a replica of one rank, updates nothing:
+            The outcome. An iteration whose tokens have no weight, or whose loss or gradient norm is
+            not finite, or during which memory ran out on a replica of one rank, updates nothing:
             whether the run stops there is the caller's choice.
 
         Raises:
@@ -305,9 +312,9 @@ class Engine:
         loss = vote.loss
         norm, updated = None, False
         strategy = calls[-1].runtime.strategy
-        if loss.num_tokens and loss.is_finite and not vote.num_ranks_without_memory:
+        if loss.weight_sum > 0 and loss.is_finite and not vote.num_ranks_without_memory:
             with self._in_phase("optimizer", strategy.name, phase):
-                self.optimizer.divide_gradients(loss.num_tokens if divides is None else divides)
+                self.optimizer.divide_gradients(loss.weight_sum if divides is None else divides)
                 norm = self.optimizer.gradient_norm()
                 updated = math.isfinite(norm)
                 if updated:
@@ -352,7 +359,8 @@ class Engine:
         with self._in_phase("evaluation", strategy_name, untimed), torch.no_grad():
             reports = self._run(runtime, batches, forward_step, None)
             self.finish_regrouping()
-            return self._vote([LocalGradients(runtime, reports, None, False)])[0].loss
+            call = LocalGradients(runtime, reports, _trained_tokens(batches), None, False)
+            return self._vote([call])[0].loss
 
     def gather(self, strategy_name: str, *, phase: Phase = untimed) -> None:
         """Gather the current parameters for the strategy, unless this has been done.
@@ -485,7 +493,7 @@ class Engine:
             raise
 
     def _divides(self, divisor: float | None) -> float | None:
-        """What the next update divides by; None for the trained tokens."""
+        """What the next update divides by; None for the sum of the weights."""
         num_calls = len(self._accumulated)
         num_divided = sum(call.is_divided for call in self._accumulated)
         if not num_calls:
@@ -521,15 +529,16 @@ class Engine:
         index = None
         if self.rank == 0 and next_strategy is not None:
             index = self.pool.strategies.index(self.pool.strategy(next_strategy))
-        reports = [
-            _first_report(report)
+        reporting = [
+            call
             for call in calls
             if call.runtime.model is not None and call.runtime.model.reports_loss
-            for report in call.reports
         ]
+        reports = [_first_report(report) for call in reporting for report in call.reports]
         losses = torch.stack(reports).double() if reports else None
         total = StepVote.to_tensor(
             losses,
+            trained_tokens=sum(call.trained_tokens for call in reporting),
             next_strategy=index,
             ran_out_of_memory=any(call.out_of_memory is not None for call in calls),
             device=self.device,
@@ -543,6 +552,10 @@ class Engine:
         return vote, tuple(bad)
 
 
+def _trained_tokens(batches: Sequence[PackedBatch]) -> int:
+    return sum(batch.trained_tokens for batch in batches)
+
+
 def _first_report(report: dict[str, Tensor]) -> Tensor:
-    """(sum of losses, tokens) of a micro-batch: the loss function's first entry."""
+    """(Σ weight · loss, Σ weight) of a micro-batch: the loss function's first entry."""
     return next(iter(report.values())).reshape(-1)[:2]

@@ -31,6 +31,9 @@ AGREEMENT_RTOL = 0.02
 """Relative difference up to which two sums of a loss function count as equal: enough for bf16 and
 another order of summation, far below the factor of 2 or more that a mean causes."""
 
+SMALL_WEIGHT_SUM = 0.4
+"""Sum to which the check of a loss function scales weights: rounding makes it 0 or 1."""
+
 
 @dataclass(frozen=True)
 class RoleModel:
@@ -126,22 +129,20 @@ class PlannedCommunicator(P2PCommunicator):
 
 
 def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of the token losses, so that a token's weight does not depend on where it was packed.
+    """Weighted sum of the token losses, so that where a token was packed does not change its part.
 
     Args:
-        loss_mask: (1, tokens), 1 where trained.
+        loss_mask: (1, tokens) weights, 0 where not trained; upstream's name.
         output_tensor: (1, tokens), loss of every token.
 
     Returns:
-        Sum of losses, number of trained tokens, and both as ``{"lm loss": (2,)}``.
+        Σ weight · loss, Σ weight, and both as ``{"lm loss": (2,)}``.
     """
     losses = output_tensor.reshape(-1)
-    mask = loss_mask.reshape(-1).to(losses.dtype)
-    loss = torch.sum(losses * mask)
-    num_tokens = mask.sum().to(torch.int)
-    # The schedule divides the returned loss in place: report a copy.
-    report = torch.stack([loss.detach().clone(), num_tokens.to(loss.dtype)])
-    return loss, num_tokens, {"lm loss": report}
+    weights = loss_mask.reshape(-1).to(losses.dtype)
+    loss = torch.sum(losses * weights)
+    weight_sum = weights.sum()
+    return loss, weight_sum, {"lm loss": torch.stack([loss.detach(), weight_sum])}
 
 
 def packed_seq_params(batch: PackedBatch) -> PackedRow:
@@ -176,18 +177,24 @@ def packed_seq_params(batch: PackedBatch) -> PackedRow:
 def make_forward_step(loss: LossFunction = loss_func) -> ForwardStep:
     """A ``forward_step(data_iterator, model)`` around a loss function of upstream's signature.
 
-    The function is checked on the first micro-batch that has a loss, see `check_loss_function`.
+    The function is checked on the first micro-batch that has a loss, and on the first whose weights
+    are not all 0 or 1; see `check_loss_function`.
     """
-    is_checked = False
+    is_checked = {False: False, True: False}  # by whether weights are fractions
 
-    def checked(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        nonlocal is_checked
-        if is_checked:
-            return loss(loss_mask, output)
-        before = output.detach().clone()
-        returned = loss(loss_mask, output)
-        is_checked = check_loss_function(loss, loss_mask, before, returned)
-        return returned
+    def checked(batch: PackedBatch, output: Tensor) -> tuple[Tensor, int, dict[str, Any]]:
+        are_fractions = batch.has_fractional_weights
+        if is_checked[are_fractions]:
+            total, _, report = loss(batch.weights, output)
+        else:
+            before = output.detach().clone()
+            returned = loss(batch.weights, output)
+            is_checked[are_fractions] = check_loss_function(
+                loss, batch.weights, before, returned, are_fractions=are_fractions
+            )
+            total, _, report = returned
+        # The schedule adds up whole numbers, which nothing reads; the weights are in the report.
+        return total, 0, report
 
     def forward_step(
         data_iterator: Iterator[PackedBatch], model: torch.nn.Module
@@ -200,56 +207,70 @@ def make_forward_step(loss: LossFunction = loss_func) -> ForwardStep:
             labels=batch.labels,
             packed_seq_params=packed_seq_params(batch),
         )
-        return output, partial(checked, batch.loss_mask)
+        return output, partial(checked, batch)
 
     return forward_step
 
 
 def check_loss_function(
-    loss: LossFunction, loss_mask: Tensor, output: Tensor, returned: Any
+    loss: LossFunction, weights: Tensor, output: Tensor, returned: Any, *, are_fractions: bool
 ) -> bool:
-    """Check that a loss function returns and reports sums over tokens.
+    """Check that a loss function returns and reports weighted sums over tokens.
 
-    Gradients are summed over all micro-batches and divided by all tokens once. A mean, or a report
-    of something else, would silently make the update depend on how sequences were packed.
+    Gradients are summed over all micro-batches and divided by all weights once. A mean, or a report
+    of something else, would silently make the update depend on how sequences were packed. Weights
+    of 0 and 1 may be counted as whole numbers, as upstream's loss functions do; others may not.
 
     Args:
         loss: the function.
-        loss_mask: (1, tokens) of a micro-batch.
+        weights: (1, tokens) of a micro-batch.
         output: of the model, usually (1, tokens).
         returned: what the function gave for them.
+        are_fractions: whether one of the weights is neither 0 nor 1.
 
     Returns:
         False where the micro-batch proves nothing: its loss is zero or not finite.
 
     Raises:
-        ConfigurationError: what is returned is not (sum, tokens, report), the report's first entry
-            is not (sum, tokens), or twice the tokens do not give twice the sum and the count.
+        ConfigurationError: what is returned is not (sum, weights, report), the report's first entry
+            is not (sum, weights), twice the tokens do not give twice the sums, or sums do not
+            follow weights that are fractions.
     """
-    total, num_tokens = _sum_and_tokens(returned)
+    total, weight_sum = _sums(returned)
     if total == 0.0 or not math.isfinite(total):
         return False
-    if output.shape[:2] == loss_mask.shape:
+    if output.shape[:2] == weights.shape:
         with torch.no_grad():
-            twice = loss(torch.cat([loss_mask] * 2, dim=1), torch.cat([output] * 2, dim=1))
-        found = _sum_and_tokens(twice)
-        if not _agree(found, (2 * total, 2 * num_tokens)):
+            twice = loss(torch.cat([weights] * 2, dim=1), torch.cat([output] * 2, dim=1))
+        found = _sums(twice)
+        if not _agree(found, (2 * total, 2 * weight_sum)):
             raise ConfigurationError(
-                f"the loss function gives ({total:g}, {num_tokens:g}) for a micro-batch but "
+                f"the loss function gives ({total:g}, {weight_sum:g}) for a micro-batch but "
                 f"({found[0]:g}, {found[1]:g}) for the same tokens twice; return the sum over "
-                "tokens, not their mean, and the number of tokens"
+                "tokens, not their mean, and the sum of their weights"
+            )
+    if are_fractions:
+        factor = SMALL_WEIGHT_SUM / float(weights.sum())
+        with torch.no_grad():
+            found = _sums(loss(weights * factor, output))
+        if not _agree(found, (factor * total, factor * weight_sum)):
+            raise ConfigurationError(
+                f"the loss function gives ({total:g}, {weight_sum:g}) for a micro-batch but "
+                f"({found[0]:g}, {found[1]:g}) for its weights times {factor:g}; return the sum of "
+                "weight times loss, and the sum of the weights as it is, neither rounded nor as a "
+                "number of tokens"
             )
     return True
 
 
-def _sum_and_tokens(returned: Any) -> tuple[float, float]:
+def _sums(returned: Any) -> tuple[float, float]:
     """What a loss function returned, after a check that its report agrees."""
     if not (isinstance(returned, tuple) and len(returned) == 3):
         raise ConfigurationError(
-            "the loss function must return three values: the sum of the token losses, the number "
-            "of tokens, and a report {'lm loss': tensor of both}"
+            "the loss function must return three values: the weighted sum of the token losses, the "
+            "sum of the weights, and a report {'lm loss': tensor of both}"
         )
-    total, num_tokens = (
+    total, weight_sum = (
         float(value.detach() if isinstance(value, torch.Tensor) else value)
         for value in returned[:2]
     )
@@ -259,15 +280,15 @@ def _sum_and_tokens(returned: Any) -> tuple[float, float]:
     if len(reported) != 2:
         raise ConfigurationError(
             f"the loss function's report '{name}' holds {len(reported)} numbers; its first entry "
-            "must be a tensor of 2: the sum of the token losses and the number of tokens"
+            "must be a tensor of 2: the weighted sum of the token losses and the sum of the weights"
         )
-    if math.isfinite(total) and not _agree((reported[0], reported[1]), (total, num_tokens)):
+    if math.isfinite(total) and not _agree((reported[0], reported[1]), (total, weight_sum)):
         raise ConfigurationError(
-            f"the loss function returns ({total:g}, {num_tokens:g}) but reports '{name}' as "
-            f"({reported[0]:g}, {reported[1]:g}); both must be the sum of the token losses and the "
-            "number of tokens"
+            f"the loss function returns ({total:g}, {weight_sum:g}) but reports '{name}' as "
+            f"({reported[0]:g}, {reported[1]:g}); both must be the weighted sum of the token "
+            "losses and the sum of the weights"
         )
-    return total, num_tokens
+    return total, weight_sum
 
 
 def _agree(found: tuple[float, float], wanted: tuple[float, float]) -> bool:

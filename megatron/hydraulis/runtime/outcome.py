@@ -27,17 +27,21 @@ class LossTotal:
     """Loss of a global batch, equal on every rank."""
 
     loss_sum: float
-    num_tokens: int
+    """Σ weight · loss over tokens."""
+    weight_sum: float
+    """Σ weight, by which gradients are divided."""
+    trained_tokens: int
+    """Tokens with a weight above 0."""
 
     @property
     def mean(self) -> float:
-        """Loss per trained token; 0 where nothing was trained."""
-        return self.loss_sum / self.num_tokens if self.num_tokens else 0.0
+        """Loss per unit of weight; 0 where nothing was trained."""
+        return self.loss_sum / self.weight_sum if self.weight_sum else 0.0
 
     @property
     def is_finite(self) -> bool:
         """Whether every micro-batch's loss was finite."""
-        return math.isfinite(self.loss_sum)
+        return math.isfinite(self.loss_sum) and math.isfinite(self.weight_sum)
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class StepOutcome:
 
     loss: LossTotal
     gradient_norm: float | None
-    """After division by the tokens, before clipping; None where nothing was trained."""
+    """After division by the weights, before clipping; None where nothing was trained."""
     updated: bool
     bad_micro_batches: tuple[int, ...]
     """Micro-batches of this rank's replica whose loss, on this rank's part of them, is not finite

@@ -21,7 +21,7 @@ def test_without_padding() -> None:
     batch = pack(SEQUENCES)
     assert row(batch.tokens) == [11, 12, 13, 21, 31, 32]
     assert row(batch.labels) == [12, 13, 14, 22, 32, 33]
-    assert row(batch.loss_mask) == [1.0] * 6
+    assert row(batch.weights) == [1.0] * 6
     assert row(batch.position_ids) == [0, 1, 2, 0, 0, 1]
     assert batch.cu_seqlens.tolist() == batch.cu_seqlens_padded.tolist() == [0, 3, 4, 6]
     assert (batch.max_seqlen, batch.num_tokens, batch.num_padding) == (3, 6, 0)
@@ -31,7 +31,7 @@ def test_padding_is_a_separate_segment_and_not_trained() -> None:
     batch = pack(SEQUENCES, pad_multiple=8)
     assert batch.tokens.shape == (1, 8)
     assert row(batch.tokens)[:6] == row(pack(SEQUENCES).tokens)
-    assert row(batch.loss_mask) == [1.0] * 6 + [0.0] * 2
+    assert row(batch.weights) == [1.0] * 6 + [0.0] * 2
     assert row(batch.position_ids) == [0, 1, 2, 0, 0, 1, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 6, 8]
     assert (batch.max_seqlen, batch.num_tokens, batch.num_padding) == (3, 6, 2)
@@ -51,7 +51,7 @@ def test_segments_cover_the_row(pad_multiple: int) -> None:
     assert total % pad_multiple == 0
     assert total == batch.num_tokens + batch.num_padding == batch.cu_seqlens[-1]
     assert batch.num_padding < pad_multiple
-    assert batch.loss_mask.sum() == batch.num_tokens
+    assert batch.weights.sum() == batch.num_tokens
     borders = batch.cu_seqlens.tolist()
     assert (torch.diff(batch.cu_seqlens) > 0).all()
     positions = row(batch.position_ids)
@@ -82,7 +82,7 @@ def test_types_and_device() -> None:
     assert kinds == {
         "tokens": torch.int64,
         "labels": torch.int64,
-        "loss_mask": torch.float32,
+        "weights": torch.float32,
         "position_ids": torch.int64,
         "cu_seqlens": torch.int32,
         "cu_seqlens_padded": torch.int32,
@@ -123,7 +123,7 @@ def test_parts_of_a_group_make_up_the_row(size: int, tp: int) -> None:
     sequences = [np.arange(100 * n, 100 * n + length + 1) for n, length in enumerate([13, 1, 16])]
     parts, places = parts_of(sequences, tp, size)
     tokens, labels, mask, positions = (
-        whole_row(parts, places, name) for name in ("tokens", "labels", "loss_mask", "position_ids")
+        whole_row(parts, places, name) for name in ("tokens", "labels", "weights", "position_ids")
     )
     borders = parts[0].cu_seqlens_padded.tolist()
     for sequence, start, stop in zip(sequences, borders, borders[1:], strict=False):
@@ -142,7 +142,7 @@ def test_parts_of_a_group_make_up_the_row(size: int, tp: int) -> None:
     for part in parts:
         assert part.tokens.shape == (1, len(tokens) // size)
         assert part.tokens.shape[1] % tp == 0
-        assert part.num_tokens == part.loss_mask.sum()
+        assert part.num_tokens == part.weights.sum()
         assert part.num_tokens + part.num_padding == part.tokens.shape[1]
         assert part.sequence_lengths == (13, 1, 16)
         assert part.max_seqlen == max(np.diff(borders))
@@ -156,7 +156,7 @@ def test_a_row_of_only_padding(size: int, tp: int, length: int) -> None:
     for part in parts:
         assert part.tokens.shape == (1, length // size)
         assert (part.num_tokens, part.num_padding) == (0, length // size)
-        assert part.loss_mask.sum() == 0
+        assert part.weights.sum() == 0
         assert part.cu_seqlens.tolist() == part.cu_seqlens_padded.tolist() == [0, length]
         assert part.max_seqlen == length
         assert part.sequence_lengths == ()

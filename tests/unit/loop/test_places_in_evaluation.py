@@ -33,7 +33,7 @@ def test_every_batch_is_a_separate_place(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     model = MagicMock()
     model.engine.device = torch.device("cpu")
-    model.engine.evaluate.return_value = LossTotal(3.0, 2)
+    model.engine.evaluate.return_value = LossTotal(3.0, 2.0, 2)
     losses, _, _ = loop.evaluate(unused, data, [model], None, None)
     assert losses["lm loss"].item() == 1.5
     assert [call.kwargs["plan"] for call in guard.enter.mock_calls] == [

@@ -23,15 +23,28 @@ class Losses(nn.Module):
         return self.losses * 1.0
 
 
-def run(loss: LossFunction, *models: nn.Module) -> list[Any]:
-    """What the loss function returns for micro-batches of 7 tokens, one after the other."""
+SEQUENCES = [torch.arange(5).numpy(), torch.arange(4).numpy()]
+
+
+def run(
+    loss: LossFunction, *models: nn.Module, weights: list[list[float] | None] | None = None
+) -> list[Any]:
+    """What the schedule gets for micro-batches of 7 tokens, one after the other.
+
+    weights: for each micro-batch those of predicting its tokens; 1 where None.
+    """
     step = make_forward_step(loss)
-    batch = pack([torch.arange(5).numpy(), torch.arange(4).numpy()])
     returned = []
-    for model in models:
+    for model, given in zip(models, weights or [None] * len(models), strict=True):
+        batch = pack(SEQUENCES, weights=None if given is None else two_sequences(given))
         output, finish = step(iter([batch]), model)
         returned.append(finish(output))
     return returned
+
+
+def two_sequences(weights: list[float]) -> list[Any]:
+    """With one for the first token of each, which is ignored."""
+    return [np.array([9, *part], np.float32) for part in (weights[:4], weights[4:])]
 
 
 def some_losses() -> nn.Module:
@@ -110,6 +123,61 @@ def test_sums_pass_and_are_checked_once() -> None:
     assert [float(returned[0].detach()) for returned in others] == [7.0] * 3
 
 
+FRACTIONS = [0.1, 0.0, 0.2, 0.0, 0.1, 0.0, 0.0]
+
+
+def rounded(weights: Tensor, output: Tensor) -> Any:
+    """As upstream's loss function, which counts with whole numbers."""
+    total, weight_sum, _ = loss_func(weights, output)
+    count = weight_sum.round().to(torch.int)
+    return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
+
+
+def counted(weights: Tensor, output: Tensor) -> Any:
+    total, _, _ = loss_func(weights, output)
+    count = torch.count_nonzero(weights)
+    return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
+
+
+def masked(weights: Tensor, output: Tensor) -> Any:
+    total, _, _ = loss_func((weights > 0).float(), output)
+    weight_sum = weights.sum()
+    return total, weight_sum, {"lm loss": torch.stack([total.detach(), weight_sum])}
+
+
+@pytest.mark.parametrize(
+    ("loss", "scale", "message"),
+    [
+        (rounded, 1.0, r"gives \(0\.66\S*, 0\) .* but \(1\.3\S*, 1\) for the same tokens twice"),
+        (rounded, 6.25, r"gives \(4\.1\S*, 2\) .* but \(8\.3\S*, 5\) for the same tokens twice"),
+        (rounded, 1000.25, r"\S*, 400\) .* but \(0\.66\S*, 0\) for its weights times 0\.00099"),
+        (counted, 6.25, r"\S*, 3\) .* but \(0\.66\S*, 3\) for its weights times 0\.16; return"),
+        (masked, 6.25, r"gives \(5, 2\.5\) .* but \(5, 0\.4\) for its weights"),
+    ],
+)
+def test_weights_that_are_fractions_may_be_neither_rounded_nor_counted(
+    loss: LossFunction, scale: float, message: str
+) -> None:
+    weights = [scale * weight for weight in FRACTIONS]
+    with pytest.raises(ConfigurationError, match=message):
+        run(loss, some_losses(), weights=[weights])
+    # The check of micro-batches with weights of 0 and 1 says nothing about them.
+    whole = [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    run(loss, some_losses(), weights=[whole])
+    with pytest.raises(ConfigurationError, match=message):
+        run(loss, *[some_losses()] * 3, weights=[None, whole, weights])
+
+
+@pytest.mark.parametrize("total", [0.4, 2.5])
+def test_the_sum_of_weights_is_not_rounded(total: float) -> None:
+    weights = [total / 0.4 * weight for weight in FRACTIONS]
+    ((loss, num_tokens, report),) = run(loss_func, some_losses(), weights=[weights])
+    expected = np.dot(weights, np.linspace(1.0, 3.0, 7))
+    assert report["lm loss"].tolist() == pytest.approx([expected, total], rel=1e-6)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert num_tokens == 0, "upstream's schedule adds it to a tensor of whole numbers"
+
+
 def test_the_check_does_not_change_the_gradient() -> None:
     model = some_losses()
     ((loss, _, _),) = run(loss_func, model)
@@ -129,7 +197,7 @@ def test_losses_of_a_group_add_up_to_those_of_one_rank(size: int, tp: int) -> No
 
     def total(batch: PackedBatch) -> list[float]:
         losses = table[batch.tokens, batch.labels, batch.position_ids]
-        loss, num_tokens, report = loss_func(batch.loss_mask, losses)
+        loss, num_tokens, report = loss_func(batch.weights, losses)
         assert report["lm loss"].tolist() == [float(loss), float(num_tokens)]
         assert num_tokens == batch.num_tokens
         return [float(loss), float(num_tokens)]
