@@ -377,17 +377,6 @@ def test_a_zero_time_limit_is_an_overrun() -> None:
     assert solve(market_split(), SolverLimits(guard_s=0.0)).outcome is Outcome.OVERRUN
 
 
-def test_the_start_is_the_answer_if_the_time_limit_allows_no_better_one() -> None:
-    model = market_split()
-    start = np.zeros(len(model.cost))
-    start[:30:2] = 1.0
-    missing = model.row_lower - model.matrix @ start
-    start[30:33], start[33:] = np.maximum(missing, 0.0), np.maximum(-missing, 0.0)
-    solution = solve(model, SolverLimits(num_nodes=0), start=start)
-    assert solution.outcome is Outcome.LIMIT
-    assert solution.bound <= solution.objective <= float(model.cost @ start)
-
-
 def market_split() -> LinearModel:
     """Split 30 weights in half by three measures at once: needs more than the root node."""
     draws = np.random.default_rng(0)

@@ -2,9 +2,9 @@
 
 A failure of the solver ends here as an outcome, never as an exception: the caller has a plan and
 keeps it. An answer is trusted as far as it can be checked: rows, limits, integrality and cost are
-recomputed, the bound of a linear program is computed from its duals, and a start shows what can be
-reached. Limits count nodes and simplex iterations, which are the same on every machine; the wall
-clock is a safety net, and a run that it ended is marked OVERRUN.
+recomputed, and the bound of a linear program is computed from its duals. Limits count nodes and
+simplex iterations, which are the same on every machine; the wall clock is a safety net, and a run
+that it ended is marked OVERRUN.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import highspy
@@ -32,8 +32,6 @@ _NUM_THREADS = 1
 _INTEGRALITY_TOLERANCE = 1e-6
 # An answer that breaks a row by more than this share of its size is refused.
 _FEASIBILITY_TOLERANCE = 1e-5
-# A start that breaks rows by less than this proves what can be reached.
-_START_TOLERANCE = 1e-9
 # Between equal objectives and bounds: other order of summation, HiGHS's tolerances.
 _OBJECTIVE_TOLERANCE = 1e-6
 # HiGHS's own default is 1e-7, on a scaled model.
@@ -152,18 +150,14 @@ class Solution:
 
 
 def solve(
-    model: LinearModel,
-    limits: SolverLimits,
-    *,
-    start: Sequence[float] | FloatArray | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    model: LinearModel, limits: SolverLimits, *, clock: Callable[[], float] = time.perf_counter
 ) -> Solution:
-    """Solve a linear or mixed-integer program, from a start if given. Never raises."""
+    """Solve a linear or mixed-integer program. Never raises."""
     if limits.guard_s <= 0.0:
         return Solution(outcome=Outcome.OVERRUN)
     start_s = clock()
     try:
-        solution = _run(model, limits, start)
+        solution = _run(model, limits)
     except Exception as error:  # Planning continues with the plan so far.
         logger.warning("the solver failed and its answer is not used: %r", error)
         return Solution(outcome=Outcome.FAILED)
@@ -199,13 +193,7 @@ class Solver:
         """The first FAILED or OVERRUN of a run."""
         self._seed = seed
 
-    def solve(
-        self,
-        model: LinearModel,
-        limits: SolverLimits,
-        *,
-        start: Sequence[float] | FloatArray | None = None,
-    ) -> Solution:
+    def solve(self, model: LinearModel, limits: SolverLimits) -> Solution:
         """Like the function solve, but not beyond the deadline.
 
         After an overrun no integer programs are run: the next one may take as long.
@@ -214,18 +202,16 @@ class Solver:
             return Solution(outcome=Outcome.OVERRUN)
         guard_s = min(limits.guard_s, self.deadline.remaining_s)
         limits = dataclasses.replace(limits, guard_s=guard_s, seed=self._seed)
-        solution = solve(model, limits, start=start)
+        solution = solve(model, limits)
         if solution.outcome in (Outcome.FAILED, Outcome.OVERRUN) and self.trouble is None:
             self.trouble = solution.outcome
         return solution
 
 
-def _run(
-    model: LinearModel, limits: SolverLimits, start: Sequence[float] | FloatArray | None
-) -> Solution:
+def _run(model: LinearModel, limits: SolverLimits) -> Solution:
     # Linear programs are small here: presolving costs more than it saves.
     for presolve in ("choose", "off") if model.is_integral is not None else ("off",):
-        highs = _ended_highs(model, limits, start, presolve)
+        highs = _ended_highs(model, limits, presolve)
         # When it undoes its presolve, HiGHS may break a row by slightly more than its tolerance.
         if highs.getModelStatus() != highspy.HighsModelStatus.kSolveError:
             break
@@ -234,18 +220,10 @@ def _run(
         return Solution(outcome=outcome)
     if model.is_integral is None:
         return _linear_solution(highs, model, outcome)
-    solution = _integer_solution(highs, model, outcome)
-    if start is not None:
-        solution = _not_worse_than(np.asarray(start, dtype=np.float64), solution, model, limits)
-    return solution
+    return _integer_solution(highs, model, outcome)
 
 
-def _ended_highs(
-    model: LinearModel,
-    limits: SolverLimits,
-    start: Sequence[float] | FloatArray | None,
-    presolve: str,
-) -> highspy.Highs:
+def _ended_highs(model: LinearModel, limits: SolverLimits, presolve: str) -> highspy.Highs:
     options: dict[str, bool | int | float | str] = {
         "output_flag": False,
         "threads": _NUM_THREADS,
@@ -263,10 +241,6 @@ def _ended_highs(
             raise RuntimeError(f"HiGHS refuses the option {name} = {value}")
     if highs.passModel(_to_highs(model)) == highspy.HighsStatus.kError:
         raise RuntimeError("HiGHS refuses the model")
-    if start is not None:
-        first = highspy.HighsSolution()
-        first.col_value = [float(value) for value in start]
-        highs.setSolution(first)
     highs.run()
     return highs
 
@@ -338,43 +312,11 @@ def _integer_solution(highs: highspy.Highs, model: LinearModel, outcome: Outcome
             raise RuntimeError(f"HiGHS gives {len(values)} values for {len(model.cost)} columns")
         return Solution(outcome=outcome, bound=bound)
     objective = _checked_objective(model, values, info.objective_function_value)
-    if bound > _with_slack(objective):
+    if bound > objective + _OBJECTIVE_TOLERANCE * (1.0 + abs(objective)):
         raise RuntimeError(f"HiGHS gives {objective:.9g} for what it bounds by {bound:.9g}")
     return Solution(
         outcome=outcome, values=values, objective=objective, bound=min(bound, objective)
     )
-
-
-def _not_worse_than(
-    start: FloatArray, solution: Solution, model: LinearModel, limits: SolverLimits
-) -> Solution:
-    """The solution, or the start if a limit was reached before HiGHS had anything as good.
-
-    Raises RuntimeError when the start proves that bound or optimum are wrong.
-    """
-    if max(_worst_excess(model, start), _worst_fraction(model, start)) > _START_TOLERANCE:
-        return solution
-    objective = float(model.cost @ start)
-    if solution.bound > _with_slack(objective):
-        raise RuntimeError(
-            f"HiGHS claims the bound {solution.bound:.9g} but the start costs {objective:.9g}"
-        )
-    if solution.objective <= _with_slack(objective):
-        return solution
-    excess = solution.objective - objective
-    if solution.outcome is Outcome.OPTIMAL and excess > limits.relative_gap * abs(
-        solution.objective
-    ):
-        raise RuntimeError(
-            f"HiGHS calls {solution.objective:.9g} the optimum but its start costs {objective:.9g}"
-        )
-    return dataclasses.replace(
-        solution, values=start, objective=objective, bound=min(solution.bound, objective)
-    )
-
-
-def _with_slack(objective: float) -> float:
-    return objective + _OBJECTIVE_TOLERANCE * (1.0 + abs(objective))
 
 
 def _checked_objective(model: LinearModel, values: FloatArray, claimed: float) -> float:

@@ -9,7 +9,7 @@ Both are part of Megatron Core (https://github.com/NVIDIA/Megatron-LM): `packed_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _MOST_OVER_MEAN = 1.1
@@ -50,12 +50,7 @@ def packed_rows(
     return [rows[replica::num_replicas] for replica in range(num_replicas)]
 
 
-def context_waves(
-    lengths: Sequence[int],
-    rank_tokens: int,
-    num_ranks: int,
-    work_of: Callable[[int, int], float] = lambda length, size: length * length / size,
-) -> list[Wave]:
+def context_waves(lengths: Sequence[int], rank_tokens: int, num_ranks: int) -> list[Wave]:
     """Groups of ranks of several widths, in waves, each sequence on the fewest ranks that hold it.
 
     Ranks wait for each other between waves. A group runs its sequences one by one.
@@ -63,7 +58,6 @@ def context_waves(
     Args:
         rank_tokens: most tokens of a sequence on one rank; on a group of c ranks c times as many.
         num_ranks: a power of two.
-        work_of: work of a sequence (length, width of its group) on each rank of the group.
 
     Raises ValueError if a sequence does not fit on all ranks.
     """
@@ -72,7 +66,7 @@ def context_waves(
         raise ValueError(
             f"{num_ranks} ranks of {rank_tokens} tokens cannot hold one of {max(lengths)}"
         )
-    work = [work_of(length, size) for length, size in zip(lengths, sizes, strict=True)]
+    work = [length * length / size for length, size in zip(lengths, sizes, strict=True)]
     rest = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     waves = []
     while rest:
