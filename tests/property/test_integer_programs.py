@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -230,6 +230,7 @@ def single_stage_costs() -> st.SearchStrategy[list[SchemeCost]]:
 
 
 @settings(max_examples=40)
+@example([56] * 4, [cost_of(1e-3, 0.2, 5.0, max_tokens=60)], 1, 0.0)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=6),
     single_stage_costs(),

@@ -366,7 +366,8 @@ def class_modes(
         if least_per_token_ms > 0.0:
             useful = min(useful, math.ceil(work_ms / least_per_token_ms))
         room = num * cost.max_tokens
-        num_roomy += room >= useful
+        # Work of nothing but full micro-batches is limited by the room, not by the time.
+        num_roomy += room >= useful and most_ms < num * largest_ms
         # First fit fails only if any two micro-batches together hold more than the limit.
         packs_all = room >= 2 * useful or num_roomy > _NUM_COUNTED
         found.append(Mode(index, num, work_ms, min(room, useful), packs_all, tier))
