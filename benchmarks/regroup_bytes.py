@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -28,17 +27,9 @@ from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
 from megatron.hydraulis.transfer.collective import Collective, collective_of
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
-from megatron.hydraulis.transfer.ranges import (
-    RangesOfRole,
-    contributed_ranges,
-    elements_in_shares,
-    held_ranges,
-)
+from megatron.hydraulis.transfer.ranges import held_ranges, num_elements
 from megatron.hydraulis.transfer.role import Role, roles_of
-from megatron.hydraulis.transfer.traffic import (
-    LinkElements,
-    amounts_by_rank,
-)
+from megatron.hydraulis.transfer.traffic import LinkElements, amounts_by_rank
 
 PARAMETER_BYTES = 2
 """bf16 on the wire."""
@@ -46,63 +37,6 @@ GRADIENT_BYTES = 4
 """fp32 on the wire."""
 BYTES_PER_GB = 1e9
 EXIT_BAD_INPUT = 2
-
-
-class RegroupVolume(NamedTuple):
-    """Elements that a rank exchanges in a one-step regrouping, from its part and its shards."""
-
-    num_held: int
-    """P_local: elements of the rank's parameters."""
-    num_held_and_owned: int
-    """Those of them in its canonical shards, which need no network."""
-    gather_sent: int
-    """Elements of its shards that other ranks hold, counted once per rank."""
-    num_contributed: int
-    """Elements of the gradients that it sends back."""
-    num_contributed_and_owned: int
-    scatter_received: int
-    """Elements of its shards that other ranks contribute to, counted once per rank."""
-
-    @property
-    def gather_received(self) -> int:
-        """Elements that it holds and does not own."""
-        return self.num_held - self.num_held_and_owned
-
-    @property
-    def scatter_sent(self) -> int:
-        """Elements that it contributes and does not own."""
-        return self.num_contributed - self.num_contributed_and_owned
-
-
-def regroup_volumes(
-    layout: CanonicalLayout, roles: Sequence[Role | None]
-) -> tuple[RegroupVolume, ...]:
-    """By rank, without any transfer plan."""
-    held = _amounts(layout, roles, held_ranges)
-    contributed = _amounts(layout, roles, contributed_ranges)
-    return tuple(RegroupVolume(*h, *c) for h, c in zip(held, contributed, strict=True))
-
-
-def _amounts(
-    layout: CanonicalLayout, roles: Sequence[Role | None], find: RangesOfRole
-) -> list[list[int]]:
-    """By rank: elements of its part, those of them that it owns, those that it sends to others."""
-    ranks_of: dict[Role | None, list[int]] = {}
-    for rank, role in enumerate(roles):
-        ranks_of.setdefault(role, []).append(rank)
-    amounts = np.zeros((layout.num_ranks, 3), dtype=np.int64)
-    part, owned, needed = amounts.T
-    for bucket in layout.buckets:
-        owners = [bucket.owner_of(share) for share in range(layout.num_ranks)]
-        for role, ranks in ranks_of.items():
-            in_shards = np.empty(layout.num_ranks, dtype=np.int64)
-            in_shards[owners] = elements_in_shares(bucket, find(layout, bucket, role))
-            part[ranks] += in_shards.sum()
-            owned[ranks] += in_shards[ranks]
-            needed += len(ranks) * in_shards
-    needed -= owned
-    found: list[list[int]] = amounts.tolist()
-    return found
 
 
 def zero1_degree(strategy: Strategy) -> int | None:
@@ -134,23 +68,24 @@ class StrategyTraffic:
         return roles_of(self.strategy, self.num_layers, self.tied_embeddings)
 
     @cached_property
-    def _volumes(self) -> tuple[RegroupVolume, ...]:
-        return regroup_volumes(self.layout, self.roles)
-
-    @property
     def held_bytes(self) -> list[int]:
         """Parameters."""
-        return [volume.num_held * PARAMETER_BYTES for volume in self._volumes]
+        of_role = {
+            role: PARAMETER_BYTES
+            * sum(num_elements(held_ranges(self.layout, b, role)) for b in self.layout.buckets)
+            for role in dict.fromkeys(self.roles)
+        }
+        return [of_role[role] for role in self.roles]
 
     @property
     def gather_bytes(self) -> list[int]:
         """Received in one step."""
-        return [volume.gather_received * PARAMETER_BYTES for volume in self._volumes]
+        return [each.received * PARAMETER_BYTES for each in self._links(Collective.ALL_TO_ALL)[0]]
 
     @property
     def scatter_bytes(self) -> list[int]:
         """Sent in one step."""
-        return [volume.scatter_sent * GRADIENT_BYTES for volume in self._volumes]
+        return [each.sent * GRADIENT_BYTES for each in self._links(Collective.ALL_TO_ALL)[1]]
 
     @property
     def estimate_bytes(self) -> list[float]:
@@ -163,20 +98,27 @@ class StrategyTraffic:
         degree = zero1_degree(self.strategy)
         return None if degree is None else mean(self.held_bytes) * (1 - 1 / degree)
 
-    def kind(self, ranks_per_node: int) -> Collective:
+    @property
+    def kind(self) -> Collective:
         """The collective that the runtime would use."""
-        return collective_of(self.layout, self.roles, ranks_per_node=ranks_per_node)
+        per_node = self.strategy.ranks_per_node
+        return collective_of(self.layout, self.roles, ranks_per_node=per_node)
 
-    def links(self, collective: Collective, ranks_per_node: int) -> list[LinkElements]:
+    def links(self, collective: Collective) -> list[LinkElements]:
         """Elements exchanged in a gather by this collective."""
-        totals = np.zeros((4, self.layout.num_ranks), dtype=np.int64)
-        amounts = StrategyAmounts(LayoutAmounts(self.layout, ranks_per_node), self.roles)
+        return self._links(collective)[0]
+
+    def _links(self, collective: Collective) -> list[list[LinkElements]]:
+        """Elements exchanged in gather and scatter by this collective."""
+        per_node = self.strategy.ranks_per_node
+        totals = np.zeros((2, 4, self.layout.num_ranks), dtype=np.int64)
+        amounts = StrategyAmounts(LayoutAmounts(self.layout, per_node), self.roles)
         for buckets in amounts.equal_buckets():
-            gather, _ = amounts_by_rank(
-                collective, amounts, buckets[0], self.roles, ranks_per_node=ranks_per_node
+            both = amounts_by_rank(
+                collective, amounts, buckets[0], self.roles, ranks_per_node=per_node
             )
-            totals += len(buckets) * np.stack([*vars(gather).values()])
-        return [LinkElements(*of_rank) for of_rank in totals.T.tolist()]
+            totals += len(buckets) * np.stack([[*vars(each).values()] for each in both])
+        return [[LinkElements(*of_rank) for of_rank in each.T.tolist()] for each in totals]
 
 
 @dataclass(frozen=True)
@@ -263,10 +205,9 @@ def volume_table(traffic: PoolTraffic) -> Table:
 
 def link_table(traffic: PoolTraffic) -> Table:
     """Bytes inside nodes and across them, in one step and in two."""
-    per_node = traffic.pool.ranks_per_node
     table = figures_table(
         f"Gather by link: GB that a rank receives inside its node and across (mean / max), nodes "
-        f"of {per_node}",
+        f"of {traffic.pool.ranks_per_node}",
         ("", "strategy", "owners", "used"),
         ("one step\ninside", "one step\nacross", "two steps\ninside", "two steps\nacross", "saved"),
         caption="Owners are chosen for the strategy of the row. In two steps relays receive for "
@@ -280,7 +221,7 @@ def link_table(traffic: PoolTraffic) -> Table:
         for name, of_strategy in owners.items():
             found = of_strategy(strategy)
             kinds = (Collective.ALL_TO_ALL, Collective.TWO_STEP)
-            one_step, two_steps = (found.links(kind, per_node) for kind in kinds)
+            one_step, two_steps = map(found.links, kinds)
             across = [sum(each.received_across for each in kind) for kind in (one_step, two_steps)]
             saved = 1 - across[1] / across[0] if across[0] else 0.0
             is_first = name == next(iter(owners))
@@ -288,7 +229,7 @@ def link_table(traffic: PoolTraffic) -> Table:
                 strategy.name if is_first else "",
                 str(strategy) if is_first else "",
                 name,
-                found.kind(per_node).value,
+                found.kind.value,
                 *_received(one_step),
                 *_received(two_steps),
                 f"{saved:.1%}",

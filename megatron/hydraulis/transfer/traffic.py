@@ -49,9 +49,6 @@ class LinkElements:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return LinkElements(*(mine + theirs for mine, theirs in pairs))
 
-    def __mul__(self, num_times: int) -> LinkElements:
-        return LinkElements(*(each * num_times for each in vars(self).values()))
-
 
 @dataclass(frozen=True)
 class RegroupBytes:

@@ -83,8 +83,7 @@ def test_chosen_owners_bring_equal_replicas_closer_to_zero1(traffic: PoolTraffic
 
 
 def _across(traffic: StrategyTraffic, kind: Collective) -> str:
-    links = traffic.links(kind, traffic.strategy.ranks_per_node)
-    return _in_gb([each.received_across * PARAMETER_BYTES for each in links])
+    return _in_gb([each.received_across * PARAMETER_BYTES for each in traffic.links(kind)])
 
 
 def _in_gb(num_bytes: list[int] | list[float]) -> str:
