@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
-from megatron.hydraulis.transfer.collective import (
-    Collective,
-    bucket_gather,
-    bucket_scatter,
-)
+from megatron.hydraulis.transfer.collective import Collective
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
 from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.role import Role
@@ -30,18 +26,9 @@ from tests.support.transfer_simulation import Simulation
 
 def totals(simulation: Simulation, *, gathers: bool, rank: int) -> LinkElements:
     """Of all buckets, from the plans of this rank."""
-    make = bucket_gather if gathers else bucket_scatter
     per_node = simulation.ranks_per_node
     plans = [
-        make(
-            simulation.collective,
-            simulation.layout,
-            bucket,
-            simulation.roles,
-            ranks_per_node=per_node,
-            rank=rank,
-        )
-        for bucket in simulation.layout.buckets
+        simulation.plan(bucket, gathers=gathers, rank=rank) for bucket in simulation.layout.buckets
     ]
     each = [link_elements(plan, rank, ranks_per_node=per_node) for plan in plans]
     return sum(each, LinkElements())

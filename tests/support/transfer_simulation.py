@@ -8,7 +8,7 @@ what crosses it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,8 +19,7 @@ from megatron.hydraulis.transfer.collective import (
     BucketPlan,
     Collective,
     EqualShares,
-    bucket_gather,
-    bucket_scatter,
+    bucket_plans,
 )
 from megatron.hydraulis.transfer.plan import (
     Transfer,
@@ -99,24 +98,27 @@ class Simulation:
     def __post_init__(self) -> None:
         self.network = Network(self.ranks_per_node)
 
-    def plans(self, bucket: Bucket, make: Callable[..., BucketPlan]) -> list[BucketPlan]:
+    def plan(self, bucket: Bucket, *, gathers: bool, rank: int | None = None) -> BucketPlan:
+        """The plan of one direction, of a rank or of all."""
+        gather, scatter = bucket_plans(
+            self.collective,
+            self.layout,
+            bucket,
+            self.roles,
+            ranks_per_node=self.ranks_per_node,
+            rank=rank,
+        )
+        return gather if gathers else scatter
+
+    def plans(self, bucket: Bucket, *, gathers: bool) -> list[BucketPlan]:
         """The plan of every rank."""
-        return [
-            make(
-                self.collective,
-                self.layout,
-                bucket,
-                self.roles,
-                ranks_per_node=self.ranks_per_node,
-                rank=rank,
-            )
-            for rank in range(self.layout.num_ranks)
-        ]
+        ranks = range(self.layout.num_ranks)
+        return [self.plan(bucket, gathers=gathers, rank=rank) for rank in ranks]
 
     def gather(self, bucket: Bucket, values: Values) -> list[Values]:
         """What every rank holds of the bucket in canonical order, from shards of ``values``."""
         shards = [values[slice(*bucket.shard_range(r))] for r in range(self.layout.num_ranks)]
-        plans = self.plans(bucket, bucket_gather)
+        plans = self.plans(bucket, gathers=True)
         if isinstance(plans[0], EqualShares):
             return [_all_gather(plans[0], shards) for _ in plans]
         if isinstance(plans[0], TwoStepPlan):
@@ -129,7 +131,7 @@ class Simulation:
 
     def scatter(self, bucket: Bucket, contributions: Sequence[Values]) -> list[Values]:
         """Every rank's shard of the sum, from what every rank contributes in canonical order."""
-        plans = self.plans(bucket, bucket_scatter)
+        plans = self.plans(bucket, gathers=False)
         if isinstance(plans[0], EqualShares):
             return _reduce_scatter(plans[0], contributions)
         if isinstance(plans[0], TwoStepPlan):

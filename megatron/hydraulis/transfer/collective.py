@@ -4,15 +4,12 @@ The runtime does the same for all three: every rank builds the plans of its part
 by `strategy_plans`, and executes them bucket by bucket. All ranks of the job, including idle ones,
 post the same collectives in the same order: one per bucket, two for a `TwoStepPlan`.
 
-- ``ALL_TO_ALL``: an uneven all_to_all_single in both directions; see below and `plan`.
+- ``ALL_TO_ALL``: an uneven all_to_all_single in both directions. Gather: send the ranges of
+  ``plan.sent_by(rank)`` from the rank's shard, sorted by destination; what arrives is put where
+  `plan.arrival_segments` says. Scatter: send the contributions in the order of
+  `plan.departure_segments`; the owner adds what arrives, sorted by source, to its shard.
 - ``ALL_GATHER``: all_gather_into_tensor, reduce_scatter_tensor; see `EqualShares`.
 - ``TWO_STEP``: two uneven all_to_all_single in both directions; see `two_step.TwoStepPlan`.
-
-``ALL_TO_ALL``, gather: send the ranges of ``plan.sent_by(rank)`` from the rank's shard, sorted by
-destination; what arrives, sorted by source, is put where `plan.arrival_segments` says. Unless
-owners are permuted that is a single segment: it arrives in canonical order. Scatter: send the
-rank's contributions in the order of `plan.departure_segments`; the owner adds the transfers of
-``plan.received_by(rank)``, sorted by source, to its shard.
 """
 
 from __future__ import annotations
@@ -67,12 +64,11 @@ class EqualShares:
     buffer* has ``num_buffer_elements``; rank r's share starts at ``r * share_elements`` with its
     shard.
 
-    **Gather** (``adds_up`` false): rank r sends its shard, padded to ``share_elements`` with any
-    value; the collective fills the flat buffer; `segments` say where its parts belong in the
-    bucket.
-    **Scatter** (``adds_up`` true): copy the bucket's gradients to the flat buffer as `segments`
-    say (the rest must be finite, for example zero); the collective gives rank r the sum of all
-    ranks' r-th shares, which starts with its shard's gradient.
+    **Gather**: rank r sends its shard, padded to ``share_elements`` with any value; the collective
+    fills the flat buffer; `segments` say where its parts belong in the bucket.
+    **Scatter**: copy the bucket's gradients to the flat buffer as `segments` say (the rest must be
+    finite, for example zero); the collective gives rank r the sum of all ranks' r-th shares, which
+    starts with its shard's gradient.
     """
 
     bucket: int
@@ -80,7 +76,6 @@ class EqualShares:
     share_elements: int
     shards: tuple[tuple[int, int], ...]
     """Elements [start, stop) of the bucket that each rank owns, by rank."""
-    adds_up: bool
 
     @property
     def num_buffer_elements(self) -> int:
@@ -108,16 +103,12 @@ class EqualShares:
         """The same plan for another bucket, see `buckets_with_equal_plans`."""
         return dataclasses.replace(self, bucket=index)
 
-    def inverse(self) -> EqualShares:
-        """The reduce-scatter of an all-gather, and the opposite."""
-        return dataclasses.replace(self, adds_up=not self.adds_up)
-
 
 BucketPlan = TransferPlan | EqualShares | TwoStepPlan
 
 
-def equal_shares(bucket: Bucket, roles: Sequence[Role | None], *, adds_up: bool) -> EqualShares:
-    """The plan of one bucket; the same for every rank.
+def equal_shares(bucket: Bucket, roles: Sequence[Role | None]) -> EqualShares:
+    """The plan of one bucket, the same for every rank and in both directions.
 
     Raises:
         PlanError: some rank does not hold the entire model.
@@ -129,7 +120,7 @@ def equal_shares(bucket: Bucket, roles: Sequence[Role | None], *, adds_up: bool)
         )
     shards = tuple(bucket.shard_range(rank) for rank in range(len(roles)))
     longest = max(stop - start for start, stop in shards)
-    return EqualShares(bucket.index, len(roles), longest, shards, adds_up)
+    return EqualShares(bucket.index, len(roles), longest, shards)
 
 
 def _all_hold_everything(roles: Sequence[Role | None]) -> bool:
@@ -203,7 +194,7 @@ def _of_messages(
     return Collective.TWO_STEP if is_worth_it else Collective.ALL_TO_ALL
 
 
-def bucket_gather(
+def bucket_plans(
     collective: Collective,
     layout: CanonicalLayout,
     bucket: Bucket,
@@ -211,8 +202,8 @@ def bucket_gather(
     *,
     ranks_per_node: int | None = None,
     rank: int | None = None,
-) -> BucketPlan:
-    """The gather of one bucket.
+) -> tuple[BucketPlan, BucketPlan]:
+    """(gather, scatter) of one bucket.
 
     Args:
         collective: from `collective_of`; any kind that the roles allow works.
@@ -220,33 +211,24 @@ def bucket_gather(
         bucket: one of its buckets.
         roles: the role of every rank in the strategy, None for idle ranks.
         ranks_per_node: for ``TWO_STEP``.
-        rank: if given, the plan has only what this rank sends or receives.
+        rank: if given, the plans have only what this rank sends or receives.
 
     Raises:
         PlanError: ``ALL_GATHER`` if a rank does not hold everything, ``TWO_STEP`` without nodes.
     """
     if collective is Collective.ALL_GATHER:
-        return equal_shares(bucket, roles, adds_up=False)
+        shares = equal_shares(bucket, roles)
+        return shares, shares
     if collective is Collective.TWO_STEP:
-        return two_step_gather(layout, bucket, roles, ranks_per_node=ranks_per_node, rank=rank)
-    return gather_plan(layout, bucket, roles, rank=rank)
-
-
-def bucket_scatter(
-    collective: Collective,
-    layout: CanonicalLayout,
-    bucket: Bucket,
-    roles: Sequence[Role | None],
-    *,
-    ranks_per_node: int | None = None,
-    rank: int | None = None,
-) -> BucketPlan:
-    """The scatter of one bucket (arguments and errors as `bucket_gather`)."""
-    if collective is Collective.ALL_GATHER:
-        return equal_shares(bucket, roles, adds_up=True)
-    if collective is Collective.TWO_STEP:
-        return two_step_scatter(layout, bucket, roles, ranks_per_node=ranks_per_node, rank=rank)
-    return scatter_plan(layout, bucket, roles, rank=rank)
+        gather, scatter = (
+            make(layout, bucket, roles, ranks_per_node=ranks_per_node, rank=rank)
+            for make in (two_step_gather, two_step_scatter)
+        )
+        return gather, scatter
+    return (
+        gather_plan(layout, bucket, roles, rank=rank),
+        scatter_plan(layout, bucket, roles, rank=rank),
+    )
 
 
 def strategy_plans(
@@ -257,15 +239,14 @@ def strategy_plans(
     ranks_per_node: int | None = None,
     rank: int | None = None,
 ) -> tuple[tuple[BucketPlan, BucketPlan], ...]:
-    """(gather, scatter) of every bucket; arguments and errors as `bucket_gather`.
+    """(gather, scatter) of every bucket; arguments and errors as `bucket_plans`.
 
     Buckets with equal plans are planned once, which saves seconds per strategy at 1,024 ranks.
     """
     plans: dict[int, tuple[BucketPlan, BucketPlan]] = {}
     for buckets in buckets_with_equal_plans(layout, roles):
-        gather, scatter = (
-            make(collective, layout, buckets[0], roles, ranks_per_node=ranks_per_node, rank=rank)
-            for make in (bucket_gather, bucket_scatter)
+        gather, scatter = bucket_plans(
+            collective, layout, buckets[0], roles, ranks_per_node=ranks_per_node, rank=rank
         )
         for bucket in buckets:
             index = bucket.index

@@ -126,7 +126,7 @@ def amounts_by_rank(
         return amounts.two_step(bucket)
     if collective is Collective.ALL_TO_ALL:
         return amounts.one_step(bucket)
-    plan = equal_shares(bucket, roles, adds_up=False)
+    plan = equal_shares(bucket, roles)
     of_any = link_elements(plan, 0, ranks_per_node=ranks_per_node)
     gather = RankAmounts(*(np.full(len(roles), each) for each in vars(of_any).values()))
     return gather, gather.inverse()

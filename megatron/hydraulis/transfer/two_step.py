@@ -131,12 +131,7 @@ def two_step_gather(
 ) -> TwoStepPlan:
     """Parameters: from their owners over relays to all ranks that hold them.
 
-    Args:
-        layout: the canonical layout.
-        bucket: one of its buckets.
-        roles: the role of every rank in the strategy, None for idle ranks.
-        ranks_per_node: ranks of a node have consecutive numbers.
-        rank: if given, the plan has only what this rank sends or receives.
+    Arguments as `plan.gather_plan`; ranks of a node have consecutive numbers.
 
     Raises:
         PlanError: the nodes are unknown or not full, or roles are missing.

@@ -17,9 +17,7 @@ from megatron.hydraulis.transfer.canonical import (
 )
 from megatron.hydraulis.transfer.collective import (
     Collective,
-    EqualShares,
-    bucket_gather,
-    bucket_scatter,
+    bucket_plans,
     collective_of,
     equal_shares,
     strategy_plans,
@@ -103,42 +101,35 @@ class TestKindOfAStrategy:
         with pytest.raises(PlanError, match="2 roles for 4 ranks"):
             collective_of(LAYOUT, roles_of("tp2", 2), ranks_per_node=None)
         with pytest.raises(PlanError, match="ranks_per_node is None"):
-            bucket_gather(Collective.TWO_STEP, LAYOUT, BUCKET, roles_of("2*tp2"))
+            bucket_plans(Collective.TWO_STEP, LAYOUT, BUCKET, roles_of("2*tp2"))
         with pytest.raises(PlanError, match="plan an uneven all-to-all"):
-            bucket_scatter(Collective.ALL_GATHER, LAYOUT, BUCKET, roles_of("2*tp2"))
+            bucket_plans(Collective.ALL_GATHER, LAYOUT, BUCKET, roles_of("2*tp2"))
 
 
 class TestEqualShares:
     def test_shares_of_one_size_need_no_copy(self) -> None:
-        plan = equal_shares(BUCKET, roles_of("4*tp1"), adds_up=False)
+        plan = equal_shares(BUCKET, roles_of("4*tp1"))
         assert plan.shards == ((0, 4), (4, 8), (8, 12), (12, 16))
         assert plan.segments == (Segment(0, 0, 16),)
         assert plan.num_elements == plan.num_buffer_elements == 16
 
     def test_shorter_shards_are_padded(self) -> None:
         layout = CanonicalLayout.build([WEIGHT], num_atoms=1, num_ranks=3)
-        plan = equal_shares(layout.buckets[0], roles_of("3*tp1", 3), adds_up=False)
+        plan = equal_shares(layout.buckets[0], roles_of("3*tp1", 3))
         assert plan.shards == ((0, 5), (5, 10), (10, 16))
         assert (plan.share_elements, plan.num_buffer_elements, plan.num_elements) == (6, 18, 16)
         assert plan.segments == (Segment(0, 0, 5), Segment(6, 5, 5), Segment(12, 10, 6))
 
     def test_permuted_owners_need_a_copy_though_shares_are_equal(self) -> None:
         layout = LAYOUT.with_owner_orders([(1, 0, 2, 3)])
-        plan = equal_shares(layout.buckets[0], roles_of("4*tp1"), adds_up=False)
+        plan = equal_shares(layout.buckets[0], roles_of("4*tp1"))
         assert plan.segments == (Segment(4, 0, 4), Segment(0, 4, 4), Segment(8, 8, 8))
 
     def test_ranks_without_a_shard(self) -> None:
         layout = CanonicalLayout.build([NORM], num_atoms=1, num_ranks=4)
-        plan = equal_shares(layout.buckets[0], roles_of("4*tp1"), adds_up=True)
+        plan = equal_shares(layout.buckets[0], roles_of("4*tp1"))
         assert plan.num_buffer_elements == 4
         assert plan.num_elements == sum(s.num_elements for s in plan.segments) == 1
-
-    def test_inverse_adds_up(self) -> None:
-        gather = bucket_gather(Collective.ALL_GATHER, LAYOUT, BUCKET, roles_of("4*tp1"))
-        assert isinstance(gather, EqualShares)
-        scatter = bucket_scatter(Collective.ALL_GATHER, LAYOUT, BUCKET, roles_of("4*tp1"))
-        assert gather.inverse() == scatter
-        assert not gather.adds_up
 
 
 class TestTwoSteps:
