@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{torch.__version__}; load averages before: {_load()}"
     )
     found = []
-    with counted_progress(console, "blocks") as progress:
+    with counted_progress("blocks") as progress:
         for first, second in options.pairs:
             found.append(alternate(first, second, workload, options, progress))
     console.print(f"Load averages after: {_load()}")

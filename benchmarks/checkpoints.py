@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as root,
-        counted_progress(console, "rounds") as progress,
+        counted_progress("rounds") as progress,
     ):
         task = progress.add_task("save and load", total=options.rounds + 1)
         rounds, sizes = measure(

@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron.hydraulis.terminal import progress_bars
 
 
 def make_parser(module: str, description: str) -> argparse.ArgumentParser:
@@ -46,18 +42,9 @@ def use_cpu() -> None:
     apply_cpu_backend()
 
 
-def counted_progress(console: Console, unit: str = "") -> Progress:
+def counted_progress(unit: str = "") -> Progress:
     """Bars that count ``unit``, with the remaining time; nothing without a terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    return progress_bars(MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
 
 
 def write_figures(console: Console, path: Path | None, figures: Any) -> None:

@@ -382,7 +382,7 @@ def run_sides(
     done: dict[str, list[Iteration]] = {name: [] for name in plans}
     used = {plan.strategy: plan for side in plans.values() for plan in side}
     num_batches = len(plans[DYNAMIC])
-    with counted_progress(console, "iterations") as progress:
+    with counted_progress("iterations") as progress:
         task = progress.add_task("starting ranks", total=num_batches * len(plans))
         with RankSet(
             "emulated cluster", pool.num_ranks, lambda: EmulatedRank(pool, device)

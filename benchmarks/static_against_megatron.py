@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{workload.num_tokens_per_micro_batch} tokens a step, fp32, torch {torch.__version__}"
     )
     comparisons = []
-    with counted_progress(console, "pairs") as progress:
+    with counted_progress("pairs") as progress:
         for text in options.strategies:
             task = progress.add_task(text, total=NUM_WARM_UPS + options.pairs)
             comparison = compare(text, workload, options, progress, task)

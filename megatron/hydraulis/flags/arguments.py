@@ -44,8 +44,6 @@ from megatron.hydraulis.model_shape import ModelShape, count_windowed_layers
 from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.pool import num_ranks_of
 
-_POOL_OPTION = "--strategy-pool"
-
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
@@ -218,22 +216,20 @@ _SIZES = (
 
 def wants_proposal(argv: Sequence[str]) -> bool:
     """Whether the last --strategy-pool of a command line is ``auto``."""
-    values = [
-        word.partition("=")[2] if "=" in word else (*argv[place + 1 :], "")[0]
-        for place, word in enumerate(argv)
-        if word.split("=")[0] == _POOL_OPTION
-    ]
-    return bool(values) and values[-1] == "auto"
+    return _split_pool(argv)[0] == "auto"
 
 
 def parse_without_pool(argv: Sequence[str], *, num_ranks: int, rank: int) -> Resolved:
     """A command line without --strategy-pool; raises as `parse_arguments`."""
-    rest, is_value = [], False
-    for word in argv:
-        if not is_value and word.split("=")[0] != _POOL_OPTION:
-            rest.append(word)
-        is_value = not is_value and word == _POOL_OPTION
-    return parse_arguments(rest, num_ranks=num_ranks, rank=rank)
+    return parse_arguments(_split_pool(argv)[1], num_ranks=num_ranks, rank=rank)
+
+
+def _split_pool(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of the last --strategy-pool, and all other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--strategy-pool", nargs="?")
+    namespace, rest = parser.parse_known_args(argv)
+    return namespace.strategy_pool, rest
 
 
 def _layout_taken(flags: ParsedFlags) -> tuple[tuple[str, str], ...]:

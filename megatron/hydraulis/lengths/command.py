@@ -10,15 +10,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
 from megatron.hydraulis.data.index import LONG_SEQUENCES, LongSequences
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
-from megatron.hydraulis.observability.pictures import save_picture
 from megatron.hydraulis.terminal import figures_table, print_json, print_next, results_console
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
@@ -374,6 +371,12 @@ def draw_lengths(counts: LengthCounts, path: Path, *, seq_length: int | None = N
             f"--picture {path}: a picture is one of {', '.join(sorted(_SUFFIXES))} but this is "
             f"{path.suffix or 'none'!r}; give another name"
         )
+    # Not above: only this command needs them, and they take half a second.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    from megatron.hydraulis.observability.pictures import save_picture
+
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     lengths = counts.lengths.astype(np.float64)

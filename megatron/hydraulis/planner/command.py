@@ -18,6 +18,7 @@ from megatron.hydraulis.cost_model.shape_arguments import (
 )
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
+from megatron.hydraulis.lengths.command import check_seed
 from megatron.hydraulis.lengths.counts import read_lengths
 from megatron.hydraulis.planner.plan import (
     MS_PER_S,
@@ -32,8 +33,6 @@ from megatron.hydraulis.strategy import Pool
 from megatron.hydraulis.strategy.notation import ranks_text
 from megatron.hydraulis.terminal import figures_table, print_json, print_next, results_console
 
-# The largest that HiGHS accepts.
-_MOST_SEED = 2**31 - 1
 # Columns of the tables if the output is not a terminal.
 _WIDTH = 110
 _NONE = "–"
@@ -98,10 +97,7 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"--plan-time-limit is more than 0 s but is {limit_s} s; raise it or leave it out"
         )
-    if not 0 <= namespace.seed <= _MOST_SEED:
-        raise ConfigurationError(
-            f"--seed is from 0 to {_MOST_SEED} but is {namespace.seed}; give another one"
-        )
+    check_seed(namespace.seed)
     lengths = read_lengths(namespace.lengths)
     pool = Pool.read(namespace.pool)
     cost_model = _cost_model(namespace, pool)

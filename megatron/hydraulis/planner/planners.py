@@ -43,6 +43,8 @@ _GREEDY = "greedy"
 _ROUNDING = 1e-9
 # Work that the searches of one plan may take, in the unit of Effort: about 0.5 s on one core.
 _EFFORT = 5e7
+_Planned = tuple[IterationPlan, dict[str, float], dict[str, float]]
+"""A plan, and by the name of a strategy its bound and the time found for it, in ms."""
 _INFEASIBLE = "no replica can hold the longest sequence, or one has no room for its weights"
 
 
@@ -84,17 +86,9 @@ class CertifiedPlanner:
 
     def explain(self, lengths: Sequence[int], *, iteration: int = 0) -> PlanExplanation:
         """Plan, and say why each strategy was chosen or not; raises what plan raises."""
-        plan, searches = self._plan(lengths, iteration)
-        if searches is None:
-            return replace(self._greedy.explain(lengths, iteration=iteration), plan=plan)
-        bounds_ms = {search.strategy.name: _bound_ms(search) for search in searches}
-        found_ms = {search.strategy.name: _found_ms(search) for search in searches}
-        return _explanation(self._costs.pool, plan, bounds_ms, found_ms)
+        return _explanation(self._costs.pool, *self._plan(lengths, iteration))
 
-    def _plan(
-        self, lengths: Sequence[int], iteration: int
-    ) -> tuple[IterationPlan, list[StrategySearch] | None]:
-        """The plan, and the searches of all feasible strategies or None if the plan is greedy."""
+    def _plan(self, lengths: Sequence[int], iteration: int) -> _Planned:
         start_s = time.perf_counter()
         batch = checked_batch(lengths, iteration)
         feasible = self._costs.feasible_strategies(batch, iteration)
@@ -131,9 +125,11 @@ class CertifiedPlanner:
                 iteration + 1,
                 error,
             )
-            plan = self._greedy.plan(batch, iteration=iteration)
-            return _marked(plan, f"{_GREEDY}: {type(error).__name__}"), None
-        return plan, searches
+            plan, bounds_ms, found_ms = self._greedy.planned(batch, iteration)
+            return _marked(plan, f"{_GREEDY}: {type(error).__name__}"), bounds_ms, found_ms
+        bounds_ms = {search.strategy.name: _bound_ms(search) for search in searches}
+        found_ms = {search.strategy.name: _found_ms(search) for search in searches}
+        return plan, bounds_ms, found_ms
 
     def _times(self, searches: Sequence[StrategySearch]) -> tuple[StrategyTime, ...]:
         """To the microsecond; empty for a pool of one strategy."""
@@ -240,16 +236,14 @@ class GreedyPlanner:
 
     def plan(self, lengths: Sequence[int], *, iteration: int = 0) -> IterationPlan:
         """Plan one iteration; see Planner."""
-        return self._plan(lengths, iteration)[0]
+        return self.planned(lengths, iteration)[0]
 
     def explain(self, lengths: Sequence[int], *, iteration: int = 0) -> PlanExplanation:
         """Plan, and say why each strategy was chosen or not; raises what plan raises."""
-        return _explanation(self.costs.pool, *self._plan(lengths, iteration))
+        return _explanation(self.costs.pool, *self.planned(lengths, iteration))
 
-    def _plan(
-        self, lengths: Sequence[int], iteration: int
-    ) -> tuple[IterationPlan, dict[str, float], dict[str, float]]:
-        """The plan, and by the name of a strategy its bound and the time found, in ms."""
+    def planned(self, lengths: Sequence[int], iteration: int) -> _Planned:
+        """The plan with the times of strategies."""
         start_s = time.perf_counter()
         batch = checked_batch(lengths, iteration)
         feasible = self.costs.feasible_strategies(batch, iteration)
