@@ -46,15 +46,17 @@ from megatron.hydraulis.loop.startup import (
 )
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.profiler.measurements import (
+    MIXTURE,
     GridPoint,
     MeasuredPoint,
     MeasuredStrategy,
     Measurements,
+    grid,
     measurements_path,
+    survey,
 )
 from megatron.hydraulis.profiler.results import profile_of, profile_tables
 from megatron.hydraulis.profiler.rig import EngineRig, Repeats
-from megatron.hydraulis.profiler.survey import MIXTURE, grid, survey
 from megatron.hydraulis.runtime.core_attention import CoreAttentionName
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.memory import MemoryMeter, memory_meter

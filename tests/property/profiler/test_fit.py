@@ -12,7 +12,7 @@ from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.cost_model.fit import Sample, fit_coefficients, fit_near, shrunk_mean
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import AttentionWindow
-from megatron.hydraulis.profiler.survey import grid
+from megatron.hydraulis.profiler.measurements import grid
 
 POINTS = grid(8192, longest=8192, short=64, num_sizes=6)
 

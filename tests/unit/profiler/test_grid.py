@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.profiler.survey import MANY_SHORT, MIXTURE, SAMPLED, SINGLE_LONG, grid
+from megatron.hydraulis.profiler.measurements import MANY_SHORT, MIXTURE, SAMPLED, SINGLE_LONG, grid
 
 
 def test_sizes_are_halves_and_packings_differ_only_in_squares() -> None:

@@ -18,9 +18,11 @@ from megatron.hydraulis.profiler.measurements import (
     MeasuredStrategy,
     Measurements,
     RegroupSpeed,
+    expected_peak_bytes,
+    grid,
+    survey,
 )
 from megatron.hydraulis.profiler.results import profile_of
-from megatron.hydraulis.profiler.survey import expected_peak_bytes, grid, survey
 from megatron.hydraulis.strategy import Scheme
 from tests.support.planning import LLAMA_7B
 
