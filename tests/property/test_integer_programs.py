@@ -31,7 +31,7 @@ from megatron.hydraulis.planner.solver import (
     solve,
 )
 from megatron.hydraulis.strategy import Pool, Strategy
-from tests.support.brute_force import best_makespan_ms, best_replica_time_ms, figures_of
+from tests.support.brute_force import best_makespan_ms, best_replica_time_ms, figures_of, operations
 from tests.support.planning import TableCostModel
 
 # Gaps and tolerances of both solvers.
@@ -135,17 +135,6 @@ def test_optima_are_scipys(model: LinearModel) -> None:
 
 
 # ---------------------------------------------------------------- packing
-
-
-def operations(num_stages: int, num: int, stage: int) -> list[tuple[str, int]]:
-    """The operations of a stage in 1F1B, in order."""
-    ahead = min(num_stages - 1 - stage, num)
-    order = [("forward", k) for k in range(ahead)]
-    for k in range(num):
-        if ahead + k < num:
-            order.append(("forward", ahead + k))
-        order.append(("backward", k))
-    return order
 
 
 def least_pipeline_ms(lengths: Sequence[int], cost: SchemeCost, num: int) -> float:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.hydraulis.cost_model import pipeline_schedule, pipeline_time_ms
+from tests.support.brute_force import operations
 
 TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=9)
 STAGES = st.integers(1, 6)
@@ -17,20 +18,8 @@ End = dict[tuple[str, int, int], Fraction]
 
 
 def simulated(times: list[int], num_stages: int, forward_share: Fraction) -> End:
-    """Run every stage's list of operations as soon as stage and input are free.
-
-    The list is Megatron's: min(p-1-stage, v) forwards, then pairs of one forward and one
-    backward, then the remaining backwards.
-    """
-    num_micro_batches = len(times)
-    queues: list[list[tuple[str, int]]] = []
-    for stage in range(num_stages):
-        num_ahead = min(num_stages - 1 - stage, num_micro_batches)
-        queue = [("forward", k) for k in range(num_ahead)]
-        for k in range(num_micro_batches - num_ahead):
-            queue += [("forward", num_ahead + k), ("backward", k)]
-        queue += [("backward", k) for k in range(num_micro_batches - num_ahead, num_micro_batches)]
-        queues.append(queue)
+    """Run every stage's list of operations as soon as stage and input are free."""
+    queues = [operations(num_stages, len(times), stage) for stage in range(num_stages)]
     end: End = {}
     stage_free = [Fraction(0)] * num_stages
     while any(queues):

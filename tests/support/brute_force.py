@@ -137,17 +137,22 @@ def _simulated_ms(times_ms: FloatArray, figures: ReplicaFigures) -> FloatArray:
     return free_ms[0]
 
 
+def operations(num_stages: int, num: int, stage: int) -> list[tuple[str, int]]:
+    """The operations of a stage in Megatron's 1F1B: min(p-1-stage, v) forwards, then one forward
+    and one backward in turn, then the remaining backwards."""
+    ahead = min(num_stages - 1 - stage, num)
+    order = [("forward", k) for k in range(ahead)]
+    for k in range(num):
+        if ahead + k < num:
+            order.append(("forward", ahead + k))
+        order.append(("backward", k))
+    return order
+
+
 @functools.cache
 def _schedule(num_stages: int, num_micro_batches: int) -> tuple[tuple[str, int, int], ...]:
     """All operations (kind, stage, micro-batch), each after those that it waits for."""
-    queues = []
-    for stage in range(num_stages):
-        num_ahead = min(num_stages - 1 - stage, num_micro_batches)
-        queue = [("forward", k) for k in range(num_ahead)]
-        for k in range(num_micro_batches - num_ahead):
-            queue += [("forward", num_ahead + k), ("backward", k)]
-        queue += [("backward", k) for k in range(num_micro_batches - num_ahead, num_micro_batches)]
-        queues.append(queue)
+    queues = [operations(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
     done: list[tuple[str, int, int]] = []
     while any(queues):
         for stage, queue in enumerate(queues):
