@@ -51,7 +51,8 @@ from megatron.hydraulis.terminal import figures_table, results_console
 
 NUM_RANKS = 4
 DEFAULT_PAIRS = ("4*tp1 / 2*tp2", "2*pp2 / 4*tp1")
-DEFAULT_TOKENS = 2048
+NUM_TOKENS = 2048
+"""Of a global batch."""
 SEQUENCES_OF_A_MICRO_BATCH = (128, 80, 48)
 """Lengths in tokens: one longer than the others, as in a packed row."""
 GOAL = 1.03
@@ -205,11 +206,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = results_console(WIDTH)
     use_cpu()
     workload = Workload(
-        shape=llama_shape(
-            hidden_size=options.hidden_size, ffn_hidden_size=options.hidden_size * 11 // 4
-        ),
+        shape=llama_shape(),
         lengths=SEQUENCES_OF_A_MICRO_BATCH,
-        num_micro_batches=options.tokens // sum(SEQUENCES_OF_A_MICRO_BATCH),
+        num_micro_batches=NUM_TOKENS // sum(SEQUENCES_OF_A_MICRO_BATCH),
     )
     console.print(
         f"{workload.shape.num_parameters / 1e6:.1f} M parameters, {NUM_RANKS} gloo ranks on "
@@ -225,8 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(_table(found))
     figures = environment() | {
         "num_ranks": NUM_RANKS,
-        "hidden_size": options.hidden_size,
-        "tokens": options.tokens,
+        "hidden_size": workload.shape.hidden_size,
+        "tokens": NUM_TOKENS,
         "pairs": [alternation.to_json() for alternation in found],
     }
     write_figures(console, options.json, figures)
@@ -335,10 +334,6 @@ def _parser() -> argparse.ArgumentParser:
         default=math.inf,
         help="minutes after which a pair of strategies begins no more blocks",
     )
-    parser.add_argument(
-        "--tokens", type=positive, default=DEFAULT_TOKENS, help="tokens of a global batch"
-    )
-    parser.add_argument("--hidden-size", type=positive, default=256, help="width of the model")
     return parser
 
 

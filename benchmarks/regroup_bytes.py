@@ -37,6 +37,8 @@ GRADIENT_BYTES = 4
 """fp32 on the wire."""
 BYTES_PER_GB = 1e9
 EXIT_BAD_INPUT = 2
+WIDTH = 170
+"""Columns of the output if it is not a terminal."""
 
 
 def zero1_degree(strategy: Strategy) -> int | None:
@@ -247,11 +249,11 @@ def _mean_and_max(num_bytes: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print both tables; exit status 2 for a bad pool or model, or a pool that cannot cut it."""
+    """Print both tables; exit status 2 for a bad pool, or one that cannot cut the model."""
     options = _parser().parse_args(arguments)
-    console = results_console(options.width)
+    console = results_console(WIDTH)
     try:
-        pool, shape = Pool.read(options.pool), ModelShape.read(options.model)
+        pool, shape = Pool.read(options.pool), ModelShape.read(MODEL)
         pool.check_model(shape)
         commonest = options.commonest or pool.strategies[0].name
         pool.strategy(commonest)
@@ -275,18 +277,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--pool", type=Path, default=POOL, help="pool file (default: %(default)s)")
     parser.add_argument(
-        "--model", type=Path, default=MODEL, help="its shape (default: %(default)s)"
-    )
-    parser.add_argument(
         "--commonest",
         metavar="NAME",
         help="the pool's strategy for which owners are chosen (default: the first)",
-    )
-    parser.add_argument(
-        "--width",
-        type=int,
-        default=170,
-        help="columns of the output if it is not a terminal (default: %(default)s)",
     )
     return parser
 

@@ -40,7 +40,6 @@ def test_both_tables_name_every_strategy(
     [
         (["--pool", "nowhere.json"], "nowhere.json"),
         (["--pool", str(POOL), "--commonest", "S9"], "strategy 'S9'"),
-        (["--pool", str(POOL), "--model", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_bad_input_is_named(
