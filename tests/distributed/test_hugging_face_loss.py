@@ -23,10 +23,10 @@ from megatron.hydraulis.checkpoint.manifest import model_of
 from megatron.hydraulis.checkpoint.names import stored_objects, stored_parameters
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
 from megatron.hydraulis.checkpoint.torch_dist import LAYERS, StoredCheckpoint
+from megatron.hydraulis.checkpoint.upstream_entries import optimizer_entry, plain_arguments
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.flags.arguments import gpt_model_config
 from megatron.hydraulis.library.model_container import HydraulisModelConfig, model_definition
-from megatron.hydraulis.loop.checkpoints import _optimizer_entry, _plain_arguments
 from megatron.hydraulis.runtime.executor import make_forward_step
 from tests.support.checkpoints import make_engine, whole_tensors
 from tests.support.gloo_pool import RankPool, pool_of
@@ -102,9 +102,9 @@ def load_train_save(
                 CheckpointFolder(Path(root)), engine, stored_parameters(engine.definition)
             )
             upstream = {
-                "args": _plain_arguments(resolved.args),
+                "args": plain_arguments(resolved.args),
                 "iteration": ITERATION,
-                "optimizer": _optimizer_entry(engine.optimizer),
+                "optimizer": optimizer_entry(engine.optimizer),
             }
             saver.save(SavedState(ITERATION, model, {}, {}, upstream))
             saver.finish()

@@ -20,7 +20,7 @@ from megatron.hydraulis.checkpoint.torch_dist import (
     write_file,
     write_metadata,
 )
-from megatron.hydraulis.loop.checkpoints import _optimizer_entry
+from megatron.hydraulis.checkpoint.upstream_entries import optimizer_entry
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.model_building import ModelDefinition
@@ -94,7 +94,7 @@ def saved_state(engine: Engine, iteration: int) -> SavedState:
         upstream={
             "iteration": iteration,
             "checkpoint_version": 3.0,
-            "optimizer": _optimizer_entry(engine.optimizer),
+            "optimizer": optimizer_entry(engine.optimizer),
             "opt_param_scheduler": {"num_steps": iteration},
         },
     )

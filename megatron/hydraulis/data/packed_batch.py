@@ -8,8 +8,8 @@ packed (THD) rows in this form. With c = 1 nothing is cut and no sequence is pad
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,6 +72,8 @@ class PackedBatch:
     """This rank's place in it."""
     context_group: "ProcessGroup | None" = None
     """The group itself, for the model; None where ``context_size`` is 1. See `in_group`."""
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """(labels, ...) tensors for a user's loss, about the labels that `token_places` lists."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         """The same batch with its tensors on ``device``."""
@@ -87,13 +89,13 @@ class PackedBatch:
     def _with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PackedBatch":
         """Changes all tensors; a tensor that several fields share is changed once."""
         changed: dict[int, torch.Tensor] = {}
-        values: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        inputs = {name: change(value) for name, value in self.inputs.items()}
+        values: dict[str, Any] = {"inputs": inputs}
+        for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 if id(value) not in changed:
                     changed[id(value)] = change(value)
-                values[field.name] = changed[id(value)]
+                values[name] = changed[id(value)]
         return dataclasses.replace(self, **values)
 
     def in_group(self, group: "ProcessGroup | None") -> "PackedBatch":
@@ -112,6 +114,38 @@ class PackedBatch:
                 f"context-parallel group of rank {rank} of {size}; pack it for the group it runs in"
             )
         return dataclasses.replace(self, context_group=group if size > 1 else None)
+
+    def with_inputs(self, inputs: Mapping[str, Sequence[torch.Tensor]]) -> "PackedBatch":
+        """The same batch with `inputs`.
+
+        Args:
+            inputs: for each sequence of the row a tensor (length + 1, ...), about its tokens; that
+                of the first token is ignored.
+        """
+        _, numbers = token_places(self)
+        starts = np.cumsum([0, *(length + 1 for length in self.sequence_lengths)])[numbers]
+        positions = self.position_ids[0].cpu().numpy()[token_places(self)[0]]
+        labels = torch.from_numpy(starts + positions + 1)
+        device = self.tokens.device
+        cut = {key: torch.cat(list(each)).cpu()[labels].to(device) for key, each in inputs.items()}
+        return dataclasses.replace(self, inputs=cut)
+
+
+def token_places(batch: PackedBatch) -> tuple[Places, Places]:
+    """Where the tokens of sequences are in a rank's part of a row.
+
+    Returns:
+        (labels,) places in the part, and (labels,) numbers of their sequences in the row.
+    """
+    places, numbers, begin = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for number, padded in enumerate(batch.segment_lengths):
+        length = (*batch.sequence_lengths, 0)[min(number, len(batch.sequence_lengths))]
+        for start, stop in local_stretches(padded, batch.context_size, batch.context_rank):
+            num_tokens = max(0, min(stop, length) - start)
+            places.append(np.arange(begin, begin + num_tokens))
+            numbers.append(np.full(num_tokens, number))
+            begin += stop - start
+    return np.concatenate(places), np.concatenate(numbers)
 
 
 def pack(

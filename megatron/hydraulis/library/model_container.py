@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES
 from megatron.hydraulis.flags.arguments import Resolved, gpt_model_config
 from megatron.hydraulis.flags.checks import gradient_bytes
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.runtime.core_attention import (
     CoreAttention,
     CoreAttentionName,
@@ -26,6 +28,7 @@ from megatron.hydraulis.runtime.core_attention import (
 )
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.model_building import ModelDefinition, te_layer_spec
+from megatron.hydraulis.runtime.spans import NO_SPANS, SpanRecorder
 from megatron.hydraulis.strategy import Pool
 
 
@@ -103,6 +106,38 @@ def model_config(resolved: Resolved, core_attention: CoreAttentionName) -> Hydra
     config.core_attention = core_attention
     config.decays_qk_norms = resolved.args.apply_wd_to_qk_layernorm
     return config
+
+
+def build_engine(
+    resolved: Resolved,
+    pool: Pool,
+    definition: ModelDefinition,
+    settings: AdamWSettings,
+    *,
+    spans: SpanRecorder = NO_SPANS,
+    make: Callable[..., Engine] = Engine,
+) -> Engine:
+    """The engine that the flags describe. Collective.
+
+    Args:
+        resolved: the flags.
+        pool: the strategies that hold the model.
+        definition: the model.
+        settings: of the optimizer.
+        spans: see `Engine`.
+        make: builds it.
+    """
+    return make(
+        definition,
+        pool,
+        settings,
+        seed=resolved.args.seed,
+        timeout=timedelta(minutes=resolved.args.distributed_timeout_minutes),
+        owners_for=resolved.hydraulis.regroup_owners_for,
+        gradient_dtype=gradient_dtype(resolved),
+        overlap=not resolved.hydraulis.no_regroup_overlap,
+        spans=spans,
+    )
 
 
 def gradient_dtype(resolved: Resolved) -> torch.dtype | None:

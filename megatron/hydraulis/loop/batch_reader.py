@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from megatron.hydraulis.cost_model.limits import Limits
 from megatron.hydraulis.data.corpus import Corpus
-from megatron.hydraulis.data.packed_batch import PackedBatch, pack
+from megatron.hydraulis.data.packed_batch import PackedBatch
 from megatron.hydraulis.data.sampler import GlobalBatch
+from megatron.hydraulis.data.weights import Weights
+from megatron.hydraulis.library.batches import Tokens, on_device, pack_replica
 from megatron.hydraulis.loop.plan_feed import PlanExchange, PlanFeed, SampledBatches
 from megatron.hydraulis.planner.plan import IterationPlan, Planner
 from megatron.hydraulis.planner.planners import write_plan
-from megatron.hydraulis.planner.replica_plan import ReplicaPlan
 from megatron.hydraulis.strategy import Pool
 
 
@@ -98,14 +99,18 @@ class BatchReader:
         plan.validate(batch.lengths, strategy, partial(self._limits.max_tokens, strategy))
         if self._plan_dir is not None:
             write_plan(self._plan_dir, iteration, plan, batch.sequence_ids)
-        replica = plan.replica_of(self._rank)
-        packed = [] if replica is None else self._pack(batch, replica)
+
+        def sequence_of(place: int) -> tuple[Tokens, Weights]:
+            sequence_id = batch.sequence_ids[place]
+            return self.corpus.tokens(sequence_id), self.corpus.token_weights(sequence_id)
+
+        packed = pack_replica(plan.replica_of(self._rank), self._rank, sequence_of)
         return PlannedBatch(
             batch,
             plan,
             published.digest,
-            tuple(micro_batch for micro_batch, _ in packed),
-            tuple(sequence_ids for _, sequence_ids in packed),
+            tuple(on_device(micro_batch, self._device) for micro_batch, _ in packed),
+            tuple(tuple(batch.sequence_ids[i] for i in places) for _, places in packed),
             plan_wait_s,
             plan_fetch_s,
         )
@@ -117,32 +122,6 @@ class BatchReader:
         self._exchange.restart()
         self._pool = pool
         self._limits = limits
-
-    def _pack(
-        self, batch: GlobalBatch, replica: ReplicaPlan
-    ) -> list[tuple[PackedBatch, tuple[int, ...]]]:
-        """This rank's part of each micro-batch of its replica, and the ids of its sequences."""
-        scheme = replica.scheme
-        position = replica.replica.position_of(self._rank)
-        assert position is not None
-        result: list[tuple[PackedBatch, tuple[int, ...]]] = []
-        for micro_batch in replica.micro_batches:
-            share = micro_batch.share_of(position.cp, scheme.cp)
-            sequence_ids = tuple(batch.sequence_ids[i] for i in share.sequences)
-            packed = pack(
-                [self.corpus.tokens(sequence_id) for sequence_id in sequence_ids],
-                scheme.tp,
-                weights=[self.corpus.token_weights(sequence_id) for sequence_id in sequence_ids],
-                context_size=share.group.size,
-                context_rank=position.cp - share.group.offset,
-                row_tokens=share.row_tokens or 1,
-                allow_empty=True,
-            )
-            if self._device.type == "cuda":
-                # The copy overlaps compute; the host's memory is kept until the copy is done.
-                packed = packed.pinned().to(self._device, non_blocking=True)
-            result.append((packed, sequence_ids))
-        return result
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,14 @@ from megatron.hydraulis.checkpoint.loading import (
     read_rng_state,
 )
 from megatron.hydraulis.checkpoint.manifest import Manifest, model_of
-from megatron.hydraulis.checkpoint.names import sharding_metadata, stored_parameters
+from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.save_lock import SaveLock, Writer, writer_of
 from megatron.hydraulis.checkpoint.saving import CheckpointSaver, SavedState
+from megatron.hydraulis.checkpoint.upstream_entries import (
+    UPSTREAM_VERSION,
+    optimizer_entry,
+    plain_arguments,
+)
 from megatron.hydraulis.data.fingerprint import (
     DatasetFingerprint,
     data_differences,
@@ -52,10 +57,6 @@ from megatron.hydraulis.library.model_container import ModelContainer
 from megatron.hydraulis.library.planning import Planning
 from megatron.hydraulis.loop.batch_reader import PlannedData
 from megatron.hydraulis.optimizer.sharded_adamw import ShardedAdamW
-
-UPSTREAM_VERSION = 3.0
-"""Of upstream's state dict."""
-_PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass
@@ -144,12 +145,12 @@ class RunCheckpoints:
                 },
                 configuration=self._planning.description_of(self._resolved),
                 upstream={
-                    "args": _plain_arguments(args),
+                    "args": plain_arguments(args),
                     "checkpoint_version": UPSTREAM_VERSION,
                     "iteration": iteration,
                     "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
                     "opt_param_scheduler": opt_param_scheduler.state_dict(),
-                    "optimizer": _optimizer_entry(optimizer),
+                    "optimizer": optimizer_entry(optimizer),
                     "rng_state": _rng_entry(),
                 },
             )
@@ -478,35 +479,6 @@ def _unit_of_schedule(configuration: Mapping[str, Any]) -> str:
 
 def _pool_text(pool: Mapping[str, str]) -> str:
     return "; ".join(dict.fromkeys(pool.values()))
-
-
-def _plain_arguments(args: Namespace) -> Namespace:
-    """Upstream's arguments that can be read without running code."""
-    return Namespace(**{key: value for key, value in vars(args).items() if _is_plain(value)})
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return type(value) in _PLAIN
-
-
-def _optimizer_entry(optimizer: ShardedAdamW) -> dict[str, Any]:
-    """The optimizer's state in the form of upstream's distributed optimizer."""
-    num_steps = int(optimizer.num_steps.item())
-    settings = optimizer.settings
-    # Upstream tells groups apart by their rates, which it writes into each.
-    rates = {"max_lr": settings.lr, "min_lr": settings.min_lr}
-    groups = [
-        rates
-        | {key: value for key, value in group.items() if key != "params"}
-        | {"step": num_steps, "is_expert_parallel": False, "is_decoupled_lr": False}
-        for group in optimizer.param_groups
-    ]
-    return {
-        "optimizer": {"param_groups": groups},
-        "param_state_sharding_type": sharding_metadata()["distrib_optim_sharding_type"],
-    }
 
 
 def _rng_entry() -> ShardedObject:

@@ -42,8 +42,8 @@ from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
 from megatron.hydraulis.library.model_container import (
     HydraulisModelConfig,
+    build_engine,
     choose_core_attention,
-    gradient_dtype,
     model_config,
 )
 from megatron.hydraulis.library.planning import (
@@ -467,9 +467,10 @@ class Job:
 
     def _build_engine(self, definition: ModelDefinition, spans: SpanRecorder) -> Engine:
         args = self._resolved.args
-        return self._hooks.engine(
-            definition,
+        return build_engine(
+            self._resolved,
             self._planning.pool,
+            definition,
             AdamWSettings(
                 lr=args.lr,
                 min_lr=args.min_lr or 0.0,
@@ -481,12 +482,8 @@ class Job:
                 decoupled_lr=args.decoupled_lr,
                 decoupled_min_lr=args.decoupled_min_lr,
             ),
-            seed=args.seed,
-            timeout=timedelta(minutes=args.distributed_timeout_minutes),
-            owners_for=self._resolved.hydraulis.regroup_owners_for,
-            gradient_dtype=gradient_dtype(self._resolved),
-            overlap=not self._resolved.hydraulis.no_regroup_overlap,
             spans=spans,
+            make=self._hooks.engine,
         )
 
     def _try_memory_out(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.hydraulis.cost_model.memory import NUM_STAGING_SLOTS
 from megatron.hydraulis.data.packed_batch import PackedBatch
-from megatron.hydraulis.errors import ConfigurationError, StrategyError
+from megatron.hydraulis.errors import ConfigurationError, HydraulisError, StrategyError
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings, ShardedAdamW
 from megatron.hydraulis.optimizer.shards import CanonicalShards
 from megatron.hydraulis.runtime.arena import ArenaMemory
@@ -210,6 +210,8 @@ class Engine:
         """The strategy whose current parameters are in the arena or on their way there."""
         self._accumulated: list[LocalGradients] = []
         """The batches whose gradients the next update sums."""
+        self._offloaded: list[tuple[Tensor, Tensor]] = []
+        """Tensors without memory, and their contents on the host."""
 
     def runtime_of(self, strategy_name: str) -> StrategyRuntime:
         """Role model, arena and routes of a strategy on this rank, built at first use."""
@@ -354,13 +356,22 @@ class Engine:
         self, strategy_name: str, batches: Sequence[PackedBatch], forward_step: ForwardStep
     ) -> LossTotal:
         """Loss of a global batch, without gradients."""
+        reports = self.forward(strategy_name, batches, forward_step)
+        trained_tokens = _trained_tokens(batches)
+        runtime = self.runtime_of(strategy_name)
+        call = LocalGradients(runtime, reports, trained_tokens, None, False)
+        return self._vote([call])[0].loss
+
+    def forward(
+        self, strategy_name: str, batches: Sequence[PackedBatch], forward_step: ForwardStep
+    ) -> list[dict[str, Tensor]]:
+        """What ``forward_step`` reports of each micro-batch, on the last stage; no gradients."""
         self.gather(strategy_name)
         runtime = self.runtime_of(strategy_name)
         with self._in_phase("evaluation", strategy_name, untimed), torch.no_grad():
             reports = self._run(runtime, batches, forward_step, None)
             self.finish_regrouping()
-            call = LocalGradients(runtime, reports, _trained_tokens(batches), None, False)
-            return self._vote([call])[0].loss
+        return reports
 
     def gather(self, strategy_name: str, *, phase: Phase = untimed) -> None:
         """Gather the current parameters for the strategy, unless this has been done.
@@ -383,6 +394,35 @@ class Engine:
         """Wait until nothing is on its way. Collective."""
         if self._gathered is not None:
             self._gathered[1].finish()
+
+    def offload(self) -> None:
+        """Move shards and optimizer state to the host, and free the arenas, until `onload`.
+
+        In between nothing else may be called.
+
+        Raises HydraulisError while there are gradients that no update has used.
+        """
+        if self._accumulated:
+            raise HydraulisError(
+                f"gradients of {len(self._accumulated)} calls of forward_backward wait for an "
+                "update, which an offload would lose; call optim_step or discard_gradients first"
+            )
+        self.parameters_changed()
+        self.memory.size_parameters(0)
+        self.memory.size_gradients(0)
+        self.shards.gradients.untyped_storage().resize_(0)
+        for flat in (self.shards.parameters, self.optimizer.exp_avg, self.optimizer.exp_avg_sq):
+            self._offloaded.append((flat, flat.to("cpu", copy=True)))
+            flat.untyped_storage().resize_(0)
+
+    def onload(self) -> None:
+        """Move back what `offload` moved; all views are valid again."""
+        gradients = self.shards.gradients
+        gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
+        for flat, kept in self._offloaded:
+            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+            flat.copy_(kept)
+        self._offloaded.clear()
 
     def close(self) -> None:
         """End regrouping; call it before the process groups are destroyed."""

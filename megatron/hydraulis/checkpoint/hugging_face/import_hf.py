@@ -105,16 +105,11 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Co
         CheckpointError: the folder is damaged or incomplete, or the checkpoint cannot be written.
         ConfigurationError: the model has no counterpart in Megatron.
     """
-    from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder, new_folder
+    from megatron.hydraulis.checkpoint.hugging_face.folder import new_folder
     from megatron.hydraulis.checkpoint.names import sharding_metadata
     from megatron.hydraulis.checkpoint.torch_dist import COMMON_STATE, write_file, write_metadata
 
-    if not source.is_dir():
-        raise CheckpointError(f"{source}: there is no such folder; correct the path")
-    config = source / CONFIG_NAME
-    model = model_from_config(read_json(config, "config", CheckpointError), str(config))
-    files = SafetensorsFolder(source)
-    dtype = _check_tensors(source, files, model)
+    model, files, dtype = open_folder(source)
     folder = CheckpointFolder(output)
     if folder.latest() is not None or folder.paths:
         raise CheckpointError(
@@ -168,6 +163,19 @@ def import_folder(source: Path, output: Path, *, vocab_divisor: int = 128) -> Co
     return Converted(path, model, str(dtype).removeprefix("torch."), num_bytes)
 
 
+def open_folder(source: Path) -> tuple[HuggingFaceModel, SafetensorsFolder, torch.dtype]:
+    """The model of a Hugging Face folder, its tensors, which are those of the model, and their
+    dtype. Raises as `import_folder`."""
+    from megatron.hydraulis.checkpoint.hugging_face.folder import SafetensorsFolder
+
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: there is no such folder; correct the path")
+    config = source / CONFIG_NAME
+    model = model_from_config(read_json(config, "config", CheckpointError), str(config))
+    files = SafetensorsFolder(source)
+    return model, files, _check_tensors(source, files, model)
+
+
 def _check_tensors(source: Path, files: SafetensorsFolder, model: HuggingFaceModel) -> torch.dtype:
     """The dtype of all tensors."""
     wanted = {row.name: row.shape for row in tensor_rows(model)}
@@ -201,14 +209,15 @@ def _pieces(
             key, size = f"{LAYERS}{key}", (1, *layers[key])
             shape = (model.num_layers, *size[1:])
         offset = (layer or 0, *(0 for _ in size[1:]))
-        yield Piece(key, shape, offset, _assembled(size, dtype, rows, files), dtype)
+        yield Piece(key, shape, offset, assembled(size, dtype, rows, files), dtype)
         progress.advance(math.prod(size) * dtype.itemsize)
 
 
-def _assembled(
+def assembled(
     size: tuple[int, ...], dtype: torch.dtype, parts: Iterable[TensorRows], files: SafetensorsFolder
 ) -> torch.Tensor:
-    """A piece of Megatron's tensor; rows that no part fills are 0."""
+    """A piece of Megatron's tensor, of its size with an axis for the layer if the parts have one;
+    rows that no part fills are 0."""
     import torch
 
     piece = torch.zeros(size, dtype=dtype)

@@ -1,0 +1,166 @@
+"""An engine for the model of a Hugging Face folder, and its tensors in Hugging Face's form."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hydraulis_patches.cpu_backend import apply_cpu_backend
+from megatron.hydraulis.checkpoint.collective_errors import on_all_ranks
+from megatron.hydraulis.checkpoint.hugging_face.import_hf import assembled, open_folder
+from megatron.hydraulis.checkpoint.hugging_face.model import (
+    HuggingFaceModel,
+    TensorRows,
+    model_flags,
+    tensor_rows,
+)
+from megatron.hydraulis.checkpoint.names import stored_parameters
+from megatron.hydraulis.checkpoint.torch_dist import LAYERS
+from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
+from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
+from megatron.hydraulis.library.model_container import (
+    build_engine,
+    choose_core_attention,
+    model_config,
+    model_definition,
+)
+from megatron.hydraulis.library.planning import Planning, read_cost_profile
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.optimizer.shards import OwnedRectangle
+from megatron.hydraulis.runtime.engine import Engine
+from megatron.hydraulis.runtime.process_groups import of_all_ranks
+from megatron.hydraulis.transfer.canonical import ParameterSpec
+
+_FLAG_OF_DTYPE = {torch.bfloat16: ("--bf16",), torch.float32: ()}
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine and what it was built from."""
+
+    engine: Engine
+    planning: Planning
+    resolved: Resolved
+    model: HuggingFaceModel
+
+
+def build_from_folder(
+    folder: Path,
+    *,
+    pool: str,
+    cost_profile: Path | None,
+    optimizer: AdamWSettings,
+    dtype: torch.dtype | None,
+    max_tokens_per_micro_batch: int | None,
+    options: Sequence[str],
+) -> BuiltEngine:
+    """As the training program would build it; see `library.engine.Engine.from_hf`."""
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda:
+        apply_cpu_backend()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if has_cuda else "gloo")
+
+    def resolve() -> tuple[HuggingFaceModel, Resolved]:
+        model, _, stored_dtype = open_folder(folder)
+        longest = min(model.max_position_embeddings, max_tokens_per_micro_batch or sys.maxsize)
+        name = "--strategy-pool" if Path(pool).is_file() else "--strategy"
+        words = [
+            *shlex.split(" ".join(model_flags(model))),
+            *_FLAG_OF_DTYPE.get(dtype or stored_dtype, ()),
+            *("--tokenizer-type", "NullTokenizer", "--lr", str(optimizer.lr)),
+            *("--seq-length", str(longest)),
+            *("--global-batch-size", "1", "--train-iters", "1", name, pool),
+        ]
+        if cost_profile is not None:
+            words += ["--cost-profile", str(cost_profile)]
+        if max_tokens_per_micro_batch is not None:
+            words += ["--max-tokens-per-micro-batch", str(max_tokens_per_micro_batch)]
+        return model, parse_arguments(
+            [*words, *options],
+            num_ranks=dist.get_world_size(),
+            rank=dist.get_rank(),
+            needs_data=False,
+        )
+
+    what = f"{folder} cannot be read"
+    model, resolved = on_all_ranks(resolve, what)
+    device = constants_of_this_rank(has_cuda=has_cuda, speaks=False)
+    device = common_constants(of_all_ranks(device))
+    attention = choose_core_attention(resolved, resolved.pool).name
+    planning = Planning.of(resolved, device, read_cost_profile(resolved), attention)
+    definition = model_definition(model_config(resolved, attention))
+    engine = build_engine(resolved, planning.pool, definition, optimizer)
+    on_all_ranks(lambda: _fill(engine, folder), what)
+    engine.parameters_changed()
+    return BuiltEngine(engine, planning, resolved, model)
+
+
+def hf_tensors(engine: Engine, model: HuggingFaceModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by Hugging Face's name, on every rank, on the job's device.
+
+    Collective: every rank exhausts the iterator. One of Megatron's tensors exists at a time: a rank
+    never holds the model.
+    """
+    engine.finish_regrouping()
+    owned = _owned(engine)
+    for spec, parts in _parameters(engine, model):
+        whole = torch.zeros(spec.shape, dtype=engine.dtype, device=engine.device)
+        matrix = whole.view(spec.shape[0], -1)
+        for part, shard in owned.get(spec.name, ()):
+            matrix[_rows(part), _columns(part)] = shard.to(engine.dtype)
+        dist.all_reduce(whole)  # of every element one rank has the value and the others 0
+        for tensor in parts:
+            yield tensor.name, torch.cat([whole[first:end] for first, end in tensor.runs])
+
+
+def _fill(engine: Engine, folder: Path) -> None:
+    """Set this rank's shards from the folder."""
+    model, files, dtype = open_folder(folder)
+    owned = _owned(engine)
+    for spec, parts in _parameters(engine, model):
+        if spec.name not in owned:
+            continue
+        size = spec.shape if parts[0].layer is None else (1, *spec.shape)
+        matrix = assembled(size, dtype, parts, files).view(spec.shape[0], -1)
+        for part, shard in owned[spec.name]:
+            shard.copy_(matrix[_rows(part), _columns(part)])
+
+
+def _parameters(
+    engine: Engine, model: HuggingFaceModel
+) -> Iterator[tuple[ParameterSpec, list[TensorRows]]]:
+    """Every parameter, with what Hugging Face has of it."""
+    stored = stored_parameters(engine.definition, separate_layers=True)
+    name_of = {place.key: name for name, place in stored.items()}
+    layout = engine.layout
+    for (key, layer), parts in groupby(tensor_rows(model), key=lambda row: (row.key, row.layer)):
+        name = name_of[key if layer is None else f"{LAYERS}{layer}.{key}"]
+        yield layout.parameters[layout.index_of[name]], list(parts)
+
+
+def _owned(engine: Engine) -> Mapping[str, list[tuple[OwnedRectangle, Tensor]]]:
+    """This rank's rectangles with (rows, columns) views of the shards, by names of parameters."""
+    shards = engine.shards
+    found: dict[str, list[tuple[OwnedRectangle, Tensor]]] = {}
+    for part in shards.rectangles():
+        flat = shards.parameters[part.shard_offset : part.shard_offset + part.num_elements]
+        view = flat.view(part.num_rows, part.num_columns)
+        found.setdefault(shards.layout.parameters[part.parameter].name, []).append((part, view))
+    return found
+
+
+def _rows(part: OwnedRectangle) -> slice:
+    return slice(part.first_row, part.first_row + part.num_rows)
+
+
+def _columns(part: OwnedRectangle) -> slice:
+    return slice(part.first_column, part.first_column + part.num_columns)

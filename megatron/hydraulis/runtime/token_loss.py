@@ -1,0 +1,227 @@
+"""Losses of tokens: what a user's loss sees of a row, and how it becomes a sum.
+
+A user's loss gives one number per token; its weight, the sum and the division are the engine's. So
+no loss can depend on how sequences were packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
+from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.runtime.executor import ForwardStep, packed_seq_params
+
+TokenLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor], "Segments"], Tensor]
+"""``loss(log_probs, entropy, inputs, segments)``: (tokens,) losses of (tokens,) log-probabilities
+and entropies. ``inputs`` are the sequences' tensors, (tokens, ...). All are about predicting the
+same tokens: those of this rank's part of a row, without padding and without the first of each
+sequence, which nothing predicts. Possibly 0 tokens."""
+
+OUTPUTS = ("log_probs", "entropy")
+"""What a forward pass can give of each token."""
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the last stage knows of each token of a row, with its gradient."""
+
+    log_probs: Tensor
+    """(1, tokens): of the labels."""
+    entropy: Tensor | None
+    """(1, tokens): of the distribution that the label is drawn from, in nats; None unless asked
+    for."""
+
+
+class Segments:
+    """The sequences of a row, of which this rank may hold a part.
+
+    Args:
+        index: (tokens,) number of each token's sequence in the row.
+        num_sequences: of the row.
+        group: ranks that hold the other parts of the row; None if there are none.
+    """
+
+    def __init__(
+        self, index: Tensor, num_sequences: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.index = index
+        self.num_sequences = num_sequences
+        self._group = group
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(tokens,): at each token the sum of (tokens,) values over its whole sequence.
+
+        It has a gradient. Collective over the ranks that share the row.
+        """
+        summed: Tensor = _SegmentSum.apply(values, self.index, self.num_sequences, self._group)
+        return summed
+
+
+class _SegmentSum(torch.autograd.Function):
+    """y[t] = Σ x[u] over u in t's sequence; the operation is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, num_sequences: int, group: Any) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_sequences, ctx.group = num_sequences, group
+        return _segment_sum(values, index, num_sequences, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (index,) = ctx.saved_tensors
+        return _segment_sum(gradients[0], index, ctx.num_sequences, ctx.group), None, None, None
+
+
+def _segment_sum(values: Tensor, index: Tensor, num_sequences: int, group: Any) -> Tensor:
+    sums = values.new_zeros(num_sequences).index_add_(0, index, values)
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    return sums[index]
+
+
+def loss_forward_step(loss: TokenLoss, *, divisor: float = 1.0) -> ForwardStep:
+    """A forward step whose micro-batches give Σ weight · loss ÷ divisor.
+
+    Raises ConfigurationError for a divisor that is not positive and finite.
+    """
+    if not 0 < divisor < float("inf"):
+        raise ConfigurationError(
+            f"the divisor must be positive and finite but is {divisor}; give another one"
+        )
+    return partial(_forward_step, partial(_weighted_sum, loss, divisor))
+
+
+def output_forward_step() -> ForwardStep:
+    """A forward step whose micro-batches report `OUTPUTS`: (tokens,) each, as a loss sees them."""
+    return partial(_forward_step, _report_outputs)
+
+
+def check_token_loss(loss: TokenLoss, inputs: Mapping[str, Tensor], num_tokens: int) -> None:
+    """Call a loss with zeros for a sequence, without a model and without other ranks.
+
+    Args:
+        loss: the user's.
+        inputs: of one sequence, for ``num_tokens`` tokens.
+        num_tokens: of the sequence, at least 1.
+
+    Raises:
+        ConfigurationError: it does not return a tensor of one loss per token, or one that depends
+            on neither log-probabilities nor entropies.
+    """
+    device = next((value.device for value in inputs.values()), torch.device("cpu"))
+    log_probs, entropy = torch.zeros(2, num_tokens, device=device, requires_grad=True).unbind()
+    index = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    try:
+        losses = _losses(loss, log_probs, entropy, inputs, Segments(index, 1))
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"a loss is called with {num_tokens} tokens before any rank runs the model, but raised "
+            f"{type(error).__name__}: {error}; correct it"
+        ) from error
+    if not losses.requires_grad:
+        raise ConfigurationError(
+            "a loss must depend on log_probs or entropy but has no gradient; compute it from them, "
+            "without detach()"
+        )
+
+
+def _losses(
+    loss: TokenLoss,
+    log_probs: Tensor,
+    entropy: Tensor,
+    inputs: Mapping[str, Tensor],
+    segments: Segments,
+) -> Tensor:
+    """What the loss returns, if that is one loss per token."""
+    try:
+        losses = loss(log_probs, entropy, inputs, segments)
+    except KeyError as error:
+        raise ConfigurationError(
+            f"the loss reads the input {error} but the sequences have "
+            f"{', '.join(map(repr, inputs)) or 'none'}; give it to every sequence"
+        ) from error
+    if not isinstance(losses, Tensor) or losses.shape != log_probs.shape:
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
+        raise ConfigurationError(
+            f"a loss returns one number per token, here {log_probs.numel()} in shape "
+            f"{tuple(log_probs.shape)}, but returned {found}; return the loss of each token: the "
+            "engine weighs and sums them, and divides once"
+        )
+    return losses
+
+
+def _forward_step(
+    finish: Callable[[PackedBatch, TokenOutputs], tuple[Tensor, int, dict[str, Tensor]]],
+    data_iterator: Iterator[PackedBatch],
+    model: torch.nn.Module,
+) -> tuple[Any, Any]:
+    batch = next(data_iterator)
+    output = model(
+        batch.tokens,
+        batch.position_ids,
+        None,
+        labels=batch.labels,
+        packed_seq_params=packed_seq_params(batch),
+        output_processor=_token_outputs,
+    )
+    return output, partial(finish, batch)
+
+
+def _token_outputs(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor,
+    compute_language_model_loss: Any,
+    **_: Any,
+) -> TokenOutputs:
+    """From the logits of the whole vocabulary, on every tp rank."""
+    num_tokens = compute_language_model_loss.__self__._num_tokens_in_vocabulary
+    logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=True)
+    logits = logits[:, 0, :num_tokens]
+    logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+    log_probs = logs.gather(1, labels.view(-1, 1)).view(1, -1)
+    return TokenOutputs(log_probs, -(logs.exp() * logs).sum(dim=-1).view(1, -1))
+
+
+def _of_tokens(batch: PackedBatch, outputs: TokenOutputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, weights and numbers of sequences, without padding."""
+    places, numbers = (
+        torch.from_numpy(each).to(outputs.log_probs.device) for each in token_places(batch)
+    )
+    assert outputs.entropy is not None
+    log_probs, entropy, weights = (
+        each.view(-1)[places] for each in (outputs.log_probs, outputs.entropy, batch.weights)
+    )
+    return log_probs, entropy, weights, numbers
+
+
+def _weighted_sum(
+    loss: TokenLoss, divisor: float, batch: PackedBatch, outputs: TokenOutputs
+) -> tuple[Tensor, int, dict[str, Tensor]]:
+    log_probs, entropy, weights, numbers = _of_tokens(batch, outputs)
+    segments = Segments(numbers, len(batch.sequence_lengths), batch.context_group)
+    losses = _losses(loss, log_probs, entropy, batch.inputs, segments)
+    weights = weights.to(losses.dtype)
+    total = (losses * weights).sum()
+    report = torch.stack([total.detach(), weights.sum()])
+    return total / divisor, 0, {"lm loss": report}
+
+
+def _report_outputs(
+    batch: PackedBatch, outputs: TokenOutputs
+) -> tuple[Tensor, int, dict[str, Tensor]]:
+    log_probs, entropy, _, _ = _of_tokens(batch, outputs)
+    found = dict(zip(OUTPUTS, (log_probs, entropy), strict=True))
+    return log_probs.new_zeros(()), 0, found

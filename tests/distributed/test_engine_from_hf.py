@@ -1,0 +1,106 @@
+"""An engine for the model of a Hugging Face folder: weights in and out, checkpoints, offload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.library.engine import Engine
+from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from tests.support.gloo_pool import pool_of
+from tests.support.huggingface_folders import assert_same_tensors, make_folder, tensors_of
+
+pytestmark = pytest.mark.distributed
+
+NUM_RANKS = 3
+LENGTHS = (9, 4, 14, 7)
+Tensors = dict[str, torch.Tensor]
+
+
+def make_engine(folder: Path, pool: str) -> Engine:
+    return Engine.from_hf(
+        folder,
+        pool=pool,
+        optimizer=AdamWSettings(lr=1e-2),
+        max_tokens_per_micro_batch=32,
+        options=("--distributed-timeout-minutes", "1"),
+    )
+
+
+def sequences() -> list[np.ndarray]:
+    rng = np.random.default_rng(2)
+    return [rng.integers(0, 61, size=length) for length in LENGTHS]
+
+
+def nll(log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
+    return -log_probs
+
+
+def run_verbs(folder: Path, saved: Path) -> tuple[Tensors, list[np.ndarray], Tensors, Tensors]:
+    """On every rank: tensors and log-probabilities of the folder, and tensors after two steps, of
+    which one follows an offload; the latter once more from a checkpoint, on another pool."""
+    engine = make_engine(folder, "tp2+tp1")
+    first = dict(engine.hf_tensors())
+    log_probs = [each.numpy() for each in engine.forward(engine.plan(sequences()))["log_probs"]]
+    engine.train_step(sequences(), nll)
+    engine.save(saved)
+    engine.offload()
+    assert not engine.runtime.shards.parameters.untyped_storage().nbytes()
+    engine.onload()
+    engine.train_step(sequences(), nll)
+    engine.save(saved)
+    again = make_engine(folder, "pp3")
+    again.load(saved)
+    after = dict(engine.hf_tensors())
+    loaded = dict(again.hf_tensors())
+    assert int(again.runtime.optimizer.num_steps) == 2
+    losses = [each.train_step(sequences(), nll).loss.mean for each in (engine, again)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    engine.close()
+    again.close()
+    return first, log_probs, after, loaded
+
+
+@pytest.mark.parametrize("family", ["qwen3"])
+def test_weights_go_in_and_out_and_checkpoints_continue(family: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / family, family)
+    runs = pool_of(NUM_RANKS).run(run_verbs, folder, tmp_path / "saved")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    stored = tensors_of(folder)
+    for first, log_probs, after, loaded in runs:
+        assert_same_tensors(stored, first)
+        assert_same_tensors(after, loaded)
+        assert any(not torch.equal(stored[name], after[name]) for name in stored)
+        for tokens, found in zip(sequences(), log_probs, strict=True):
+            with torch.no_grad():
+                logits = model(torch.from_numpy(tokens)[None]).logits[0, :-1].log_softmax(-1)
+            expected = logits.gather(1, torch.from_numpy(tokens)[1:, None])[:, 0]
+            np.testing.assert_allclose(found[1:], expected, rtol=1e-5, atol=1e-5)
+            assert found[0] == 0
+    export_checkpoint(tmp_path / "saved", tmp_path / "exported", max_file_bytes=10**9)
+    assert_same_tensors(runs[0][2], tensors_of(tmp_path / "exported"))
+
+
+def errors(folder: Path) -> list[str]:
+    """On every rank: the messages of wrong arguments."""
+    found = []
+    for name, pool in ((folder / "nothing", "tp1+2*tp1"), (folder, "tp2")):
+        with pytest.raises(HydraulisError) as error:
+            make_engine(name, pool)
+        found.append(str(error.value))
+    return found
+
+
+def test_wrong_arguments_raise_on_every_rank(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "llama", "llama")
+    of_ranks = pool_of(NUM_RANKS).run(errors, folder)
+    assert of_ranks == of_ranks[:1] * NUM_RANKS
+    assert "there is no such folder" in of_ranks[0][0]
+    assert "3 ranks" in of_ranks[0][1] or "the job has 3" in of_ranks[0][1]

@@ -1,0 +1,409 @@
+"""The verbs of a Python program: the losses of fine-tuning and RL under every kind of strategy.
+
+The reference is upstream's whole model on one process, sequence by sequence, with losses for one
+sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.hydraulis.cost_model.limits import Limits
+from megatron.hydraulis.errors import HydraulisError
+from megatron.hydraulis.library.batches import TokenSequence
+from megatron.hydraulis.library.engine import Engine
+from megatron.hydraulis.planner.planners import GreedyPlanner
+from megatron.hydraulis.runtime.process_groups import provide_memory_buffer
+from megatron.hydraulis.runtime.token_loss import Segments
+from megatron.hydraulis.strategy import Pool
+from tests.support.comparison import assert_same
+from tests.support.gloo_pool import pool_of
+from tests.support.law import FP64_TOLERANCE, MAIN_MODEL
+from tests.support.models import (
+    Job,
+    RankRun,
+    assemble,
+    build_engine,
+    rank_run,
+    sequences,
+    use_fp64_loss,
+)
+from tests.support.planning import TableCostModel
+from tests.support.reference import build_upstream_model
+
+pytestmark = pytest.mark.distributed
+
+MODEL = replace(MAIN_MODEL, num_layers=2)
+LENGTHS = [17, 5, 9, 30, 3, 12, 8, 21]
+"""Tokens to predict of each sequence."""
+STRATEGIES = ("4*tp1", "tp2+2*tp1", "tp2pp2", "2*cp2", "cp4~", "pp2+tp1+idle")
+LIMIT = 40
+CLIP, EPSILON = 0.2, 1e-3
+
+
+# --- losses, as users write them ---
+
+
+def ppo(log_probs: Tensor, entropy: Tensor, inputs: Mapping[str, Tensor], _: Segments) -> Tensor:
+    ratio = (log_probs - inputs["old"]).exp()
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    advantages = inputs["advantages"]
+    return -torch.minimum(ratio * advantages, clipped * advantages) - EPSILON * entropy
+
+
+def gspo(log_probs: Tensor, entropy: Tensor, inputs: Mapping[str, Tensor], of: Segments) -> Tensor:
+    mask = inputs["mask"]
+    mean = of.sum(mask * (log_probs - inputs["old"])) / of.sum(mask)
+    ratio = mean.exp()
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    advantages = inputs["advantages"]
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def scaled(log_probs: Tensor, entropy: Tensor, inputs: Mapping[str, Tensor], _: Segments) -> Tensor:
+    """The second pass of DPO."""
+    return inputs["coefficient"] * log_probs
+
+
+# --- on every rank ---
+
+
+def rollout() -> list[TokenSequence]:
+    """Responses with advantages; weights of 0 for prompts, 1 sequence without any weight."""
+    rng = np.random.default_rng(5)
+    found = []
+    for number, tokens in enumerate(sequences(rng, LENGTHS, MODEL.vocab_size)):
+        prompt = 1 + number % 3
+        mask = np.ones(len(tokens))
+        mask[:prompt] = 0
+        weights = mask * (number != 4)
+        found.append(
+            TokenSequence(
+                tokens,
+                weights.astype(np.float32),
+                {
+                    "mask": torch.from_numpy(mask),
+                    "advantages": torch.full(
+                        (len(tokens),), float(rng.normal()), dtype=torch.float64
+                    ),
+                    "old": torch.from_numpy(rng.normal(-4.0, 0.3, len(tokens))),
+                },
+            )
+        )
+    return found
+
+
+def make_engine(texts: Sequence[str] = STRATEGIES) -> Engine:
+    use_fp64_loss()
+    job = Job(MODEL, tuple(texts), (), (), (), num_atoms=8)
+    runtime = build_engine(job)
+    cost_model = TableCostModel(default_limit=LIMIT)
+    limits = Limits(cost_model)
+    return Engine(runtime, GreedyPlanner(runtime.pool, cost_model, limits), limits)
+
+
+def in_strategy(engine: Engine, name: str) -> Engine:
+    """The same model, planned in one strategy of its pool."""
+    pool = Pool.of(engine.runtime.pool.strategy(name))
+    planner = GreedyPlanner(pool, engine._limits.cost_model, engine._limits)
+    return Engine(engine.runtime, planner, engine._limits)
+
+
+def sequence_mean(found: list[TokenSequence]) -> list[TokenSequence]:
+    return [
+        replace(each, weights=each.weights / max(1.0, float(each.weights[1:].sum())))
+        for each in found
+    ]
+
+
+def dpo_coefficients(sums: Tensor) -> Tensor:
+    """d loss / d log-prob of each of the sequences 2i (chosen) and 2i + 1 (rejected)."""
+    leaf = sums.detach().clone().requires_grad_()
+    margins = leaf[0::2] - leaf[1::2]
+    (-torch.nn.functional.logsigmoid(0.1 * margins)).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def gradients_of(engine: Engine, case: str) -> np.ndarray:
+    """This rank's undivided gradients of a case."""
+    found = rollout()
+    if case == "dpo":
+        plain = [TokenSequence(each.tokens) for each in found]
+        batch = engine.plan(plain)
+        log_probs = engine.forward(batch)["log_probs"]
+        coefficients = dpo_coefficients(torch.stack([each.sum() for each in log_probs]))
+        batch = batch.with_inputs(
+            coefficient=[
+                torch.full((len(each.tokens),), float(value), dtype=torch.float64)
+                for each, value in zip(plain, coefficients, strict=True)
+            ]
+        )
+        engine.forward_backward(batch, scaled)
+    else:
+        if case == "grpo, sequence means":
+            found = sequence_mean(found)
+        engine.forward_backward(engine.plan(found), gspo if case == "gspo" else ppo)
+    gradients = engine.runtime.shards.gradients.numpy().copy()
+    engine.runtime.discard_gradients()
+    return gradients
+
+
+CASES = ("ppo", "grpo, sequence means", "gspo", "dpo")
+
+
+def run_cases() -> dict[str, RankRun]:
+    """By case: gradients in each strategy."""
+    engine = make_engine()
+    return {
+        case: rank_run(
+            engine.runtime,
+            [gradients_of(in_strategy(engine, name), case) for name in STRATEGIES],
+            [],
+            [],
+            [],
+        )
+        for case in CASES
+    }
+
+
+# --- one process ---
+
+
+def outputs_of(model: Any, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+    """(n - 1,) log-probabilities and entropies."""
+    ids = torch.from_numpy(tokens)
+    length = len(ids) - 1
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    logits = model(ids[None, :-1], torch.arange(length)[None], mask)[0]
+    logs = logits.log_softmax(-1)
+    return logs.gather(1, ids[1:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+
+
+def run_reference() -> dict[str, dict[str, np.ndarray]]:
+    """By case: whole gradients."""
+    use_fp64_loss()
+    provide_memory_buffer()
+    found = {}
+    for case in CASES:
+        model = build_upstream_model(MODEL, Job(MODEL, (), (), (), ()).seed)
+        total = reference_loss(model, case)
+        total.backward()
+        found[case] = {name: each.grad.numpy() for name, each in model.named_parameters()}
+    return found
+
+
+def reference_loss(model: Any, case: str) -> Tensor:
+    given = rollout()
+    if case == "dpo":
+        sums = torch.stack([outputs_of(model, each.tokens)[0].sum() for each in given])
+        return -torch.nn.functional.logsigmoid(0.1 * (sums[0::2] - sums[1::2])).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for each in sequence_mean(given) if case == "grpo, sequence means" else given:
+        log_probs, entropy = outputs_of(model, each.tokens)
+        old, advantages, mask = (each.inputs[k][1:] for k in ("old", "advantages", "mask"))
+        weights = torch.from_numpy(each.weights[1:]).double()
+        if case == "gspo":
+            ratio = ((mask * (log_probs - old)).sum() / mask.sum()).exp()
+            surrogate = torch.minimum(
+                ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages
+            )
+            total = total - (weights * surrogate).sum()
+        else:
+            ratio = (log_probs - old).exp()
+            surrogate = torch.minimum(
+                ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages
+            )
+            total = total - (weights * (surrogate + EPSILON * entropy)).sum()
+    return total
+
+
+@cache
+def runs() -> tuple[list[dict[str, RankRun]], dict[str, dict[str, np.ndarray]]]:
+    return pool_of(4).run(run_cases), pool_of(1).run(run_reference)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_process_in_every_strategy(case: str) -> None:
+    of_ranks, reference = runs()
+    mine = [of_rank[case] for of_rank in of_ranks]
+    for i, strategy in enumerate(STRATEGIES):
+        found = assemble(mine, [run.gradients[i] for run in mine])
+        assert_same(found, reference[case], FP64_TOLERANCE, strategy)
+
+
+@dataclass(frozen=True)
+class VerbsProbe:
+    """What a rank has seen."""
+
+    outputs: dict[str, list[np.ndarray]]
+    """Of a batch of two mini-batches."""
+    of_share: list[np.ndarray]
+    """Log-probabilities where each rank has given its share."""
+    num_other_ratios: dict[str, int]
+    """By strategy: tokens whose ratio of probabilities is not exactly 1."""
+    norms: tuple[float | None, ...]
+    """With a divisor on the step, and on each of two calls."""
+    losses: tuple[float, ...]
+    """Of three steps on one batch."""
+
+
+def probe_verbs() -> VerbsProbe:
+    engine = make_engine()
+    found = rollout()
+    batch = engine.plan(found, mini_batches=2)
+    outputs = engine.forward(batch, ("log_probs", "entropy"))
+    rank = engine.runtime.rank
+    of_share = engine.forward(engine.plan(found[2 * rank : 2 * rank + 2], scatter=True))
+    num_others = {}
+    for name in STRATEGIES:
+        in_one = in_strategy(engine, name)
+        planned = in_one.plan(found)
+        planned = planned.with_inputs(old=in_one.forward(planned)["log_probs"])
+        num_others[name] = 0
+
+        def count(log_probs: Tensor, entropy: Tensor, inputs: Any, of: Segments) -> Tensor:
+            if log_probs.any():  # unlike the check before the model runs
+                ratios = (log_probs.detach() - inputs["old"]).exp()
+                num_others[name] += int((ratios != 1).sum())  # noqa: B023
+            return log_probs
+
+        in_one.forward_backward(planned, count)
+        engine.runtime.discard_gradients()
+    engine.forward_backward(engine.plan(found[:3]), ppo)
+    engine.forward_backward(engine.plan(found[3:]), ppo)
+    norms = [engine.optim_step(lr=0.0, divisor=7.0)]
+    engine.forward_backward(engine.plan(found[:3]), ppo, divisor=7.0)
+    engine.forward_backward(engine.plan(found[3:]), ppo, divisor=7.0)
+    norms.append(engine.optim_step())
+    plain = [each.tokens for each in found]
+    steps = [engine.train_step(plain, lambda log_probs, *_: -log_probs, lr=0.01) for _ in range(3)]
+    return VerbsProbe(
+        {name: [each.numpy() for each in values] for name, values in outputs.items()},
+        [each.numpy() for each in of_share["log_probs"]],
+        num_others,
+        tuple(norms),
+        tuple(step.loss.mean for step in steps),
+    )
+
+
+def run_reference_outputs() -> list[tuple[np.ndarray, np.ndarray]]:
+    use_fp64_loss()
+    provide_memory_buffer()
+    model = build_upstream_model(MODEL, Job(MODEL, (), (), (), ()).seed)
+    with torch.no_grad():
+        return [
+            tuple(np.r_[0.0, each.numpy()] for each in outputs_of(model, sequence.tokens))
+            for sequence in rollout()
+        ]
+
+
+@cache
+def probes() -> list[VerbsProbe]:
+    return pool_of(4).run(probe_verbs)
+
+
+def test_outputs_are_in_the_order_of_the_caller() -> None:
+    reference = pool_of(1).run(run_reference_outputs)[0]
+    for rank, probe in enumerate(probes()):
+        for i, name in enumerate(("log_probs", "entropy")):
+            for found, expected in zip(probe.outputs[name], reference, strict=True):
+                np.testing.assert_allclose(found, expected[i], rtol=0, atol=1e-10)
+        own = reference[2 * rank : 2 * rank + 2]
+        for found, expected in zip(probe.of_share, own, strict=True):
+            np.testing.assert_allclose(found, expected[0], rtol=0, atol=1e-10)
+
+
+def test_the_ratio_of_an_unchanged_model_is_exactly_1() -> None:
+    for probe in probes():
+        assert probe.num_other_ratios == dict.fromkeys(STRATEGIES, 0)
+
+
+def test_a_divisor_of_each_call_is_that_of_the_step() -> None:
+    first, second = probes()[0].norms
+    assert first == pytest.approx(second, rel=1e-12)
+
+
+def test_steps_train() -> None:
+    for probe in probes():
+        assert probe.losses == probes()[0].losses
+        assert probe.losses[2] < probe.losses[1] < probe.losses[0]
+
+
+def mean_loss(log_probs: Tensor, *_: Any) -> Tensor:
+    return -log_probs.mean()
+
+
+def detached_loss(log_probs: Tensor, *_: Any) -> Tensor:
+    return -log_probs.detach()
+
+
+def errors() -> dict[str, str]:
+    """On every rank: the message of each wrong use."""
+    engine = make_engine()
+    rank = engine.runtime.rank
+    tokens = rollout()[0].tokens
+    ones = np.ones(len(tokens), dtype=np.float32)
+    batch = engine.plan([tokens])
+
+    def divide_twice() -> None:
+        engine.forward_backward(batch, scaled_by_1, divisor=2.0)
+        try:
+            engine.optim_step(divisor=2.0)
+        finally:
+            engine.runtime.discard_gradients()
+
+    wrong: dict[str, Callable[[], Any]] = {
+        "mean": lambda: engine.forward_backward(batch, mean_loss),
+        "detached": lambda: engine.forward_backward(batch, detached_loss),
+        "missing input": lambda: engine.forward_backward(batch, ppo),
+        "two divisors": divide_twice,
+        "too long": lambda: engine.plan([np.zeros(9 * LIMIT, dtype=np.int64)]),
+        "other sequences": lambda: engine.plan([tokens[: 3 + rank // 3]]),
+        "other vocabulary": lambda: engine.plan([tokens, [1, 99 if rank == 2 else 2]]),
+        "weights": lambda: engine.plan([TokenSequence(tokens, -ones)]),
+        "inputs of one": lambda: engine.plan(
+            [tokens, TokenSequence(tokens, inputs={"a": torch.from_numpy(ones)})]
+        ),
+        "mini-batches": lambda: engine.plan([tokens], mini_batches=2),
+        "outputs": lambda: engine.forward(batch, ("logits",)),
+    }
+    found = {}
+    for name, use in wrong.items():
+        with pytest.raises(HydraulisError) as error:
+            use()
+        found[name] = str(error.value)
+    return found
+
+
+def scaled_by_1(log_probs: Tensor, *_: Any) -> Tensor:
+    return log_probs
+
+
+def test_wrong_uses_raise_one_error_on_every_rank() -> None:
+    of_ranks = pool_of(4).run(errors)
+    messages = {
+        "mean": "one number per token, here 17 in shape (17,), but returned shape ()",
+        "detached": "must depend on log_probs or entropy",
+        "missing input": "reads the input 'old' but the sequences have none",
+        "two divisors": "optim_step has divisor 2 and 1 calls",
+        "too long": "359",
+        "other sequences": "ranks [3] have others than rank 0",
+        "other vocabulary": "sequence 1: token ids lie in [0, 61) but there is 99",
+        "weights": "that of token 0 is -1",
+        "inputs of one": "sequence 0 has [] and sequence 1 has ['a']",
+        "mini-batches": "1 sequences for 2 mini-batches",
+        "outputs": "logits was asked for",
+    }
+    for found in of_ranks:
+        assert found == of_ranks[0]
+        for name, text in messages.items():
+            assert text in found[name]
