@@ -24,7 +24,7 @@ _LINE = re.compile(
     r" number of skipped iterations: +(?P<num_skipped>\d+) \|"
     r" number of nan iterations: +(?P<num_nan>\d+) \|"
     r" strategy: (?P<strategy>[^|]+) \|"
-    r" tokens: (?P<num_tokens>[\d,]+) \|"
+    r" tokens: (?P<num_tokens>[\d,]+)(?: \((?P<trained_tokens>[\d,]+) trained\))? \|"
     r" padding: (?P<padding_percent>[\d.]+)% \|"
     r" imbalance: (?P<imbalance>[\d.]+) \|"
     r" plan time \(ms\): (?P<plan_time_ms>[\d.]+) \|"

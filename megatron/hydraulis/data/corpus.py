@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,7 +11,14 @@ import numpy.typing as npt
 from megatron.hydraulis.data.fingerprint import DatasetFingerprint
 from megatron.hydraulis.data.index import LONG_SEQUENCES, DatasetIndex, LongSequences, bin_path
 from megatron.hydraulis.data.sampler import SequenceGroup
-from megatron.hydraulis.data.weights import Weights, checked_weights, read_weights, weights_path
+from megatron.hydraulis.data.weights import (
+    LOSS_NORMALIZATIONS,
+    LossNormalization,
+    Weights,
+    checked_weights,
+    read_weights,
+    weights_path,
+)
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
 VOCABULARY_CHECK_TOKENS = 1 << 24
@@ -68,6 +75,8 @@ class CorpusReport:
     num_sequences: int
     num_tokens: int
     """The sum of the sequences' lengths."""
+    num_weighted: int = 0
+    """Documents of datasets with a weights file."""
     num_dropped_short: int
     """Documents of fewer than two tokens, which hold nothing to predict."""
     num_split: int = 0
@@ -89,6 +98,7 @@ class CorpusReport:
 
     def __str__(self) -> str:
         cuts = (
+            (self.num_weighted, "documents with token weights"),
             (self.num_split, "documents split"),
             (self.num_truncated, f"truncated by {self.num_truncated_tokens:,} tokens"),
             (
@@ -114,6 +124,7 @@ class Corpus:
         seq_length: maximum number of tokens that a sequence trains (``--seq-length``).
         long_sequences: what to do with longer documents.
         weights: share of the draws of each dataset; in proportion to its sequences if None.
+        loss_normalization: of the weights of tokens.
         name: name in messages, e.g. ``train``.
 
     Raises:
@@ -128,6 +139,7 @@ class Corpus:
         seq_length: int,
         long_sequences: LongSequences,
         weights: Sequence[float] | None = None,
+        loss_normalization: LossNormalization = "token",
         name: str = "train",
     ) -> None:
         if seq_length < 1:
@@ -138,19 +150,29 @@ class Corpus:
             raise ConfigurationError(
                 f"--long-sequences is one of {', '.join(LONG_SEQUENCES)} but is '{long_sequences}'"
             )
+        if loss_normalization not in LOSS_NORMALIZATIONS:
+            raise ConfigurationError(
+                f"--loss-normalization is one of {', '.join(LOSS_NORMALIZATIONS)} but is "
+                f"'{loss_normalization}'"
+            )
         if weights is not None and len(weights) != len(ranges):
             raise ConfigurationError(
                 f"corpus '{name}': {len(weights)} weights for {len(ranges)} datasets; give one each"
             )
         cuts = [_cut(documents, seq_length, long_sequences) for documents in ranges]
         documents, lengths, reports = zip(*cuts, strict=True) if cuts else ((), (), ())
+        self._token_weights = [read_weights(part.index) for part in ranges]
+        self._loss_normalization = loss_normalization
         self.name = name
         self.prefixes = tuple(part.index.prefix for part in ranges)
         self.lengths = _joined(lengths)
         """(num_sequences,) tokens that each sequence predicts, dataset after dataset; int64 only if
         int32 is too small."""
         self.lengths.setflags(write=False)
-        self.reports: tuple[CorpusReport, ...] = reports
+        self.reports = tuple(
+            report if stored is None else replace(report, num_weighted=report.num_documents)
+            for report, stored in zip(reports, self._token_weights, strict=True)
+        )
         """One for each dataset."""
         self._documents = _joined(documents)
         self._ends = np.cumsum([report.num_sequences for report in reports], dtype=np.int64)
@@ -158,7 +180,6 @@ class Corpus:
         self._seq_length = seq_length
         self._weights = None if weights is None else tuple(weights)
         self._readers: dict[int, Any] = {}
-        self._token_weights = [read_weights(part.index) for part in ranges]
         self._vocab_size: int | None = None
 
     @property
@@ -234,22 +255,33 @@ class Corpus:
         """The weight of predicting each token of a sequence; that of its first token is ignored.
 
         Returns:
-            (length + 1,) float32, 1 for data without weights.
+            (length + 1,) float32, 1 for data without weights; normalised as the corpus is.
 
         Raises:
             DataError: a negative or non-finite weight.
         """
         dataset = self.dataset_of(sequence_id)
-        num_tokens = int(self.lengths[sequence_id]) + 1
+        offset = self._offset(dataset, sequence_id)
+        part = slice(offset, offset + int(self.lengths[sequence_id]) + 1)
+        if self._loss_normalization == "token":
+            return self._stored_weights(dataset, sequence_id, part)
+        whole = slice(0, self._document_length(dataset, sequence_id) + 1)
+        weights = self._stored_weights(dataset, sequence_id, whole)
+        total = weights[1:].sum(dtype=np.float64)
+        return weights[part] if total == 0 else (weights[part] / total).astype(np.float32)
+
+    def _stored_weights(self, dataset: int, sequence_id: int, part: slice) -> Weights:
+        """Weights of tokens of a sequence's document."""
+        num_tokens = part.stop - part.start
         stored = self._token_weights[dataset]
         if stored is None:
             return np.ones(num_tokens, dtype=np.float32)
         documents = self._ranges[dataset].index
         first_sequence = documents.first_sequences[self._documents[sequence_id]]
         offset_bytes = int(self._reader(dataset).index.sequence_pointers[first_sequence])
-        first = offset_bytes // documents.token_type.itemsize + self._offset(dataset, sequence_id)
-        weights = stored[first : first + num_tokens]
-        return checked_weights(weights, num_tokens, self.describe(sequence_id))
+        first = offset_bytes // documents.token_type.itemsize + part.start
+        where = self.describe(sequence_id)
+        return checked_weights(stored[first : first + num_tokens], num_tokens, where)
 
     def check_vocabulary(self, vocab_size: int, *, share: int = 0, num_shares: int = 1) -> None:
         """Refuse token ids from ``vocab_size`` on, now in a sample and later in ``tokens``.
@@ -346,10 +378,20 @@ class Corpus:
         Derived, not stored: pieces of one document follow each other, all but the last of them
         ``seq_length`` long.
         """
+        return (sequence_id - self._pieces(dataset, sequence_id).start) * self._seq_length
+
+    def _document_length(self, dataset: int, sequence_id: int) -> int:
+        """Sum of the lengths of all sequences of its document."""
+        pieces = self._pieces(dataset, sequence_id)
+        return int(self.lengths[pieces.start : pieces.stop].sum(dtype=np.int64))
+
+    def _pieces(self, dataset: int, sequence_id: int) -> range:
+        """The sequences of a sequence's document."""
         first, documents = self._documents_of(dataset)
         # A scalar of the array's own type: for another, NumPy would convert the whole array.
-        first_piece = first + int(documents.searchsorted(documents[sequence_id - first]))
-        return (sequence_id - first_piece) * self._seq_length
+        document = documents[sequence_id - first]
+        begin, end = (int(documents.searchsorted(document, side)) for side in ("left", "right"))
+        return range(first + begin, first + end)
 
     def _fits(self, lowest: int, highest: int) -> bool:
         return lowest >= 0 and (self._vocab_size is None or highest < self._vocab_size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.hydraulis.data.corpus import Corpus, DocumentRange
 from megatron.hydraulis.data.index import DatasetIndex, LongSequences, read_index
+from megatron.hydraulis.data.weights import LossNormalization
 from megatron.hydraulis.errors import ConfigurationError, DataError
 
 DEFAULT_SPLIT = "969,30,1"
@@ -60,6 +61,7 @@ def load_corpora(
     *,
     seq_length: int,
     long_sequences: LongSequences,
+    loss_normalization: LossNormalization = "token",
     blend: Blend | None = None,
     split: str | None = None,
     blend_per_part: Sequence[Blend | None] | None = None,
@@ -69,6 +71,7 @@ def load_corpora(
     Args:
         seq_length: maximum number of tokens that a sequence trains.
         long_sequences: what to do with longer documents.
+        loss_normalization: of the weights of tokens.
         blend: datasets whose documents ``split`` divides, in order, each dataset by itself.
         split: shares of training, validation and test; ``969,30,1`` if None.
         blend_per_part: instead of ``blend``, the datasets of training, validation and test.
@@ -100,14 +103,17 @@ def load_corpora(
             for part in blends
         ]
     corpora = [
-        _corpus(name, part_blend, part_ranges, seq_length, long_sequences)
+        _corpus(name, part_blend, part_ranges, seq_length, long_sequences, loss_normalization)
         for name, part_blend, part_ranges in zip(_PARTS, blends, ranges, strict=True)
     ]
     return Corpora(*corpora)
 
 
 def load_corpora_from_arguments(
-    args: argparse.Namespace, *, long_sequences: LongSequences
+    args: argparse.Namespace,
+    *,
+    long_sequences: LongSequences,
+    loss_normalization: LossNormalization = "token",
 ) -> Corpora:
     """The corpora that Megatron's own flags name.
 
@@ -131,6 +137,7 @@ def load_corpora_from_arguments(
     return load_corpora(
         seq_length=args.seq_length,
         long_sequences=long_sequences,
+        loss_normalization=loss_normalization,
         blend=_blend(blend),
         split=args.split,
         blend_per_part=None if per_part is None else [_blend(part) for part in per_part],
@@ -182,6 +189,7 @@ def _corpus(
     ranges: Sequence[DocumentRange],
     seq_length: int,
     long_sequences: LongSequences,
+    loss_normalization: LossNormalization,
 ) -> Corpus | None:
     if blend is None:
         return None
@@ -190,6 +198,7 @@ def _corpus(
         seq_length=seq_length,
         long_sequences=long_sequences,
         weights=blend.weights,
+        loss_normalization=loss_normalization,
         name=name,
     )
     if name == "train":

@@ -14,7 +14,7 @@ weight 1.
 
 import os
 import struct
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,12 @@ from megatron.hydraulis.data.index import DatasetIndex
 from megatron.hydraulis.errors import DataError
 
 Weights = npt.NDArray[np.float32]
+
+LossNormalization = Literal["token", "sequence"]
+"""Whether tokens have the weights of the data, or these divided by their sum over the document, so
+that all documents with any weight have the same; the parts of a split document share its sum."""
+
+LOSS_NORMALIZATIONS: tuple[LossNormalization, ...] = get_args(LossNormalization)
 
 _MAGIC = b"HYDWGHT\x00"
 _VERSION = 1

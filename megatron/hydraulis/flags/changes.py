@@ -21,6 +21,7 @@ _CHANGE_UPDATE = (
     "global_batch_tokens",
     "grad_reduce_in_bf16",
     "long_sequence_window",
+    "loss_normalization",
     "lr_warmup_init",
     "lr_wsd_decay_iters",
     "lr_wsd_decay_samples",

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from megatron.hydraulis.data.index import LongSequences
+from megatron.hydraulis.data.weights import LossNormalization
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.flags.problems import Problems
 from megatron.hydraulis.flags.ranges import RANGES
@@ -79,6 +80,11 @@ class HydraulisConfig:
     long_sequences: LongSequences = "split"
     """What to do with a sequence longer than --seq-length (tokens): split it into several, truncate
     it, drop it, or stop with an error. The log says how many there were. Default: split."""
+
+    loss_normalization: LossNormalization = "token"
+    """Weight of a token in the loss: that in the data's .weights file, or 1; or this divided by its
+    sum over the document, so that each sequence counts the same, the parts of a split one together.
+    Default: token, the former."""
 
     global_batch_tokens: int | None = field(default=None, metadata=_flag("N"))
     """Size of a global batch (tokens), instead of --global-batch-size in sequences. A sequence that
@@ -312,6 +318,7 @@ FIELDS_BY_TOPIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Batches and memory": (
             "global_batch_tokens",
             "long_sequences",
+            "loss_normalization",
             "long_sequence_window",
             "max_tokens_per_micro_batch",
             "row_quantum_tokens",

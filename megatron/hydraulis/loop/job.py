@@ -188,7 +188,9 @@ class Job:
         Raises ConfigurationError, DataError.
         """
         corpora = load_corpora_from_arguments(
-            self._resolved.args, long_sequences=self._resolved.hydraulis.long_sequences
+            self._resolved.args,
+            long_sequences=self._resolved.hydraulis.long_sequences,
+            loss_normalization=self._resolved.hydraulis.loss_normalization,
         )
         if corpora.train is None:
             raise ConfigurationError(

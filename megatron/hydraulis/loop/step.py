@@ -404,6 +404,7 @@ class TrainingLoop:
             learning_rate=optimizer.param_groups[0]["lr"],
             num_sequences=planned.batch.num_sequences,
             num_tokens=planned.batch.num_tokens,
+            trained_tokens=outcome.loss.trained_tokens,
             strategy=plan.strategy,
             iteration_time_s=iteration_time_s,
             predicted_time_s=plan.predicted_time_s,
@@ -435,6 +436,7 @@ class TrainingLoop:
         writer = get_tensorboard_writer()
         if writer is not None and number % args.tensorboard_log_interval == 0:
             writer.add_scalar("tokens", record.num_tokens, number)
+            writer.add_scalar("trained-tokens", record.trained_tokens, number)
             writer.add_scalar("padding-fraction", record.padding_fraction, number)
             writer.add_scalar("imbalance", record.imbalance, number)
 
@@ -507,6 +509,7 @@ class LogInterval:
             self._records[-1],
             strategy=self._strategies,
             num_tokens=round(num_tokens / len(self._records)),
+            trained_tokens=round(statistics.fmean(r.trained_tokens for r in self._records)),
             num_sequences=round(statistics.fmean(r.num_sequences for r in self._records)),
             padding_fraction=num_padding / num_all if num_all else 0.0,
             **means,  # type: ignore[arg-type]

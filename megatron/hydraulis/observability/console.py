@@ -46,7 +46,7 @@ def iteration_suffix(record: IterationRecord, eta_s: float | None) -> str:
     """Fields to append to upstream's log line, which ends in ``|``."""
     fields = [
         f"strategy: {record.strategy}",
-        f"tokens: {record.num_tokens:,}",
+        f"tokens: {tokens_text(record.num_tokens, record.trained_tokens)}",
         f"padding: {record.padding_fraction:.1%}",
         f"imbalance: {record.imbalance:.2f}",
         f"plan time (ms): {record.plan_time_s * 1e3:.1f}",
@@ -85,7 +85,7 @@ def _closing_rows(run: Run) -> Iterator[tuple[str, str]]:
 
     yield "iterations", f"{totals.first_iteration} to {totals.last_iteration}"
     yield "lm loss, first → last", f"{loss_text(totals.first_loss)} → {loss_text(totals.last_loss)}"
-    yield "trained tokens", f"{totals.num_tokens:,}"
+    yield "tokens", tokens_text(totals.num_tokens, totals.trained_tokens)
     yield "tokens/s", count_text(totals.tokens_per_s)
     yield "padding", share_text(totals.padding_fraction)
     yield "imbalance, median (worst)", f"{totals.imbalance:.2f} ({totals.worst_imbalance:.2f})"
@@ -143,6 +143,12 @@ def share_text(share: float | None) -> str:
 def count_text(value: float | None) -> str:
     """'12,288'."""
     return _UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def tokens_text(num_tokens: int, trained_tokens: int) -> str:
+    """'12,288', or '12,288 (3,072 trained)' if some are not."""
+    trained = "" if trained_tokens == num_tokens else f" ({trained_tokens:,} trained)"
+    return f"{num_tokens:,}{trained}"
 
 
 def factor_text(value: float | None) -> str:

@@ -37,6 +37,7 @@ _LOWEST: dict[str, float] = {
     "iteration": 1,
     "num_sequences": 0,
     "num_tokens": 0,
+    "trained_tokens": 0,
     "consumed_samples": 0,
     "num_marked_plans": 0,
     "iteration_time_s": 0,
@@ -68,7 +69,7 @@ class IterationRecord:
     iteration: int
     """Number of the iteration; the first one is 1."""
     lm_loss: float | None
-    """Mean loss per trained token of the global batch; None if no token was trained.
+    """Mean loss of the global batch by the weights of its tokens; None if they have none.
     A non-finite loss is kept here and written as ``null``."""
     grad_norm: float | None
     """Global norm of the gradients before clipping; None if the update was skipped."""
@@ -76,7 +77,9 @@ class IterationRecord:
     num_sequences: int
     """Sequences of the global batch."""
     num_tokens: int
-    """Trained tokens of the global batch, without padding."""
+    """Tokens that the sequences of the global batch predict, without padding."""
+    trained_tokens: int
+    """Those of them with a weight above 0."""
     strategy: str
     """Name of the strategy in the pool, or its notation."""
     iteration_time_s: float
@@ -84,7 +87,7 @@ class IterationRecord:
     predicted_time_s: float
     """Time that the plan predicts: its makespan."""
     padding_fraction: float
-    """Padding tokens / (trained + padding tokens) over all micro-batches, from 0 to 1."""
+    """Padding tokens / (padding tokens + ``num_tokens``) over all micro-batches, from 0 to 1."""
     imbalance: float
     """Makespan / rank-weighted mean of the replica times; 1 is perfect."""
     consumed_samples: int
@@ -200,8 +203,11 @@ class IterationRecord:
     def from_json(cls, values: Mapping[str, Any]) -> IterationRecord:
         """The record that `to_json` wrote; unknown keys are ignored.
 
+        Earlier versions, which trained every token, did not write ``trained_tokens``.
+
         Raises `HydraulisError` if a key without a default is missing or a value breaks its rule.
         """
+        values = {"trained_tokens": values.get("num_tokens"), **values}
         fields = dataclasses.fields(cls)
         required = [
             field.name

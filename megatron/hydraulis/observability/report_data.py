@@ -315,6 +315,7 @@ class Totals:
     num_skipped: int
     """Number of iterations without a loss or without an update."""
     num_tokens: int
+    trained_tokens: int
     num_sequences: int
     tokens_per_s: float | None
     iteration_time_s: float
@@ -536,6 +537,7 @@ def _totals(run: Run, measured: Sequence[MeasuredReplica]) -> Totals:
         last_loss=losses[-1] if losses else None,
         num_skipped=sum(record.lm_loss is None or record.grad_norm is None for record in records),
         num_tokens=num_tokens,
+        trained_tokens=sum(record.trained_tokens for record in records),
         num_sequences=sum(record.num_sequences for record in records),
         tokens_per_s=_tokens_per_s(steady),
         iteration_time_s=statistics.median(record.iteration_time_s for record in steady),

@@ -144,7 +144,7 @@ def figures_of(run: Run) -> list[ReportFigure]:
         figures = (
             _curve(
                 *(run, "loss", "Loss", "lm loss per token", _losses(run), MEASURED),
-                caption="Mean loss per trained token of each global batch.",
+                caption="Mean loss of each global batch, by the weights of its tokens.",
             ),
             _curve(
                 *(run, "throughput", "Tokens per second", "tokens/s", rates, MEASURED),
@@ -422,7 +422,7 @@ def summary_of(run: Run) -> Figure:
     num = len(run.records)
     iterations = "1 iteration" if num == 1 else f"{num:,} iterations"
     figure.suptitle(
-        f"{title}   ·   {iterations}   ·   {run.numbers.totals.num_tokens:,} trained tokens",
+        f"{title}   ·   {iterations}   ·   {run.numbers.totals.trained_tokens:,} trained tokens",
         fontsize=11,
     )
     return figure

@@ -22,6 +22,7 @@ from megatron.hydraulis.observability.console import (
     loss_text,
     seconds_text,
     share_text,
+    tokens_text,
 )
 from megatron.hydraulis.observability.records import (
     REPORT_FILE_NAME,
@@ -181,6 +182,8 @@ def _tiles(run: Run) -> str:
         reached += f" of {totals.num_train_iters:,}"
     time = f"{seconds_text(totals.iteration_time_s)} per iteration"
     sequences = f"of {count_text(totals.num_sequences)} sequences"
+    if totals.trained_tokens < totals.num_tokens:
+        sequences = f"of {count_text(totals.num_tokens)}, {sequences}"
     idle = ("Idle share, predicted", share_text(totals.idle_fraction))
     imbalance = f"imbalance {totals.imbalance:.2f}, worst {totals.worst_imbalance:.2f}"
     if totals.measured_idle_fraction is not None:
@@ -190,9 +193,9 @@ def _tiles(run: Run) -> str:
     waited = f"{share_text(totals.plan_wait_fraction)} of the time, without first iterations"
     tiles = [
         ("Iterations", reached, f"from {totals.first_iteration:,} on"),
-        ("Loss, first → last", losses, "per trained token"),
+        ("Loss, first → last", losses, "mean by the weights of tokens"),
         ("Tokens/s", count_text(totals.tokens_per_s), time),
-        ("Trained tokens", count_text(totals.num_tokens), sequences),
+        ("Trained tokens", count_text(totals.trained_tokens), sequences),
         ("Measured / predicted", ratio, error),
         (*idle, imbalance),
         ("Padding", share_text(totals.padding_fraction), "of the computed tokens"),
@@ -405,7 +408,7 @@ def _iteration_table(run: Run) -> str:
             "iteration": str(record.iteration),
             "strategy": record.strategy,
             "loss": loss_text(record.lm_loss),
-            "tokens": count_text(record.num_tokens),
+            "tokens": tokens_text(record.num_tokens, record.trained_tokens),
             "measured": seconds_text(record.iteration_time_s),
             "predicted": seconds_text(record.predicted_time_s),
             "imbalance": f"{record.imbalance:.2f}",

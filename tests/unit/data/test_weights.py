@@ -15,7 +15,7 @@ from megatron.hydraulis.data.index import LongSequences, read_index
 from megatron.hydraulis.data.packed_batch import pack
 from megatron.hydraulis.data.preprocess import DatasetWriter
 from megatron.hydraulis.data.weights import read_weights
-from megatron.hydraulis.errors import DataError
+from megatron.hydraulis.errors import ConfigurationError, DataError
 from tests.unit.data.datasets import numbered_documents, write_dataset
 
 LENGTHS = [5, 1, 9, 4]
@@ -36,11 +36,11 @@ def write(prefix: Path, *, weights: np.ndarray | None = None) -> str:
 
 
 def corpus_of(
-    prefix: str, *, first: int = 0, long_sequences: LongSequences = "split", seq_length: int = 3
+    prefix: str, *, first: int = 0, long_sequences: LongSequences = "split", **settings: Any
 ) -> Corpus:
     index = read_index(prefix)
     part = DocumentRange(index, first, index.num_documents)
-    return Corpus([part], seq_length=seq_length, long_sequences=long_sequences)
+    return Corpus([part], seq_length=3, long_sequences=long_sequences, **settings)
 
 
 @pytest.mark.parametrize("policy", ["split", "truncate"])
@@ -167,6 +167,42 @@ def test_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
         assert data_differences(before, corpus_of(prefix).fingerprints()) == [
             f"dataset '{prefix}' has other weights of tokens"
         ]
+
+
+@pytest.mark.parametrize("policy", ["split", "truncate"])
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_documents_get_the_same_weight_and_their_parts_share_it(
+    tmp_path: Path, policy: LongSequences, has_weights: bool
+) -> None:
+    weights = np.arange(NUM_TOKENS) / 8
+    weights[-4:] = 0.0  # the last document
+    prefix = write(tmp_path / "corpus", weights=weights)
+    if not has_weights:
+        (tmp_path / "corpus.weights").unlink()
+    given, found = (
+        corpus_of(prefix, long_sequences=policy, loss_normalization=normalization)
+        for normalization in ("token", "sequence")
+    )
+    sums = dict.fromkeys((0, 2, 3), 0.0)  # document 1 has a single token
+    for sequence_id in range(found.num_sequences):
+        before, after = given.token_weights(sequence_id), found.token_weights(sequence_id)
+        assert after.dtype == np.float32
+        document = int(np.searchsorted(np.cumsum(LENGTHS), given.tokens(sequence_id)[0], "right"))
+        sums[document] += float(after[1:].sum())
+        np.testing.assert_allclose(after * before[1:].sum(), before * after[1:].sum(), rtol=1e-6)
+    assert sums == pytest.approx({0: 1.0, 2: 1.0, 3: 0.0 if has_weights else 1.0})
+
+
+def test_an_unknown_normalization_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"one of token, sequence but is 'batch'"):
+        corpus_of(write(tmp_path / "corpus"), loss_normalization="batch")
+
+
+def test_the_report_counts_documents_with_weights(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "corpus")
+    assert ", 4 documents with token weights" in str(corpus_of(prefix).report)
+    (tmp_path / "corpus.weights").unlink()
+    assert "weights" not in str(corpus_of(prefix).report)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

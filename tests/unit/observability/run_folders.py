@@ -132,7 +132,8 @@ def make_record(iteration: int = 1, **changes: Any) -> IterationRecord:
         "plan_gap": 0.0005,
         "num_marked_plans": 0,
     }
-    return IterationRecord(**(values | changes))
+    values |= changes
+    return IterationRecord(**({"trained_tokens": values["num_tokens"]} | values))
 
 
 def make_run(*records: IterationRecord, folder: str | Path = "run") -> Run:

@@ -21,6 +21,13 @@ def test_suffix_continues_upstreams_line() -> None:
     )
 
 
+def test_tokens_without_weight_are_told_apart() -> None:
+    record = make_record(num_tokens=4000, trained_tokens=1500)
+    assert " | tokens: 4,000 (1,500 trained) | " in iteration_suffix(record, None)
+    rows = rows_of(closing_table(make_run(record, make_record(2, num_tokens=1000))))
+    assert rows["tokens"] == "5,000 (2,500 trained)"
+
+
 def test_suffix_without_an_estimate() -> None:
     assert iteration_suffix(make_record(), None).endswith(" ETA unknown |")
 
@@ -71,7 +78,7 @@ def test_closing_table_sums_up_the_run(tmp_path: Path) -> None:
     rows = rows_of(text)
     assert rows["iterations"] == "1 to 3"
     assert rows["lm loss, first → last"] == "9.0000 → 5.0000"
-    assert rows["trained tokens"] == "4,900"
+    assert rows["tokens"] == "4,900"
     assert rows["tokens/s"] == "1,000"
     assert rows["padding"] == "2.0%"
     assert rows["imbalance, median (worst)"] == "1.07 (1.50)"

@@ -26,6 +26,7 @@ PROMISED_KEYS = {
     "learning_rate",
     "num_sequences",
     "num_tokens",
+    "trained_tokens",
     "strategy",
     "iteration_time_s",
     "predicted_time_s",
@@ -67,10 +68,16 @@ def test_files_without_regrouping_figures_are_read() -> None:
     assert IterationRecord.from_json(values) == make_record()
 
 
+def test_files_of_versions_that_trained_every_token_are_read() -> None:
+    values = make_record(num_tokens=900).to_json()
+    del values["trained_tokens"]
+    assert IterationRecord.from_json(values).trained_tokens == 900
+
+
 def test_missing_keys_are_named() -> None:
     values = make_record().to_json()
     del values["imbalance"], values["num_tokens"]
-    with pytest.raises(HydraulisError, match=r"2 of 19 keys are missing \(num_tokens, imbalance\)"):
+    with pytest.raises(HydraulisError, match=r"2 of 20 keys are missing \(num_tokens, imbalance\)"):
         IterationRecord.from_json(values)
 
 
@@ -80,6 +87,7 @@ def test_missing_keys_are_named() -> None:
         ("iteration", 0),
         ("num_sequences", -1),
         ("num_tokens", -1),
+        ("trained_tokens", -1),
         ("consumed_samples", -16),
         ("iteration_time_s", -0.1),
         ("iteration_time_s", math.nan),
