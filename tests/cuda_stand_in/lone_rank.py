@@ -167,9 +167,9 @@ def _all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None
 
 def _given_vote(real: Callable[..., Any]) -> Callable[..., Any]:
     def vote(
-        of_rank: Engine, *args: Any, next_strategy: str | None = None, **kwargs: Any
+        of_rank: Engine, calls: Any, next_strategy: str | None = None
     ) -> tuple[StepVote, tuple[int, ...]]:
-        real(of_rank, *args, next_strategy=next_strategy, **kwargs)
+        real(of_rank, calls, next_strategy)
         names = [strategy.name for strategy in of_rank.pool.strategies]
         given = StepVote(
             loss=GIVEN_LOSS,

@@ -56,6 +56,8 @@ class SmallModel:
     """On CUDA; the reference on the CPU has local layers."""
     fuses_rope: bool = False
     """Whether Transformer Engine's kernel rotates, on CUDA."""
+    loss_chunk_tokens: int | None = 7
+    """Fewer than most rows have."""
 
     def transformer(self) -> TransformerConfig:
         """Upstream's configuration of the whole model."""
@@ -106,6 +108,7 @@ class SmallModel:
             sequence_parallel=self.sequence_parallel,
             core_attention=self.core_attention,
             decays_qk_norms=self.decays_qk_norms,
+            loss_chunk_tokens=self.loss_chunk_tokens,
         )
 
 

@@ -23,9 +23,9 @@ weights weight_passes times to accumulate their gradients. Recomputation runs a 
 messages once more: of a layer, its core attention (with the exchange of cp) or its MLP (with two of
 the collectives).
 
-The last stage also computes logits and loss: 3 · 2·V·h/(tp·cp) · Σ s / matmul rate for V padded
-entries, and logit_passes rows of logits through memory. Stages send activations and gradients to
-their neighbours. No overlap is assumed.
+The last stage also computes logits and loss: logit_products · 2·V·h/(tp·cp) · Σ s / matmul rate for
+V padded entries, and logit_passes rows of logits through memory. Stages send activations and
+gradients to their neighbours. No overlap is assumed.
 
 Everything is linear in Σ s², Σ s and 1, which gives the coefficients a, b and c. Each coefficient
 is that of the stage where it is largest, because a replica runs at the pace of its slowest stage.
@@ -119,6 +119,8 @@ class AnalyticCostModel:
     """Whether Transformer Engine's kernel rotates queries and keys; affects memory only."""
     has_te_attention: bool = False
     """Whether core attention is Transformer Engine's; affects memory only."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at the same time, None for the default; affects memory only."""
     software: Software = TRAINING
     """Kernels and their efficiencies."""
     pool: PoolFootprint | None = None
@@ -164,6 +166,7 @@ class AnalyticCostModel:
             has_te_layers=self.has_te_layers,
             fuses_rope=self.fuses_rope,
             has_te_attention=self.has_te_attention,
+            loss_chunk_tokens=self.loss_chunk_tokens,
             ranks_per_node=self.cluster.ranks_per_node,
             pool=self.pool,
             kept=None if self.software.other is None else self.software.other.kept,
@@ -350,7 +353,7 @@ class AnalyticCostModel:
         """Output layer and loss, forward and backward."""
         product = self._matmul(self.shape.num_embedding_parameters, scheme)
         num_moved = self.software.logit_passes * self.shape.vocab_size / (scheme.tp * scheme.cp)
-        return (1 + _BACKWARD_FORWARDS) * product + self._moved(num_moved)
+        return self.software.logit_products * product + self._moved(num_moved)
 
     def _tp_collectives(self, scheme: Scheme, number: int) -> Term:
         """All-gathers or reduce-scatters of a hidden state over the tp ranks."""

@@ -94,6 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="norms around one, which take more memory in local layers",
     )
     job.add_argument(
+        "--loss-chunk-tokens",
+        type=int,
+        metavar="N",
+        help="tokens whose logits exist at the same time, as in training",
+    )
+    job.add_argument(
         "--recompute-granularity",
         choices=("full", "selective"),
         help="recompute activations: full, all of a layer; selective, --recompute-modules "
@@ -151,6 +157,7 @@ def run(namespace: argparse.Namespace) -> int:
         qk_norms=namespace.qk_layernorm,
         num_gate_tensors=num_gate_tensors(namespace),
         softmax_type=namespace.softmax_type,
+        loss_chunk_tokens=namespace.loss_chunk_tokens,
         has_wide_norms=namespace.apply_layernorm_1p and not has_te,
         has_te_layers=has_te,
         fuses_rope=has_te,

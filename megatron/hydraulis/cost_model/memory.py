@@ -16,10 +16,10 @@ tokens of a micro-batch: the state, what min(v, pp - i) micro-batches in flight 
 (1F1B; v is assumed large), what micro-batches leave behind (`_left_per_token`), and what exists
 only at that moment, which is in or after the backward of the last layer:
 
-- *loss* (last stage): logits, and the fp32 copy on which the cross entropy works; in fp32 it works
-  on the logits themselves;
-- *output layer* (last stage): the gradients of the logits, of the hidden state, gathered and in
-  parts, and of the matrix;
+- *loss* (last stage): the gathered hidden state, and fp32 logits of one chunk of tokens
+  (runtime/token_log_probs.py);
+- *output layer* (last stage): the gathered hidden state and its gradient, and of one chunk the
+  gradient of the logits, in fp32 and in the training precision;
 - *second matrix of the MLP*: gradients of the layer's output, in parts and gathered, of the
   matrix's input, and of the matrix;
 - *activation of the MLP*: with unfused kernels, the backward of a gated activation has four tensors
@@ -41,7 +41,7 @@ Layers of Transformer Engine keep the same, but
 
 - their products use one more workspace and write weight gradients into the arena. For each shape of
   a weight there is one tensor as large, which they return to autograd and nobody reads;
-- they gather into memory that is freed. Only the output layer leaves its buffer behind;
+- they gather into memory that is freed;
 - in the backward of *the first matrix of the MLP* its gathered input, its gradient before the
   reduce-scatter and the scattered gradient exist together, with the gradient of its output;
 - norms of queries and keys keep copies of these, not the fused output; so do local ones in fp32.
@@ -102,6 +102,9 @@ _LOSS_BYTES_PER_TOKEN = 6 * 8 + 4 * _FP32_BYTES
 _GATED_ACTIVATION_TENSORS = 4
 _PLAIN_ACTIVATION_TENSORS = 6
 _SEPARATE_ACTIVATION_TENSORS = 3
+LOSS_CHUNK_BYTES = 2**30
+"""Of the fp32 logits of a chunk on a rank. A chunk's products then take ten times as long as adding
+to the weight's gradient once, or longer, with up to 128K columns on a rank."""
 OFFSET_CHANNELS = 8
 """Channels that carry a learnable offset through the kernel: CUDA's take a multiple of 8."""
 QUERY_BLOCK = 512
@@ -178,6 +181,15 @@ class PoolFootprint:
             weight_shapes=1 / scheme.tp,
             num_communicators=NUM_GROUPS_OF_ALL + sum(has_groups) if num_ranks > 1 else 0,
         )
+
+
+def loss_chunk_tokens(num_columns: int) -> int:
+    """Tokens whose logits exist at the same time by default.
+
+    Args:
+        num_columns: logits of a token on a rank: the padded vocabulary over tp.
+    """
+    return max(1, LOSS_CHUNK_BYTES // (_FP32_BYTES * num_columns))
 
 
 def communicators_text(num_communicators: int) -> str:
@@ -266,6 +278,23 @@ class Moment:
     """Independent of the number of tokens."""
     bytes_per_token: float
     """Per token of a micro-batch on a cp rank."""
+    bytes_per_chunk_token: float = 0.0
+    """Per token of them in the chunk at work."""
+    chunk_tokens: int = 0
+
+    def bytes_with(self, num_tokens: float) -> float:
+        """With a micro-batch of num_tokens on a cp rank."""
+        in_chunk = min(num_tokens, self.chunk_tokens)
+        per_token = self.bytes_per_token * num_tokens
+        return self.fixed_bytes + per_token + self.bytes_per_chunk_token * in_chunk
+
+    def tokens_in(self, num_bytes: float, further_per_token: float) -> float:
+        """Tokens on a cp rank that fit, each with further bytes."""
+        free, per_token = num_bytes - self.fixed_bytes, self.bytes_per_token + further_per_token
+        in_one_chunk = free / (per_token + self.bytes_per_chunk_token)
+        if in_one_chunk <= self.chunk_tokens:
+            return in_one_chunk
+        return (free - self.bytes_per_chunk_token * self.chunk_tokens) / per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +309,6 @@ class _Token:
     """Of all keys; values take as much."""
     mlp: float
     """A tensor as wide as the MLP: half of fc1's output if that is gated."""
-    logits: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,6 +350,8 @@ class MemoryModel:
     """Of every sequence; affects other software that stores scores."""
     num_micro_batches: int | None = None
     """Of a replica in an iteration; None for many."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at the same time; None for the default."""
 
     @property
     def reserve_bytes(self) -> float:
@@ -350,10 +380,9 @@ class MemoryModel:
         """`max_tokens` of one stage with num_layers layers."""
         multiple = 2 * scheme.tp * scheme.cp
         usable = self.usable_bytes
+        stream = self._stream_per_token(scheme)
         tokens_per_cp_rank = min(
-            (usable - moment.fixed_bytes)
-            / (moment.bytes_per_token + self._stream_per_token(scheme))
-            for moment in self._moments(scheme, stage, num_layers)
+            moment.tokens_in(usable, stream) for moment in self._moments(scheme, stage, num_layers)
         )
         return max(0, int(tokens_per_cp_rank * scheme.cp) // multiple * multiple)
 
@@ -364,8 +393,7 @@ class MemoryModel:
     def peak_bytes(self, scheme: Scheme, stage: int, num_tokens: int) -> float:
         """Peak while micro-batches run that have num_tokens over all cp ranks."""
         return max(
-            moment.fixed_bytes + moment.bytes_per_token * num_tokens / scheme.cp
-            for moment in self.moments(scheme, stage)
+            moment.bytes_with(num_tokens / scheme.cp) for moment in self.moments(scheme, stage)
         )
 
     def stream_bytes(self, scheme: Scheme, num_tokens: int) -> float:
@@ -455,22 +483,21 @@ class MemoryModel:
             return
         kept += self._left_per_token(scheme, stage)
         matrix = shape.hidden_size * self.parameter_bytes / scheme.tp  # a column or row of one
+        whole = token.hidden if self._spreads(scheme) else 0.0
         if is_last:
             is_kept = self.fuses_rope or self.recompute.num_layers_again(num_layers) > 0
             table = 0.0 if is_kept else self._rotary_table_per_token(scheme)
-            yield Moment("loss", state, kept + table + self._loss_per_token(scheme))
-            yield Moment(
-                "output layer",
-                state + matrix * shape.vocab_size,
-                kept + token.logits + token.hidden + token.hidden_part,
-            )
-        if is_last and stage == 0 and shape.tied_embeddings:
-            # The output layer's gradient waits for that of the embedding.
-            state += matrix * shape.vocab_size
+            with_loss = kept + whole + _LOSS_BYTES_PER_TOKEN
+            num_columns = shape.vocab_size // scheme.tp
+            chunk_tokens = self.loss_chunk_tokens or loss_chunk_tokens(num_columns)
+            logits = num_columns * _FP32_BYTES
+            yield Moment("loss", state, with_loss + table, logits, chunk_tokens)
+            if self.parameter_bytes < _FP32_BYTES:
+                logits += num_columns * self.parameter_bytes
+            yield Moment("output layer", state, with_loss + token.hidden, logits, chunk_tokens)
         if is_last:
             kept -= (2 + self._widening) * token.hidden_part  # the final norm's have been freed
         kept += self._again_per_token(scheme, num_layers) + token.hidden_part
-        whole = token.hidden if self._spreads(scheme) else 0.0
         yield Moment(
             "second matrix of the MLP",
             state + (0.0 if self.has_te_layers else matrix * shape.ffn_hidden_size),
@@ -499,7 +526,6 @@ class MemoryModel:
             query=shape.query_size * self.parameter_bytes / tp,
             key=shape.num_query_groups * shape.kv_channels * self.parameter_bytes / tp,
             mlp=shape.ffn_hidden_size * self.parameter_bytes / tp,
-            logits=shape.vocab_size * self.parameter_bytes / tp,
         )
 
     def _spreads(self, scheme: Scheme) -> bool:
@@ -510,16 +536,8 @@ class MemoryModel:
         """What a micro-batch leaves behind: the gather buffer of sequence parallelism and, after
         the first stage, what was received, with its gradient."""
         token = self._token(scheme)
-        has_buffer = stage == scheme.pp - 1 or not self.has_te_layers
-        buffer = token.hidden if self._spreads(scheme) and has_buffer else 0.0
+        buffer = token.hidden if self._spreads(scheme) and not self.has_te_layers else 0.0
         return buffer + (2 * token.hidden_part if stage > 0 else 0.0)
-
-    def _loss_per_token(self, scheme: Scheme) -> float:
-        logits = self._token(scheme).logits
-        copy = logits * _FP32_BYTES / self.parameter_bytes
-        if self.parameter_bytes == _FP32_BYTES:
-            copy = 0.0
-        return logits + copy + _LOSS_BYTES_PER_TOKEN
 
     def _kept_per_token(self, scheme: Scheme, num_layers: int, *, is_last: bool) -> float:
         """What one micro-batch keeps on a stage."""

@@ -83,6 +83,9 @@ class Software:
     """Hidden states that norms move without a kernel, in bf16 rows."""
     logit_passes: float = 26.1
     """Rows of logits that loss and its gradient move, in bf16 rows."""
+    logit_products: float = 4.0
+    """Products with the output matrix: logits, once more for the backward of a row of several
+    chunks (runtime/token_log_probs.py), and two gradients; not fitted."""
     weight_passes: float = 1.60
     """How often the backward of a micro-batch moves the weights to accumulate gradients."""
     half_rate_tokens: float = 512.0
@@ -133,6 +136,7 @@ _STORED_SCORES = replace(_SEPARATE_NORMS, score_bytes=8.0)
 _NORM_KERNEL = replace(
     TRAINING,
     name="flash_attention2 + RMS kernel",
+    logit_products=3.0,
     launch_share=0.662,
     tp_link_share=0.519,
     # With few micro-batches, published sweeps show next to no wait with this kernel.

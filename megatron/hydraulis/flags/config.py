@@ -110,6 +110,11 @@ class HydraulisConfig:
     splits its cp ranks, a group of c ranks holds c/8 of it. Default: the limit of the memory model
     or the cost profile for each scheme."""
 
+    loss_chunk_tokens: int | None = field(default=None, metadata=_flag("N"))
+    """Tokens of a row whose logits exist at the same time (tokens); the backward computes the
+    logits of a row of several such chunks again. Default: as many as make 1 GiB of fp32 logits on
+    a rank."""
+
     row_quantum_tokens: int | None = field(default=None, metadata=_flag("N"))
     """Round every row up to a multiple of N tokens, but not beyond its limit, so that rows have few
     different sizes (tokens); 1 adds no padding. Default: 128 with CUDA, where kernels may be
@@ -322,6 +327,7 @@ FIELDS_BY_TOPIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "long_sequence_window",
             "max_tokens_per_micro_batch",
             "row_quantum_tokens",
+            "loss_chunk_tokens",
             "memory_trial",
             "core_attention",
             "no_sequence_parallel",

@@ -368,7 +368,7 @@ _TAKEN_FOR = {
         --use-flash-attn --flash-attention-version""",
     "every kernel computes the softmax in fp32": """
         --attention-softmax-in-fp32 --apply-query-key-layer-scaling""",
-    "the loss is Megatron's unfused cross entropy in fp32, the same value": """
+    "the loss is always computed in chunks of tokens (--loss-chunk-tokens), the same value": """
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl""",
     "an unfused kernel computes the same": """
         --fused-residual-rmsnorm --use-transformer-engine-op-fuser --use-te-activation-func

@@ -62,7 +62,8 @@ _OPTIONS: dict[Range, str] = {
         --log-interval --tensorboard-log-interval --tensorboard-queue-size
         --distributed-timeout-minutes --tensor-model-parallel-size --pipeline-model-parallel-size
         --context-parallel-size
-        --global-batch-tokens --max-tokens-per-micro-batch --row-quantum-tokens --ranks-per-node
+        --global-batch-tokens --max-tokens-per-micro-batch --row-quantum-tokens --loss-chunk-tokens
+        --ranks-per-node
         --num-ranks --keep-last --max-skipped-in-a-row""",
     _FROM_0: """
         --lr-warmup-iters --eval-iters --start-eval-at-iter --manual-gc-interval

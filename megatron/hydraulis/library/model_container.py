@@ -64,6 +64,7 @@ class HydraulisModelConfig(GPTModelConfig):
     model_provider: Callable[..., torch.nn.Module] | None = None
     core_attention: CoreAttentionName = "sdpa"
     decays_qk_norms: bool = False
+    loss_chunk_tokens: int | None = None
 
 
 class ModelContainerBuilder:
@@ -105,6 +106,7 @@ def model_config(resolved: Resolved, core_attention: CoreAttentionName) -> Hydra
     config.uses_sequence_parallel = resolved.hydraulis.sequence_parallel
     config.core_attention = core_attention
     config.decays_qk_norms = resolved.args.apply_wd_to_qk_layernorm
+    config.loss_chunk_tokens = resolved.hydraulis.loss_chunk_tokens
     return config
 
 
@@ -164,7 +166,7 @@ def model_definition(config: HydraulisModelConfig) -> ModelDefinition:
         rope_scaling=config.rope_scaling,
         rope_scaling_factor=config.rope_scaling_factor,
         seq_len_interpolation_factor=config.seq_len_interpolation_factor,
-        fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
+        loss_chunk_tokens=config.loss_chunk_tokens,
         tied_embeddings=config.share_embeddings_and_output_weights,
         sequence_parallel=config.uses_sequence_parallel,
         model_provider=config.model_provider,

@@ -260,6 +260,7 @@ def analytic_cost_model(
         qk_norms=resolved.args.qk_layernorm,
         num_gate_tensors=num_gate_tensors(resolved.args),
         softmax_type=resolved.args.softmax_type,
+        loss_chunk_tokens=resolved.hydraulis.loss_chunk_tokens,
         has_wide_norms=(
             resolved.args.layernorm_zero_centered_gamma
             and resolved.args.transformer_impl == "local"

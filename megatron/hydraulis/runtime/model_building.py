@@ -30,6 +30,11 @@ from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import require_no_dropout
 from megatron.hydraulis.runtime.core_attention import MODULE_OF, CoreAttentionName
 from megatron.hydraulis.runtime.packed_rope import follow_rows
+from megatron.hydraulis.runtime.token_log_probs import (
+    ChunkedOutputLayer,
+    OutputSettings,
+    token_losses,
+)
 from megatron.hydraulis.transfer.role import Role
 
 _TE_FUSION = "te_gradient_accumulation_fusion"
@@ -55,7 +60,8 @@ class ModelDefinition:
     rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
     seq_len_interpolation_factor: float | None = None
-    fp16_lm_cross_entropy: bool = False
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits exist at the same time; None for the memory model's default."""
     tied_embeddings: bool = False
     sequence_parallel: bool = True
     """Sequence parallelism wherever tp > 1."""
@@ -154,7 +160,6 @@ def build_model(
         max_sequence_length=definition.max_sequence_length,
         pre_process=role.has_embedding,
         post_process=role.has_output,
-        fp16_lm_cross_entropy=definition.fp16_lm_cross_entropy,
         parallel_output=True,
         share_embeddings_and_output_weights=definition.tied_embeddings,
         position_embedding_type=definition.position_embedding_type,
@@ -165,31 +170,61 @@ def build_model(
         seq_len_interpolation_factor=definition.seq_len_interpolation_factor,
         pg_collection=pg_collection,
         num_tokens_in_vocabulary=definition.vocab_size,
+        loss_chunk_tokens=definition.loss_chunk_tokens,
     )
 
 
 class PackedGPTModel(GPTModel):
-    """`GPTModel` whose softmax excludes the padding of the vocabulary.
+    """`GPTModel` that never holds the logits of a row when it is called with labels.
 
-    Otherwise the loss, and so the update, would depend on how far the vocabulary is padded.
+    Its softmax excludes the padding of the vocabulary: otherwise the loss, and so the update, would
+    depend on how far the vocabulary is padded.
     """
 
-    def __init__(self, *args: Any, num_tokens_in_vocabulary: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        num_tokens_in_vocabulary: int,
+        loss_chunk_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._num_tokens_in_vocabulary = num_tokens_in_vocabulary
+        if not self.post_process:
+            return
+        settings = OutputSettings(
+            num_tokens_in_vocabulary,
+            loss_chunk_tokens,
+            self.config.mup_output_mult if self.config.use_mup else 1.0,
+        )
+        ChunkedOutputLayer.convert(self.output_layer, settings)
+        if self.output_layer.weight is not None:
+            # Upstream sets it for tied embeddings of one stage, in which this has no part.
+            self.output_layer.weight.zero_out_wgrad = False
 
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss per token, (1, tokens), of logits (tokens, 1, padded vocabulary / tp)."""
-        width = logits.size(-1)
-        first_token = self.pg_collection.tp.rank() * width
-        num_real = min(max(self._num_tokens_in_vocabulary - first_token, 0), width)
-        if num_real < width:
-            # In place, without a copy of the logits, and hidden from autograd, which would copy
-            # their gradient: masked logits have probability 0 and so gradient 0 anyway.
-            with torch.no_grad():
-                logits[..., num_real:] = torch.finfo(logits.dtype).min
-        loss: Tensor = super().compute_language_model_loss(labels, logits)
-        return loss
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        *args: Any,
+        output_processor: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upstream's, except that token losses, (1, tokens), are those of `token_losses`."""
+        if labels is not None and output_processor is None:
+            output_processor = token_losses
+        return super().forward(
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input,
+            labels,
+            *args,
+            output_processor=output_processor,
+            **kwargs,
+        )
 
 
 _LOCAL_NAMES = {

@@ -7,7 +7,6 @@ no loss can depend on how sequences were packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.runtime.executor import ForwardStep, packed_seq_params
+from megatron.hydraulis.runtime.token_log_probs import TokenOutputs, token_outputs
 
 TokenLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor], "Segments"], Tensor]
 """``loss(log_probs, entropy, inputs, segments)``: (tokens,) losses of (tokens,) log-probabilities
@@ -27,17 +27,6 @@ sequence, which nothing predicts. Possibly 0 tokens."""
 
 OUTPUTS = ("log_probs", "entropy")
 """What a forward pass can give of each token."""
-
-
-@dataclass(frozen=True)
-class TokenOutputs:
-    """What the last stage knows of each token of a row, with its gradient."""
-
-    log_probs: Tensor
-    """(1, tokens): of the labels."""
-    entropy: Tensor | None
-    """(1, tokens): of the distribution that the label is drawn from, in nats; None unless asked
-    for."""
 
 
 class Segments:
@@ -172,27 +161,9 @@ def _forward_step(
         None,
         labels=batch.labels,
         packed_seq_params=packed_seq_params(batch),
-        output_processor=_token_outputs,
+        output_processor=token_outputs(entropy=True),
     )
     return output, partial(finish, batch)
-
-
-def _token_outputs(
-    *,
-    hidden_states: Tensor,
-    output_layer: Any,
-    output_weight: Tensor | None,
-    labels: Tensor,
-    compute_language_model_loss: Any,
-    **_: Any,
-) -> TokenOutputs:
-    """From the logits of the whole vocabulary, on every tp rank."""
-    num_tokens = compute_language_model_loss.__self__._num_tokens_in_vocabulary
-    logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=True)
-    logits = logits[:, 0, :num_tokens]
-    logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-    log_probs = logs.gather(1, labels.view(-1, 1)).view(1, -1)
-    return TokenOutputs(log_probs, -(logs.exp() * logs).sum(dim=-1).view(1, -1))
 
 
 def _of_tokens(batch: PackedBatch, outputs: TokenOutputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -80,7 +80,8 @@ def test_one_rank_by_hand() -> None:
     coefficients = model(LLAMA_7B).coefficients(Scheme())
     num_entries = LLAMA_7B.num_parameters - LLAMA_7B.num_embedding_parameters
     num_entries -= (2 * LLAMA_7B.num_layers + 1) * LLAMA_7B.hidden_size  # norms
-    products_ms = 6e3 * num_entries / (A800.peak_flops_per_s * A800.matmul_fraction)
+    num_flops = 6 * num_entries + 2 * LLAMA_7B.num_embedding_parameters  # logits twice
+    products_ms = 1e3 * num_flops / (A800.peak_flops_per_s * A800.matmul_fraction)
     hidden, ffn, vocabulary = 4096, LLAMA_7B.ffn_hidden_size, LLAMA_7B.vocab_size
     row = TRAINING.hidden_passes * hidden + TRAINING.query_passes * 3 * hidden
     row += TRAINING.ffn_passes * ffn
