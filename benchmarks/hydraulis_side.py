@@ -9,9 +9,6 @@ from benchmarks.workload import WEIGHT_SEED, Workload
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import make_forward_step
 from megatron.hydraulis.strategy import Pool, Strategy
-from megatron.hydraulis.transfer.plan import gather_plan, scatter_plan
-from megatron.hydraulis.transfer.role import roles_of
-from megatron.hydraulis.transfer.traffic import regroup_bytes
 
 _PHASE_NAMES = {"forward-backward": "compute"}
 """Names of the engine's phases in the comparison, if they differ."""
@@ -80,23 +77,11 @@ class HydraulisSide:
         )
 
     def _traffic(self) -> Traffic:
-        engine = self._engine
-        arena = engine.runtime_of(self._strategy.name).arena
-        assert arena is not None  # no rank is idle
-        layout, rank = engine.layout, engine.rank
-        roles = roles_of(
-            self._strategy, self._workload.shape.num_layers, engine.definition.tied_embeddings
-        )
-        exchanged = regroup_bytes(
-            [gather_plan(layout, bucket, roles, rank=rank) for bucket in layout.buckets],
-            [scatter_plan(layout, bucket, roles, rank=rank) for bucket in layout.buckets],
-            rank,
-            ranks_per_node=None,
-            parameter_bytes=engine.dtype.itemsize,
-            gradient_bytes=engine.shards.gradients.element_size(),
-        )
+        runtime = self._engine.runtime_of(self._strategy.name)
+        assert runtime.arena is not None  # no rank is idle
+        exchanged = runtime.regrouper.traffic
         return Traffic(
-            parameters_bytes=sum(each.values.nbytes for each in arena.bound.values()),
+            parameters_bytes=sum(each.values.nbytes for each in runtime.arena.bound.values()),
             gather_bytes=exchanged.gather_received_bytes,
             scatter_bytes=exchanged.scatter_received_bytes,
         )

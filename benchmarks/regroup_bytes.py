@@ -23,13 +23,13 @@ from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.terminal import figures_table, results_console
-from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, LinkElements, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout, model_parameters
 from megatron.hydraulis.transfer.collective import Collective, collective_of
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
 from megatron.hydraulis.transfer.ranges import held_ranges, num_elements
 from megatron.hydraulis.transfer.role import Role, roles_of
-from megatron.hydraulis.transfer.traffic import LinkElements, amounts_by_rank
+from megatron.hydraulis.transfer.traffic import amounts_by_rank
 
 PARAMETER_BYTES = 2
 """bf16 on the wire."""
@@ -106,11 +106,11 @@ class StrategyTraffic:
         per_node = self.strategy.ranks_per_node
         return collective_of(self.layout, self.roles, ranks_per_node=per_node)
 
-    def links(self, collective: Collective) -> list[LinkElements]:
+    def links(self, collective: Collective) -> list[LinkElements[int]]:
         """Elements exchanged in a gather by this collective."""
         return self._links(collective)[0]
 
-    def _links(self, collective: Collective) -> list[list[LinkElements]]:
+    def _links(self, collective: Collective) -> list[list[LinkElements[int]]]:
         """Elements exchanged in gather and scatter by this collective."""
         per_node = self.strategy.ranks_per_node
         totals = np.zeros((2, 4, self.layout.num_ranks), dtype=np.int64)
@@ -239,7 +239,7 @@ def link_table(traffic: PoolTraffic) -> Table:
     return table
 
 
-def _received(links: Sequence[LinkElements]) -> Iterator[str]:
+def _received(links: Sequence[LinkElements[int]]) -> Iterator[str]:
     yield _mean_and_max([each.received_inside * PARAMETER_BYTES for each in links])
     yield _mean_and_max([each.received_across * PARAMETER_BYTES for each in links])
 

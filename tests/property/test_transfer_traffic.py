@@ -8,30 +8,26 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, LinkElements, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import CanonicalLayout
 from megatron.hydraulis.transfer.collective import Collective
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
 from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.traffic import (
-    LinkElements,
-    amounts_by_rank,
-    link_elements,
-)
+from megatron.hydraulis.transfer.traffic import NOTHING, amounts_by_rank, link_elements
 from tests.property.test_transfer_kinds import simulations
 from tests.support.layouts import Case, cases
 from tests.support.transfer_simulation import Simulation
 
 
-def totals(simulation: Simulation, *, gathers: bool, rank: int) -> LinkElements:
+def totals(simulation: Simulation, *, gathers: bool, rank: int) -> LinkElements[int]:
     """Of all buckets, from the plans of this rank."""
     per_node = simulation.ranks_per_node
     plans = [
         simulation.plan(bucket, gathers=gathers, rank=rank) for bucket in simulation.layout.buckets
     ]
     each = [link_elements(plan, rank, ranks_per_node=per_node) for plan in plans]
-    return sum(each, LinkElements())
+    return sum(each, NOTHING)
 
 
 @given(simulations(), st.sampled_from(Collective))
@@ -66,7 +62,7 @@ def test_sent_and_received_elements_agree_by_link_and_with_the_simulation(
     case, simulation = drawn
     everyone = range(case.layout.num_ranks)
     by_rank = [totals(simulation, gathers=True, rank=rank) for rank in everyone]
-    whole = sum(by_rank, LinkElements())
+    whole = sum(by_rank, NOTHING)
     assert whole.sent_inside == whole.received_inside
     assert whole.sent_across == whole.received_across
     if simulation.collective is Collective.ALL_GATHER:

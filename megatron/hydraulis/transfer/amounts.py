@@ -25,27 +25,40 @@ from megatron.hydraulis.transfer.ranges import (
 from megatron.hydraulis.transfer.role import Role
 
 
-@dataclass(frozen=True, eq=False)
-class RankAmounts:
-    """Elements of a bucket that each rank exchanges with others: each of shape (num_ranks,)."""
+@dataclass(frozen=True)
+class LinkElements[Count: (int, Amounts)]:
+    """Elements that a rank exchanges with others, or that each does: numbers or (num_ranks,)."""
 
-    received_inside: Amounts
+    received_inside: Count
     """From ranks of the same node."""
-    received_across: Amounts
+    received_across: Count
     """From ranks of other nodes."""
-    sent_inside: Amounts
-    sent_across: Amounts
+    sent_inside: Count
+    sent_across: Count
 
     @property
-    def received(self) -> Amounts:
+    def received(self) -> Count:
         """From all other ranks."""
         return self.received_inside + self.received_across
 
-    def inverse(self) -> RankAmounts:
+    @property
+    def sent(self) -> Count:
+        """To all other ranks."""
+        return self.sent_inside + self.sent_across
+
+    def inverse(self) -> LinkElements[Count]:
         """Of the same elements in the opposite direction."""
-        return RankAmounts(
+        return LinkElements(
             self.sent_inside, self.sent_across, self.received_inside, self.received_across
         )
+
+    def __add__(self, other: LinkElements[Count]) -> LinkElements[Count]:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return LinkElements(*(mine + theirs for mine, theirs in pairs))
+
+
+RankAmounts = LinkElements[Amounts]
+"""Of all ranks."""
 
 
 class LayoutAmounts:

@@ -135,20 +135,18 @@ def collective_of(
     roles: Sequence[Role | None],
     *,
     ranks_per_node: int | None,
-    least_saving: float = LEAST_SAVING_ACROSS,
     amounts: StrategyAmounts | None = None,
 ) -> Collective:
     """The kind for a strategy, the same on all ranks.
 
     ``ALL_GATHER`` if every rank holds the entire model (tp 1, pp 1, none idle); ``TWO_STEP`` if
-    there are several nodes and two steps save at least ``least_saving`` of what would cross nodes
-    in one, because ranks of a node need the same elements; ``ALL_TO_ALL`` otherwise.
+    there are several nodes and two steps save at least `LEAST_SAVING_ACROSS` of what would cross
+    nodes in one, because ranks of a node need the same elements; ``ALL_TO_ALL`` otherwise.
 
     Args:
         layout: the canonical layout.
         roles: the role of every rank in the strategy, None for idle ranks.
         ranks_per_node: None if nodes are unknown: all ranks then count as one node.
-        least_saving: a fraction of the elements that cross nodes in one step, in (0, 1].
         amounts: of the strategy, if they are known already.
 
     Raises:
@@ -157,7 +155,7 @@ def collective_of(
     layout.check_roles(roles)
     if _all_hold_everything(roles):
         return Collective.ALL_GATHER
-    return _of_messages(layout, roles, ranks_per_node, least_saving, amounts)
+    return _of_messages(layout, roles, ranks_per_node, amounts)
 
 
 def scatter_collective_of(
@@ -176,21 +174,20 @@ def scatter_collective_of(
     """
     if may_reduce or gather is not Collective.ALL_GATHER:
         return gather
-    return _of_messages(layout, roles, ranks_per_node, LEAST_SAVING_ACROSS, amounts)
+    return _of_messages(layout, roles, ranks_per_node, amounts)
 
 
 def _of_messages(
     layout: CanonicalLayout,
     roles: Sequence[Role | None],
     ranks_per_node: int | None,
-    least_saving: float,
     amounts: StrategyAmounts | None,
 ) -> Collective:
     if ranks_per_node is None or ranks_per_node >= layout.num_ranks:
         return Collective.ALL_TO_ALL
     amounts = amounts or StrategyAmounts(LayoutAmounts(layout, ranks_per_node), roles)
     one_step, two_steps = amounts.across()
-    is_worth_it = one_step > two_steps and one_step - two_steps >= least_saving * one_step
+    is_worth_it = one_step > two_steps and one_step - two_steps >= LEAST_SAVING_ACROSS * one_step
     return Collective.TWO_STEP if is_worth_it else Collective.ALL_TO_ALL
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.hydraulis.transfer.amounts import RankAmounts, StrategyAmounts
+from megatron.hydraulis.transfer.amounts import LinkElements, RankAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import Bucket
 from megatron.hydraulis.transfer.collective import (
     BucketPlan,
@@ -23,31 +23,7 @@ from megatron.hydraulis.transfer.collective import (
 from megatron.hydraulis.transfer.role import Role
 from megatron.hydraulis.transfer.two_step import TwoStepPlan
 
-
-@dataclass(frozen=True)
-class LinkElements:
-    """Elements that a rank exchanges with other ranks of its node and of other nodes."""
-
-    received_inside: int = 0
-    """From ranks of its node."""
-    received_across: int = 0
-    """From ranks of other nodes."""
-    sent_inside: int = 0
-    sent_across: int = 0
-
-    @property
-    def received(self) -> int:
-        """From all other ranks."""
-        return self.received_inside + self.received_across
-
-    @property
-    def sent(self) -> int:
-        """To all other ranks."""
-        return self.sent_inside + self.sent_across
-
-    def __add__(self, other: LinkElements) -> LinkElements:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return LinkElements(*(mine + theirs for mine, theirs in pairs))
+NOTHING = LinkElements(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +46,7 @@ class RegroupBytes:
         return self.gather_sent_bytes + self.scatter_sent_bytes
 
 
-def link_elements(plan: BucketPlan, rank: int, *, ranks_per_node: int | None) -> LinkElements:
+def link_elements(plan: BucketPlan, rank: int, *, ranks_per_node: int | None) -> LinkElements[int]:
     """What ``rank`` exchanges with other ranks for one bucket.
 
     For an all-gather or reduce-scatter N - 1 shares in each direction, padding included. The
@@ -152,7 +128,7 @@ def regroup_bytes(
         gradient_bytes: of one gradient on the wire, 4 for fp32.
     """
     gather, scatter = (
-        sum((link_elements(p, rank, ranks_per_node=ranks_per_node) for p in plans), LinkElements())
+        sum((link_elements(p, rank, ranks_per_node=ranks_per_node) for p in plans), NOTHING)
         for plans in (gathers, scatters)
     )
     return RegroupBytes(

@@ -8,6 +8,7 @@ from megatron.hydraulis.errors import PlanError
 from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer import collective as collective_module
 from megatron.hydraulis.transfer import role
+from megatron.hydraulis.transfer.amounts import LayoutAmounts, StrategyAmounts
 from megatron.hydraulis.transfer.canonical import (
     Bucket,
     CanonicalLayout,
@@ -83,17 +84,13 @@ class TestKindOfAStrategy:
 
     def test_norms_do_not_justify_a_second_step(self) -> None:
         """All TP ranks hold the norm: 1 element of 9 is needed twice in a node, and half of all
-        elements lie in the other node; the caller sets the required saving."""
+        elements lie in the other node."""
         layout = CanonicalLayout.build([WEIGHT, NORM], num_atoms=4, num_ranks=4)
         assert layout.buckets[0].shard_borders == (0, 4, 8, 12, 17)
         roles = roles_of("2*tp2")
         # Across: node 0 needs 8..17 of node 1, the norm twice; node 1 needs 0..8 once.
-        for least_saving, kind in (
-            (1 / 18, Collective.TWO_STEP),
-            (0.06, Collective.ALL_TO_ALL),
-        ):
-            found = collective_of(layout, roles, ranks_per_node=2, least_saving=least_saving)
-            assert found is kind
+        assert StrategyAmounts(LayoutAmounts(layout, 2), roles).across() == (18, 17)
+        assert collective_of(layout, roles, ranks_per_node=2) is Collective.ALL_TO_ALL
 
     def test_bad_nodes_and_roles_are_refused(self) -> None:
         with pytest.raises(PlanError, match="3 ranks each but 4 ranks do not fill whole nodes"):

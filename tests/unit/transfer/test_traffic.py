@@ -7,6 +7,7 @@ from megatron.hydraulis.strategy import Strategy
 from megatron.hydraulis.transfer import plan as plan_module
 from megatron.hydraulis.transfer import role
 from megatron.hydraulis.transfer import two_step as two_step_module
+from megatron.hydraulis.transfer.amounts import LinkElements
 from megatron.hydraulis.transfer.canonical import (
     Bucket,
     CanonicalLayout,
@@ -18,12 +19,7 @@ from megatron.hydraulis.transfer.collective import equal_shares
 from megatron.hydraulis.transfer.owner_order import best_owner_orders
 from megatron.hydraulis.transfer.plan import gather_plan, scatter_plan
 from megatron.hydraulis.transfer.role import Role
-from megatron.hydraulis.transfer.traffic import (
-    LinkElements,
-    RegroupBytes,
-    link_elements,
-    regroup_bytes,
-)
+from megatron.hydraulis.transfer.traffic import RegroupBytes, link_elements, regroup_bytes
 from megatron.hydraulis.transfer.two_step import two_step_gather, two_step_scatter
 
 WEIGHT = ParameterSpec("weight", (16, 1), Unit.layer(0), Contribution.SHARDED, tp_dim=0)
