@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.estimate_command import estimated_profile
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.lengths.counts import read_length_counts, read_lengths
 from megatron.hydraulis.model_shape import ModelShape
@@ -135,7 +136,14 @@ POOL_DEGREES = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
 PUBLISHED_PROFILES = DATA / "published_profiles_a800.json"
 POOL_PROFILES = ("13B a100-80g", "7B A800", "32B A800")
 """The first is estimated for the sizes of Llama 2, the others were measured and published."""
-LLAMA_13B = "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40"
+LLAMA_13B = llama_shape(
+    num_layers=40,
+    hidden_size=5120,
+    ffn_hidden_size=13_824,
+    num_attention_heads=40,
+    num_query_groups=40,
+    vocab_size=32_000,
+)
 POOL_RANKS = (16, 32, 64)
 POOL_CONTEXTS_TOKENS = (8192, 16_384, 32_768)
 POOL_RANK_TOKENS = (2048, 4096, 8192)
@@ -165,8 +173,10 @@ def pool_cases(seed: int) -> Iterator[PoolCase]:
         itertools.product(POOL_RANKS, POOL_PROFILES, POOL_CONTEXTS_TOKENS)
     ):
         generator = np.random.default_rng([seed, index])
-        estimated = name == POOL_PROFILES[0]
-        profile = estimated_profile(num_ranks) if estimated else published_profile(name, num_ranks)
+        if name == POOL_PROFILES[0]:
+            profile = llama_13b_on_a100(num_ranks)
+        else:
+            profile = published_profile(name, num_ranks)
         cut_tokens = min(context, max(row.max_tokens for row in profile.schemes))
         rank_tokens = POOL_RANK_TOKENS[sum(divmod(index, 3)) % len(POOL_RANK_TOKENS)]
         yield PoolCase(
@@ -177,15 +187,13 @@ def pool_cases(seed: int) -> Iterator[PoolCase]:
         )
 
 
-def estimated_profile(num_ranks: int) -> ProfileCostModel:
-    """As `hydraulis estimate` writes it for Llama 2 13B on A100."""
-    schemes = [str(Scheme(tp=tp, pp=pp)) for tp, pp in POOL_DEGREES if tp * pp <= num_ranks]
-    command = [sys.executable, "-m", "megatron.hydraulis", "estimate", "--json", "--swiglu"]
-    command += [*LLAMA_13B.split(), "--vocab-size", "32000", "--device", "a100-80g"]
-    command += ["--untie-embeddings-and-output-weights"]
-    command += ["--num-ranks", str(num_ranks), "--schemes", *schemes]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return ProfileCostModel.from_json(json.loads(output), what="estimate of 13B")
+def llama_13b_on_a100(num_ranks: int) -> ProfileCostModel:
+    """As `hydraulis estimate` writes it for Llama 2 13B."""
+    device = device_constants("a100-80g")
+    cluster = device.cluster(num_ranks, RANKS_PER_NODE)
+    schemes = [Scheme(tp=tp, pp=pp) for tp, pp in POOL_DEGREES if tp * pp <= num_ranks]
+    model = AnalyticCostModel(shape=LLAMA_13B, device=device, cluster=cluster)
+    return estimated_profile(model, schemes, keeps_all=True)
 
 
 def published_profile(name: str, num_ranks: int) -> ProfileCostModel:

@@ -43,14 +43,7 @@ from megatron.hydraulis.terminal import figures_table, results_console
 
 RANKS_PER_NODE = 8
 SIZES = {
-    "13B": inputs.llama_shape(
-        num_layers=40,
-        hidden_size=5120,
-        ffn_hidden_size=13_824,
-        num_attention_heads=40,
-        num_query_groups=40,
-        vocab_size=32_000,
-    ),
+    "13B": inputs.LLAMA_13B,
     "8B": inputs.llama_shape(
         num_layers=32,
         hidden_size=4096,
