@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoi
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.library.engine import Engine
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from tests.support.forked_job import run_job
 from tests.support.gloo_pool import pool_of
 from tests.support.huggingface_folders import assert_same_tensors, make_folder, tensors_of
 
@@ -104,3 +106,24 @@ def test_wrong_arguments_raise_on_every_rank(tmp_path: Path) -> None:
     assert of_ranks == of_ranks[:1] * NUM_RANKS
     assert "there is no such folder" in of_ranks[0][0]
     assert "3 ranks" in of_ranks[0][1] or "the job has 3" in of_ranks[0][1]
+
+
+def test_a_loss_that_raises_on_one_rank_ends_all(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "llama", "llama")
+
+    def program(argv: Sequence[str]) -> None:
+        engine = make_engine(folder, "2*tp1")
+
+        def loss(log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
+            if log_probs.any() and engine.runtime.rank == 1:  # not in the check before
+                raise RuntimeError("a bug in the loss")
+            return -log_probs
+
+        engine.train_step(sequences(), loss)
+
+    # Without a launcher: the other ends because the failing rank's connections are closed.
+    outcome = run_job([], 2, tmp_path, program=program, ends_others=False, timeout_s=45.0)
+    assert not outcome.timed_out
+    assert [outcome.ranks[rank].status for rank in range(2)] == [1, 1]
+    assert "a bug in the loss" in outcome.ranks[1].stderr
+    assert "onnection" in outcome.ranks[0].stderr
