@@ -147,13 +147,14 @@ def waves(splits: list[list[tuple[int, int]]], model: SmallModel = MAIN_MODEL) -
 
 
 def changing(texts: tuple[str, ...], model: SmallModel = MAIN_MODEL, num_ranks: int = 4) -> Job:
-    """The law's job on another strategy in each of its three iterations."""
+    """The law's job on another strategy in each of its iterations, of which there are three."""
     jobs = [law_job(num_ranks, text, model) for text in texts]
     return replace(
         jobs[0],
         strategies=texts,
         schedule=tuple(range(len(texts))),
         assignments=tuple(job.assignments[i] for i, job in enumerate(jobs)),
+        batches=jobs[0].batches[: len(texts)],
     )
 
 
