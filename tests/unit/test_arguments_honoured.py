@@ -52,6 +52,7 @@ _SENTENCE_PIECE = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {di
 _HUGGING_FACE = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {dir}/file"
 _TIK = "--tokenizer-type TikTokenizer --tokenizer-model {dir}/file"
 _BPE = "--tokenizer-type GPT2BPETokenizer --vocab-file {dir}/file --merge-file {dir}/file"
+_CHAT = "--tokenizer-type SFTTokenizer --tokenizer-model {dir}/file --data-path {dir}/other.jsonl"
 
 _BY_SAMPLES: dict[str, Any] = {"also": "--train-samples 80", "without": ("--train-iters",)}
 
@@ -279,6 +280,10 @@ ROWS: dict[str, Row] = {
         "", "tokenizer_hf_no_include_special_tokens", True, also=_HUGGING_FACE
     ),
     "--trust-remote-code": _args("", "trust_remote_code", True, also=_HUGGING_FACE),
+    "--sft": _args("", "sft", True, also=_CHAT),
+    "--sft-tokenizer-prompt-format": _args(
+        "identity", "sft_tokenizer_prompt_format", "identity", also=f"--sft {_CHAT}"
+    ),
     "--null-tokenizer-eod-id": _args("3", "null_tokenizer_eod_id", 3),
     "--null-tokenizer-pad-id": _args("4", "null_tokenizer_pad_id", 4),
     # logging
@@ -348,8 +353,9 @@ def test_honoured(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(
             "megatron.hydraulis.flags.defaults.build_tokenizer", lambda args: _Tokenizer()
         )
-    write_corpus(tmp_path, "other")
-    for name in ("file", "file2"):
+    for name in ("other", "other.jsonl"):
+        write_corpus(tmp_path, name)
+    for name in ("file", "file2", "other.jsonl"):
         (tmp_path / name).touch()
     also = _fill(row.also, tmp_path).split()
     typed = [option, *_fill(row.typed, tmp_path).split()]

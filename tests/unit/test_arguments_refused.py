@@ -126,7 +126,7 @@ def test_every_taken_option_is_listed_and_changes_no_argument() -> None:
         ("--use-megatron-fsdp", "fully sharded data parallelism", "more tp or pp"),
         ("--init-method-xavier-uniform", "initialisation", "--seed"),
         ("--mock-data", "other data", "--data-path"),
-        ("--sft", "fine-tuning", "fine-tuning"),
+        ("--logits-load-dir d", "distillation", "distillation"),
         ("--skip-train", "evaluation", "--eval-iters"),
         ("--error-injection-rate 1", "injected faults", "healthy"),
         ("--deterministic-mode", "determinism", "speed"),
@@ -180,7 +180,6 @@ def test_patterns_take_the_options_of_this_upstream_and_no_others() -> None:
         "--use-megatron-fsdp or --use-torch-fsdp2": 12,
         "--fim-data": 10,
         "programs for vision": 23,
-        "--sft": 1,
     }
 
 
@@ -253,7 +252,7 @@ def test_unknown_options_are_left_out_and_listed_when_asked_for() -> None:
         ("--attention-dropout 0.1", "; use 0"),
         ("--optimizer sgd", "; use adam"),
         ("--position-embedding-type yarn", "; use rope, learned_absolute or none"),
-        ("--tokenizer-type SFTTokenizer", "; use GPT2BPETokenizer"),
+        ("--tokenizer-type MultimodalTokenizer", "; use GPT2BPETokenizer"),
         ("--transformer-impl inference_optimized", "; use local or transformer_engine"),
         ("--dataloader-type external", "; use single or cyclic"),
         ("--vocab-extra-ids 5", "; use 0"),

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.hydraulis.errors import DataError
 
@@ -44,24 +45,9 @@ class RawDocument:
         Raises:
             DataError: not UTF-8, not JSON, or without the key.
         """
-        try:
-            text = self.content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.origin}: text is UTF-8 but byte {error.start} is "
-                f"0x{self.content[error.start]:02x}; convert the file or exclude it "
-                f"(--pattern chooses files of a folder)"
-            ) from None
         if self.json_key is None:
-            return text
-        key = self.json_key
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{self.origin}: a line is one JSON object but this one is not ({error}); correct "
-                f"or remove it"
-            ) from None
+            return self._decoded()
+        key, value = self.json_key, self.json()
         if not isinstance(value, dict) or key not in value:
             found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
             raise DataError(
@@ -74,6 +60,30 @@ class RawDocument:
                 f"correct the line or set --json-key"
             )
         return str(value[key])
+
+    def json(self) -> Any:
+        """The content as JSON.
+
+        Raises:
+            DataError: not UTF-8, or not JSON.
+        """
+        try:
+            return json.loads(self._decoded())
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{self.origin}: a line is one JSON object but this one is not ({error}); correct "
+                f"or remove it"
+            ) from None
+
+    def _decoded(self) -> str:
+        try:
+            return self.content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.origin}: text is UTF-8 but byte {error.start} is "
+                f"0x{self.content[error.start]:02x}; convert the file or exclude it "
+                f"(--pattern chooses files of a folder)"
+            ) from None
 
 
 def find_files(inputs: Sequence[str | Path], *, pattern: str = "*") -> list[Path]:
@@ -116,8 +126,13 @@ def _raise_unreadable(error: OSError) -> None:
     raise DataError(f"cannot read folder {error.filename}: {error.strerror}")
 
 
-def read_documents(path: Path, *, json_key: str) -> Iterator[RawDocument]:
+def read_documents(path: Path, *, json_key: str | None) -> Iterator[RawDocument]:
     """The documents of one file: a text file is one, JSON lines and Parquet hold many.
+
+    Args:
+        path: of the file.
+        json_key: key, or column, of the text; None: documents are whole JSON objects, as which rows
+            of Parquet are given, too.
 
     Raises:
         DataError: the file cannot be read, is damaged or lacks the column.
@@ -139,7 +154,7 @@ def read_documents(path: Path, *, json_key: str) -> Iterator[RawDocument]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _read_json_lines(path: Path, json_key: str) -> Iterator[RawDocument]:
+def _read_json_lines(path: Path, json_key: str | None) -> Iterator[RawDocument]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(path, "rb"))
         lines: Iterable[bytes] = file
@@ -152,29 +167,37 @@ def _read_json_lines(path: Path, json_key: str) -> Iterator[RawDocument]:
                 yield RawDocument(str(path), number, line, json_key, position - before)
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[RawDocument]:
+def _read_parquet(path: Path, column: str | None) -> Iterator[RawDocument]:
     # Imported here: only Parquet needs it.
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if column not in names:
-                raise DataError(
-                    f"{path}: the text is in column '{column}' but the columns are "
-                    f"{', '.join(names)}; set --json-key"
-                )
-            kind = file.schema_arrow.field(column).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise DataError(
-                    f"{path}: column '{column}' holds text but is of type {kind}; set --json-key"
-                )
+            columns = None if column is None else [column]
+            if column is not None:
+                _check_text_column(path, file.schema_arrow, column)
             row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
-            batches = file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[column])
-            texts = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-            for row, text in enumerate(texts, start=1):
-                yield RawDocument(str(path), row, (text or "").encode(), None, row_bytes)
+            batches = file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns)
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, start=1):
+                text = json.dumps(row, default=str) if column is None else row[column] or ""
+                yield RawDocument(str(path), number, text.encode(), None, row_bytes)
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"{path}: not a whole Parquet file ({reason}); write it again") from None
+
+
+def _check_text_column(path: Path, schema: Any, column: str) -> None:
+    import pyarrow
+
+    if column not in schema.names:
+        raise DataError(
+            f"{path}: the text is in column '{column}' but the columns are "
+            f"{', '.join(schema.names)}; set --json-key"
+        )
+    kind = schema.field(column).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise DataError(
+            f"{path}: column '{column}' holds text but is of type {kind}; set --json-key"
+        )

@@ -1,7 +1,6 @@
 """``hydraulis preprocess``: text to a Megatron dataset, one stored sequence per document."""
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import queue
@@ -10,8 +9,9 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -29,19 +29,20 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from megatron.hydraulis.data import chat
+from megatron.hydraulis.data.chat import ChatCounts, ConversationEncoder
+from megatron.hydraulis.data.dataset_writer import DatasetWriter
 from megatron.hydraulis.data.documents import RawDocument, find_files, read_documents
-from megatron.hydraulis.data.index import bin_path, idx_path
+from megatron.hydraulis.data.index import idx_path
 from megatron.hydraulis.data.tokenizer import (
     TEXT_TOKENIZER_TYPES,
     DocumentEncoder,
-    TokenizerFingerprint,
     TokenizerSettings,
     build_tokenizer,
     tokenizer_path,
 )
-from megatron.hydraulis.data.weights import WeightsWriter, checked_weights, weights_path
+from megatron.hydraulis.data.weights import Weights
 from megatron.hydraulis.errors import ConfigurationError, DataError
-from megatron.hydraulis.json_object import write_json
 from megatron.hydraulis.terminal import print_next
 
 _CHUNK_BYTES = 1 << 18
@@ -52,6 +53,7 @@ _CHUNKS_PER_WORKER = 2
 _JOIN_TIMEOUT_S = 5.0
 _MODEL_SUFFIXES = (".bin", ".idx")
 _BAR_WIDTH = 24
+_SHOWN_CONVERSATIONS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-prefix", required=True, metavar="P", help="write P.bin and P.idx")
     group.add_argument(
         "--json-key",
-        default="text",
         metavar="KEY",
-        help="key of JSON lines, or column of Parquet files, that holds the text (default: text)",
+        help="key of JSON lines, or column of Parquet files, that holds the text (default: text), "
+        "or the turns of a conversation (default: messages or conversations)",
     )
     group.add_argument(
         "--pattern",
@@ -92,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not end documents with the end-of-document token",
     )
+    chat.add_arguments(parser)
     group = parser.add_argument_group("tokenizer", "as in Megatron")
     group.add_argument(
         "--tokenizer-type",
@@ -176,12 +179,21 @@ def run(namespace: argparse.Namespace) -> int:
             f"--output-prefix is a path without .bin or .idx but is '{namespace.output_prefix}'; "
             f"remove the suffix"
         )
+    chat.check_arguments(namespace)
     # Importing Megatron takes seconds: quick checks come first.
     given = vars(namespace)
-    names = TokenizerSettings.__dataclass_fields__.keys() & given.keys()
+    names = TokenizerSettings.__dataclass_fields__.keys() & given.keys() - {"chat_template"}
     settings = TokenizerSettings(**{name: given[name] for name in names})
     files = find_files(namespace.input, pattern=namespace.pattern)
-    encoder = DocumentEncoder(build_tokenizer(settings), append_eod=namespace.append_eod)
+    encoder: DocumentEncoder | ConversationEncoder
+    if namespace.chat:
+        # The template decides how a conversation ends.
+        documents = DocumentEncoder(build_tokenizer(settings), append_eod=False)
+        encoder = chat.encoder_from_arguments(namespace, documents)
+        if namespace.show:
+            show_conversations(files, encoder)
+    else:
+        encoder = DocumentEncoder(build_tokenizer(settings), append_eod=namespace.append_eod)
     report_run(
         files,
         namespace.output_prefix,
@@ -193,12 +205,24 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
+def show_conversations(files: Sequence[Path], encoder: ConversationEncoder) -> None:
+    """Print the first conversations with a trained token, their trained spans in ⟦brackets⟧."""
+    console = Console()
+    documents = chain.from_iterable(_chunks(files, None))
+    examples = ((document, encoder.encode(document)[0]) for document in documents)
+    shown = ((document, example) for document, example in examples if example is not None)
+    for document, example in islice(shown, _SHOWN_CONVERSATIONS):
+        console.rule(f"{document.origin}: {len(example.tokens):,} tokens", align="left")
+        console.print(encoder.marked(example))
+    console.rule()
+
+
 def report_run(
     files: list[Path],
     output_prefix: str | Path,
-    encoder: DocumentEncoder,
+    encoder: DocumentEncoder | ConversationEncoder,
     *,
-    json_key: str = "text",
+    json_key: str | None = None,
     num_workers: int = 1,
 ) -> None:
     """Preprocess with a progress bar, then print counts and a length histogram.
@@ -238,12 +262,14 @@ def report_run(
     console.print(
         f"{report.num_files:,} files, {len(lengths):,} documents ({report.num_empty:,} empty ones "
         f"skipped), {lengths.sum():,} tokens; length min {lengths.min():,}, median "
-        f"{np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, max {lengths.max():,}",
+        f"{np.median(lengths):,.0f}, mean {lengths.mean():,.0f}, max {lengths.max():,}"
+        + (f"\n{report.chat}" if report.chat else ""),
         highlight=False,
+        soft_wrap=True,
     )
     record = tokenizer_path(os.fspath(output_prefix))
     console.print(
-        f"wrote {output_prefix}.bin and .idx"
+        f"wrote {output_prefix}.bin{', .weights' if report.chat else ''} and .idx"
         + (
             f", and {os.path.basename(record)}, with which training compares its tokenizer"
             if os.path.exists(record)
@@ -315,6 +341,8 @@ class PreprocessReport:
     """Number of documents without text, which are skipped."""
     document_lengths: npt.NDArray[np.int64]
     """(num_documents,) number of tokens of each document, end-of-document token included."""
+    chat: ChatCounts | None = None
+    """What became of conversations, if the documents are such."""
 
 
 class _EncodedChunk(NamedTuple):
@@ -322,14 +350,16 @@ class _EncodedChunk(NamedTuple):
     lengths: list[int]
     num_empty: int
     read_bytes: int
+    weights: Weights | None = None
+    chat: ChatCounts | None = None
 
 
 def preprocess(
     files: Sequence[Path],
     output_prefix: str | Path,
-    encoder: DocumentEncoder,
+    encoder: DocumentEncoder | ConversationEncoder,
     *,
-    json_key: str = "text",
+    json_key: str | None = None,
     num_workers: int = 1,
     on_progress: Callable[[int], None] | None = None,
 ) -> PreprocessReport:
@@ -339,9 +369,10 @@ def preprocess(
 
     Args:
         files: text, JSON lines and Parquet files.
-        output_prefix: where ``.bin`` and ``.idx`` go; replaced if they exist.
-        encoder: the tokenizer.
-        json_key: key, or column, that holds the text.
+        output_prefix: where ``.bin`` and ``.idx`` go, and ``.weights`` of conversations; replaced
+            if they exist.
+        encoder: the tokenizer; what it encodes are whole documents or conversations.
+        json_key: key, or column, that holds the text of documents, by default ``text``.
         num_workers: processes that tokenize.
         on_progress: called with the number of bytes read since the last call.
 
@@ -350,28 +381,46 @@ def preprocess(
             Nothing is left under the output's names then, except what was there before.
     """
     num_documents = num_empty = 0
+    if isinstance(encoder, ConversationEncoder):
+        documents, encode = encoder.documents, partial(_encode_conversations, encoder)
+        counts, json_key = ChatCounts(), None
+    else:
+        documents, encode = encoder, partial(_encode_chunk, encoder)
+        counts, json_key = None, json_key or "text"
     # Workers are forked before the caller's progress display starts its thread, which it does at
     # the first call of on_progress.
     with (
-        OrderedWorkers(partial(_encode_chunk, encoder), num_workers) as workers,
-        DatasetWriter(output_prefix, encoder.token_type, encoder.fingerprint) as writer,
+        OrderedWorkers(encode, num_workers) as workers,
+        DatasetWriter(
+            output_prefix,
+            documents.token_type,
+            documents.fingerprint,
+            has_weights=counts is not None,
+        ) as writer,
     ):
         for encoded in workers.map(_chunks(files, json_key)):
-            writer.add_documents(encoded.tokens, encoded.lengths)
+            writer.add_documents(encoded.tokens, encoded.lengths, encoded.weights)
             num_documents += len(encoded.lengths)
             num_empty += encoded.num_empty
+            if counts is not None and encoded.chat is not None:
+                counts += encoded.chat
             if on_progress is not None:
                 on_progress(encoded.read_bytes)
+        if num_documents == 0 and counts is not None:
+            raise DataError(
+                f"a corpus needs at least one conversation with a trained token but {len(files)} "
+                f"files have none ({counts}); check --input, --train-on and --seq-length"
+            )
         if num_documents == 0:
             raise DataError(
                 f"a corpus needs at least one document with text but the {num_empty} documents in "
                 f"{len(files)} files have none; check --input and --json-key"
             )
         lengths = writer.commit()
-    return PreprocessReport(len(files), num_empty, lengths)
+    return PreprocessReport(len(files), num_empty, lengths, counts)
 
 
-def _chunks(files: Sequence[Path], json_key: str) -> Iterator[list[RawDocument]]:
+def _chunks(files: Sequence[Path], json_key: str | None) -> Iterator[list[RawDocument]]:
     chunk: list[RawDocument] = []
     num_bytes = 0
     for file in files:
@@ -395,130 +444,18 @@ def _encode_chunk(encoder: DocumentEncoder, chunk: list[RawDocument]) -> _Encode
     )
 
 
-class DatasetWriter:
-    """Writes ``prefix.bin``, ``prefix.idx`` and, where documents have weights, ``prefix.weights``.
-
-    The files get these names when all are complete; the weights of an earlier dataset are removed.
-
-    A context manager: leaving it before ``commit`` removes what was written.
-
-    Args:
-        prefix: path of the dataset without suffix; folders are made.
-        token_type: type the ids are stored in.
-        tokenizer: what the ids mean, if known.
-        has_weights: whether documents come with weights.
-
-    Raises:
-        DataError: the files cannot be written.
-    """
-
-    def __init__(
-        self,
-        prefix: str | Path,
-        token_type: type[np.integer],
-        tokenizer: TokenizerFingerprint | None = None,
-        *,
-        has_weights: bool = False,
-    ) -> None:
-        self._prefix = str(prefix)
-        # In the target's folder, because a rename does not cross file systems.
-        self._partial = f"{self._prefix}.{os.getpid()}.partial"
-        self._paths = (bin_path, *((weights_path,) if has_weights else ()), idx_path)
-        self._weights: WeightsWriter | None = None
-        self._token_type = token_type
-        self._tokenizer = tokenizer
-        self._builder: Any = None
-
-    def __enter__(self) -> Self:
-        # Imported here: asking for help or naming a missing file takes no torch.
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-        if os.path.basename(self._prefix) == "" or os.path.isdir(self._prefix):
-            raise DataError(
-                f"--output-prefix is the path of a dataset without .bin but '{self._prefix}' is a "
-                f"folder; add a name, e.g. {os.path.join(self._prefix, 'corpus')}"
-            )
-        with self._reporting_failure():
-            Path(self._prefix).parent.mkdir(parents=True, exist_ok=True)
-            self._builder = IndexedDatasetBuilder(bin_path(self._partial), dtype=self._token_type)
-            if weights_path in self._paths:
-                self._weights = WeightsWriter(weights_path(self._partial))
-        return self
-
-    def add_documents(
-        self,
-        tokens: npt.NDArray[np.integer],
-        lengths: Iterable[int],
-        weights: npt.NDArray[np.floating] | None = None,
-    ) -> None:
-        """Append documents, which are concatenated in ``tokens``.
-
-        Args:
-            tokens: (sum of lengths,) token ids.
-            lengths: tokens of each document.
-            weights: (sum of lengths,) weight of predicting each token, if the dataset has weights.
-
-        Raises:
-            DataError: weights of another number than the tokens, negative or not finite.
-        """
-        if self._weights is not None:
-            where = f"dataset '{self._prefix}'"
-            checked = checked_weights([] if weights is None else weights, len(tokens), where)
-            with self._reporting_failure():
-                self._weights.add(checked)
-        with self._reporting_failure():
-            start = 0
-            for length in lengths:
-                self._builder.add_document(tokens[start : start + length], [length])
-                start += length
-
-    def commit(self) -> npt.NDArray[np.int64]:
-        """Put the files in place.
-
-        Returns:
-            (num_documents,) tokens of each document.
-        """
-        lengths = np.array(self._builder.sequence_lengths, dtype=np.int64)
-        with self._reporting_failure():
-            self._builder.finalize(idx_path(self._partial))
-            if self._weights is not None:
-                self._weights.finish()
-            for path in self._paths:
-                _flush_to_disk(path(self._partial))
-            # Without an index there is no dataset, so a crash in between cannot pair a new .bin
-            # with an old .idx or old weights.
-            for path in (idx_path, tokenizer_path, weights_path):
-                Path(path(self._prefix)).unlink(missing_ok=True)
-            if self._tokenizer is not None:
-                write_json(tokenizer_path(self._prefix), asdict(self._tokenizer))
-            for path in self._paths:
-                os.replace(path(self._partial), path(self._prefix))
-        return lengths
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Closing flushes, which fails again on a full disk; the first failure is the one to report.
-        with contextlib.suppress(OSError):
-            self._builder.data_file.close()
-        with contextlib.suppress(OSError):
-            if self._weights is not None:
-                self._weights.close()
-        for path in self._paths:
-            Path(path(self._partial)).unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _reporting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(
-                f"cannot write {bin_path(self._prefix)} and .idx: {error.strerror or error}; free "
-                f"space, or choose an --output-prefix in a folder you can write to"
-            ) from error
-
-
-def _flush_to_disk(path: str) -> None:
-    with open(path, "rb") as stream:
-        os.fsync(stream.fileno())
+def _encode_conversations(encoder: ConversationEncoder, chunk: list[RawDocument]) -> _EncodedChunk:
+    encoded = [encoder.encode(document) for document in chunk]
+    examples = [example for example, _ in encoded if example is not None]
+    token_type = encoder.documents.token_type
+    return _EncodedChunk(
+        tokens=np.concatenate([np.empty(0, token_type), *(part.tokens for part in examples)]),
+        lengths=[len(example.tokens) for example in examples],
+        num_empty=0,
+        read_bytes=sum(document.read_bytes for document in chunk),
+        weights=np.concatenate([np.empty(0, np.float32), *(part.weights for part in examples)]),
+        chat=sum((counts for _, counts in encoded), start=ChatCounts()),
+    )
 
 
 class OrderedWorkers[Input, Output]:

@@ -233,6 +233,11 @@ class DocumentEncoder:
         return TokenizerFingerprint.of(self.tokenizer)
 
     @property
+    def hugging_face(self) -> Any:
+        """The tokenizer of ``transformers`` behind a ``HuggingFaceTokenizer``."""
+        return self.tokenizer._tokenizer.tokenizer
+
+    @property
     def token_type(self) -> type[np.integer]:
         """The type Megatron stores ids of this vocabulary in."""
         return np.uint16 if self.vocab_size < _UINT16_VOCABULARY_LIMIT else np.int32
@@ -255,12 +260,18 @@ class DocumentEncoder:
             ) from error
         if self.append_eod:
             ids.append(self._eod())
-        if not ids:
-            return None
+        return self.stored(ids, document.origin) if ids else None
+
+    def stored(self, ids: Sequence[int], origin: str) -> npt.NDArray[np.integer]:
+        """Ids as the dataset stores them.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
         lowest, highest = min(ids), max(ids)
         if lowest < 0 or highest >= self.vocab_size:
             raise DataError(
-                f"{document.origin}: token ids must be below the vocabulary of {self.vocab_size} "
+                f"{origin}: token ids must be below the vocabulary of {self.vocab_size} "
                 f"but the tokenizer gave {lowest if lowest < 0 else highest}; check the "
                 f"tokenizer's files and --vocab-size"
             )

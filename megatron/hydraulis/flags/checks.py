@@ -13,12 +13,16 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.hydraulis.cost_model.context import CP_COMM_TYPES, all_to_all_refusal
 from megatron.hydraulis.cost_model.recompute import SELECTIVE_MODULES, Recompute
 from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES
+from megatron.hydraulis.data.documents import JSON_LINES_SUFFIXES
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.flags.config import HydraulisConfig, option_of
 from megatron.hydraulis.flags.samples import check_counting
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.strategy import Pool, Strategy
 from megatron.hydraulis.strategy.pool import fit_pool, num_ranks_of
+
+DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+"""Attributes of the flags that name data."""
 
 _REQUIRED = (
     "num_layers",
@@ -261,13 +265,18 @@ def check_data(args: argparse.Namespace) -> None:
             )
     if not args.data_path and not args.train_data_path:
         raise ConfigurationError(f"there is no training corpus; give --data-path or {train}")
-    for dest in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+    if args.sft and args.tokenizer_type != "SFTTokenizer":
+        raise ConfigurationError(
+            f"--sft needs --tokenizer-type SFTTokenizer but it is {args.tokenizer_type}; give it, "
+            f"or tokenize by hydraulis preprocess --chat and remove --sft"
+        )
+    for dest in DATA_PATHS:
         blend = getattr(args, dest)
         if blend:
-            _check_files(option_of(dest), blend)
+            _check_files(option_of(dest), blend, is_sft=args.sft)
 
 
-def _check_files(option: str, blend: list[str]) -> None:
+def _check_files(option: str, blend: list[str], *, is_sft: bool) -> None:
     try:
         prefixes, _ = get_blend_from_list(blend)
     except AssertionError:
@@ -276,6 +285,13 @@ def _check_files(option: str, blend: list[str]) -> None:
             f"write 'weight prefix' pairs or prefixes alone"
         ) from None
     for prefix in prefixes:
+        if is_sft:
+            if not (prefix.endswith(JSON_LINES_SUFFIXES) and Path(prefix).is_file()):
+                raise ConfigurationError(
+                    f"{option} {prefix}: data of --sft are files of JSON lines "
+                    f"({', '.join(JSON_LINES_SUFFIXES)}) but this is none; correct the path"
+                )
+            continue
         for suffix in (".idx", ".bin"):
             if not Path(prefix + suffix).is_file():
                 raise ConfigurationError(

@@ -236,6 +236,7 @@ _MADE_FROM_FILES = {
 _MADE_FROM_VALUES = {
     "HuggingFaceTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
+    "SFTTokenizer": ("tokenizer_model",),
 }
 # Tokenizers built from --vocab-size; for others the flag is the least vocabulary of the model.
 _SIZED_BY_FLAG = ("NullTokenizer", "TikTokenizer")

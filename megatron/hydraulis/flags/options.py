@@ -96,7 +96,7 @@ _TOPICS = {
         --tiktoken-num-special-tokens --tokenizer-sentencepiece-legacy
         --no-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-no-use-fast
         --tokenizer-hf-no-include-special-tokens --trust-remote-code --null-tokenizer-eod-id
-        --null-tokenizer-pad-id""",
+        --null-tokenizer-pad-id --sft --sft-tokenizer-prompt-format""",
     "Logging": """
         --log-interval --log-throughput --timing-log-level --timing-log-option --logging-level
         --tensorboard-dir --tensorboard-log-interval --tensorboard-queue-size
@@ -122,6 +122,8 @@ _ALWAYS = {
 """Options that ask for what this program does in any case."""
 
 _DIFFERENT = {
+    "--sft": "the data are JSON lines of conversations, each a sequence whose answers are trained; "
+    "--long-sequences truncate cuts long ones as Megatron does",
     "--make-vocab-size-divisible-by": "the vocabulary is padded to a multiple of it under every "
     "strategy",
     "--recompute-modules": "modules of selective recompute: core_attn, and mlp without biases",
@@ -181,7 +183,9 @@ _TOKENIZERS = (
     "Llama2Tokenizer",
     "TikTokenizer",
     "NullTokenizer",
+    "SFTTokenizer",
 )
+_PROMPT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
 _RESTRICTED = {
     "--position-embedding-type": Honoured(
         "positions restart in every sequence",
@@ -206,6 +210,11 @@ _RESTRICTED = {
         only=_TOKENIZERS,
         otherwise="this tokenizer is not one for causal language models of text; "
         f"use {', '.join(_TOKENIZERS)}",
+    ),
+    "--sft-tokenizer-prompt-format": Honoured(
+        "prompt format of the conversations",
+        only=_PROMPT_FORMATS,
+        otherwise="Megatron has no such prompt format; use hydraulis preprocess --chat",
     ),
 }
 
@@ -254,6 +263,7 @@ _NEEDS = {
         --ckpt-step --finetune --no-load-optim --exit-on-missing-checkpoint
         --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler""",
     Need("data_path", "--data-path"): "--split",
+    Need("sft", "--sft"): "--sft-tokenizer-prompt-format",
     _tokenizer("TikTokenizer"): "--tiktoken-pattern --tiktoken-num-special-tokens",
     _tokenizer("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"): """
         --tokenizer-sentencepiece-legacy --no-tokenizer-sentencepiece-ignore-extra-whitespaces""",
@@ -493,7 +503,6 @@ _ONLY_WITH = {
     "--use-mup": r"mup-.*",
     "--fim-data": r"fim-(?!data).*",
     "--perform-rl-step": r"rl-.*|grpo-.*|langrl-.*|refit-method",
-    "--sft": r"sft-.*",
     "--use-checkpoint-args": r"use-mp-args-from-checkpoint-args|"
     r"no-use-tokenizer-model-from-checkpoint-args",
     "programs for inference": r"inference-.*|flash-decode|decode-only-cuda-graphs|.*-prefills?|"
@@ -656,10 +665,10 @@ _REFUSED = (
         groups=("tokenizer",),
     ),
     Refused(
-        "fine-tuning",
-        "supervised fine-tuning and distillation are not part of this program",
+        "distillation",
+        "distillation is not part of this program",
         _REMOVE,
-        groups=("sft", "Logits Distillation"),
+        groups=("Logits Distillation",),
     ),
     Refused(
         "evaluation",

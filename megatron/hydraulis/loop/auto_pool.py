@@ -32,6 +32,7 @@ from megatron.hydraulis.library.planning import (
     regroup_settings,
     row_quantum_tokens,
 )
+from megatron.hydraulis.loop.startup import made_by_rank_0
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
 from megatron.hydraulis.proposal.batches import draw_batches
 from megatron.hydraulis.proposal.candidates import Candidates
@@ -40,7 +41,6 @@ from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import MADE_FOR
 
 FILE_NAME = "auto_pool.json"
-_KEY = "hydraulis_auto_pool"
 _NUM_BATCHES = 8
 """Few, as all ranks wait."""
 _MAX_STRATEGIES = 7
@@ -60,32 +60,13 @@ def pool_of_job(resolved: Resolved, *, has_cuda: bool, store: dist.Store | None)
     Raises ConfigurationError and PlanError as proposing does on rank 0, HydraulisError on ranks
     that get no pool.
     """
-    rank = resolved.args.rank
-    if rank == 0:
-        try:
-            pool = _kept_or_proposed(resolved, has_cuda=has_cuda)
-        except Exception:
-            if store is not None:
-                store.set(_KEY, "")
-            raise
-        if store is not None:
-            store.set(_KEY, json.dumps(pool.to_json()))
-        return pool
-    assert store is not None  # only rank 0 runs alone
-    begin_s = time.monotonic()
-    try:
-        text = store.get(_KEY).decode()
-    except RuntimeError as error:  # torch's errors of connections are RuntimeErrors
-        raise HydraulisError(
-            f"--strategy-pool auto: rank {rank} waited {time.monotonic() - begin_s:.0f} s for the "
-            f"pool of rank 0, which did not come; see its log, raise "
-            f"--distributed-timeout-minutes, or give a pool of hydraulis propose"
-        ) from error
-    if not text:
-        raise ConfigurationError(
-            f"--strategy-pool auto: rank 0 proposes the pool but rank {rank} got none; see the "
-            f"error of rank 0"
-        )
+    text = made_by_rank_0(
+        lambda: json.dumps(_kept_or_proposed(resolved, has_cuda=has_cuda).to_json()),
+        "--strategy-pool auto",
+        "the pool",
+        rank=resolved.args.rank,
+        store=store,
+    )
     return Pool.from_json(json.loads(text))
 
 

@@ -33,6 +33,7 @@ with without_garbage_collection():
     )
     from megatron.hydraulis.loop.job import Job, UserHooks
     from megatron.hydraulis.loop.memory_safety import use_expandable_segments
+    from megatron.hydraulis.loop.sft_data import convert_data
     from megatron.hydraulis.loop.startup import (
         check_devices,
         check_launched,
@@ -110,11 +111,18 @@ def _run(argv: Sequence[str] | None, hooks: UserHooks) -> None:
             timeout = timedelta(minutes=resolved.args.distributed_timeout_minutes)
             met = meet(max(timeout, _TIMEOUT_OF_PROPOSAL))
         store = None if met is None else met[0]
+        if resolved.args.sft:
+            convert_data(resolved.args, resolved.hydraulis.run_dir, store)
         pool = pool_of_job(resolved, has_cuda=has_cuda, store=store)
         if store is not None:
             store.set_timeout(timeout)
     resolved = parse_arguments(words, num_ranks=num_ranks, rank=rank, proposed_pool=pool)
     args = resolved.args
+    if args.sft:
+        if met is None and not resolved.hydraulis.dry_run:
+            check_launched("train FLAGS", otherwise=", or add --dry-run")
+            met = meet(timedelta(minutes=args.distributed_timeout_minutes))
+        convert_data(args, resolved.hydraulis.run_dir, None if met is None else met[0])
     if resolved.hydraulis.dry_run:
         Job(resolved, hooks, has_cuda=has_cuda).print_description()
         return

@@ -82,6 +82,46 @@ def check_launcher_numbers() -> None:
 # --- the store ---
 
 
+def made_by_rank_0(
+    make: Callable[[], str], option: str, what: str, *, rank: int, store: dist.Store | None
+) -> str:
+    """A text that rank 0 makes, on every rank.
+
+    Args:
+        make: called on rank 0 alone.
+        option: which needs the text, and ``what`` it is, for messages.
+        rank: of this process.
+        store: None if there are no other ranks.
+
+    Raises:
+        ConfigurationError: rank 0 raised an error, which it also does itself.
+        HydraulisError: rank 0 takes longer than the store waits.
+    """
+    key = f"hydraulis_made_for_{option}"
+    if rank == 0:
+        text = ""
+        try:
+            text = make()
+        finally:
+            if store is not None:
+                store.set(key, text)
+        return text
+    assert store is not None  # only rank 0 runs alone
+    begin_s = time.monotonic()
+    try:
+        text = store.get(key).decode()
+    except RuntimeError as error:  # torch's errors of connections are RuntimeErrors
+        raise HydraulisError(
+            f"{option}: rank {rank} waited {time.monotonic() - begin_s:.0f} s for {what} of rank "
+            f"0, which did not come; see its log, or raise --distributed-timeout-minutes"
+        ) from error
+    if not text:
+        raise ConfigurationError(
+            f"{option}: rank 0 makes {what} but rank {rank} got none; see the error of rank 0"
+        )
+    return text
+
+
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """An unused store, this process's rank, and the number of ranks; all ranks have come.
 

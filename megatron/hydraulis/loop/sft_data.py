@@ -1,0 +1,139 @@
+"""``--sft``: conversations in JSON lines, with tokens and mask of upstream's ``SFTDataset``.
+
+A conversation is a sequence here. Upstream concatenates the conversations of a line, and with a
+prompt format that trains every token, the last token of one predicts the first of the next.
+"""
+
+import argparse
+import copy
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core.datasets.utils import get_blend_from_list
+
+from megatron.hydraulis.data.chat import WeightedTokens
+from megatron.hydraulis.data.dataset_writer import DatasetWriter
+from megatron.hydraulis.data.documents import RawDocument, read_documents
+from megatron.hydraulis.data.index import idx_path
+from megatron.hydraulis.data.tokenizer import DocumentEncoder, build_tokenizer
+from megatron.hydraulis.errors import DataError
+from megatron.hydraulis.flags.checks import DATA_PATHS
+from megatron.hydraulis.loop.startup import made_by_rank_0
+
+_FOLDER = "sft"
+
+
+def convert_data(args: argparse.Namespace, run_dir: Path, store: dist.Store | None) -> None:
+    """Make datasets of the files that the data flags name, and let the flags name those.
+
+    Rank 0 writes those that are not in the run folder yet.
+
+    Args:
+        args: upstream's arguments, changed in place.
+        run_dir: the run folder, which all ranks see.
+        store: of the job; None if there are no other ranks.
+
+    Raises:
+        DataError: on rank 0, a file that cannot be read or converted.
+        HydraulisError: rank 0 failed.
+    """
+
+    def convert() -> str:
+        for path in _files(args):
+            prefix = _prefix(path, args, run_dir)
+            if not Path(idx_path(prefix)).exists():
+                write_dataset(path, prefix, build_tokenizer(copy.copy(args)))
+        return "complete"
+
+    made_by_rank_0(convert, "--sft", "the data", rank=args.rank, store=store)
+    for dest in DATA_PATHS:
+        blend = getattr(args, dest)
+        if blend:
+            files = set(get_blend_from_list(blend)[0])
+            words = [_prefix(word, args, run_dir) if word in files else word for word in blend]
+            setattr(args, dest, words)
+
+
+def _files(args: argparse.Namespace) -> list[str]:
+    blends = (getattr(args, dest) for dest in DATA_PATHS)
+    return [file for blend in blends if blend for file in get_blend_from_list(blend)[0]]
+
+
+def _prefix(path: str, args: argparse.Namespace, run_dir: Path) -> str:
+    """That of the dataset made of a file with the tokenizer of the arguments."""
+    stat = Path(path).stat()
+    made_from = (
+        *(str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns),
+        *(args.tokenizer_model, args.sft_tokenizer_prompt_format),
+    )
+    digest = hashlib.sha256(repr(made_from).encode()).hexdigest()[:12]
+    return str(run_dir / _FOLDER / f"{Path(path).name.split('.')[0]}-{digest}")
+
+
+def write_dataset(path: str, prefix: str, tokenizer: Any) -> None:
+    """Write the conversations of a file as the dataset ``prefix``.
+
+    Raises:
+        DataError: a line that upstream refuses, a file that cannot be read, or nothing in it.
+    """
+    documents = DocumentEncoder(tokenizer, append_eod=False)
+    num_sequences = num_tokens = num_trained = 0
+    with DatasetWriter(prefix, documents.token_type, has_weights=True) as writer:
+        for document in read_documents(Path(path), json_key=None):
+            for sequence in sequences_of(document, documents):
+                writer.add_documents(sequence.tokens, [len(sequence.tokens)], sequence.weights)
+                num_sequences += 1
+                num_tokens += len(sequence.tokens)
+                num_trained += int(sequence.weights.sum())
+        if num_sequences == 0:
+            raise DataError(
+                f"{path}: data of --sft has at least 1 conversation but there are 0; check the file"
+            )
+        writer.commit()
+    print(
+        f"--sft: {num_sequences:,} conversations of {path}, {num_tokens:,} tokens, "
+        f"{num_trained:,} trained, are now {prefix}.bin",
+        flush=True,
+    )
+
+
+def sequences_of(document: RawDocument, documents: DocumentEncoder) -> Iterator[WeightedTokens]:
+    """The conversations of a line, by upstream's own tokenizer.
+
+    Raises:
+        DataError: a line that upstream refuses.
+    """
+    from megatron.training.datasets.sft_dataset import IGNORE_INDEX, SFTDataset
+
+    value = document.json()
+    turns = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(turns, list):
+        raise DataError(
+            f"{document.origin}: a line of --sft is an object with a list of turns under "
+            f"'messages' but here is {type(turns).__name__}; correct the line, or convert the file "
+            f"by hydraulis preprocess --chat"
+        )
+    tokenizer = documents.tokenizer
+    try:
+        for conversation in SFTDataset._split_conversations(None, turns):
+            tokens, targets = tokenizer.tokenize_conversation(
+                conversation, return_target=True, add_generation_prompt=False
+            )
+            is_trained = (targets != tokenizer.pad) & (targets != IGNORE_INDEX)
+            is_trained[:1] = False  # nothing predicts the first token
+            yield WeightedTokens(
+                documents.stored(tokens.tolist(), document.origin), is_trained.astype(np.float32)
+            )
+    except DataError:
+        raise
+    except Exception as error:  # assertions, and what templates raise
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise DataError(
+            f"{document.origin}: Megatron's SFT tokenizer refuses the conversation ({reason}); its "
+            f"roles are system, user, tool and assistant, and an answer follows user or tool: "
+            f"correct the line or --sft-tokenizer-prompt-format"
+        ) from error

@@ -1,0 +1,30 @@
+"""A Hugging Face tokenizer of bytes with a chat template, without training."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+START, END = "<|im_start|>", "<|im_end|>"
+TURN = START + "{{ m.role }}\n{{ m.content }}" + END + "\n"
+PROMPT = "{% if add_generation_prompt %}" + START + "assistant\n{% endif %}"
+TEMPLATE = "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT
+"""ChatML, without marks."""
+
+
+def make_chat_tokenizer(folder: Path, special_tokens: Sequence[str] = ()) -> Path:
+    """Write it with the special tokens of ChatML and further ones; returns the folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(letters))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([START, END, *special_tokens])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

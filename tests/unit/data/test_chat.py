@@ -1,0 +1,295 @@
+"""Conversations: tokens as ``transformers`` renders them, weights on the answers alone."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron.hydraulis.__main__ import main
+from megatron.hydraulis.data.chat import ChatCounts, ConversationEncoder
+from megatron.hydraulis.data.documents import RawDocument
+from megatron.hydraulis.data.index import read_index
+from megatron.hydraulis.data.tokenizer import (
+    DocumentEncoder,
+    TokenizerSettings,
+    build_tokenizer,
+)
+from megatron.hydraulis.data.weights import read_weights
+from megatron.hydraulis.errors import ConfigurationError, DataError
+from tests.support.chat_tokenizer import END, PROMPT, START, TEMPLATE, TURN, make_chat_tokenizer
+
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    + START
+    + "assistant\n{% generation %}{{ m.content }}"
+    + END
+    + "\n{% endgeneration %}{% else %}"
+    + TURN
+    + "{% endif %}{% endfor %}"
+    + PROMPT
+)
+FORGETFUL = (
+    "{% for m in messages %}" + START + "{{ m.role }}\n"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    + END
+    + "\n{% endfor %}"
+    + PROMPT
+)
+"""Drops the reasoning of earlier answers, as the templates of reasoning models do."""
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "Ask the tool."},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "Grüße"},
+    {"role": "assistant", "content": "Bye."},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_tokenizer(tmp_path_factory.mktemp("chat_tokenizer"))
+
+
+@pytest.fixture
+def documents(folder: Path) -> DocumentEncoder:
+    settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    return DocumentEncoder(build_tokenizer(settings), append_eod=False)
+
+
+def line(value: Any) -> RawDocument:
+    content = json.dumps(value).encode()
+    return RawDocument("chats.jsonl", 3, content, None, len(content))
+
+
+def parts_of(
+    documents: DocumentEncoder, turns: list[dict[str, str]], **options: Any
+) -> list[tuple[str, bool]]:
+    """Stretches of a conversation's text and whether they are trained."""
+    encoder = ConversationEncoder(documents, **options)
+    example, counts = encoder.encode(line({"messages": turns}))
+    assert example is not None
+    assert counts == ChatCounts(num_trained_tokens=int(example.weights.sum()))
+    borders = np.flatnonzero(np.diff(example.weights)) + 1
+    return [
+        (documents.hugging_face.decode(ids), bool(weights[0]))
+        for ids, weights in zip(
+            np.split(example.tokens, borders), np.split(example.weights, borders), strict=True
+        )
+    ]
+
+
+def rendered(turns: list[dict[str, str]]) -> str:
+    return "".join(f"{START}{turn['role']}\n{turn['content']}{END}\n" for turn in turns)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["prefixes", "marks"])
+def test_the_text_of_answers_is_trained_and_nothing_else(
+    documents: DocumentEncoder, template: str
+) -> None:
+    prompt = f"{START}assistant\n"
+    answers = [f"{TURNS[i]['content']}{END}\n" for i in (2, 4, 6)]
+    assert parts_of(documents, TURNS, chat_template=template) == [
+        (rendered(TURNS[:2]) + prompt, False),
+        (answers[0], True),
+        (rendered(TURNS[3:4]) + prompt, False),
+        (answers[1], True),
+        (rendered(TURNS[5:6]) + prompt, False),
+        (answers[2], True),
+    ]
+    assert parts_of(documents, TURNS, chat_template=template, train_on="last") == [
+        (rendered(TURNS[:6]) + prompt, False),
+        (answers[2], True),
+    ]
+    first, rest = parts_of(documents, TURNS, chat_template=template, train_on="all")
+    assert first == (START, False)  # nothing predicts it
+    assert rest == (rendered(TURNS).removeprefix(START), True)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(documents: DocumentEncoder) -> None:
+    turns = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "<think>easy</think>4"},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "<think>yes</think>Yes"},
+    ]
+    with pytest.raises(
+        DataError,
+        match=r"chats.jsonl, line 3: .*no {% generation %} marks.*first 2 of 4 turns.*token 25 of "
+        r"\d+ on they are '<think>e' there and '4<\|im_end\|>.*--chat-template FILE, or .*last$",
+    ):
+        parts_of(documents, turns, chat_template=FORGETFUL)
+    parts = parts_of(documents, turns, chat_template=FORGETFUL, train_on="last")
+    assert parts[1] == (f"<think>yes</think>Yes{END}\n", True)
+
+
+@pytest.mark.parametrize(
+    ("value", "num_turns"),
+    [
+        ({"messages": TURNS}, 7),
+        (
+            {
+                "conversations": [
+                    {"from": {"user": "human", "assistant": "gpt"}.get(role, role), "value": text}
+                    for role, text in (turn.values() for turn in TURNS)
+                ]
+            },
+            7,
+        ),
+        ({"prompt": TURNS[:4], "completion": TURNS[4:]}, 7),
+        ({"prompt": "2 + 2?", "completion": "It is 4."}, 2),
+    ],
+    ids=["messages", "ShareGPT", "prompt and completion", "texts"],
+)
+def test_every_form_is_the_same_conversation(
+    documents: DocumentEncoder, value: dict[str, Any], num_turns: int
+) -> None:
+    turns = TURNS if num_turns == 7 else [TURNS[1], TURNS[4]]
+    encoder = ConversationEncoder(documents)
+    found, _ = encoder.encode(line(value))
+    expected, _ = encoder.encode(line({"messages": turns}))
+    assert found is not None
+    assert expected is not None
+    assert documents.hugging_face.decode(found.tokens) == rendered(turns)
+    assert found.weights.tolist() == expected.weights.tolist()
+
+
+USER, ANSWER = TURNS[1], TURNS[2]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"messages": [ANSWER]}, "assistant comes after user or tool but turn 1 of 1 comes after"),
+        ({"messages": [USER, USER]}, "but turn 2 of 2 comes after user; merge"),
+        ({"messages": [USER, TURNS[0]]}, "system comes after the beginning but turn 2"),
+        ({"messages": [USER, TURNS[3]]}, "tool comes after assistant or tool but turn 2"),
+        ({"messages": [{"role": "bot", "content": ""}]}, "turn 1 of 1 has 'bot'; rename"),
+        ({"messages": [{"role": "user"}]}, "turn 1 of 1 in 'messages' has the keys role;"),
+        ({"messages": []}, "at least 1 turn but this one has 0"),
+        ({"messages": 5}, "'messages' holds a list of turns but is int"),
+        ({"text": "a"}, "under 'messages' or 'conversations', or in prompt .* keys are text;"),
+        ([1], "a JSON object but here is list"),
+        ({"messages": [USER], "tools": "{"}, "tools are a list, or one in JSON"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(
+    documents: DocumentEncoder, value: Any, says: str
+) -> None:
+    with pytest.raises(DataError, match=f"chats.jsonl, line 3: .*{says}"):
+        ConversationEncoder(documents).encode(line(value))
+
+
+def test_a_template_that_raises_is_quoted(documents: DocumentEncoder) -> None:
+    encoder = ConversationEncoder(documents, chat_template="{{ raise_exception('no tools') }}")
+    with pytest.raises(DataError, match=r"line 3: .*cannot render the conversation \(no tools\)"):
+        encoder.encode(line({"messages": TURNS}))
+
+
+def test_a_tokenizer_without_template_needs_one(documents: DocumentEncoder) -> None:
+    documents.hugging_face.chat_template = None
+    with pytest.raises(ConfigurationError, match="give one by --chat-template FILE"):
+        ConversationEncoder(documents)
+
+
+def test_the_last_answer_needs_one_mark_an_answer(documents: DocumentEncoder) -> None:
+    template = MARKED.replace("{{ m.content }}<", "{{ m.content }}{% endgeneration %}<", 1).replace(
+        "\n{% endgeneration %}", "\n"
+    )
+    twice = template.replace(
+        "{% generation %}{{ m.content }}",
+        "{% generation %}{{ m.content[0] }}{% endgeneration %}-{% generation %}{{ m.content }}",
+    )
+    with pytest.raises(DataError, match="marks 6 spans in 3 answers; use --train-on assistant"):
+        parts_of(documents, TURNS, chat_template=twice, train_on="last")
+
+
+def test_conversations_that_are_too_long(documents: DocumentEncoder) -> None:
+    """The last answer of TURNS has 6 tokens: its 4 letters, the end and a line break."""
+    length = len(ConversationEncoder(documents).encode(line({"messages": TURNS}))[0].tokens) - 1  # type: ignore[union-attr]
+
+    def encode(seq_length: int, policy: Any) -> Any:
+        return ConversationEncoder(
+            documents, seq_length=seq_length, long_conversations=policy, train_on="last"
+        ).encode(line({"messages": TURNS}))
+
+    assert encode(length, "error")[1] == ChatCounts(num_trained_tokens=6)
+    with pytest.raises(
+        DataError,
+        match=rf"at most --seq-length {length - 2} tokens but this conversation has {length}, so "
+        r"2 of the 6 trained tokens of its answers would be cut off; raise --seq-length, or",
+    ):
+        encode(length - 2, "error")
+    example, counts = encode(length - 2, "truncate")
+    assert len(example.tokens) == len(example.weights) == length - 1
+    assert counts == ChatCounts(
+        num_trained_tokens=4, num_truncated=1, num_truncated_tokens=2, num_cut_answers=1
+    )
+    assert encode(length - 2, "drop") == (None, ChatCounts(num_dropped_long=1))
+    nothing, counts = encode(length - 20, "truncate")
+    assert nothing is None
+    assert counts.num_untrained == 1
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_command_writes_weights_and_shows_spans(
+    tmp_path: Path, folder: Path, num_workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    messages = json.dumps({"messages": TURNS})
+    unanswered = json.dumps({"messages": [USER]})
+    (source / "a.jsonl").write_text(f"{messages}\n{unanswered}\n")
+    (source / "b.jsonl.gz").write_bytes(gzip.compress(messages.encode()))
+    rows = [{"messages": TURNS, "source": "x"}, {"messages": [USER, ANSWER], "source": "y"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source / "c.parquet")
+    words = ["preprocess", "--input", str(source), "--output-prefix", str(tmp_path / "out")]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    words += ["--workers", str(num_workers)]
+    assert main([*words, "--chat", "--show", "--train-on", "last"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("⟦Bye.<|im_end|>\n⟧") == 3
+    assert output.count("⟦Ask the tool.<|im_end|>\n⟧") == 1
+    assert "1 conversations without a trained token skipped" in output
+    assert "out.bin, .weights and .idx" in output
+    index = read_index(str(tmp_path / "out"))
+    weights = read_weights(index)
+    assert weights is not None
+    lengths = index.document_lengths.tolist()
+    trained = [part.sum() for part in np.split(weights, np.cumsum(lengths)[:-1])]
+    assert trained == [6, 6, 6, 15]
+    assert f"{sum(trained):.0f} trained tokens" in output
+    # Plain documents under the same name have no weights.
+    assert main([*words, "--pattern", "*.jsonl", "--json-key", "none"]) == 2
+    assert read_weights(read_index(str(tmp_path / "out"))) is not None
+    (source / "a.jsonl").write_text('{"text": "plain"}\n')
+    assert main([*words, "--pattern", "*.jsonl"]) == 0
+    assert read_weights(read_index(str(tmp_path / "out"))) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--train-on all", "--train-on is about conversations; add --chat"),
+        ("--show", "--show is about conversations; add --chat"),
+        ("--chat --tokenizer-type NullTokenizer", "--tokenizer-type is NullTokenizer; give"),
+        ("--chat --long-sequences drop", "--seq-length is not given"),
+        ("--chat --seq-length 0", "at least 1 token but --seq-length is 0"),
+        ("--chat --chat-template none.jinja", "none.jinja cannot be read"),
+    ],
+)
+def test_flags_that_do_not_fit(
+    tmp_path: Path, folder: Path, words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS}))
+    flags = ["--input", str(tmp_path), "--output-prefix", str(tmp_path / "out")]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    assert main(["preprocess", *flags, *words.split()]) == 2
+    assert says in capsys.readouterr().err

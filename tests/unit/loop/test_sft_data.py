@@ -1,0 +1,140 @@
+"""``--sft`` trains the tokens that upstream's ``SFTDataset`` trains."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.datasets.utils import Split
+from megatron.training.datasets.sft_dataset import SFTDataset
+
+from megatron.hydraulis.data.corpus import Corpus, DocumentRange
+from megatron.hydraulis.data.index import read_index
+from megatron.hydraulis.data.tokenizer import build_tokenizer
+from megatron.hydraulis.errors import DataError
+from megatron.hydraulis.loop.sft_data import convert_data, write_dataset
+from tests.support.chat_tokenizer import make_chat_tokenizer
+
+QUESTION = {"role": "user", "content": "2 + 2?"}
+ANSWER = {"role": "assistant", "content": "It is 4."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+LINES = [
+    [SYSTEM, QUESTION, ANSWER],
+    [
+        QUESTION,
+        ANSWER,
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "Ja"},
+    ],
+    [SYSTEM, QUESTION, ANSWER, SYSTEM, {"role": "user", "content": "Bye"}, ANSWER],
+]
+SEQ_LENGTH = 200
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    special = ["<unk>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>"]
+    return make_chat_tokenizer(tmp_path_factory.mktemp("sft_tokenizer"), special)
+
+
+def arguments(model: Path, prompt_format: str, data: Path) -> Any:
+    return SimpleNamespace(
+        tokenizer_type="SFTTokenizer",
+        tokenizer_model=str(model),
+        sft_tokenizer_prompt_format=prompt_format,
+        metadata_path=None,
+        vocab_file=None,
+        pad_vocab_size=False,
+        data_path=["0.5", str(data), "0.5", str(data)],
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
+        rank=0,
+    )
+
+
+def upstream_samples(tokenizer: Any, lines: list[list[dict[str, str]]]) -> list[dict[str, Any]]:
+    """What upstream trains, a row of ``SEQ_LENGTH`` tokens a line."""
+    config = SimpleNamespace(
+        tokenizer=tokenizer,
+        sequence_length=SEQ_LENGTH,
+        reset_position_ids=False,
+        context_parallel_size=1,
+        create_attention_mask=False,
+        reset_attention_mask=False,
+    )
+    dataset = SFTDataset.__new__(SFTDataset)
+    vars(dataset).update(
+        dataset=lines, indices=np.arange(len(lines)), num_samples=len(lines), config=config
+    )
+    assert Split.train is not None
+    return [dataset[i] for i in range(len(lines))]
+
+
+@pytest.mark.parametrize(
+    "prompt_format", ["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"]
+)
+def test_the_same_tokens_and_mask_as_upstream(
+    prompt_format: str, model: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "chat.jsonl"
+    data.write_text("".join(json.dumps({"messages": line}) + "\n" for line in LINES))
+    args = arguments(model, prompt_format, data)
+    convert_data(args, tmp_path / "run", None)
+    assert args.data_path[0] == args.data_path[2] == "0.5"
+    prefix = args.data_path[1]
+    corpus = Corpus(
+        [DocumentRange.whole(read_index(prefix))], seq_length=SEQ_LENGTH, long_sequences="error"
+    )
+    tokenizer = build_tokenizer(args)
+    sequence = 0
+    for sample in upstream_samples(tokenizer, LINES):
+        borders = sample["cu_seqlens"].unique().tolist()
+        for first, end in itertools.pairwise(borders):
+            # The row ends in padding, which upstream adds to its last conversation.
+            end = min(end, first + int(corpus.lengths[sequence]) + 1)
+            tokens = corpus.tokens(sequence)
+            assert tokens.tolist() == sample["tokens"][first:end].tolist()
+            mask = corpus.token_weights(sequence)[1:].tolist()
+            assert mask == sample["loss_mask"][first : end - 1].tolist()
+            assert sum(mask) > 0
+            sequence += 1
+    assert sequence == corpus.num_sequences == 4
+
+
+def test_a_dataset_is_made_once_and_again_for_other_data(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"messages": LINES[0]}) + "\n")
+    prefixes = []
+    for _ in range(2):
+        args = arguments(model, "identity", data)
+        convert_data(args, tmp_path / "run", None)
+        prefixes.append(args.data_path[1])
+    assert prefixes[0] == prefixes[1]
+    assert capsys.readouterr().out.count("1 conversations of") == 1
+    data.write_text(json.dumps({"messages": LINES[1]}) + "\n")
+    args = arguments(model, "identity", data)
+    convert_data(args, tmp_path / "run", None)
+    assert args.data_path[1] != prefixes[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"text": "a"}, "a list of turns under 'messages' but here is NoneType"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, r"refuses the conversation \(Wrong role"),
+        ({"messages": [ANSWER, ANSWER]}, "an answer follows user or tool"),
+    ],
+)
+def test_a_line_that_upstream_refuses(value: Any, says: str, model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"messages": LINES[0]}) + "\n" + json.dumps(value) + "\n")
+    tokenizer = build_tokenizer(arguments(model, "nemotron-h-aligned", data))
+    with pytest.raises(DataError, match=f"chat.jsonl, line 2: .*{says}"):
+        write_dataset(str(data), str(tmp_path / "out"), tokenizer)
+    assert not (tmp_path / "out.idx").exists()
