@@ -138,7 +138,9 @@ OF_OTHERS = {
 }
 """Options of other programs that the pages name."""
 SAID_BY_OTHERS = ("srun: ", "ReqNode", "Rendezvous", "address", "CUDA", "exitcode", "No space")
-TRAINING_SCRIPTS = ("quickstart.sh", "run_local.sh", "pretrain_gpt.sbatch", "sweep.sbatch")
+TRAINING_SCRIPTS = (
+    *("quickstart.sh", "finetune.sh", "run_local.sh", "pretrain_gpt.sbatch", "sweep.sbatch"),
+)
 """What follows them are flags of training."""
 
 
