@@ -122,30 +122,42 @@ class PackedBatch:
             inputs: for each sequence of the row a tensor (length + 1, ...), about its tokens; that
                 of the first token is ignored.
         """
-        _, numbers = token_places(self)
+        _, numbers, positions = token_places(self)
         starts = np.cumsum([0, *(length + 1 for length in self.sequence_lengths)])[numbers]
-        positions = self.position_ids[0].cpu().numpy()[token_places(self)[0]]
         labels = torch.from_numpy(starts + positions + 1)
         device = self.tokens.device
         cut = {key: torch.cat(list(each)).cpu()[labels].to(device) for key, each in inputs.items()}
         return dataclasses.replace(self, inputs=cut)
 
 
-def token_places(batch: PackedBatch) -> tuple[Places, Places]:
-    """Where the tokens of sequences are in a rank's part of a row.
+def token_places(batch: PackedBatch) -> tuple[Places, Places, Places]:
+    """Where the tokens of sequences are in a rank's part of a row; see `_places`."""
+    return _places(
+        batch.sequence_lengths, batch.segment_lengths, batch.context_size, batch.context_rank
+    )
 
-    Returns:
-        (labels,) places in the part, and (labels,) numbers of their sequences in the row.
+
+def _places(
+    lengths: Sequence[int], padded: Sequence[int], context_size: int, context_rank: int
+) -> tuple[Places, Places, Places]:
+    """(tokens,) places in the rank's part, numbers of sequences in the row, places in them.
+
+    Args:
+        lengths: of the sequences.
+        padded: of the segments: the padded sequences, then padding if there is any.
+        context_size: ranks that share the row.
+        context_rank: this rank's place among them.
     """
-    places, numbers, begin = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for number, padded in enumerate(batch.segment_lengths):
-        length = (*batch.sequence_lengths, 0)[min(number, len(batch.sequence_lengths))]
-        for start, stop in local_stretches(padded, batch.context_size, batch.context_rank):
-            num_tokens = max(0, min(stop, length) - start)
-            places.append(np.arange(begin, begin + num_tokens))
-            numbers.append(np.full(num_tokens, number))
+    found: list[Places] = [np.zeros((3, 0), dtype=np.int64)]
+    begin = 0
+    for number, (length, padded_length) in enumerate(zip(lengths, padded, strict=False)):
+        for start, stop in local_stretches(padded_length, context_size, context_rank):
+            positions = np.arange(start, max(start, min(stop, length)))
+            shifted = positions - start + begin
+            found.append(np.stack([shifted, np.full_like(positions, number), positions]))
             begin += stop - start
-    return np.concatenate(places), np.concatenate(numbers)
+    places, numbers, in_sequence = np.concatenate(found, axis=1)
+    return places, numbers, in_sequence
 
 
 def pack(
@@ -190,23 +202,14 @@ def pack(
     num_local = sum(padded) // context_size
     tokens, labels, position_ids = (np.zeros(num_local, dtype=np.int64) for _ in range(3))
     local_weights = np.zeros(num_local, dtype=np.float32)
-    num_tokens = 0
-    steps = np.arange(max(lengths, default=0), dtype=np.int64)
-    begin = 0
-    for segment, (length, padded_length) in enumerate(zip(segments, padded, strict=True)):
-        for start, stop in local_stretches(padded_length, context_size, context_rank):
-            end = max(start, min(stop, length))
-            part = slice(begin, begin + end - start)
-            if segment < len(sequences):
-                position_ids[part] = steps[start:end]
-                tokens[part] = sequences[segment][start:end]
-                labels[part] = sequences[segment][start + 1 : end + 1]
-                # What the label at a place weighs: the weight is that of the next token.
-                local_weights[part] = (
-                    1.0 if weights is None else weights[segment][start + 1 : end + 1]
-                )
-                num_tokens += end - start
-            begin += stop - start
+    places, numbers, positions = _places(lengths, padded, context_size, context_rank)
+    if len(places):
+        given = np.cumsum([0, *(length + 1 for length in lengths)])[numbers] + positions
+        row = np.concatenate(sequences)
+        tokens[places], labels[places], position_ids[places] = row[given], row[given + 1], positions
+        # What the label at a place weighs: the weight is that of the next token.
+        local_weights[places] = 1.0 if weights is None else np.concatenate(weights)[given + 1]
+    num_tokens = len(places)
     cu_seqlens_padded = cu_seqlens = torch.from_numpy(np.cumsum([0, *padded], dtype=np.int32))
     if segments != padded:
         cu_seqlens = torch.from_numpy(np.cumsum([0, *segments], dtype=np.int32))

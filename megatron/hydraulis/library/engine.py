@@ -396,7 +396,7 @@ def _places_of_outputs(
     batch: PackedBatch, places: Sequence[int], sequences: Sequence[TokenSequence], ends: Tensor
 ) -> Tensor:
     """(labels,) places of a row's outputs among the tokens of all sequences."""
-    at, numbers = (torch.from_numpy(each) for each in token_places(batch))
+    _, numbers, positions = (torch.from_numpy(each) for each in token_places(batch))
     sequence = torch.tensor(places, dtype=torch.int64)[numbers]
     starts = ends - torch.tensor([len(each.tokens) for each in sequences])
-    return starts[sequence] + batch.position_ids[0].cpu()[at] + 1
+    return starts[sequence] + positions + 1

@@ -169,7 +169,7 @@ def _forward_step(
 def _of_tokens(batch: PackedBatch, outputs: TokenOutputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies, weights and numbers of sequences, without padding."""
     places, numbers = (
-        torch.from_numpy(each).to(outputs.log_probs.device) for each in token_places(batch)
+        torch.from_numpy(each).to(outputs.log_probs.device) for each in token_places(batch)[:2]
     )
     assert outputs.entropy is not None
     log_probs, entropy, weights = (
