@@ -51,6 +51,18 @@ def batches_of_seed(seed: int) -> tuple[tuple[np.ndarray, ...], ...]:
     )
 
 
+@cache
+def weights_of_seed(seed: int) -> tuple[tuple[np.ndarray, ...], ...]:
+    """Of the tokens of these sequences; a third is 0, and no batch has a sum of 0."""
+    rng = np.random.default_rng(seed)
+    weights = []
+    for batch in batches_of_seed(seed):
+        of_batch = [rng.random(len(tokens)) * (rng.random(len(tokens)) > 1 / 3) for tokens in batch]
+        of_batch[-1][-1] += 0.1
+        weights.append(tuple(each.astype(np.float32) for each in of_batch))
+    return tuple(weights)
+
+
 @st.composite
 def placed_strategies(draw: st.DrawFn, num_ranks: int) -> str:
     """Replicas of any scheme with uneven stages, in some order of the ranks; the rest is idle.
@@ -141,6 +153,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, Job]:
         schedule=tuple(schedule),
         assignments=tuple(plans),
         batches=batches,
+        weights=weights_of_seed(seed),
         num_atoms=NUM_ATOMS,
         settings=FP64_SETTINGS,
         ranks_per_node=draw(st.sampled_from(nodes), label="ranks of a node"),
@@ -160,6 +173,7 @@ def reference_of(model: SmallModel, seed: int) -> ReferenceRun:
         schedule=(0,) * NUM_ITERATIONS,
         assignments=(),
         batches=batches_of_seed(seed),
+        weights=weights_of_seed(seed),
         settings=FP64_SETTINGS,
     )
     reference: ReferenceRun = pool_of(1).run(run_reference, job, torch.float64)[0]

@@ -26,7 +26,14 @@ from megatron.hydraulis.planner.plan import IterationPlan
 from megatron.hydraulis.runtime.engine import Engine
 from megatron.hydraulis.runtime.executor import loss_func
 from tests.support.forked_job import JobOutcome, Kill, run_job
-from tests.support.tiny_corpus import SEQ_LENGTH, VOCAB_SIZE, tiny_command, write_corpus
+from tests.support.tiny_corpus import (
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    document_lengths,
+    tiny_command,
+    write_corpus,
+    write_weights,
+)
 from tests.support.training_log import log_lines
 
 pytestmark = pytest.mark.fault
@@ -169,6 +176,8 @@ def _without_documents(content: bytearray) -> bytes:
     return bytes(content[:18]) + struct.pack("<QQq", 0, 1, 0)
 
 
+NUM_TOKENS = sum(length + 1 for length in document_lengths())
+
 _DATA = [
     pytest.param(
         lambda path: _damaged(write_corpus(path), _cut_short),
@@ -196,6 +205,16 @@ _DATA = [
         id="tokens beyond the model's vocabulary",
     ),
     pytest.param(lambda path: str(path), [".idx", "correct the prefix"], id="no files"),
+    pytest.param(
+        lambda path: write_weights(write_corpus(path, [4, 5]), [1.0] * 10),
+        ["one weight a token", "10 for 11 tokens", "remove the file"],
+        id="weights of another length",
+    ),
+    pytest.param(
+        lambda path: write_weights(write_corpus(path), ([1.0, -0.5] * NUM_TOKENS)[:NUM_TOKENS]),
+        ["finite and at least 0", "is -0.5", "correct"],
+        id="a negative weight",
+    ),
 ]
 
 

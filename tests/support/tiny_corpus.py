@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron.hydraulis.data.weights import WeightsWriter, weights_path
 
 VOCAB_SIZE = 61
 PADDED_VOCAB_SIZE = 64
@@ -19,7 +22,7 @@ _LONG_LENGTHS = (96, 80, 64, 48)
 
 
 def document_lengths(seed: int = 0) -> list[int]:
-    """Trained tokens of each document, the long ones spread over the corpus."""
+    """Tokens that each document predicts, the long ones spread over the corpus."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(3, 17, size=NUM_DOCUMENTS).tolist()
     for position in range(0, NUM_DOCUMENTS, 20):
@@ -35,7 +38,7 @@ def write_corpus(
 
     Args:
         prefix: of the .bin and .idx file.
-        lengths: trained tokens of each document, one less than its tokens.
+        lengths: tokens that each document predicts, one less than its tokens.
         num_tokens: token ids lie below; all of them occur.
 
     Returns:
@@ -52,6 +55,14 @@ def write_corpus(
         builder.add_document(torch.from_numpy(tokens.astype(np.int64)), [length + 1])
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
+
+
+def write_weights(prefix: str, weights: npt.ArrayLike) -> str:
+    """Write the weights of a corpus's tokens, whatever their number and values."""
+    writer = WeightsWriter(weights_path(prefix))
+    writer.add(np.asarray(weights, dtype=np.float32))
+    writer.finish()
+    return prefix
 
 
 _FLAGS: dict[str, str | None] = {

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,7 +31,13 @@ from megatron.hydraulis.loop.entry import EXIT_STATUS_OF_ERROR
 from megatron.hydraulis.observability.records import METRICS_FILE_NAME
 from tests.support.checkpoints import whole_tensors
 from tests.support.forked_job import run_job
-from tests.support.tiny_corpus import VOCAB_SIZE, tiny_command, write_corpus
+from tests.support.tiny_corpus import (
+    VOCAB_SIZE,
+    document_lengths,
+    tiny_command,
+    write_corpus,
+    write_weights,
+)
 from tests.support.training_run import (
     BATCH_SIZE,
     MAIN_FLAGS,
@@ -212,13 +219,19 @@ REFUSED = {
         "--load {saved} --ckpt-step 2 --data-path {shifted}",
         "was trained on other data: dataset '{shifted}' has other tokens; give the same data",
     ),
+    "other weights": (
+        "--load {saved} --ckpt-step 2 --data-path {weighted}",
+        "was trained on other data: dataset '{weighted}' has other weights of tokens; give",
+    ),
     "other lengths": (
         "--load {saved} --ckpt-step 2 --long-sequences truncate --seq-length 64",
         "was trained on other data: dataset '",
     ),
     "other settings": (
-        "--load {saved} --ckpt-step 2 --adam-beta1 0.8 --bf16 --eval-iters 1",
-        "on which the update depends: --adam-beta1 0.9 -> 0.8, --bf16 False -> True; give",
+        "--load {saved} --ckpt-step 2 --adam-beta1 0.8 --bf16 --eval-iters 1 "
+        "--loss-normalization sequence",
+        "on which the update depends: --adam-beta1 0.9 -> 0.8, --bf16 False -> True, "
+        "--loss-normalization token -> sequence; give",
     ),
     "another model": ("--load {saved} --norm-epsilon 0.1", "layernorm_epsilon is 1e-05 there"),
 }
@@ -232,6 +245,9 @@ def test_a_checkpoint_that_cannot_be_resumed_ends_with_one_line(
     places = {"saved": saved, "empty": tmp_path / "empty", "other": tmp_path / "other"}
     places["shifted"] = tmp_path / "shifted"
     write_corpus(places["shifted"], num_tokens=VOCAB_SIZE - 1)
+    places["weighted"] = tmp_path / "weighted"
+    num_tokens = sum(length + 1 for length in document_lengths())
+    write_weights(write_corpus(places["weighted"]), np.ones(num_tokens))
     base = tiny_command(
         *(corpus_prefix, tmp_path / "run", "--strategy", "tp1", *MAIN_FLAGS),
         *("--seed", str(SEED), "--split", SPLIT, "--train-iters", str(TRAIN_ITERS)),
