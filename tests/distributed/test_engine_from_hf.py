@@ -55,6 +55,11 @@ def run_verbs(folder: Path, saved: Path) -> tuple[Tensors, list[np.ndarray], Ten
     engine.save(saved)
     engine.offload()
     assert not engine.runtime.shards.parameters.untyped_storage().nbytes()
+    for use in (engine.offload, lambda: dict(engine.hf_tensors()), lambda: engine.save(saved)):
+        with pytest.raises(HydraulisError, match="3 tensors are on the host after offload"):
+            use()
+    with pytest.raises(HydraulisError, match="call onload first"):
+        engine.train_step(sequences(), nll)
     engine.onload()
     engine.train_step(sequences(), nll)
     engine.save(saved)

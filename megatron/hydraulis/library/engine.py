@@ -281,6 +281,7 @@ class Engine:
         unless the engine comes from `from_hf`.
         """
         arguments = plain_arguments(self._source.resolved.args)
+        self.runtime.require_onloaded()
         num_steps = int(self.runtime.optimizer.num_steps.item())
         saver = CheckpointSaver(
             CheckpointFolder(Path(folder)),
@@ -314,6 +315,7 @@ class Engine:
         paths = find_checkpoints(CheckpointFolder(Path(folder)))
         if not paths:
             raise CheckpointError(f"{folder}: there is no checkpoint; correct the path")
+        self.runtime.require_onloaded()
         load_checkpoint(paths[0], self.runtime, self._model)
 
     def offload(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +68,8 @@ def build_from_folder(
     if not has_cuda:
         apply_cpu_backend()
     if not dist.is_initialized():
+        if has_cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if has_cuda else "gloo")
 
     def resolve() -> tuple[HuggingFaceModel, Resolved]:
@@ -110,6 +113,7 @@ def hf_tensors(engine: Engine, model: HuggingFaceModel) -> Iterator[tuple[str, T
     Collective: every rank exhausts the iterator. One of Megatron's tensors exists at a time: a rank
     never holds the model.
     """
+    engine.require_onloaded()
     engine.finish_regrouping()
     owned = _owned(engine)
     for spec, parts in _parameters(engine, model):

@@ -378,6 +378,7 @@ class Engine:
 
         With overlap this returns at once, and the model's modules wait for their parameters.
         """
+        self.require_onloaded()
         if self._gathered is None or self._gathered[0] != strategy_name:
             with self._in_phase("gather", strategy_name, phase):
                 self._begin_gather(strategy_name).post_rest()
@@ -398,10 +399,9 @@ class Engine:
     def offload(self) -> None:
         """Move shards and optimizer state to the host, and free the arenas, until `onload`.
 
-        In between nothing else may be called.
-
         Raises HydraulisError while there are gradients that no update has used.
         """
+        self.require_onloaded()
         if self._accumulated:
             raise HydraulisError(
                 f"gradients of {len(self._accumulated)} calls of forward_backward wait for an "
@@ -414,6 +414,7 @@ class Engine:
         for flat in (self.shards.parameters, self.optimizer.exp_avg, self.optimizer.exp_avg_sq):
             self._offloaded.append((flat, flat.to("cpu", copy=True)))
             flat.untyped_storage().resize_(0)
+        release_cached_memory()  # for other programs on the device
 
     def onload(self) -> None:
         """Move back what `offload` moved; all views are valid again."""
@@ -423,6 +424,14 @@ class Engine:
             flat.untyped_storage().resize_(flat.numel() * flat.element_size())
             flat.copy_(kept)
         self._offloaded.clear()
+
+    def require_onloaded(self) -> None:
+        """Raise HydraulisError between `offload` and `onload`."""
+        if self._offloaded:
+            raise HydraulisError(
+                f"parameters and optimizer are used on the device but {len(self._offloaded)} "
+                "tensors are on the host after offload; call onload first"
+            )
 
     def close(self) -> None:
         """End regrouping; call it before the process groups are destroyed."""
