@@ -1,1 +1,52 @@
-"""Hydraulis: balanced training over sequences of very different lengths, on Megatron."""
+"""Hydraulis: balanced training over sequences of very different lengths, on Megatron.
+
+The names below are imported when they are used: ``import megatron.hydraulis`` and planning load
+neither torch nor Megatron, which `Engine` needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.hydraulis.cost_model.profile import ProfileCostModel as ProfileCostModel
+    from megatron.hydraulis.cost_model.recompute import Recompute as Recompute
+    from megatron.hydraulis.errors import HydraulisError as HydraulisError
+    from megatron.hydraulis.library.engine import Engine as Engine
+    from megatron.hydraulis.library.plans import estimate as estimate
+    from megatron.hydraulis.library.plans import plan as plan
+    from megatron.hydraulis.library.plans import propose as propose
+    from megatron.hydraulis.library.plans import simulate as simulate
+    from megatron.hydraulis.model_shape import ModelShape as ModelShape
+    from megatron.hydraulis.planner.planned import PlannedBatch as PlannedBatch
+    from megatron.hydraulis.proposal.propose import Proposal as Proposal
+    from megatron.hydraulis.simulator.comparison import Comparison as Comparison
+    from megatron.hydraulis.strategy import Pool as Pool
+    from megatron.hydraulis.strategy import Strategy as Strategy
+
+_MODULES = {
+    "Comparison": "simulator.comparison",
+    "Engine": "library.engine",
+    "HydraulisError": "errors",
+    "ModelShape": "model_shape",
+    "PlannedBatch": "planner.planned",
+    "Pool": "strategy",
+    "ProfileCostModel": "cost_model.profile",
+    "Proposal": "proposal.propose",
+    "Recompute": "cost_model.recompute",
+    "Strategy": "strategy",
+    "estimate": "library.plans",
+    "plan": "library.plans",
+    "propose": "library.plans",
+    "simulate": "library.plans",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported now."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

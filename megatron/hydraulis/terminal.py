@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import sys
@@ -57,6 +58,11 @@ def table_text(table: Table, width: int) -> str:
     text = io.StringIO()
     Console(file=text, width=width, force_terminal=False, highlight=False).print(table)
     return text.getvalue()
+
+
+def notebook_html(text: str, svg: str = "") -> str:
+    """What a notebook shows of a result: its picture above its tables."""
+    return f"<div>{svg}<pre>{html.escape(text)}</pre></div>"
 
 
 def print_json(content: Any) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import datetime
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
@@ -238,6 +238,18 @@ def possible_schemes(shape: ModelShape, num_ranks: int, ranks_per_node: int) -> 
     return found
 
 
+def schemes_of_job(schemes: Iterable[Scheme], num_ranks: int) -> list[Scheme]:
+    """The distinct schemes, with all groups of ``cp8~``; ConfigurationError if one is too large."""
+    full = [group for scheme in schemes for group in scheme.group_schemes]
+    for scheme in full:
+        if scheme.num_ranks > num_ranks:
+            raise ConfigurationError(
+                f"scheme {scheme}: a replica has {scheme.num_ranks} ranks but the job "
+                f"{num_ranks}; leave it out or raise --num-ranks"
+            )
+    return list(dict.fromkeys(full))
+
+
 def _powers(most: int) -> list[int]:
     """1, 2, 4, … up to most."""
     return [1 << power for power in range(most.bit_length())]
@@ -277,14 +289,7 @@ def _schemes(
             found = possible_schemes(shape, num_ranks, ranks_per_node)
         else:
             found = [parse_scheme(text, label="--schemes") for text in namespace.schemes]
-    full = [group for scheme in found for group in scheme.group_schemes]
-    for scheme in full:
-        if scheme.num_ranks > num_ranks:
-            raise ConfigurationError(
-                f"scheme {scheme}: a replica has {scheme.num_ranks} ranks but the job "
-                f"{num_ranks}; leave it out or raise --num-ranks"
-            )
-    return list(dict.fromkeys(full)), num_ranks, ranks_per_node, footprint
+    return schemes_of_job(found, num_ranks), num_ranks, ranks_per_node, footprint
 
 
 def _recompute(namespace: argparse.Namespace) -> Recompute:

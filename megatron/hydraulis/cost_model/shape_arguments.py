@@ -19,7 +19,7 @@ from megatron.hydraulis.strategy import Strategy
 
 # Upstream's defaults of the same flags.
 _FFN_OVER_HIDDEN = 4
-_VOCABULARY_MULTIPLE = 128
+VOCABULARY_MULTIPLE = 128
 
 _BYTES_PER_GB = 1e9
 _LINK_FLAGS = {
@@ -111,7 +111,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
         "--make-vocab-size-divisible-by",
         type=int,
         metavar="N",
-        help=f"pad --vocab-size to a multiple of N (default: {_VOCABULARY_MULTIPLE})",
+        help=f"pad --vocab-size to a multiple of N (default: {VOCABULARY_MULTIPLE})",
     )
 
 
@@ -237,7 +237,7 @@ def shape_of(namespace: argparse.Namespace) -> ModelShape:
     hidden, heads = namespace.hidden_size, namespace.num_attention_heads
     multiple = namespace.make_vocab_size_divisible_by
     if multiple is None:
-        multiple = _VOCABULARY_MULTIPLE
+        multiple = VOCABULARY_MULTIPLE
     for flag, value in (
         ("--hidden-size", hidden),
         ("--num-attention-heads", heads),

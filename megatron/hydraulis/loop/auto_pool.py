@@ -34,16 +34,13 @@ from megatron.hydraulis.library.planning import (
 )
 from megatron.hydraulis.loop.startup import made_by_rank_0
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
-from megatron.hydraulis.proposal.batches import draw_batches
-from megatron.hydraulis.proposal.candidates import Candidates
-from megatron.hydraulis.proposal.propose import propose
+from megatron.hydraulis.proposal.propose import propose_for_corpus
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import MADE_FOR
 
 FILE_NAME = "auto_pool.json"
 _NUM_BATCHES = 8
 """Few, as all ranks wait."""
-_MAX_STRATEGIES = 7
 _LOG_INTERVAL_S = 5.0
 
 
@@ -172,7 +169,6 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
         schemes = [row.scheme for row in profile.schemes if _is_allowed(resolved, row.scheme)]
     tp_degrees = [scheme.tp for scheme in schemes]
     costs = JobCosts.of(profile, model, tp_degrees=tp_degrees, **regroup_settings(resolved))
-    batches = draw_batches(counts, resolved.sizes, _NUM_BATCHES, args.seed)
     logged_s = -math.inf
 
     def log(what: str, done: int, total: int) -> None:
@@ -182,12 +178,14 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
             print(f"proposing a strategy pool: {what} {done} of {total}", flush=True)
 
     with native_prints_to_stderr():
-        return propose(
-            Candidates.of(costs.profile, num_ranks, ranks_per_node, schemes, batches),
+        return propose_for_corpus(
+            counts,
+            resolved.sizes,
             costs.profile,
-            batches,
-            max_strategies=_MAX_STRATEGIES,
-            longest=counts.longest,
+            num_ranks=num_ranks,
+            ranks_per_node=ranks_per_node,
+            schemes=schemes,
+            num_batches=_NUM_BATCHES,
             seed=args.seed,
             row_quantum=row_quantum_tokens(resolved, device),
             on_progress=log,

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.cost_model.pipeline import pipeline_schedule
 from megatron.hydraulis.observability.trace import (
     BarrierStamps,
     ClockOffset,
@@ -25,6 +24,7 @@ from megatron.hydraulis.observability.trace import (
     rank_files,
 )
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planned import planned_spans
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.runtime.spans import ALL_TRACKS, REGROUP, CudaClock, MemoryRecorder
 
@@ -36,8 +36,6 @@ MERGE_PATIENCE = timedelta(seconds=30)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NS_PER_US = 1e3
-_US_PER_MS = 1e3
-_US_PER_S = 1e6
 _NO_TRACKS: frozenset[str] = frozenset()
 
 
@@ -159,69 +157,6 @@ class RunTrace:
 
     def _on_axis_us(self, time_ns: int) -> float:
         return (time_ns - self._clock.offset_ns - self._epoch_ns) / _NS_PER_US
-
-
-def planned_spans(
-    plan: IterationPlan, cost_model: CostModel, *, rank: int, iteration: int, start_us: float
-) -> list[Span]:
-    """What the plan predicts for one rank: forward and backward of each of its micro-batches.
-
-    Args:
-        plan: the plan of the iteration.
-        cost_model: the cost model that it was made with.
-        rank: an idle rank, or one of a replica without sequences, has no micro-batches.
-        iteration: its number, as logged.
-        start_us: when the iteration starts.
-
-    Returns:
-        The 1F1B schedule of the rank's stage, with tokens and size of the rank's own context group;
-        groups of a wave end together. After the makespan a span 'overhead': the part of regrouping
-        and optimizer that the plan does not expect to overlap.
-    """
-    spans: list[Span] = []
-    makespan_s = max((replica.predicted_time_s for replica in plan.replicas), default=0.0)
-    mine = plan.replica_of(rank)
-    if mine is not None:
-        times_ms = mine.times_ms(cost_model.coefficients)
-        forward_share = cost_model.coefficients(mine.scheme).forward_share
-        position = mine.replica.position_of(rank)
-        assert position is not None
-        stage = position.stage
-        shares = [batch.share_of(position.cp, mine.scheme.cp) for batch in mine.micro_batches]
-        spans = [
-            Span(
-                rank=rank,
-                track="compute",
-                name="forward" if operation.is_forward else "backward",
-                start_us=start_us + operation.start_ms * _US_PER_MS,
-                end_us=start_us + operation.end_ms * _US_PER_MS,
-                is_planned=True,
-                detail={
-                    "iteration": iteration,
-                    "micro_batch": operation.micro_batch,
-                    "stage": stage,
-                    "num_tokens": shares[operation.micro_batch].num_tokens,
-                    "cp": shares[operation.micro_batch].group.size,
-                },
-            )
-            for operation in pipeline_schedule(
-                times_ms, mine.scheme.pp, forward_share=forward_share
-            )
-            if operation.stage == stage
-        ]
-    if plan.predicted_time_s > makespan_s:
-        spans.append(
-            Span(
-                rank=rank,
-                track="regroup",
-                name="overhead",
-                start_us=start_us + makespan_s * _US_PER_S,
-                end_us=start_us + plan.predicted_time_s * _US_PER_S,
-                is_planned=True,
-                detail={"iteration": iteration},
-            )
-        )
-    return spans
 
 
 def _compare_clocks() -> tuple[ClockOffset, int]:

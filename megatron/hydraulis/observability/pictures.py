@@ -1,15 +1,21 @@
-"""What all pictures share: colours and how they are saved."""
+"""What all pictures share: colours and how they are saved.
+
+matplotlib, which takes long to import, is imported by what draws.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from megatron.hydraulis.errors import HydraulisError, why_not_written
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CATEGORY_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
@@ -28,6 +34,30 @@ def style_rows(axes: Axes, xlabel: str, title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
 
 
+def figure_svg(figure: Figure, name: str, settings: Mapping[Any, Any] | None = None) -> str:
+    """An ``<svg>`` element for a page, which needs no file and no font.
+
+    Args:
+        figure: to be drawn; it gets its own canvas.
+        name: identifiers of the element begin with it, and depend on nothing else.
+        settings: of matplotlib while it draws.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    text = io.StringIO()
+    FigureCanvasSVG(figure)
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none", **(settings or {}), "svg.hashsalt": name}):
+        figure.savefig(text, format="svg", transparent=True, metadata=metadata)
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
+    return re.sub(r'(href="#|url\(#)', rf"\1{name}-", svg)
+
+
 def save_picture(figure: Figure, path: Path, *, fix: str, **options: Any) -> None:
     """Writes a figure in the format of the path's suffix.
 
@@ -40,6 +70,8 @@ def save_picture(figure: Figure, path: Path, *, fix: str, **options: Any) -> Non
     Raises:
         HydraulisError: the file cannot be written.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     FigureCanvasAgg(figure)
     try:
         figure.savefig(path, **({"dpi": DOTS_PER_INCH} | options))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import re
@@ -15,12 +14,11 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megatron.hydraulis.observability.console import factor_text, factors_text, share_text
-from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture
+from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, figure_svg, save_picture
 from megatron.hydraulis.observability.records import SUMMARY_FILE_NAME
 from megatron.hydraulis.observability.report_data import Run, busy_fraction
 
@@ -101,17 +99,7 @@ class ReportFigure:
 
         It needs no file and no font, and its identifiers begin with the figure's name.
         """
-        text = io.StringIO()
-        FigureCanvasSVG(self.figure)
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": self.name}):
-            self.figure.savefig(text, format="svg", transparent=True, metadata=metadata)
-        svg = text.getvalue()
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
-        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-        svg = re.sub(r'\bid="([^"]+)"', rf'id="{self.name}-\1"', svg)
-        svg = re.sub(r'(href="#|url\(#)', rf"\1{self.name}-", svg)
+        svg = figure_svg(self.figure, self.name, SETTINGS)
         # The page's font, whatever fonts the reader's machine has.
         svg = re.sub(r"font-family: [^;\"]*", "font-family: var(--font)", svg)
         for color, variable in VARIABLES.items():

@@ -130,7 +130,17 @@ def draw_trace(
     *,
     fix: str,
 ) -> None:
-    """Draws an iteration as a PNG.
+    """Draws `trace_figure` as a PNG; fix: what the user can do if the file cannot be written.
+
+    Raises HydraulisError as trace_figure does, and if the file cannot be written.
+    """
+    save_picture(trace_figure(spans, iteration, rank_names), path, fix=fix)
+
+
+def trace_figure(
+    spans: Spans, iteration: int, rank_names: Mapping[int, str] | None = None
+) -> Figure:
+    """An iteration as a picture.
 
     A rank has up to four rows: planned, compute, regroup, and waits of the host if one of them is
     long enough to be visible. Bars show the number of their micro-batch or bucket. The axis ends
@@ -139,12 +149,10 @@ def draw_trace(
     Args:
         spans: of the trace.
         iteration: number of the iteration.
-        path: where to.
         rank_names: names of ranks that are not ``rank 3``.
-        fix: what the user can do if the file cannot be written.
 
     Raises:
-        HydraulisError: the iteration has no measured span, or the file cannot be written.
+        HydraulisError: the iteration has no measured span.
     """
     wholes = spans.where(name="iteration", iteration=iteration)
     if not wholes:
@@ -187,7 +195,7 @@ def draw_trace(
     figure.legend(
         handles=_legend(names), loc="outside lower center", ncols=8, fontsize=8, frameon=False
     )
-    save_picture(figure, path, fix=fix)
+    return figure
 
 
 def _row_of(span: Span) -> str:

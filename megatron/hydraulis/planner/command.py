@@ -1,14 +1,8 @@
 """``hydraulis plan``: the best plan for one batch, from files."""
 
 import argparse
-import math
-from collections.abc import Iterable
-from typing import Any
 
-from rich.table import Table
-
-from megatron.hydraulis.cost_model.interface import CostModel
-from megatron.hydraulis.cost_model.limits import Limits, add_row_quantum
+from megatron.hydraulis.cost_model.limits import add_row_quantum
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
@@ -16,26 +10,11 @@ from megatron.hydraulis.cost_model.shape_arguments import (
     print_bf16_advice,
     warn_of_unknown_overheads,
 )
-from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.json_object import write_output
-from megatron.hydraulis.lengths.command import check_seed
 from megatron.hydraulis.lengths.counts import read_lengths
-from megatron.hydraulis.planner.plan import (
-    MS_PER_S,
-    IterationPlan,
-    PlanExplanation,
-    StrategyOutcome,
-)
-from megatron.hydraulis.planner.planners import CertifiedPlanner
-from megatron.hydraulis.planner.replica_plan import ReplicaPlan
-from megatron.hydraulis.planner.solver import native_prints_to_stderr
+from megatron.hydraulis.planner.planned import WIDTH, plan_batch, replica_table, summary
 from megatron.hydraulis.strategy import Pool
-from megatron.hydraulis.strategy.notation import ranks_text
-from megatron.hydraulis.terminal import figures_table, print_json, print_next, results_console
-
-# Columns of the tables if the output is not a terminal.
-_WIDTH = 110
-_NONE = "–"
+from megatron.hydraulis.terminal import print_json, print_next, results_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,31 +71,33 @@ def run(namespace: argparse.Namespace) -> int:
     Raises ConfigurationError, StrategyError or DataError for invalid files and flags, PlanError
     when no strategy can hold the batch.
     """
-    limit_s = namespace.plan_time_limit
-    if limit_s is not None and not limit_s > 0.0:
-        raise ConfigurationError(
-            f"--plan-time-limit is more than 0 s but is {limit_s} s; raise it or leave it out"
-        )
-    check_seed(namespace.seed)
     lengths = read_lengths(namespace.lengths)
-    pool = Pool.read(namespace.pool)
-    cost_model = _cost_model(namespace, pool)
-    limits = Limits(cost_model, row_quantum=namespace.row_quantum_tokens)
-    planner = CertifiedPlanner(pool, cost_model, limits, seed=namespace.seed, time_limit_s=limit_s)
-    with native_prints_to_stderr():
-        explanation = planner.explain(lengths) if namespace.explain or namespace.json else None
-        plan = planner.plan(lengths) if explanation is None else explanation.plan
+    pool, path = Pool.read(namespace.pool), namespace.cost_profile
+    profile = ProfileCostModel.read(path)
+    costs = job_options(namespace).costs_of_pool(
+        profile, pool, tp_degrees=(pool.tp_lcm,), path=path
+    )
+    cost_model = costs.profile
+    planned = plan_batch(
+        lengths,
+        pool,
+        cost_model,
+        row_quantum=namespace.row_quantum_tokens,
+        seed=namespace.seed,
+        time_limit_s=namespace.plan_time_limit,
+    )
+    plan = planned.plan
     if namespace.out is not None:
         write_output(namespace.out, plan.to_json())
-    if namespace.json and explanation is not None:
-        print_json(_to_json(explanation, pool, cost_model))
+    if namespace.json:
+        print_json(planned.to_json())
         return 0
     warn_of_unknown_overheads(cost_model, pool.strategies)
     print(summary(plan))
     print_bf16_advice(cost_model, {pool.strategy(plan.strategy): 1.0}, plan.predicted_time_s)
-    if explanation is not None:
-        console = results_console(_WIDTH)
-        console.print(strategy_table(explanation, pool, cost_model))
+    if namespace.explain:
+        console = results_console(WIDTH)
+        console.print(planned.strategy_table())
         console.print(replica_table(plan, cost_model))
     if namespace.out is not None:
         print_next(
@@ -125,99 +106,3 @@ def run(namespace: argparse.Namespace) -> int:
             *(["--grad-reduce-in-bf16"] if namespace.grad_reduce_in_bf16 else []),
         )
     return 0
-
-
-def _cost_model(namespace: argparse.Namespace, pool: Pool) -> ProfileCostModel:
-    path = namespace.cost_profile
-    return (
-        job_options(namespace)
-        .costs_of_pool(ProfileCostModel.read(path), pool, tp_degrees=(pool.tp_lcm,), path=path)
-        .profile
-    )
-
-
-def _to_json(explanation: PlanExplanation, pool: Pool, cost_model: CostModel) -> dict[str, Any]:
-    return {
-        "plan": explanation.plan.to_json(),
-        "digest": explanation.plan.digest,
-        "strategies": [
-            {
-                "name": outcome.name,
-                "bound_s": outcome.bound_s,
-                "found_s": outcome.found_s,
-                "gap": outcome.gap,
-                "overhead_s": cost_model.overhead_ms(pool.strategy(outcome.name)) / MS_PER_S,
-                "why_not_chosen": outcome.why_not_chosen or None,
-            }
-            for outcome in explanation.strategies
-        ],
-    }
-
-
-def summary(plan: IterationPlan) -> str:
-    """One line with strategy, time and gap."""
-    bound = ""
-    if plan.dispatch is not None:
-        bound = (
-            f", dispatch bound {plan.dispatch.bound_s:.4f} s, gap {100 * plan.dispatch.gap:.2f} % "
-            f"({plan.dispatch.status})"
-        )
-    return (
-        f"strategy {plan.strategy}: {plan.predicted_time_s:.4f} s predicted, of which "
-        f"{plan.overhead_s:.4f} s regrouping and optimizer{bound}; "
-        f"{plan.num_sequences} sequences, {plan.num_tokens} tokens; "
-        f"planned in {plan.plan_time_s:.3f} s"
-    )
-
-
-def strategy_table(explanation: PlanExplanation, pool: Pool, cost_model: CostModel) -> Table:
-    """Every strategy of the pool, in its order: bound, best plan found, and why not chosen.
-
-    Times are predicted times of the iteration in seconds, including overhead: what regrouping and
-    optimizer add to the makespan.
-    """
-    columns = ("bound s", "found s", "gap %", "overhead s")
-    table = figures_table("strategies", ("strategy", "replicas"), columns)
-    table.add_column("why not chosen", overflow="fold")
-    for outcome in explanation.strategies:
-        strategy = pool.strategy(outcome.name)
-        overhead = f"{cost_model.overhead_ms(strategy) / MS_PER_S:.4f}"
-        style = "bold" if outcome.is_chosen else None
-        why = outcome.why_not_chosen or "chosen"
-        numbers = (*_numbers(outcome), overhead)
-        table.add_row(strategy.name, str(strategy), *numbers, why, style=style)
-    return table
-
-
-def _numbers(outcome: StrategyOutcome) -> Iterable[str]:
-    for seconds in (outcome.bound_s, outcome.found_s):
-        yield _NONE if seconds is None else f"{seconds:.4f}"
-    yield _NONE if outcome.gap is None else f"{100 * outcome.gap:.2f}"
-
-
-def replica_table(plan: IterationPlan, cost_model: CostModel) -> Table:
-    """Every replica of the plan: its share of the batch, its time, and how much of it is idle.
-
-    The idle share is the part of the makespan in which a stage of the replica does not work: while
-    its pipeline fills and drains, and while it waits for the slowest replica.
-    """
-    counts = ("sequences", "tokens", "micro-batches", "time s", "idle %")
-    table = figures_table(f"replicas of strategy {plan.strategy}", ("replica", "ranks"), counts)
-    for replica in plan.replicas:
-        table.add_row(
-            str(replica.scheme),
-            ranks_text(replica.ranks),
-            str(replica.num_sequences),
-            str(replica.num_tokens),
-            str(len(replica.micro_batches)),
-            f"{replica.predicted_time_s:.4f}",
-            f"{100 * _idle_share(replica, plan.makespan_s, cost_model):.1f}",
-        )
-    return table
-
-
-def _idle_share(replica: ReplicaPlan, makespan_s: float, cost_model: CostModel) -> float:
-    if makespan_s == 0.0:
-        return 0.0
-    work_ms = math.fsum(replica.times_ms(cost_model.coefficients))
-    return max(0.0, 1.0 - work_ms / (makespan_s * MS_PER_S))

@@ -1,15 +1,19 @@
 """From lengths, a cost profile and a cluster to a pool of strategies."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.errors import ConfigurationError, PlanError
-from megatron.hydraulis.proposal.batches import Regime, regimes_of
+from megatron.hydraulis.lengths.command import check_seed
+from megatron.hydraulis.lengths.counts import LengthCounts
+from megatron.hydraulis.proposal.batches import Regime, draw_batches, regimes_of
 from megatron.hydraulis.proposal.candidates import Candidates, FloatArray, Mix
 from megatron.hydraulis.proposal.estimate import Estimator
 from megatron.hydraulis.proposal.evaluator import Evaluator
@@ -20,9 +24,13 @@ from megatron.hydraulis.proposal.explore import (
     single_scheme_mixes,
     with_longest_sequence,
 )
-from megatron.hydraulis.strategy import Pool, Strategy
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.terminal import figures_table, notebook_html, table_text
 
 _MS_PER_S = 1e3
+_WIDTH = 110
+"""Columns of the tables where there is no terminal."""
+_NONE = "–"
 _NUM_ROUNDS = 5
 """Rounds of searching regimes by the estimate and learning from the planner's bounds."""
 _LEARNING_BATCHES = 6
@@ -45,6 +53,9 @@ _LEAST_PLAN_GAIN = 4e-3
 _HOPELESS = 1.05
 """Mixes whose estimate exceeds the best one by this factor are not bounded: estimates are right to
 a few percent."""
+
+NUM_BATCHES, MAX_STRATEGIES = 32, 7
+"""Usual numbers of batches to draw, and of strategies."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of a phase, the number of its completed steps, and of all its steps."""
@@ -94,11 +105,13 @@ class RegimeChoice:
     """With the pool."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Proposal:
     """A pool and its predicted times."""
 
     pool: Pool
+    profile: ProfileCostModel
+    """What it was proposed with, without assumed rows that the pool does not need."""
     members: tuple[PoolMember, ...]
     """In the order of the pool, which starts with the one used most."""
     mean_s: float
@@ -131,8 +144,23 @@ class Proposal:
             for member in self.members
         }
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {', '.join(member.replicas for member in self.members)}>"
+
+    def __str__(self) -> str:
+        return "\n".join(table_text(table, _WIDTH) for table in self.tables())
+
+    def _repr_html_(self) -> str:
+        return notebook_html(str(self))
+
+    def tables(self) -> Iterator[Table]:
+        """The pool, smaller and larger pools, and the best strategy of each regime."""
+        yield _pool_table(self)
+        yield _size_table(self)
+        yield _regime_table(self)
+
     def to_json(self) -> dict[str, Any]:
-        """All fields; the pool as in its file."""
+        """All fields but the profile; the pool as in its file."""
         tables = ("members", "sizes", "regimes")
         pools = ("mean_s", "static", "static_s", "one_more_s", "one_more")
         counts = ("num_batches", "num_mixes", "num_bounds", "num_plans", "seconds")
@@ -141,6 +169,52 @@ class Proposal:
             **{name: [asdict(row) for row in getattr(self, name)] for name in tables},
             **{name: getattr(self, name) for name in (*pools, *counts)},
         }
+
+
+def propose_for_corpus(
+    counts: LengthCounts,
+    sizes: BatchSizes,
+    cost_model: ProfileCostModel,
+    *,
+    num_ranks: int,
+    ranks_per_node: int,
+    schemes: Sequence[Scheme] | None = None,
+    num_batches: int = NUM_BATCHES,
+    max_strategies: int = MAX_STRATEGIES,
+    seed: int = 0,
+    row_quantum: int = 1,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> Proposal:
+    """`propose` for batches that are drawn from a corpus.
+
+    Args:
+        counts: lengths of the corpus.
+        sizes: of a global batch.
+        cost_model: of the job, with rows for all schemes that are offered.
+        num_ranks: of the job.
+        ranks_per_node: of the job; 0 for all.
+        schemes: to build strategies from; None for all of the cost model.
+        num_batches: to draw.
+        max_strategies: in the pool.
+        seed: of the batches.
+        row_quantum: to which plans round rows up, in tokens.
+        on_progress: see `OnProgress`.
+
+    Raises ConfigurationError, StrategyError and PlanError as `draw_batches`, `Candidates.of` and
+    `propose`, and for an invalid seed.
+    """
+    check_seed(seed)
+    batches = draw_batches(counts, sizes, num_batches, seed)
+    return propose(
+        Candidates.of(cost_model, num_ranks, ranks_per_node, schemes, batches),
+        cost_model,
+        batches,
+        max_strategies=max_strategies,
+        longest=counts.longest,
+        seed=seed,
+        row_quantum=row_quantum,
+        on_progress=on_progress,
+    )
 
 
 def propose(
@@ -203,7 +277,8 @@ def propose(
     larger = search.planned_pool(max_strategies + 1, chosen)
     on_progress("plans", 3, 3)
     one_more = larger if len(larger) > len(chosen) else None
-    return _proposal(search, regimes, chosen, static, one_more, time.perf_counter() - start_s)
+    seconds = time.perf_counter() - start_s
+    return _proposal(search, cost_model, regimes, chosen, static, one_more, seconds)
 
 
 def _explore(
@@ -387,6 +462,7 @@ class _PoolSearch:
 
 def _proposal(
     search: _PoolSearch,
+    cost_model: ProfileCostModel,
     regimes: Iterable[Regime],
     chosen: Sequence[int],
     static: int | None,
@@ -424,8 +500,10 @@ def _proposal(
     if one_more is not None:
         one_more_s = search.mean_ms(one_more) / _MS_PER_S
         added = tuple(candidates.text(mixes[row]) for row in one_more if row not in chosen)
+    pool = Pool.of(*(candidates.strategy(mixes[row], name=names[row]) for row in by_use))
     return Proposal(
-        pool=Pool.of(*(candidates.strategy(mixes[row], name=names[row]) for row in by_use)),
+        pool=pool,
+        profile=cost_model.only_for(pool),
         members=tuple(members),
         mean_s=mean_ms / _MS_PER_S,
         sizes=tuple(sizes),
@@ -461,3 +539,70 @@ def _choice(
         mean_s=float(means_ms[best]) / _MS_PER_S,
         pool_mean_s=float(pool_times(times_ms, chosen).mean()) / _MS_PER_S,
     )
+
+
+def _pool_table(proposal: Proposal) -> Table:
+    is_needed = any(member.gain_s is None for member in proposal.members)
+    why = f" ({_NONE}: without it some sequences do not fit)" if is_needed else ""
+    table = figures_table(
+        "proposed pool",
+        ("strategy", "replicas"),
+        ("max tokens", "best for", "time, s", "overhead, s", "gain, %"),
+        caption=f"Expected: {proposal.mean_s:.4f} s per iteration, the mean of "
+        f"{proposal.num_batches} batches. Max tokens: the longest sequence that it holds. Best "
+        f"for: share of the batches, and time: of these. Overhead: what regrouping and optimizer "
+        f"add to its makespan. Gain: increase of the time without it"
+        f"{why}.",
+    )
+    for member in proposal.members:
+        gain = _NONE
+        if member.gain_s is not None:
+            gain = f"{100 * member.gain_s / (proposal.mean_s + member.gain_s):.2f}"
+        table.add_row(
+            member.name,
+            member.replicas,
+            f"{member.longest_tokens:,}",
+            f"{100 * member.num_batches / proposal.num_batches:.0f} %",
+            _NONE if member.mean_s is None else f"{member.mean_s:.4f}",
+            f"{member.overhead_s:.4f}",
+            gain,
+        )
+    return table
+
+
+def _size_table(proposal: Proposal) -> Table:
+    nothing = "No strategy was found that would make this pool faster."
+    table = figures_table(
+        "pools of other sizes",
+        ("strategies",),
+        ("time per iteration, s", "one more saves, ms"),
+        caption=nothing if proposal.one_more_s is None else "",
+    )
+    rows = [(", ".join(size.names), size.mean_s) for size in proposal.sizes]
+    if proposal.one_more_s is not None and proposal.one_more:
+        rows.append((f"all, with {' and '.join(proposal.one_more)}", proposal.one_more_s))
+    following = [mean_s for _, mean_s in rows[1:]]
+    for place, (names, mean_s) in enumerate(rows):
+        saved = f"{1e3 * (mean_s - following[place]):.1f}" if place < len(following) else _NONE
+        is_pool = place + 1 == len(proposal.sizes)
+        table.add_row(names, f"{mean_s:.4f}", saved, style="bold" if is_pool else None)
+    return table
+
+
+def _regime_table(proposal: Proposal) -> Table:
+    table = figures_table(
+        "one strategy for each regime",
+        ("longest sequence, tokens", "best strategy", "in pool"),
+        ("batches", "with it alone, s", "with the pool, s"),
+        caption="A regime: the same schemes hold the longest sequence of the batch.",
+    )
+    for regime in proposal.regimes:
+        table.add_row(
+            f"{regime.above_tokens + 1:,} – {regime.up_to_tokens:,}",
+            regime.replicas,
+            regime.name or _NONE,
+            str(regime.num_batches),
+            f"{regime.mean_s:.4f}",
+            f"{regime.pool_mean_s:.4f}",
+        )
+    return table

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, save_picture, style_rows
+from megatron.hydraulis.observability.pictures import CATEGORY_COLORS, style_rows
 from megatron.hydraulis.observability.trace import Span
 from megatron.hydraulis.simulator.results import PARTS, WayResult
 from megatron.hydraulis.simulator.simulation import IterationTasks, OperationTasks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _PERCENT = 100.0
 _MAX_STRATEGIES = 4
@@ -106,14 +108,14 @@ def _table(title: str) -> Table:
     )
 
 
-def draw_results(
-    results: Sequence[WayResult], reference: WayResult, path: Path, title: str
-) -> None:
-    """Draws a bar per way as a PNG: the mean time of an iteration, divided into its parts.
+def results_figure(results: Sequence[WayResult], reference: WayResult, title: str) -> Figure:
+    """A bar per way: the mean time of an iteration, divided into its parts.
 
-    Work is divided into trained tokens and padding. Raises HydraulisError if the file cannot be
-    written.
+    Work is divided into trained tokens and padding.
     """
+    # Simulating needs no matplotlib, which takes long to import.
+    from matplotlib.figure import Figure
+
     height = _MARGIN_INCHES + _ROW_INCHES * len(results)
     figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
     axes = figure.subplots()
@@ -134,7 +136,7 @@ def draw_results(
         fontsize=8,
         frameon=False,
     )
-    save_picture(figure, path, fix="free space there or choose another --out")
+    return figure
 
 
 def _longest_drawn_s(times_s: Sequence[float]) -> float:
@@ -171,27 +173,6 @@ def _draw_way(
         fontsize=8,
         color="white" if is_cut else "black",
     )
-
-
-def stage_names(iteration: IterationTasks) -> dict[int, str]:
-    """Name of each stage of each replica by its first rank: scheme, stage if several, ranks."""
-    names: dict[int, str] = {}
-    for replica in iteration.replicas:
-        scheme, ranks = replica.replica.scheme, replica.replica.ranks
-        of_stage = scheme.tp * scheme.cp
-        for stage in range(scheme.pp):
-            own = ranks[stage * of_stage : (stage + 1) * of_stage]
-            name = f"{scheme}, stage {stage}" if scheme.pp > 1 else str(scheme)
-            names[own[0]] = f"{name}, {_rank_text(own)}"
-    return names
-
-
-def _rank_text(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"rank {ranks[0]} and {len(ranks) - 1} more"
 
 
 def iteration_spans(iteration: IterationTasks, *, started_ms: float) -> list[Span]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron.hydraulis.cost_model import Coefficients
-from megatron.hydraulis.loop.tracing import planned_spans
 from megatron.hydraulis.observability.trace_analysis import Spans
 from megatron.hydraulis.planner.plan import IterationPlan
+from megatron.hydraulis.planner.planned import planned_spans
 from megatron.hydraulis.planner.planners import GreedyPlanner
 from megatron.hydraulis.planner.replica_plan import ContextGroup, MicroBatch, ReplicaPlan
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy

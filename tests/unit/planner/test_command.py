@@ -16,8 +16,8 @@ from rich.console import Console
 from megatron.hydraulis.__main__ import main
 from megatron.hydraulis.cost_model import Coefficients
 from megatron.hydraulis.errors import PlanError
-from megatron.hydraulis.planner.command import replica_table, strategy_table, summary
 from megatron.hydraulis.planner.plan import IterationPlan, PlanExplanation, StrategyOutcome
+from megatron.hydraulis.planner.planned import replica_table, strategy_table, summary
 from megatron.hydraulis.planner.planners import CertifiedPlanner, GreedyPlanner
 from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.index_file import write_idx

@@ -130,17 +130,7 @@ class HuggingFaceModel:
 
     def __post_init__(self) -> None:
         """Check sizes and family."""
-        ModelShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            num_query_groups=self.num_query_groups,
-            kv_channels=self.kv_channels,
-            vocab_size=self.vocab_size,
-            gated_mlp=not self.has_squared_relu,
-            tied_embeddings=self.tied_embeddings,
-        )
+        self.shape()
         for name in (
             "max_position_embeddings",
             "rotary_base",
@@ -174,6 +164,23 @@ class HuggingFaceModel:
                 f"{self.hidden_size} with {self.num_attention_heads} heads, for which "
                 f"{_NO_COUNTERPART}"
             )
+
+    def shape(self, vocab_multiple: int = 1) -> ModelShape:
+        """Its sizes, with the vocabulary padded to a multiple."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_query_groups,
+            kv_channels=self.kv_channels,
+            vocab_size=-(-self.vocab_size // vocab_multiple) * vocab_multiple,
+            gated_mlp=not self.has_squared_relu,
+            tied_embeddings=self.tied_embeddings,
+            output_gate=self.has_output_gate,
+            num_windowed_layers=0 if self.window_tokens is None else self.num_layers,
+            window_tokens=self.window_tokens or 0,
+        )
 
     def _check_family(self) -> None:
         family = self.family

@@ -1,0 +1,411 @@
+"""Planning for Python programs: the functions of the commands, with Python objects as input.
+
+They load neither torch nor Megatron, and matplotlib only to draw.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.hydraulis.checkpoint.hugging_face.model import model_from_config
+from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
+from megatron.hydraulis.cost_model.device import device_constants
+from megatron.hydraulis.cost_model.estimate_command import (
+    estimated_profile,
+    possible_schemes,
+    schemes_of_job,
+)
+from megatron.hydraulis.cost_model.job_costs import JobOptions
+from megatron.hydraulis.cost_model.memory import PoolFootprint
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.recompute import NO_RECOMPUTE, Recompute
+from megatron.hydraulis.cost_model.shape_arguments import (
+    VOCABULARY_MULTIPLE,
+    warn_of_unknown_overheads,
+)
+from megatron.hydraulis.data.index import LongSequences
+from megatron.hydraulis.data.sampler import BatchSizes
+from megatron.hydraulis.errors import ConfigurationError, DataError, StrategyError
+from megatron.hydraulis.json_object import read_json
+from megatron.hydraulis.lengths.command import check_seq_length
+from megatron.hydraulis.lengths.counts import LengthCounts, read_length_counts
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.planner.planned import PlannedBatch, plan_batch
+from megatron.hydraulis.planner.solver import native_prints_to_stderr
+from megatron.hydraulis.proposal.propose import (
+    MAX_STRATEGIES,
+    NUM_BATCHES,
+    Proposal,
+    propose_for_corpus,
+)
+from megatron.hydraulis.simulator.batches import BatchPlanning
+from megatron.hydraulis.simulator.comparison import Comparison, compare_ways
+from megatron.hydraulis.simulator.ways import WAYS
+from megatron.hydraulis.strategy import Pool, Scheme, Strategy
+from megatron.hydraulis.strategy.notation import parse_scheme
+from megatron.hydraulis.strategy.pool import num_ranks_of
+from megatron.hydraulis.strategy.strategy import whole_nodes
+
+Lengths = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Tokens of each sequence."""
+PoolLike = Pool | Proposal | str | os.PathLike[str] | Iterable[str]
+"""A pool, what `propose` returned, a path of a pool file, or strategies in notation."""
+ProfileLike = ProfileCostModel | str | os.PathLike[str]
+"""A cost profile, or the path of one."""
+ModelLike = ModelShape | str | os.PathLike[str]
+"""A model's sizes, the path of a model file, or a Hugging Face folder with ``config.json``."""
+
+_RANKS_PER_NODE = 8
+_HF_CONFIG = "config.json"
+
+
+def estimate(
+    model: ModelLike,
+    device: str,
+    schemes: Pool | Iterable[str | Scheme] | None = None,
+    *,
+    num_ranks: int | None = None,
+    ranks_per_node: int | None = None,
+    fp32: bool = False,
+    recompute: Recompute = NO_RECOMPUTE,
+) -> ProfileCostModel:
+    """A cost profile without measurements, as ``hydraulis estimate``.
+
+    Args:
+        model: whose times are needed.
+        device: name, such as ``h100`` or ``a800-80g``.
+        schemes: such as ``["tp4pp2", "tp2"]``, or those of a pool; None for all of powers of two
+            that fit.
+        num_ranks: of the job, which share the optimizer's state; a pool knows it.
+        ranks_per_node: None for 8, or all; a pool knows it.
+        fp32: train in fp32 instead of bf16.
+        recompute: activations that the backward computes again.
+
+    Raises ConfigurationError for an unknown device, a job without ranks, and if nothing fits;
+    StrategyError for a scheme that cannot divide the model.
+    """
+    shape, constants = as_shape(model), device_constants(device)
+    footprint = None
+    if isinstance(schemes, Pool):
+        num_ranks, ranks_per_node = schemes.num_ranks, schemes.ranks_per_node
+        footprint = PoolFootprint.of(schemes)
+        wanted = [scheme for strategy in schemes.strategies for scheme in strategy.schemes]
+    elif num_ranks is None:
+        raise ConfigurationError(
+            "an estimate needs the number of ranks, over which the optimizer's state is spread, "
+            "but num_ranks is missing; give it, or a pool"
+        )
+    else:
+        ranks_per_node = _ranks_per_node(num_ranks, ranks_per_node)
+        wanted = (
+            possible_schemes(shape, num_ranks, ranks_per_node)
+            if schemes is None
+            else _schemes(schemes)
+        )
+    analytic = AnalyticCostModel(
+        shape=shape,
+        device=constants,
+        cluster=constants.cluster(num_ranks, ranks_per_node),
+        parameter_bytes=4 if fp32 else 2,
+        recompute=recompute,
+        cp_comm_type="auto",
+        pool=footprint,
+    )
+    given = schemes_of_job(wanted, num_ranks)
+    return estimated_profile(analytic, given, keeps_all=schemes is not None)
+
+
+def plan(
+    lengths: Lengths,
+    pool: PoolLike,
+    profile: ProfileLike,
+    *,
+    model: ModelLike | None = None,
+    device: str | None = None,
+    ranks_per_node: int | None = None,
+    grad_reduce_in_bf16: bool = False,
+    row_quantum: int = 1,
+    seed: int = 0,
+    time_limit_s: float | None = None,
+) -> PlannedBatch:
+    """The best plan for one batch, as ``hydraulis plan``.
+
+    Args:
+        lengths: shape (num_sequences,), in tokens.
+        pool: strategies to choose from.
+        profile: with every scheme of the pool.
+        model: to compute regrouping of strategies that the profile did not measure; None for the
+            profile's.
+        device: likewise.
+        ranks_per_node: of strategies in notation; None for 8, or all.
+        grad_reduce_in_bf16: gradients travel in bf16.
+        row_quantum: to which rows are rounded up, in tokens.
+        seed: for the solver's tie-breaking.
+        time_limit_s: after which the best plan so far is used and marked.
+
+    Raises DataError for invalid lengths, StrategyError and ConfigurationError for the other
+    arguments, PlanError if no strategy holds the batch.
+    """
+    sizes = _lengths(lengths)
+    found, known = _pool_and_profile(pool, profile, ranks_per_node)
+    costs = _options(model, device, grad_reduce_in_bf16).costs_of_pool(
+        known, found, tp_degrees=(found.tp_lcm,)
+    )
+    warn_of_unknown_overheads(costs.profile, found.strategies)
+    return plan_batch(
+        sizes.tolist(),
+        found,
+        costs.profile,
+        row_quantum=row_quantum,
+        seed=seed,
+        time_limit_s=time_limit_s,
+    )
+
+
+def propose(
+    lengths: Lengths | LengthCounts | str | os.PathLike[str],
+    profile: ProfileLike,
+    *,
+    num_ranks: int,
+    ranks_per_node: int | None = None,
+    global_batch_size: int | None = None,
+    global_batch_tokens: int | None = None,
+    seq_length: int | None = None,
+    long_sequences: LongSequences = "split",
+    schemes: Iterable[str | Scheme] | None = None,
+    max_strategies: int = MAX_STRATEGIES,
+    num_batches: int = NUM_BATCHES,
+    model: ModelLike | None = None,
+    device: str | None = None,
+    grad_reduce_in_bf16: bool = False,
+    row_quantum: int = 1,
+    seed: int = 0,
+) -> Proposal:
+    """The pool with the least mean time over batches of a corpus, as ``hydraulis propose``.
+
+    The result can be given to `plan` and `simulate` in place of a pool.
+
+    Args:
+        lengths: of the corpus, in tokens, or the path of a file as ``--lengths`` takes it.
+        profile: measured or estimated; with model and device, widths of cp are assumed.
+        num_ranks: of the job.
+        ranks_per_node: None for 8, or all.
+        global_batch_size: sequences of a batch.
+        global_batch_tokens: or its most tokens instead.
+        seq_length: most tokens of a sequence; None for no limit.
+        long_sequences: what to do with longer ones: split, truncate, drop or error.
+        schemes: to build strategies from; None for all of the profile.
+        max_strategies: in the pool.
+        num_batches: that are drawn.
+        model: as for `plan`.
+        device: as for `plan`.
+        grad_reduce_in_bf16: as for `plan`.
+        row_quantum: as for `plan`.
+        seed: of the batches.
+
+    Raises the errors of `plan`.
+    """
+    check_seq_length(seq_length)
+    ranks_per_node = _ranks_per_node(num_ranks, ranks_per_node)
+    counts = _counts(lengths)
+    if seq_length is not None:
+        counts = counts.cut(seq_length, long_sequences)
+    costs = _options(model, device, grad_reduce_in_bf16).costs(
+        as_profile(profile), num_ranks=num_ranks, ranks_per_node=ranks_per_node
+    )
+    warn_of_unknown_overheads(costs.profile)
+    with native_prints_to_stderr():
+        return propose_for_corpus(
+            counts,
+            BatchSizes.constant(num_sequences=global_batch_size, num_tokens=global_batch_tokens),
+            costs.with_widths().profile,
+            num_ranks=num_ranks,
+            ranks_per_node=ranks_per_node,
+            schemes=None if schemes is None else _schemes(schemes),
+            num_batches=num_batches,
+            max_strategies=max_strategies,
+            seed=seed,
+            row_quantum=row_quantum,
+        )
+
+
+def simulate(
+    lengths: Lengths | LengthCounts | str | os.PathLike[str],
+    pool: PoolLike,
+    profile: ProfileLike,
+    *,
+    global_batch_size: int | None = None,
+    global_batch_tokens: int | None = None,
+    iterations: int = 100,
+    ways: Collection[str] = WAYS,
+    seq_length: int | None = None,
+    long_sequences: LongSequences = "split",
+    long_sequence_window: int = 0,
+    model: ModelLike | None = None,
+    device: str | None = None,
+    ranks_per_node: int | None = None,
+    grad_reduce_in_bf16: bool = False,
+    plan_ahead: int = 2,
+    plan_time_s: float | None = None,
+    num_processes: int = 1,
+    row_quantum: int = 1,
+    seed: int = 0,
+) -> Comparison:
+    """Times of the pool and of simpler ways to train the same batches, as ``hydraulis simulate``.
+
+    Args:
+        lengths: as for `propose`.
+        pool: as for `plan`.
+        profile: as for `plan`.
+        global_batch_size: sequences of a batch.
+        global_batch_tokens: or its most tokens instead.
+        iterations: to simulate.
+        ways: what to simulate; docs/metrics.md explains them.
+        seq_length: most tokens of a sequence; None for the most that the pool holds.
+        long_sequences: as for `propose`.
+        long_sequence_window: iterations that a long sequence may wait for others.
+        model: as for `plan`.
+        device: as for `plan`.
+        ranks_per_node: as for `plan`.
+        grad_reduce_in_bf16: as for `plan`.
+        plan_ahead: iterations planned ahead.
+        plan_time_s: time of a plan; None for the CPU time that it takes here.
+        num_processes: that plan; more than one need a main module that can be imported.
+        row_quantum: as for `plan`.
+        seed: of the batches.
+
+    Raises the errors of `plan`.
+    """
+    found, known = _pool_and_profile(pool, profile, ranks_per_node)
+    options = _options(model, device, grad_reduce_in_bf16)
+    costs = options.costs_of_pool(known, found)
+    warn_of_unknown_overheads(costs.profile, found.strategies)
+    with native_prints_to_stderr(), BatchPlanning(num_processes) as planning:
+        return compare_ways(
+            _counts(lengths),
+            BatchSizes.constant(num_sequences=global_batch_size, num_tokens=global_batch_tokens),
+            found,
+            costs,
+            names=ways,
+            num_iterations=iterations,
+            seq_length=seq_length,
+            long_sequences=long_sequences,
+            long_sequence_window=long_sequence_window,
+            seed=seed,
+            plan_ahead=plan_ahead,
+            plan_time_s=plan_time_s,
+            row_quantum=row_quantum,
+            shape=options.shape,
+            planning=planning,
+        )
+
+
+def as_pool(pool: PoolLike, ranks_per_node: int | None = None) -> Pool:
+    """Of strategies in notation the largest gives the ranks of the job.
+
+    ranks_per_node: of strategies in notation; None for 8, or all.
+
+    Raises StrategyError for a file that cannot be read and for invalid strategies.
+    """
+    if isinstance(pool, Pool):
+        return pool
+    if isinstance(pool, Proposal):
+        return pool.pool
+    if isinstance(pool, os.PathLike) or (isinstance(pool, str) and Path(pool).suffix == ".json"):
+        return Pool.read(Path(pool))
+    texts = [pool] if isinstance(pool, str) else list(pool)
+    if not texts:
+        raise StrategyError("pool: a pool needs at least 1 strategy but has 0; add one")
+    num_ranks = max(map(num_ranks_of, texts))
+    ranks_per_node = _ranks_per_node(num_ranks, ranks_per_node)
+    return Pool.of(
+        *(Strategy.parse(text, num_ranks, ranks_per_node=ranks_per_node) for text in texts)
+    )
+
+
+def as_profile(profile: ProfileLike) -> ProfileCostModel:
+    """Reads a path. Raises ConfigurationError for a file that cannot be read."""
+    if isinstance(profile, ProfileCostModel):
+        return profile
+    return ProfileCostModel.read(Path(profile))
+
+
+def as_shape(model: ModelLike) -> ModelShape:
+    """Reads a path; the vocabulary of a Hugging Face model is padded as by default in training.
+
+    Raises ConfigurationError for a file that cannot be read and for a model that Megatron does not
+    have.
+    """
+    if isinstance(model, ModelShape):
+        return model
+    path = Path(model)
+    if path.is_dir():
+        path = path / _HF_CONFIG
+    if path.name != _HF_CONFIG:
+        return ModelShape.read(path)
+    content = read_json(path, "config", ConfigurationError)
+    return model_from_config(content, str(path)).shape(VOCABULARY_MULTIPLE)
+
+
+def _options(model: ModelLike | None, device: str | None, grad_reduce_in_bf16: bool) -> JobOptions:
+    return JobOptions(
+        shape=None if model is None else as_shape(model),
+        device=None if device is None else device_constants(device),
+        grad_reduce_in_bf16=grad_reduce_in_bf16,
+    )
+
+
+def _pool_and_profile(
+    pool: PoolLike, profile: ProfileLike, ranks_per_node: int | None
+) -> tuple[Pool, ProfileCostModel]:
+    """A proposal brings the rows that were assumed for its pool."""
+    known = as_profile(profile)
+    if isinstance(pool, Proposal):
+        schemes = {row.scheme for row in known.schemes}
+        rows = (row for row in pool.profile.schemes if row.scheme not in schemes and row.is_assumed)
+        known = replace(known, schemes=(*known.schemes, *rows))
+    return as_pool(pool, ranks_per_node), known
+
+
+def _ranks_per_node(num_ranks: int, given: int | None) -> int:
+    return whole_nodes(
+        num_ranks, min(_RANKS_PER_NODE, num_ranks) if given is None else given, "ranks_per_node"
+    )
+
+
+def _schemes(schemes: Iterable[str | Scheme]) -> list[Scheme]:
+    return [
+        each if isinstance(each, Scheme) else parse_scheme(each, label="schemes")
+        for each in schemes
+    ]
+
+
+def _counts(lengths: Lengths | LengthCounts | str | os.PathLike[str]) -> LengthCounts:
+    if isinstance(lengths, LengthCounts):
+        return lengths
+    if isinstance(lengths, str | os.PathLike):
+        return read_length_counts(Path(lengths))
+    return LengthCounts.of(_lengths(lengths))
+
+
+def _lengths(lengths: Lengths) -> npt.NDArray[np.integer[Any]]:
+    """Checked; DataError unless they are whole numbers from 1 on, at least one."""
+    values = np.asarray(lengths)
+    if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu":
+        raise DataError(
+            f"lengths: whole numbers of tokens, one for each of at least 1 sequence, but these are "
+            f"of type {values.dtype} and shape {values.shape}; give a list such as [900, 20]"
+        )
+    if values.min() < 1:
+        raise DataError(
+            f"lengths: a sequence has at least 1 token but number {int(values.argmin())} has "
+            f"{int(values.min())}; leave it out"
+        )
+    return values

@@ -1,0 +1,274 @@
+"""Ways to train the same batches, compared by simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from megatron.hydraulis.cost_model.job_costs import JobCosts
+from megatron.hydraulis.cost_model.limits import Limits
+from megatron.hydraulis.data.index import LongSequences
+from megatron.hydraulis.data.sampler import BatchSizes
+from megatron.hydraulis.errors import ConfigurationError, PlanError
+from megatron.hydraulis.lengths.command import check_seed, check_seq_length
+from megatron.hydraulis.lengths.counts import LengthCounts
+from megatron.hydraulis.model_shape import ModelShape
+from megatron.hydraulis.observability.pictures import figure_svg
+from megatron.hydraulis.simulator.batches import BatchPlanning, sample_batches
+from megatron.hydraulis.simulator.output import result_table, results_figure, strategy_use_table
+from megatron.hydraulis.simulator.results import SimulationSettings, WayResult, simulate_way
+from megatron.hydraulis.simulator.ways import CONTEXT_WAYS, PACKING, POOL, WAYS, Ways
+from megatron.hydraulis.strategy import Pool
+from megatron.hydraulis.terminal import notebook_html, table_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison:
+    """What ways to train take for the same batches; a notebook draws it, ``print`` shows tables."""
+
+    results: tuple[WayResult, ...]
+    """In the order of `WAYS`."""
+    skipped: dict[str, str]
+    """Why a way is skipped, by its name."""
+    ways: Ways
+    """With the batches."""
+    long_sequence_window: int = 0
+    """Iterations that a long sequence may wait for others."""
+    without_window: WayResult | None = None
+    """The pool on batches without the window, if there is one."""
+
+    @property
+    def reference(self) -> WayResult:
+        """What speed-ups are relative to: packing if it was simulated, else the first way."""
+        return next((each for each in self.results if each.name == PACKING), self.results[0])
+
+    def result(self, way: str) -> WayResult:
+        """Of a way; ConfigurationError if it was not simulated or is skipped."""
+        for each in self.results:
+            if each.name == way:
+                return each
+        names = ", ".join(repr(each.name) for each in self.results)
+        raise ConfigurationError(
+            f"simulation: way {way!r} has no result, but {names} have; simulate it too"
+        )
+
+    @property
+    def title(self) -> str:
+        """What was simulated."""
+        batches = self.ways.batches
+        return (
+            f"{len(batches)} iterations on {self.ways.pool.num_ranks} ranks: "
+            f"{self._num_tokens / len(batches):,.0f} tokens each (mean), longest sequence "
+            f"{self.ways.longest:,}"
+        )
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(map(sum, self.ways.batches))
+
+    @property
+    def _gain_of_window(self) -> float | None:
+        if self.without_window is None:
+            return None
+        return self.result(POOL).tokens_per_s / self.without_window.tokens_per_s
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.title}>"
+
+    def __str__(self) -> str:
+        texts = [table_text(table, _WIDTH) for table in self.tables()]
+        return "".join([*texts, *(f"{line}\n" for line in self.remarks())])
+
+    def tables(self) -> Iterator[Table]:
+        """Time and its parts by way; the strategies of each."""
+        yield result_table(self.results, self.reference, self.title)
+        yield strategy_use_table(self.results)
+
+    def remarks(self) -> Iterator[str]:
+        """Gain of the window; ways that are skipped, with the reason."""
+        if self._gain_of_window is not None:
+            yield (
+                f"Long sequences that wait up to {self.long_sequence_window} iterations: the pool "
+                f"trains {self._gain_of_window:.3f} × the tokens/s that it trains without."
+            )
+        for name, why in self.skipped.items():
+            yield f"{name!r} is skipped: {why}."
+
+    def figure(self) -> Figure:
+        """A bar per way: the mean time of an iteration, divided into its parts."""
+        return results_figure(self.results, self.reference, self.title)
+
+    def _repr_html_(self) -> str:
+        svg = figure_svg(self.figure(), "simulation")
+        return notebook_html(str(self), svg)
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures by name, times in s."""
+        content = {
+            "num_ranks": self.ways.pool.num_ranks,
+            "num_iterations": len(self.ways.batches),
+            "num_tokens": self._num_tokens,
+            "longest_tokens": self.ways.longest,
+            "reference": self.reference.name,
+            "ways": [result.to_json(self.reference) for result in self.results],
+            "left_out": self.skipped,
+        }
+        if self.without_window is not None:
+            content["long_sequence_window"] = {
+                "iterations": self.long_sequence_window,
+                "gain": self._gain_of_window,
+                "without": self.without_window.to_json(self.reference),
+            }
+        return content
+
+
+def compare_ways(
+    counts: LengthCounts,
+    sizes: BatchSizes,
+    pool: Pool,
+    costs: JobCosts,
+    *,
+    names: Collection[str] = WAYS,
+    num_iterations: int = 100,
+    seq_length: int | None = None,
+    long_sequences: LongSequences = "split",
+    long_sequence_window: int = 0,
+    seed: int = 0,
+    plan_ahead: int = 2,
+    plan_time_s: float | None = None,
+    row_quantum: int = 1,
+    shape: ModelShape | None = None,
+    kept: range = range(0),
+    planning: BatchPlanning | None = None,
+    describe: Callable[[str], None] = lambda text: None,
+    advance: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """Samples batches and simulates ways to train them.
+
+    Args:
+        counts: lengths of the corpus.
+        sizes: of a global batch.
+        pool: strategies of the way ``pool``.
+        costs: of the pool's job.
+        names: of the ways, see `WAYS`.
+        num_iterations: to simulate.
+        seq_length: most tokens of a sequence; None for the most that a micro-batch of the pool may
+            have.
+        long_sequences: what to do with longer ones.
+        long_sequence_window: iterations that a long sequence may wait for others.
+        seed: of the batches.
+        plan_ahead: iterations that are planned ahead.
+        plan_time_s: of a plan; None for the CPU time that it takes here.
+        row_quantum: to which planned rows are rounded up, in tokens.
+        shape: of the model, if costs do not know it.
+        kept: numbers of the iterations whose tasks are kept.
+        planning: processes that plan; None for this one.
+        describe: called with what is simulated next.
+        advance: called after each batch of each way.
+
+    Raises ConfigurationError for values out of range and if no way can be simulated, StrategyError
+    for a scheme without costs, PlanError if no strategy holds a batch, DataError as
+    `LengthCounts.cut`.
+    """
+    if num_iterations < 1:
+        raise ConfigurationError(f"--iterations is at least 1 but is {num_iterations}; raise it")
+    unknown = [name for name in names if name not in WAYS]
+    if unknown:
+        raise ConfigurationError(
+            f"--ways: {unknown[0]!r} is none of the {len(WAYS)} ways; choose from "
+            f"{', '.join(map(repr, WAYS))}"
+        )
+    check_seq_length(seq_length)
+    check_seed(seed)
+    if long_sequence_window < 0:
+        raise ConfigurationError(
+            f"--long-sequence-window is at least 0 but is {long_sequence_window}; raise it"
+        )
+    if plan_time_s is not None and not 0.0 <= plan_time_s < math.inf:
+        raise ConfigurationError(
+            f"--plan-time is finite and not negative but is {plan_time_s} s; give 0 for none"
+        )
+    settings = SimulationSettings(
+        shape=shape if costs.model is None else costs.model.shape,
+        regroup=costs.profile.regroup,
+        plan_ahead=plan_ahead,
+        kept=kept,
+    )
+    longest = seq_length or _longest_held(pool, Limits(costs.profile))
+    sampled = partial(
+        sample_batches, counts.cut(longest, long_sequences).sequences, seed=seed, sizes=sizes
+    )
+    ways = Ways(
+        batches=sampled(num_batches=num_iterations, long_sequence_window=long_sequence_window),
+        pool=pool,
+        costs=costs,
+        seq_length=seq_length,
+        shape=settings.shape,
+        plan_time_s=plan_time_s,
+        row_quantum=row_quantum,
+        planning=planning or BatchPlanning(),
+        advance=advance,
+    )
+    known = [way for way in WAYS if way in names]
+    results: list[WayResult] = []
+    skipped: dict[str, str] = {}
+    for number, name in enumerate(known, start=1):
+        describe(f"{number}/{len(known)} {name}")
+        result = _simulated(name, ways, settings)
+        if isinstance(result, WayResult):
+            results.append(result)
+        else:
+            skipped[name] = result
+    if not results:
+        raise ConfigurationError(
+            f"--ways: no strategy for {', '.join(skipped)} can be simulated with "
+            f"sequences of {ways.limit} tokens; simulate {POOL!r} too"
+        )
+    without_window = None
+    if long_sequence_window and POOL in known:
+        describe(f"{POOL} without the window")
+        others = replace(ways, batches=sampled(num_batches=len(ways.batches)))
+        found = _simulated(POOL, others, settings)
+        without_window = found if isinstance(found, WayResult) else None
+    return Comparison(
+        results=tuple(results),
+        skipped=skipped,
+        ways=ways,
+        long_sequence_window=long_sequence_window,
+        without_window=without_window,
+    )
+
+
+def _simulated(name: str, ways: Ways, settings: SimulationSettings) -> WayResult | str:
+    """The result of a way, or why it is skipped."""
+    try:
+        result = simulate_way(name, ways.candidates(name), settings)
+    except PlanError as error:
+        # The widths of this way may not hold a batch; the other ways are still useful.
+        if name not in CONTEXT_WAYS:
+            raise
+        return str(error)
+    if result is not None:
+        return result
+    if name in CONTEXT_WAYS and not ways.costs.knows_exchange:
+        return "the cost of cp is unknown; give --device and the model, or measure schemes with cp"
+    return f"none of its strategies holds a sequence of {ways.limit} tokens"
+
+
+def _longest_held(pool: Pool, limits: Limits) -> int:
+    """Most tokens of a sequence that a strategy of the pool can hold."""
+    return max(
+        limits.max_tokens(strategy, scheme)
+        for strategy in pool.strategies
+        for scheme in strategy.schemes
+    )
