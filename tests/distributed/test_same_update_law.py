@@ -32,10 +32,12 @@ from tests.support.gloo_pool import WorkerFailure, pool_of
 from tests.support.law import (
     MAIN_MODEL,
     NUM_ATOMS,
+    SPLITS,
     changing,
     check_law,
     law_job,
     law_reference,
+    waves,
     wrong_gradients,
 )
 from tests.support.models import (
@@ -565,11 +567,16 @@ class TestPrecision:
 class TestNothingToTrain:
     """An iteration without a trained token changes nothing, bit for bit."""
 
-    @pytest.mark.parametrize(("num_ranks", "text"), [(1, "tp1"), (3, "tp2+tp1"), (4, "pp3+idle")])
-    def test_masked_or_missing_sequences_change_nothing(self, num_ranks: int, text: str) -> None:
-        probes: list[UntrainedProbe] = pool_of(num_ranks).run(
-            probe_untrained_iterations, law_job(num_ranks, text)
-        )
+    @pytest.mark.parametrize(
+        ("num_ranks", "job"),
+        [
+            pytest.param(3, law_job(3, "tp2+tp1"), id="tp2+tp1"),
+            pytest.param(4, law_job(4, "pp3+idle"), id="pp3+idle"),
+            pytest.param(4, waves([SPLITS["2+1+1"]]), id="waves"),
+        ],
+    )
+    def test_masked_or_missing_sequences_change_nothing(self, num_ranks: int, job: Job) -> None:
+        probes: list[UntrainedProbe] = pool_of(num_ranks).run(probe_untrained_iterations, job)
         for probe in probes:
             assert probe.updated == (True, False, False, True)
             assert probe.trained_tokens[1:3] == (0, 0)
