@@ -26,11 +26,12 @@ from rich.table import Table
 from benchmarks import inputs
 from benchmarks.command import make_parser, write_figures
 from benchmarks.paired_statistics import ratio_of_totals
-from megatron.hydraulis.advise.gains import BY_RULE, NOTHING_HIDDEN, advise
+from megatron.hydraulis.advise.gains import advise
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import JobCosts
+from megatron.hydraulis.cost_model.profile import BY_RULE, NOTHING_HIDDEN
 from megatron.hydraulis.data.sampler import BatchSizes
 from megatron.hydraulis.lengths.counts import read_length_counts
 from megatron.hydraulis.model_shape import ModelShape
@@ -145,6 +146,10 @@ class CaseResult:
     regrouping counts."""
     of_ceiling: float
     """Time that no plan can beat over the pool's, by the rule."""
+    of_bound: float
+    """Makespan that no plan of the profile's schemes can beat over the pool's."""
+    most: float
+    """Makespan of the best static strategy over that bound: no plan gains more."""
     regrouping: float
     """Share of regrouping and optimizer in the pool's time, by the rule."""
     static: str
@@ -198,6 +203,8 @@ def run_case(
             for kind in advice.kinds
         },
         of_ceiling=advice.ceiling_s / advice.pool.time_s(BY_RULE),
+        of_bound=advice.bound_s / advice.pool.makespan_s,
+        most=advice.static.makespan_s / advice.bound_s,
         regrouping=advice.pool.regroup_s[BY_RULE] / advice.pool.time_s(BY_RULE),
         static=advice.static.strategy,
         pool=advice.pool.strategy,
@@ -213,21 +220,23 @@ def case_table(results: Sequence[CaseResult]) -> Table:
     table = figures_table(
         "gain of the pool, ×",
         ("model, ranks, context", "best static", "pool"),
-        (*columns, "of ceiling", "regrouping", "CPU s"),
+        (*columns, "of ceiling", "of bound", "most", "regrouping", "CPU s"),
         caption="static: the best strategy of one scheme with balanced plans; fixed: the best one "
         "with rows of fixed length. Of ceiling: share of the speed that no plan exceeds. "
+        "Of bound: the same, if schemes hold what memory allows and micro-batches have their "
+        "constant times; without regrouping. Most: gain over static at that bound. "
         "Regrouping: with the optimizer, share of the pool's time.",
     )
     rows = []
     for result in results:
         gains = [*result.gains[NOTHING_HIDDEN], *result.gains[BY_RULE]]
-        rows.append((*gains, result.of_ceiling, result.regrouping, result.cpu_s))
-        numbers = (*(f"{value:.3f}" for value in rows[-1][:-1]), f"{result.cpu_s:.0f}")
+        rows.append((*gains, result.of_ceiling, result.of_bound, result.most, result.regrouping))
+        numbers = (*(f"{value:.3f}" for value in rows[-1]), f"{result.cpu_s:.0f}")
         table.add_row(result.name, result.static, result.pool, *numbers)
     table.add_section()
     for label, of_column in (("mean", fmean), ("least", min)):
         columns_of = zip(*rows, strict=True)
-        table.add_row(label, "", "", *(f"{of_column(column):.3f}" for column in columns_of))
+        table.add_row(label, "", "", *(f"{of_column(column):.3f}" for column in columns_of), "")
     return table
 
 

@@ -184,6 +184,8 @@ def test_the_table_of_cases_ends_with_mean_and_least_gain() -> None:
             name=str(gain),
             gains=dict.fromkeys(kinds, (gain, 2 * gain)),
             of_ceiling=0.8,
+            of_bound=0.9,
+            most=1.3,
             regrouping=0.1,
             static="2*tp1",
             pool="2*tp1 tp2",

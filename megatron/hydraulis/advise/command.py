@@ -6,17 +6,13 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron.hydraulis.advise.gains import (
-    NOTHING_HIDDEN,
-    Advice,
-    advise,
-)
+from megatron.hydraulis.advise.gains import Advice, advise
 from megatron.hydraulis.cost_model.analytic import AnalyticCostModel
 from megatron.hydraulis.cost_model.device import device_constants
 from megatron.hydraulis.cost_model.estimate_command import estimated_profile, possible_schemes
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.limits import add_row_quantum
-from megatron.hydraulis.cost_model.profile import ProfileCostModel
+from megatron.hydraulis.cost_model.profile import NOTHING_HIDDEN, ProfileCostModel
 from megatron.hydraulis.cost_model.shape_arguments import (
     add_regroup_arguments,
     job_options,
@@ -210,7 +206,7 @@ def is_worth_a_pool(advice: Advice) -> bool:
 def verdict(advice: Advice) -> str:
     """One sentence: what to do, and what it gains."""
     over_static, over_fixed = advice.gain(advice.static), advice.gain(advice.fixed_rows)
-    reach = advice.ceiling_s / advice.pool.time_s(advice.kind)
+    reach = advice.bound_s / advice.pool.time_s(advice.kind)
     if is_worth_a_pool(advice):
         what = (
             f"Train with the pool: {over_static:.2f} × as fast as the best static strategy with "
@@ -265,6 +261,7 @@ def to_json(advice: Advice, profile: ProfileCostModel, peak_flops_per_s: float) 
         "verdict": verdict(advice),
         "num_tokens": advice.num_tokens,
         "ceiling_s": advice.ceiling_s,
+        "bound_s": advice.bound_s,
         "ways": [
             {
                 "way": choice.name,

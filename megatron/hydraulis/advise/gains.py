@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
+
+import numpy as np
 
 from megatron.hydraulis.cost_model.interface import CostModel
 from megatron.hydraulis.cost_model.job_costs import JobCosts
 from megatron.hydraulis.cost_model.pipeline import pipeline_time_ms
 from megatron.hydraulis.cost_model.profile import ProfileCostModel
-from megatron.hydraulis.cost_model.regrouping import Hiding
 from megatron.hydraulis.errors import ConfigurationError
 from megatron.hydraulis.model_shape import ModelShape
 from megatron.hydraulis.proposal.candidates import Candidates
@@ -21,9 +22,6 @@ from megatron.hydraulis.simulator.work import IterationWork, MicroBatchWork
 from megatron.hydraulis.strategy import Scheme, Strategy
 
 _MS_PER_S = 1e3
-NOTHING_HIDDEN, BY_RULE, AS_MEASURED = "nothing hidden", "by the rule", "as measured"
-"""How regrouping and optimizer count: all of their time; what the runtime does not hide by its own
-rule; the times of the profile, and the rule scaled by them where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +57,14 @@ class Advice:
     pool: Choice
     ceiling_s: float
     """No plan is faster, see simulator/ways.py."""
+    bound_s: float
+    """No plan of these schemes is faster, see `least_makespan_ms`."""
     num_tokens: float
     """Of a batch, mean."""
     model_flops: float
     """Of a batch, mean, see `causal_flops`."""
     kinds: tuple[str, ...]
-    """How regrouping can count: `AS_MEASURED` only if the profile has measured it."""
+    """How regrouping can count, see `ProfileCostModel.readings`."""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -136,13 +136,7 @@ def advise(
             f"advice: a static strategy of one scheme must hold the longest sequence, {longest} "
             f"tokens, on all {num_ranks} ranks but none does; lower --seq-length"
         )
-    by_rule = replace(profile, strategies=(), regroup=replace(profile.regroup, factor=1.0))
-    assert by_rule.regroup is not None
-    models = {
-        NOTHING_HIDDEN: replace(by_rule, regroup=replace(by_rule.regroup, hiding=Hiding.NOTHING)),
-        BY_RULE: by_rule,
-        **({AS_MEASURED: profile} if profile.strategies or profile.regroup.factor != 1.0 else {}),
-    }
+    models = profile.readings()
 
     def choice(
         name: str,
@@ -206,10 +200,30 @@ def advise(
             ),
         ),
         ceiling_s=fmean(map(all_ranks.time_ms, batches)) / _MS_PER_S,
+        bound_s=fmean(least_makespan_ms(profile, batch, num_ranks) for batch in batches)
+        / _MS_PER_S,
         num_tokens=fmean(map(sum, batches)),
         model_flops=fmean(causal_flops(shape, batch) for batch in batches),
         kinds=tuple(models),
     )
+
+
+def least_makespan_ms(profile: ProfileCostModel, batch: Sequence[int], num_ranks: int) -> float:
+    """Limit below which no plan's makespan is.
+
+    Each sequence runs on the scheme that holds it and needs the least rank time for it, with its
+    part of the constant time of a full micro-batch. All ranks share that evenly: no pipeline is
+    filled, and regrouping takes no time.
+    """
+    lengths = np.array(batch, np.float64)
+    least_ms = np.full(len(batch), np.inf)
+    for row in profile.schemes:
+        if row.max_tokens and row.scheme.num_ranks <= num_ranks:
+            times, limit = row.coefficients, row.max_tokens
+            each_ms = times.sequence_time_ms(lengths) + times.c_ms / limit * lengths
+            each_ms[lengths > limit] = np.inf
+            least_ms = np.minimum(least_ms, row.scheme.num_ranks * each_ms)
+    return float(least_ms.sum()) / num_ranks
 
 
 def _fastest(

@@ -38,7 +38,7 @@ from megatron.hydraulis.cost_model.interface import (
     CostModel,
     usual_times_ms,
 )
-from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, RegroupCosts
+from megatron.hydraulis.cost_model.regrouping import BF16_BYTES, FP32_BYTES, Hiding, RegroupCosts
 from megatron.hydraulis.errors import ConfigurationError, StrategyError
 from megatron.hydraulis.json_object import JsonObject, read_json
 from megatron.hydraulis.model_shape import AttentionWindow, ModelShape
@@ -49,6 +49,9 @@ _MIN_R_SQUARED = 0.9
 _MAX_RESIDUAL = 0.2
 """Residual of a point up to which a fit is good whatever its R²: times that hardly differ have a
 low R² although they are predicted well."""
+NOTHING_HIDDEN, BY_RULE, AS_MEASURED = "nothing hidden", "by the rule", "as measured"
+"""How regrouping and optimizer count: all of their time; what the runtime does not hide by its own
+rule; the times of the profile, and the rule scaled by them where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +222,21 @@ class ProfileCostModel:
         if self.regroup is None:
             return 0.0
         return self.regroup.exposed_ms(strategy, partial(usual_times_ms, times or self))
+
+    def readings(self) -> "dict[str, ProfileCostModel]":
+        """How regrouping and optimizer can count, the last one where one figure is given.
+
+        `AS_MEASURED` is missing if nothing was measured; empty without `regroup`.
+        """
+        if self.regroup is None:
+            return {}
+        by_rule = replace(self.regroup, factor=1.0)
+        hidden = {NOTHING_HIDDEN: replace(by_rule, hiding=Hiding.NOTHING), BY_RULE: by_rule}
+        models = {
+            name: replace(self, strategies=(), regroup=costs) for name, costs in hidden.items()
+        }
+        is_measured = self.strategies or self.regroup.factor != 1.0
+        return models | ({AS_MEASURED: self} if is_measured else {})
 
     def measured_overhead_ms(self, strategy: Strategy) -> float | None:
         """Regrouping and optimizer of the same replicas on the same ranks; None if not measured."""

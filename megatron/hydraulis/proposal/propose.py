@@ -1,8 +1,9 @@
 """From lengths, a cost profile and a cluster to a pool of strategies."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -258,7 +259,8 @@ def propose(
     explorer = Explorer(candidates, Estimator(candidates, batches), len(batches), longest)
     # One more strategy than wanted, to know what it would gain.
     _explore(explorer, evaluator, regimes, max_strategies + 1, on_progress)
-    search = _PoolSearch(candidates, evaluator, explorer, longest)
+    readings = cost_model.readings().values()
+    search = _PoolSearch(candidates, evaluator, explorer, longest, readings)
     shortlist = explorer.shortlist(max_strategies + 1, _SHORTLIST_PER_MEMBER * (max_strategies + 1))
     for done, mix in enumerate(shortlist, start=1):
         search.add(mix)
@@ -270,9 +272,11 @@ def propose(
     static = search.best_static()
     on_progress("plans", 1, 3)
     chosen = search.planned_pool(max_strategies)
-    most_ms = search.mean_ms(chosen) * (1.0 + _LEAST_MEMBER_GAIN)
-    if static is not None and search.mean_ms((static,)) <= most_ms:
-        chosen = (static,)
+    if static is not None:
+        chosen = search.no_worse(chosen, static, max_strategies)
+        most_ms = search.mean_ms(chosen) * (1.0 + _LEAST_MEMBER_GAIN)
+        if search.mean_ms((static,)) <= most_ms:
+            chosen = (static,)
     on_progress("plans", 2, 3)
     larger = search.planned_pool(max_strategies + 1, chosen)
     on_progress("plans", 3, 3)
@@ -314,11 +318,20 @@ def _learn(explorer: Explorer, evaluator: Evaluator, size: int) -> None:
 
 
 class _PoolSearch:
-    """Selects pools by the planner's bounds and confirms them with full plans."""
+    """Selects pools by the planner's bounds and confirms them with full plans.
+
+    readings: how overheads may count, see `no_worse`.
+    """
 
     def __init__(
-        self, candidates: Candidates, evaluator: Evaluator, explorer: Explorer, longest: int
+        self,
+        candidates: Candidates,
+        evaluator: Evaluator,
+        explorer: Explorer,
+        longest: int,
+        readings: Collection[ProfileCostModel],
     ) -> None:
+        self._readings = readings
         self.candidates = candidates
         self.evaluator = evaluator
         self.explorer = explorer
@@ -389,6 +402,34 @@ class _PoolSearch:
             if self.mean_ms(other) < best_ms:
                 pool = other
         return self._useful(pool)
+
+    def no_worse(self, pool: Sequence[int], static: int, size: int) -> tuple[int, ...]:
+        """The pool if it is at most as slow as a static strategy, however regrouping counts.
+
+        Otherwise the static strategy with as many of the members as that allows. Plans choose by
+        one reading, under which a strategy with more regrouping may seem faster than it is.
+        """
+        if self._worst_ratio(pool, static) <= 1.0:
+            return tuple(pool)
+        kept = [static, *(row for row in pool if row != static)]
+        while len(kept) > 1 and (len(kept) > size or self._worst_ratio(kept, static) > 1.0):
+            smaller = [[row for row in kept if row != left_out] for left_out in kept[1:]]
+            kept = min(smaller, key=lambda rows: self._worst_ratio(rows, static))
+            self._plan(kept)
+        return tuple(kept)
+
+    def _worst_ratio(self, pool: Sequence[int], static: int) -> float:
+        """The largest over all readings of the pool's mean time over that of one strategy alone;
+        0.0 without readings. Plans are chosen by the cost model's own reading."""
+        fastest = np.array(pool)[self.times_ms[list(pool)].argmin(axis=0)]
+        own_ms = {row: self.evaluator.overhead_ms(self.mixes[row]) for row in (*pool, static)}
+        strategies = {row: self.candidates.strategy(self.mixes[row]) for row in own_ms}
+        ratios = [0.0]
+        for reading in self._readings:
+            more_ms = {row: reading.overhead_ms(strategies[row]) - own_ms[row] for row in own_ms}
+            mean_ms = self.mean_ms(pool) + fmean(more_ms[int(row)] for row in fastest)
+            ratios.append(mean_ms / (self.mean_ms((static,)) + more_ms[static]))
+        return max(ratios)
 
     def _useful(self, pool: Sequence[int]) -> tuple[int, ...]:
         """The pool without members that the others replace at no cost, the last ones first."""

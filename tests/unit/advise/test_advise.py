@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.inputs import llama_shape
 from megatron.hydraulis.__main__ import main
-from megatron.hydraulis.advise.gains import causal_flops
+from megatron.hydraulis.advise.gains import causal_flops, least_makespan_ms
 from megatron.hydraulis.cost_model import ProfileCostModel
 from megatron.hydraulis.strategy import Pool
 
@@ -62,7 +62,7 @@ def test_every_freedom_gains_and_nothing_exceeds_the_ceiling(
     assert names == ["static, fixed rows", "static, packing", "static, balanced", "pool"]
     times_s = [way["time_s"]["as measured"] for way in found["ways"]]
     assert times_s == sorted(times_s, reverse=True)
-    assert times_s[-1] > found["ceiling_s"]
+    assert times_s[-1] > found["bound_s"] > found["ceiling_s"]
     for way in found["ways"]:
         hidden = way["regroup_s"]
         assert hidden["nothing hidden"] >= hidden["by the rule"] > 0.0
@@ -120,6 +120,16 @@ def test_an_estimate_and_the_next_commands(
     profile = ProfileCostModel.read(tmp_path / "advice" / "cost_profile.json")
     for strategy in pool.strategies:
         assert all(profile.max_tokens(scheme) for scheme in strategy.schemes)
+
+
+def test_the_bound_takes_the_cheapest_scheme_that_holds_a_sequence() -> None:
+    content = {"device": "none", "source": "tests", "date": "2026-01-01", "schemes": SCHEMES}
+    profile = ProfileCostModel.from_json(content, what="profile")
+    # tp1 needs the least rank time and holds 3,000 tokens, tp2 9,000; c is for full micro-batches.
+    on_tp1_ms = 2e-6 * 1000**2 + (0.10 + 5.0 / 3000) * 1000
+    on_tp2_ms = 2 * (1e-6 * 8000**2 + (0.06 + 5.0 / 9000) * 8000)
+    expected = pytest.approx((2 * on_tp1_ms + on_tp2_ms) / 8)
+    assert least_makespan_ms(profile, [1000, 8000, 1000], 8) == expected
 
 
 def test_flops_of_causal_attention() -> None:
