@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from megatron.hydraulis.cost_model.profile import ProfileCostModel as ProfileCostModel
     from megatron.hydraulis.cost_model.recompute import Recompute as Recompute
     from megatron.hydraulis.errors import HydraulisError as HydraulisError
+    from megatron.hydraulis.library.batches import TokenSequence as TokenSequence
     from megatron.hydraulis.library.engine import Engine as Engine
     from megatron.hydraulis.library.plans import estimate as estimate
     from megatron.hydraulis.library.plans import plan as plan
     from megatron.hydraulis.library.plans import propose as propose
     from megatron.hydraulis.library.plans import simulate as simulate
     from megatron.hydraulis.model_shape import ModelShape as ModelShape
+    from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings as AdamWSettings
     from megatron.hydraulis.planner.planned import PlannedBatch as PlannedBatch
     from megatron.hydraulis.proposal.propose import Proposal as Proposal
     from megatron.hydraulis.simulator.comparison import Comparison as Comparison
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from megatron.hydraulis.strategy import Strategy as Strategy
 
 _MODULES = {
+    "AdamWSettings": "optimizer.sharded_adamw",
     "Comparison": "simulator.comparison",
     "Engine": "library.engine",
     "HydraulisError": "errors",
@@ -34,6 +37,7 @@ _MODULES = {
     "Proposal": "proposal.propose",
     "Recompute": "cost_model.recompute",
     "Strategy": "strategy",
+    "TokenSequence": "library.batches",
     "estimate": "library.plans",
     "plan": "library.plans",
     "propose": "library.plans",

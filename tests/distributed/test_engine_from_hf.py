@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.library.engine import Engine
@@ -93,6 +96,30 @@ def test_weights_go_in_and_out_and_checkpoints_continue(family: str, tmp_path: P
             assert found[0] == 0
     export_checkpoint(tmp_path / "saved", tmp_path / "exported", max_file_bytes=10**9)
     assert_same_tensors(runs[0][2], tensors_of(tmp_path / "exported"))
+
+
+def run_page(folder: Path, example: str, saved: Path) -> list[str]:
+    """On one rank: the example, in a folder for its checkpoints."""
+    os.chdir(saved)
+    given = sequences()
+    names: dict[str, Any] = {
+        "folder": folder,
+        "pool": "tp1",
+        "sequences": given,
+        "advantages": [torch.ones(len(each)) for each in given],
+    }
+    exec(example, names)
+    assert names["norm"] > 0
+    return names["names"]
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "llama", "llama")
+    page = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (names,) = pool_of(1).run(run_page, folder, example, tmp_path)
+    assert set(names) == set(tensors_of(folder))
+    assert CheckpointFolder(tmp_path / "checkpoints").latest() == 1
 
 
 def errors(folder: Path) -> list[str]:
