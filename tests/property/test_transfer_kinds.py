@@ -27,7 +27,7 @@ from megatron.hydraulis.transfer.plan import (
     departure_segments,
     gather_plan,
 )
-from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges
+from megatron.hydraulis.transfer.ranges import contributed_ranges, held_ranges, num_elements
 from megatron.hydraulis.transfer.two_step import TwoStepPlan
 from tests.support.layouts import Case, bucket_ids, cases, expected_counts
 from tests.support.transfer_simulation import Simulation, Values
@@ -89,40 +89,21 @@ def test_a_scatter_gives_every_owner_the_sum_of_all_contributions(
     np.testing.assert_array_equal(counts, expected_counts(case))
 
 
-@given(simulations())
+@given(simulations(), st.booleans())
 def test_in_two_steps_every_element_crosses_each_node_border_once(
-    drawn: tuple[Case, Simulation],
+    drawn: tuple[Case, Simulation], gathers: bool
 ) -> None:
     case, simulation = drawn
     simulation.collective = Collective.TWO_STEP
     per_node = simulation.ranks_per_node
     needed: Counter[tuple[int, int, int]] = Counter()
+    find = held_ranges if gathers else contributed_ranges
     for bucket in case.layout.buckets:
-        simulation.gather(bucket, np.zeros(bucket.num_elements))
-        for rank, role in enumerate(case.roles):
-            for r in held_ranges(case.layout, bucket, role):
-                for element in range(r.start, r.stop):
-                    needed[bucket.index, element, rank // per_node] = 1
-        for owner in range(case.layout.num_ranks):
-            for element in range(*bucket.shard_range(owner)):
-                del needed[bucket.index, element, owner // per_node]
-    assert simulation.network.crossings == needed
-    _, two_steps = StrategyAmounts(LayoutAmounts(case.layout, per_node), case.roles).across()
-    assert two_steps == needed.total()
-
-
-@given(simulations())
-def test_in_two_steps_gradients_cross_each_node_border_once(
-    drawn: tuple[Case, Simulation],
-) -> None:
-    case, simulation = drawn
-    simulation.collective = Collective.TWO_STEP
-    per_node = simulation.ranks_per_node
-    needed: Counter[tuple[int, int, int]] = Counter()
-    for bucket in case.layout.buckets:
-        ranges = [contributed_ranges(case.layout, bucket, role) for role in case.roles]
-        sizes = [sum(r.num_elements for r in runs) for runs in ranges]
-        simulation.scatter(bucket, [np.ones(size) for size in sizes])
+        ranges = [find(case.layout, bucket, role) for role in case.roles]
+        if gathers:
+            simulation.gather(bucket, np.zeros(bucket.num_elements))
+        else:
+            simulation.scatter(bucket, [np.ones(num_elements(runs)) for runs in ranges])
         for rank, runs in enumerate(ranges):
             for r in runs:
                 for element in range(r.start, r.stop):
@@ -131,6 +112,9 @@ def test_in_two_steps_gradients_cross_each_node_border_once(
             for element in range(*bucket.shard_range(owner)):
                 del needed[bucket.index, element, owner // per_node]
     assert simulation.network.crossings == needed
+    if gathers:
+        _, two_steps = StrategyAmounts(LayoutAmounts(case.layout, per_node), case.roles).across()
+        assert two_steps == needed.total()
 
 
 @given(simulations())

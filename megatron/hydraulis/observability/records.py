@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,7 +240,7 @@ class MetricsWriter:
         self.path = Path(run_dir) / METRICS_FILE_NAME
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_unfinished_line(self.path)
+            complete_lines(self.path)
             self._file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise HydraulisError(
@@ -301,13 +302,16 @@ def read_metrics(run_dir: str | Path) -> list[IterationRecord]:
     return [records[iteration] for iteration in sorted(records)]
 
 
-def _remove_unfinished_line(path: Path) -> None:
+def complete_lines(path: Path) -> list[bytes]:
+    """The lines of a regular file, none if it is absent; a last one that a killed run left
+    unfinished is cut off the file. Raises OSError."""
     if not path.is_file():
-        return
-    with open(path, "r+b") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+        return []
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)
+    return content[:end].splitlines()
 
 
 def set_aside_earlier_run(run_dir: str | Path) -> Path | None:

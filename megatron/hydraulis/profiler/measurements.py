@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.hydraulis.errors import ConfigurationError
+from megatron.hydraulis.observability.records import complete_lines
 
 SINGLE_LONG = "single long"
 """As few sequences as the longest length allows."""
@@ -182,7 +183,7 @@ class Measurements:
             if restart:
                 path.unlink(missing_ok=True)
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = _whole_lines(path)
+            lines = complete_lines(path)
         except OSError as error:
             raise _unusable(path, error) from error
         if not lines:
@@ -233,7 +234,7 @@ class Measurements:
         self.strategies[strategy.name] = strategy
         self._append(strategy.to_json())
 
-    def _read(self, lines: Sequence[str], setup: Mapping[str, Any]) -> None:
+    def _read(self, lines: Sequence[bytes], setup: Mapping[str, Any]) -> None:
         head, *rest = [json.loads(line) for line in lines]
         wanted = json.loads(json.dumps({"kind": "setup"} | dict(setup)))
         if head != wanted:
@@ -430,17 +431,6 @@ def _fields_of(kind: type[Any], line: Mapping[str, Any]) -> dict[str, Any]:
 def _key(scheme: str, lengths: tuple[int, ...]) -> str:
     runs = (f"{length}x{len(list(same))}" for length, same in itertools.groupby(lengths))
     return f"{scheme} {' '.join(runs)}"
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """The complete lines; a last one that a killed run left unfinished is cut off the file."""
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        os.truncate(path, end)
-    return content[:end].decode().splitlines()
 
 
 def _per_s(num_bytes: int, time_ms: float) -> float | None:
