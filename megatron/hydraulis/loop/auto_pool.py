@@ -34,6 +34,7 @@ from megatron.hydraulis.library.planning import (
 )
 from megatron.hydraulis.loop.startup import made_by_rank_0
 from megatron.hydraulis.planner.solver import native_prints_to_stderr
+from megatron.hydraulis.proposal.candidates import Candidates
 from megatron.hydraulis.proposal.propose import propose_for_corpus
 from megatron.hydraulis.strategy import Pool, Scheme, Strategy
 from megatron.hydraulis.strategy.pool import MADE_FOR
@@ -91,7 +92,7 @@ def _kept_or_proposed(resolved: Resolved, *, has_cuda: bool) -> Pool:
 def _made_for(
     resolved: Resolved, device: DeviceConstants, lengths: npt.NDArray[np.integer[Any]]
 ) -> dict[str, Any]:
-    """What times and limits of a proposal depend on, besides ranks, as JSON values."""
+    """What a proposal depends on, besides ranks, as JSON values."""
     args, hydraulis = resolved.args, resolved.hydraulis
     profile = hydraulis.cost_profile
     settings = (
@@ -108,6 +109,7 @@ def _made_for(
             "sequence_parallel": hydraulis.sequence_parallel,
         },
         "cost profile": profile and hashlib.sha256(Path(profile).read_bytes()).hexdigest(),
+        "batch size": [resolved.sizes.largest, resolved.sizes.unit],
         "lengths": hashlib.sha256(np.sort(lengths).astype(np.int64).tobytes()).hexdigest(),
     }
 
@@ -125,7 +127,8 @@ def _why_not_kept(
     before = content.get(MADE_FOR)
     if not isinstance(before, dict):
         return "does not say what it was proposed for"
-    differing = [name for name, value in made_for.items() if before.get(name) != value]
+    # Files of earlier versions do not name the batch size.
+    differing = [name for name, value in made_for.items() if before.get(name, value) != value]
     return f"was proposed for other values of {', '.join(differing)}" if differing else None
 
 
@@ -169,6 +172,12 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
         schemes = [row.scheme for row in profile.schemes if _is_allowed(resolved, row.scheme)]
     tp_degrees = [scheme.tp for scheme in schemes]
     costs = JobCosts.of(profile, model, tp_degrees=tp_degrees, **regroup_settings(resolved))
+    if hydraulis.cost_profile is not None and (left_out := _not_measured(resolved, costs)):
+        print(
+            f"strategy pool: without {', '.join(left_out)}, which {hydraulis.cost_profile} lacks; "
+            f"to offer them, measure them as well (hydraulis profile --schemes)",
+            flush=True,
+        )
     logged_s = -math.inf
 
     def log(what: str, done: int, total: int) -> None:
@@ -190,6 +199,16 @@ def _proposed(resolved: Resolved, device: DeviceConstants, counts: LengthCounts)
             row_quantum=row_quantum_tokens(resolved, device),
             on_progress=log,
         ).pool
+
+
+def _not_measured(resolved: Resolved, costs: JobCosts) -> list[str]:
+    """Widths of cp without a row, which training refuses, as far as a pool might use them."""
+    widths = costs.with_widths().profile
+    allowed = [row.scheme for row in widths.schemes if _is_allowed(resolved, row.scheme)]
+    pool = resolved.pool
+    useful = Candidates.of(widths, pool.num_ranks, pool.ranks_per_node, allowed).schemes
+    known = {row.scheme for row in costs.profile.schemes}
+    return [str(scheme) for scheme in useful if scheme not in known]
 
 
 def _is_allowed(resolved: Resolved, scheme: Scheme) -> bool:

@@ -68,6 +68,40 @@ def test_a_pool_of_another_model_or_data_is_proposed_again(
     assert "proposed at an earlier start" in capsys.readouterr().out
 
 
+def test_a_pool_for_another_batch_size_is_proposed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proposed(tmp_path, 2)
+    proposed(tmp_path, 2, "--global-batch-size", "16")
+    assert "was proposed for other values of batch size: a pool is" in capsys.readouterr().err
+    path = tmp_path / "run" / FILE_NAME
+    content = json.loads(path.read_text())
+    del content["made_for"]["batch size"]
+    path.write_text(json.dumps(content))
+    proposed(tmp_path, 2)  # the file of an earlier version
+    assert "proposed at an earlier start" in capsys.readouterr().out
+
+
+def test_widths_of_cp_that_the_cost_profile_lacks_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"tp": tp, "cp": cp, "pp": 1, "a_ms_per_token2": 1e-4 / (tp * cp), "c_ms": 1.0,
+         "b_ms_per_token": 0.1 / (tp * cp), "max_tokens": 400 * tp * cp}
+        for tp, cp in ((1, 1), (1, 2), (2, 1))
+    ]  # fmt: skip
+    path = tmp_path / "profile.json"
+    about = {"device": "cpu", "source": "tests", "date": "2026-01-01"}
+    path.write_text(json.dumps(about | {"schemes": rows}))
+    pool = proposed(tmp_path, 4, "--cost-profile", str(path))
+    out = capsys.readouterr().out
+    # cp4 would be worse than tp2cp2 in everything.
+    expected = f"strategy pool: without tp2cp2, which {path} lacks; to offer them, measure them as"
+    assert expected in out
+    measured = {(row["tp"], row["cp"]) for row in rows}
+    assert {(s.tp, s.cp) for strategy in pool.strategies for s in strategy.schemes} <= measured
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     proposed(tmp_path, 2, "--dry-run")
     assert "not kept by a dry run" in capsys.readouterr().out
