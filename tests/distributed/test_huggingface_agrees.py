@@ -17,6 +17,7 @@ from tests.support.comparison import assert_same, wrong_tensors
 from tests.support.gloo_pool import pool_of
 from tests.support.huggingface import (
     gpt_oss,
+    labelled_gradients,
     llama_gradients,
     mistral,
     nemotron,
@@ -126,6 +127,22 @@ def check(
         assert_same(found, expected.gradients, TOLERANCE, f"iteration {i}")
         assert runs[0].losses[i] == pytest.approx(expected.loss, rel=TOLERANCE)
         weights = assemble(runs, [run.parameters[i] for run in runs])
+
+
+def test_tokens_without_weight_are_labels_of_minus_100() -> None:
+    """Weights of 0 and 1, as of conversations, against the loss of transformers' own model."""
+    job = with_large_steps(law_job(3, "tp2+tp1", LLAMA))
+    masks = tuple(tuple(each > 0 for each in of_batch) for of_batch in job.weights)
+    assert not all(mask[1:].any() for mask in masks[0])
+    weights = tuple(tuple(each.astype(np.float32) for each in masks_) for masks_ in masks)
+    job = replace(job, weights=weights)
+    runs: list[RankRun] = pool_of(3).run(run_job, job)
+    starts: list[RankRun] = pool_of(3).run(run_initial_weights, job)
+    parameters = to_llama(assemble(starts, [start.parameters[0] for start in starts]), LLAMA)
+    expected = labelled_gradients(parameters, LLAMA, job.batches[0], masks[0])
+    found = to_llama(assemble(runs, [run.gradients[0] for run in runs]), LLAMA)
+    assert_same(found, expected.gradients, TOLERANCE)
+    assert runs[0].losses[0] == pytest.approx(expected.loss, rel=TOLERANCE)
 
 
 def test_another_order_of_query_group_rows_is_detected() -> None:

@@ -96,12 +96,7 @@ def llama_gradients(
         token_weights: (length + 1,) of predicting each; tokens without any have label -100.
         build: makes another of Hugging Face's models.
     """
-    llama: Any = (build or _build)(model)
-    named = dict(llama.named_parameters())
-    assert named.keys() == weights.keys(), sorted(named.keys() ^ weights.keys())
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.copy_(torch.from_numpy(weights[name]))
+    llama = _loaded(weights, model, build)
     total = weight_sum = 0.0
     for tokens, of_tokens in zip(batch, token_weights, strict=True):
         ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
@@ -113,11 +108,57 @@ def llama_gradients(
         loss.backward()
         total += loss.item()
         weight_sum += of_labels.double().sum().item()
+    return _divided(llama, total, weight_sum)
+
+
+def labelled_gradients(
+    weights: Tensors,
+    model: SmallModel,
+    batch: Sequence[np.ndarray],
+    is_trained: Sequence[np.ndarray],
+) -> LlamaGradients:
+    """As `llama_gradients`, by the model's own loss of labels: -100 where nothing is trained.
+
+    Args:
+        weights: by Llama's names.
+        model: the sizes.
+        batch: (length + 1,) tokens each.
+        is_trained: (length + 1,) whether to predict each; that of the first is ignored.
+    """
+    llama = _loaded(weights, model)
+    total, num_trained = 0.0, 0
+    for tokens, trained in zip(batch, is_trained, strict=True):
+        ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64))[None]
+        number = int(trained[1:].sum())
+        if number:  # the mean of no tokens is not a number
+            labels = ids.masked_fill(~torch.from_numpy(trained), -100)
+            loss = llama(input_ids=ids, labels=labels, use_cache=False).loss * number
+            loss.backward()
+            total += loss.item()
+            num_trained += number
+    return _divided(llama, total, num_trained)
+
+
+def _loaded(
+    weights: Tensors,
+    model: SmallModel,
+    build: Callable[[SmallModel], torch.nn.Module] | None = None,
+) -> Any:
+    llama = (build or _build)(model)
+    named = dict(llama.named_parameters())
+    assert named.keys() == weights.keys(), sorted(named.keys() ^ weights.keys())
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(torch.from_numpy(weights[name]))
+    return llama
+
+
+def _divided(llama: torch.nn.Module, total: float, divisor: float) -> LlamaGradients:
     gradients = {}
-    for name, parameter in named.items():
+    for name, parameter in llama.named_parameters():
         assert parameter.grad is not None, name
-        gradients[name] = parameter.grad.double().numpy() / weight_sum
-    return LlamaGradients(total / weight_sum, gradients)
+        gradients[name] = parameter.grad.double().numpy() / divisor
+    return LlamaGradients(total / divisor, gradients)
 
 
 _OUTER_NAMES = {
