@@ -9,6 +9,7 @@ every process, also in those that never call such a function, as is the case wit
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -29,12 +30,15 @@ JIT_FUSER = Patch(
 
 
 def compile_at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled by its first call. Code that is being compiled sees the original."""
+    """The function, compiled by its first call. Code that is being compiled sees the original.
+
+    With TORCH_COMPILE_DISABLE=1 it is never compiled; torch would import its compiler nevertheless.
+    """
     compiled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
             return function(*args, **kwargs)
         if not compiled:
             compiled.append(torch.compile(function))

@@ -76,9 +76,8 @@ MIXED = "tp16+2*tp8pp3"
 FEW = (
     Role(shape=M32, strategy=MIXED, rank=16),
     Role(shape=M8, strategy="4*tp4cp4", cp_comm_type="a2a"),
-    Role(shape=M32, strategy="8*tp8", recompute=EVERY_LAYER),
+    Role(shape=M7, strategy="4*tp1cp8pp2", recompute=EVERY_LAYER),
     Role(shape=M70, strategy="2*tp8pp4", rank=24),
-    Role(shape=WINDOWED, strategy="32*tp2", softmax_type="learnable", has_separate_gate=True),
     Role(shape=GATED, strategy="32*tp2", qk_norms=True, has_wide_norms=True),
 )
 MORE = (
@@ -89,6 +88,7 @@ MORE = (
     Role(shape=M32, strategy="16*tp4"),
     Role(shape=M32, strategy="2*tp8cp4"),
     Role(shape=M32, strategy="2*tp8cp4", cp_comm_type="a2a"),
+    Role(shape=M32, strategy="8*tp8", recompute=EVERY_LAYER),
     Role(shape=M32, strategy="8*tp8", recompute=CHUNKS),
     Role(shape=M32, strategy="8*tp8", recompute=BLOCK),
     Role(shape=M32, strategy="8*tp8", recompute=MLP),
@@ -110,7 +110,6 @@ MORE = (
     Role(shape=M70, strategy="2*tp8pp4", rank=0),
     Role(shape=M70, strategy="2*tp8pp4", rank=8),
     Role(shape=M7, strategy="4*tp1cp8pp2"),
-    Role(shape=M7, strategy="4*tp1cp8pp2", recompute=EVERY_LAYER),
     Role(shape=M8, strategy="32*tp2", qk_norms=True),
     Role(shape=M8, strategy="32*tp2", qk_norms=True, recompute=ATTENTION),
     Role(shape=M7, strategy="16*tp4", qk_norms=True),
@@ -129,6 +128,7 @@ MORE = (
     Role(shape=M8, strategy="32*tp2", softmax_type="off-by-one"),
     Role(shape=M8, strategy="4*tp4cp4", softmax_type="learnable"),
     Role(shape=WINDOWED, strategy="32*tp2"),
+    Role(shape=WINDOWED, strategy="32*tp2", softmax_type="learnable", has_separate_gate=True),
     Role(shape=WINDOWED, strategy="4*tp4cp4"),
     Role(shape=M7, strategy="16*tp4", parameter_bytes=4, has_wide_norms=True),
     Role(shape=M8, strategy="16*tp2pp2", has_wide_norms=True),

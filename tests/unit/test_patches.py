@@ -240,6 +240,9 @@ def test_a_fused_function_is_compiled_by_its_first_call_only(
     monkeypatch.setattr(torch, "compile", compile_now)
     function = compile_at_first_call(double)
     assert (function.__name__, function.__doc__) == ("double", "Twice the number.")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert function(1) == 2
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
     assert not compiled
     assert [function(1), function(number=2)] == [1002, 1004]
     assert compiled == [double]
