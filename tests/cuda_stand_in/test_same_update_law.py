@@ -14,10 +14,22 @@ import torch
 from tests.cuda_stand_in.lone_ranks import log_of
 from tests.cuda_stand_in.order import check_order, read_log
 from tests.cuda_stand_in.pool import run_logged
+from tests.distributed.test_accumulation import accumulate
 from tests.support.bf16_error import MOST_OF_ONE_PROCESS, gradients_of, worst_ratio
+from tests.support.comparison import assert_close
 from tests.support.gloo_pool import pool_of
-from tests.support.law import MAIN_MODEL, SPLITS, assert_law, changing, law_job, waves
-from tests.support.models import Job, RankRun, SmallModel, run_job
+from tests.support.law import (
+    FP32_ATOL_OF_MAX,
+    FP32_RTOL,
+    MAIN_MODEL,
+    SPLITS,
+    assert_law,
+    changing,
+    law_job,
+    law_reference,
+    waves,
+)
+from tests.support.models import Job, RankRun, SmallModel, assemble, run_job
 
 pytestmark = pytest.mark.distributed
 
@@ -73,3 +85,13 @@ def test_in_fp32(name: str, tmp_path: Path) -> None:
 def test_in_bf16(name: str) -> None:
     gradients = gradients_of(JOBS[name](BF16_MODEL), 4, "cuda")
     assert worst_ratio(BF16_MODEL, gradients, BF16_ON_THE_CPU) <= MOST_OF_ONE_PROCESS
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategies", [("4*tp1",), ("4*tp1", "tp2pp2")])
+def test_calls_accumulate(strategies: tuple[str, ...]) -> None:
+    job = replace(law_job(4, strategies[0], FP32_MODEL), strategies=strategies)
+    runs: list[RankRun] = pool_of(4, "cuda").run(accumulate, job)
+    for i, expected in enumerate(law_reference(FP32_MODEL).parameters):
+        found = assemble(runs, [run.parameters[i] for run in runs])
+        assert_close(found, expected, rtol=FP32_RTOL, atol_of_max=FP32_ATOL_OF_MAX)

@@ -42,7 +42,7 @@ def accumulate(job: Job) -> RankRun:
         call(engine, job.strategies[0], batch[:NUM_FIRST], weights[:NUM_FIRST])
         call(engine, job.strategies[-1], batch[NUM_FIRST:], weights[NUM_FIRST:])
         outcome = engine.optim_step()
-        parameters.append(engine.shards.parameters.numpy().copy())
+        parameters.append(engine.shards.parameters.cpu().numpy().copy())
         losses.append(outcome.loss.mean)
         norms.append(outcome.gradient_norm or 0.0)
     return rank_run(engine, [], parameters, losses, norms)
@@ -54,6 +54,7 @@ def call(
     strategy = engine.pool.strategy(name)
     assignment = spread(len(part), len(strategy.replicas))
     packs = packs_of_rank(strategy, assignment, part, engine.rank, weights=weights)
+    packs = [pack.to(engine.device) for pack in packs]
     engine.forward_backward(name, packs, make_forward_step(), is_divided=is_divided)
 
 
