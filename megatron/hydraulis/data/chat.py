@@ -12,16 +12,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import numpy as np
 import numpy.typing as npt
-from rich.text import Text
 
 from megatron.hydraulis.data.documents import RawDocument
 from megatron.hydraulis.data.tokenizer import DocumentEncoder
 from megatron.hydraulis.data.weights import Weights
 from megatron.hydraulis.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 TrainOn = Literal["assistant", "last", "all"]
 """Which turns are trained: all of the assistant's, its last one, or every token."""
@@ -379,8 +381,10 @@ class ConversationEncoder:
         counts += ChatCounts(num_trained_tokens=int(is_trained.sum()))
         return WeightedTokens(tokens, is_trained.astype(np.float32)), counts
 
-    def marked(self, example: WeightedTokens) -> Text:
+    def marked(self, example: WeightedTokens) -> "Text":
         """The text of a conversation, its trained spans in bold ⟦brackets⟧."""
+        from rich.text import Text  # slow to import
+
         text = Text()
         borders = np.flatnonzero(np.diff(example.weights)) + 1
         for part in np.split(np.arange(len(example.tokens)), borders):

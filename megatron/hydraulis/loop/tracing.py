@@ -24,7 +24,6 @@ from megatron.hydraulis.observability.trace import (
     rank_files,
 )
 from megatron.hydraulis.planner.plan import IterationPlan
-from megatron.hydraulis.planner.planned import planned_spans
 from megatron.hydraulis.runtime.process_groups import of_all_ranks
 from megatron.hydraulis.runtime.spans import ALL_TRACKS, REGROUP, CudaClock, MemoryRecorder
 
@@ -150,6 +149,8 @@ class RunTrace:
             )
             for span in self.spans.take()
         ]
+        from megatron.hydraulis.planner.planned import planned_spans  # slow to import
+
         planned = planned_spans(
             plan, self._cost_model, rank=self._rank, iteration=iteration, start_us=start_us
         )
