@@ -17,7 +17,9 @@ from megatron.hydraulis.checkpoint.folder import CheckpointFolder
 from megatron.hydraulis.checkpoint.hugging_face.export_hf import export_checkpoint
 from megatron.hydraulis.errors import HydraulisError
 from megatron.hydraulis.library.engine import Engine
+from megatron.hydraulis.library.plans import estimate
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
+from megatron.hydraulis.strategy import Pool, Strategy
 from tests.support.forked_job import run_job
 from tests.support.gloo_pool import pool_of
 from tests.support.huggingface_folders import assert_same_tensors, make_folder, tensors_of
@@ -29,10 +31,13 @@ LENGTHS = (9, 4, 14, 7)
 Tensors = dict[str, torch.Tensor]
 
 
-def make_engine(folder: Path, pool: str) -> Engine:
+def make_engine(folder: Path, pool: str | Pool) -> Engine:
+    """A pool that is an object brings a cost profile that is one, too."""
+    profile = estimate(folder, "h100", pool, fp32=True) if isinstance(pool, Pool) else None
     return Engine.from_hf(
         folder,
         pool=pool,
+        cost_profile=profile,
         optimizer=AdamWSettings(lr=1e-2),
         max_tokens_per_micro_batch=32,
         options=("--distributed-timeout-minutes", "1"),
@@ -66,7 +71,8 @@ def run_verbs(folder: Path, saved: Path) -> tuple[Tensors, list[np.ndarray], Ten
     engine.onload()
     engine.train_step(sequences(), nll)
     engine.save(saved)
-    again = make_engine(folder, "pp3")
+    again = make_engine(folder, Pool.of(Strategy.parse("pp3", NUM_RANKS)))
+    assert again.runtime.pool.strategies[0].name == "pp3"
     again.load(saved)
     after = dict(engine.hf_tensors())
     loaded = dict(again.hf_tensors())

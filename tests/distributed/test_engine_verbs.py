@@ -368,6 +368,9 @@ def errors() -> dict[str, str]:
         "two divisors": divide_twice,
         "too long": lambda: engine.plan([np.zeros(9 * LIMIT, dtype=np.int64)]),
         "other sequences": lambda: engine.plan([tokens[: 3 + rank // 3]]),
+        "other inputs": lambda: engine.plan(
+            [TokenSequence(tokens, inputs={"a": torch.full([len(tokens)], float(rank == 1))})]
+        ),
         "other vocabulary": lambda: engine.plan([tokens, [1, 99 if rank == 2 else 2]]),
         "weights": lambda: engine.plan([TokenSequence(tokens, -ones)]),
         "inputs of one": lambda: engine.plan(
@@ -397,6 +400,7 @@ def test_wrong_uses_raise_one_error_on_every_rank() -> None:
         "two divisors": "optim_step has divisor 2 and 1 calls",
         "too long": "359",
         "other sequences": "ranks [3] have others than rank 0",
+        "other inputs": "ranks [1] have others than rank 0",
         "other vocabulary": "sequence 1: token ids lie in [0, 61) but there is 99",
         "weights": "that of token 0 is -1",
         "inputs of one": "sequence 0 has [] and sequence 1 has ['a']",

@@ -99,12 +99,15 @@ def as_sequences(given: Sequence[Any], vocab_size: int) -> tuple[TokenSequence, 
 
 
 def digest_of(sequences: Sequence[TokenSequence]) -> str:
-    """Equal for equal tokens and weights in the same order."""
+    """Equal for equal tokens, weights and inputs in the same order."""
     digest = hashlib.sha256()
     for each in sequences:
         digest.update(len(each.tokens).to_bytes(8, "little"))
         digest.update(each.tokens.tobytes())
         digest.update(each.weights.tobytes())
+        for name, value in sorted(each.inputs.items()):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -37,6 +37,7 @@ from megatron.hydraulis.library.batches import (
     pack_replica,
 )
 from megatron.hydraulis.library.hugging_face import BuiltEngine, build_from_folder, hf_tensors
+from megatron.hydraulis.library.plans import PoolLike, ProfileLike
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.planner.plan import Planner, PlanText
 from megatron.hydraulis.planner.planners import GreedyPlanner
@@ -84,9 +85,9 @@ class Engine:
         cls,
         folder: str | Path,
         *,
-        pool: str | Path,
+        pool: PoolLike,
         optimizer: AdamWSettings,
-        cost_profile: str | Path | None = None,
+        cost_profile: ProfileLike | None = None,
         dtype: torch.dtype | None = None,
         max_tokens_per_micro_batch: int | None = None,
         options: Sequence[str] = (),
@@ -98,9 +99,11 @@ class Engine:
 
         Args:
             folder: has config.json and safetensors; every rank reads it.
-            pool: a strategy such as ``"tp2+2*tp1"``, or the path of a pool file.
+            pool: a strategy such as ``"tp2+2*tp1"``, several, the path of a pool file, a `Pool`, or
+                what `propose` returned.
             optimizer: its settings.
-            cost_profile: of the machine; without one, times follow from what is known of it.
+            cost_profile: of the machine, or its path; without one, times follow from what is known
+                of it.
             dtype: of parameters, bf16 or fp32; None for that of the folder's tensors. The
                 optimizer works in fp32.
             max_tokens_per_micro_batch: as the flag; None for what fits in memory.
@@ -113,8 +116,8 @@ class Engine:
         """
         built = build_from_folder(
             Path(folder),
-            pool=str(pool),
-            cost_profile=None if cost_profile is None else Path(cost_profile),
+            pool=pool,
+            cost_profile=cost_profile,
             optimizer=optimizer,
             dtype=dtype,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
@@ -259,10 +262,15 @@ class Engine:
         return self._step(lr, divisor).gradient_norm
 
     def train_step(
-        self, sequences: Sequence[Any], loss: TokenLoss, *, lr: float | None = None
+        self,
+        sequences: Sequence[Any],
+        loss: TokenLoss,
+        *,
+        lr: float | None = None,
+        scatter: bool = False,
     ) -> StepOutcome:
         """`plan`, `forward_backward` and `optim_step`; raises what they raise."""
-        self.forward_backward(self.plan(sequences), loss)
+        self.forward_backward(self.plan(sequences, scatter=scatter), loss)
         return self._step(lr, None)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:

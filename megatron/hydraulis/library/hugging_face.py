@@ -25,6 +25,7 @@ from megatron.hydraulis.checkpoint.hugging_face.model import (
 )
 from megatron.hydraulis.checkpoint.names import stored_parameters
 from megatron.hydraulis.checkpoint.torch_dist import LAYERS
+from megatron.hydraulis.cost_model.profile import ProfileCostModel
 from megatron.hydraulis.flags.arguments import Resolved, parse_arguments
 from megatron.hydraulis.library.devices import common_constants, constants_of_this_rank
 from megatron.hydraulis.library.model_container import (
@@ -34,6 +35,7 @@ from megatron.hydraulis.library.model_container import (
     model_definition,
 )
 from megatron.hydraulis.library.planning import Planning, read_cost_profile
+from megatron.hydraulis.library.plans import PoolLike, ProfileLike, as_pool
 from megatron.hydraulis.optimizer.sharded_adamw import AdamWSettings
 from megatron.hydraulis.optimizer.shards import OwnedRectangle
 from megatron.hydraulis.runtime.engine import Engine
@@ -56,8 +58,8 @@ class BuiltEngine:
 def build_from_folder(
     folder: Path,
     *,
-    pool: str,
-    cost_profile: Path | None,
+    pool: PoolLike,
+    cost_profile: ProfileLike | None,
     optimizer: AdamWSettings,
     dtype: torch.dtype | None,
     max_tokens_per_micro_batch: int | None,
@@ -75,15 +77,20 @@ def build_from_folder(
     def resolve() -> tuple[HuggingFaceModel, Resolved]:
         model, _, stored_dtype = open_folder(folder)
         longest = min(model.max_position_embeddings, max_tokens_per_micro_batch or sys.maxsize)
-        name = "--strategy-pool" if Path(pool).is_file() else "--strategy"
+        given, name, value = None, "--strategy", pool
+        if not isinstance(pool, str | os.PathLike):
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+            given, name, value = as_pool(pool, ranks_per_node), "--strategy-pool", "auto"
+        elif Path(pool).is_file():
+            name = "--strategy-pool"
         words = [
             *shlex.split(" ".join(model_flags(model))),
             *_FLAG_OF_DTYPE.get(dtype or stored_dtype, ()),
             *("--tokenizer-type", "NullTokenizer", "--lr", str(optimizer.lr)),
             *("--seq-length", str(longest)),
-            *("--global-batch-size", "1", "--train-iters", "1", name, pool),
+            *("--global-batch-size", "1", "--train-iters", "1", name, str(value)),
         ]
-        if cost_profile is not None:
+        if isinstance(cost_profile, str | os.PathLike):
             words += ["--cost-profile", str(cost_profile)]
         if max_tokens_per_micro_batch is not None:
             words += ["--max-tokens-per-micro-batch", str(max_tokens_per_micro_batch)]
@@ -92,6 +99,7 @@ def build_from_folder(
             num_ranks=dist.get_world_size(),
             rank=dist.get_rank(),
             needs_data=False,
+            proposed_pool=given,
         )
 
     what = f"{folder} cannot be read"
@@ -99,7 +107,9 @@ def build_from_folder(
     device = constants_of_this_rank(has_cuda=has_cuda, speaks=False)
     device = common_constants(of_all_ranks(device))
     attention = choose_core_attention(resolved, resolved.pool).name
-    planning = Planning.of(resolved, device, read_cost_profile(resolved), attention)
+    profile = cost_profile if isinstance(cost_profile, ProfileCostModel) else None
+    profile = read_cost_profile(resolved, profile)
+    planning = Planning.of(resolved, device, profile, attention)
     definition = model_definition(model_config(resolved, attention))
     engine = build_engine(resolved, planning.pool, definition, optimizer)
     on_all_ranks(lambda: _fill(engine, folder), what)

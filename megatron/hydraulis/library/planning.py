@@ -43,17 +43,23 @@ def profiled_model(resolved: Resolved, core_attention: str | None = None) -> Pro
     )
 
 
-def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
+def read_cost_profile(
+    resolved: Resolved, given: ProfileCostModel | None = None
+) -> ProfileCostModel | None:
     """The cost profile that the flags name, with every scheme of the pool in it; None without.
+
+    given: takes the place of a file.
 
     Raises ConfigurationError for a file that cannot be read, for one that was made for another
     model, and naming the schemes that it lacks.
     """
     path = resolved.hydraulis.cost_profile
-    if path is None:
+    if given is None and path is not None:
+        given = ProfileCostModel.read(path)
+    if given is None:
         return None
-    profile = ProfileCostModel.read(path)
-    profile.check_model(profiled_model(resolved), path, speaks=resolved.args.rank == 0)
+    profile, where = given, path or given.source
+    profile.check_model(profiled_model(resolved), where, speaks=resolved.args.rank == 0)
     missing: dict[Scheme, list[str]] = {}
     for strategy in _pool_with_layers(resolved, _limits(resolved, profile)).strategies:
         for scheme in strategy.schemes:
@@ -65,7 +71,7 @@ def read_cost_profile(resolved: Resolved) -> ProfileCostModel | None:
         named = "; ".join(f"{scheme} of {', '.join(names)}" for scheme, names in missing.items())
         known = ", ".join(str(row.scheme) for row in profile.schemes)
         raise ConfigurationError(
-            f"--cost-profile {path}: every scheme that a strategy uses is measured but it lacks "
+            f"--cost-profile {where}: every scheme that a strategy uses is measured but it lacks "
             f"{named} and has {known}; measure what is missing, or leave these strategies out"
         )
     return profile
@@ -104,7 +110,8 @@ class Planning:
         regroup = model.regroup_costs([resolved.pool.tp_lcm], **regroup_settings(resolved))
         if profile is not None:
             cost_model = profile.with_regrouping(regroup, resolved.pool.strategies)
-            source = f"cost profile {resolved.hydraulis.cost_profile}, {profile.device}"
+            where = resolved.hydraulis.cost_profile or profile.source
+            source = f"cost profile {where}, {profile.device}"
         else:
             cost_model = replace(model, regroup=regroup)
             source = f"analytic, device '{device.name}'"
