@@ -90,7 +90,7 @@ def rollout() -> list[TokenSequence]:
                 tokens,
                 weights.astype(np.float32),
                 {
-                    "mask": torch.from_numpy(mask),
+                    "mask": torch.from_numpy(mask.astype(bool)),
                     "advantages": torch.full(
                         (len(tokens),), float(rng.normal()), dtype=torch.float64
                     ),
@@ -346,6 +346,14 @@ def detached_loss(log_probs: Tensor, *_: Any) -> Tensor:
     return -log_probs.detach()
 
 
+def largest_loss(log_probs: Tensor, *_: Any) -> Tensor:
+    return log_probs.max() - log_probs
+
+
+def summed_loss(log_probs: Tensor, _: Any, __: Any, segments: Segments) -> Tensor:
+    return segments.sum(log_probs[:, None])
+
+
 def errors() -> dict[str, str]:
     """On every rank: the message of each wrong use."""
     engine = make_engine()
@@ -363,6 +371,8 @@ def errors() -> dict[str, str]:
 
     wrong: dict[str, Callable[[], Any]] = {
         "mean": lambda: engine.forward_backward(batch, mean_loss),
+        "no tokens": lambda: engine.forward_backward(batch, largest_loss),
+        "shape of a sum": lambda: engine.forward_backward(batch, summed_loss),
         "detached": lambda: engine.forward_backward(batch, detached_loss),
         "missing input": lambda: engine.forward_backward(batch, ppo),
         "two divisors": divide_twice,
@@ -395,6 +405,8 @@ def test_wrong_uses_raise_one_error_on_every_rank() -> None:
     of_ranks = pool_of(4).run(errors)
     messages = {
         "mean": "one number per token, here 17 in shape (17,), but returned shape ()",
+        "no tokens": "is called with 0 tokens",
+        "shape of a sum": "here 17 in shape (17,), but got shape (17, 1)",
         "detached": "must depend on log_probs or entropy",
         "missing input": "reads the input 'old' but the sequences have none",
         "two divisors": "optim_step has divisor 2 and 1 calls",

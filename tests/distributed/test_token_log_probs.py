@@ -161,7 +161,7 @@ CHUNK_BYTES = 4 * LARGE_CHUNK * LARGE_COLUMNS
 ROW_BYTES = 4 * LARGE_TOKENS * LARGE_COLUMNS
 
 
-def peak_bytes(chunk_tokens: int) -> int:
+def peak_bytes(chunk_tokens: int, trains: tuple[str, ...]) -> int:
     """On one rank: bytes that forward and backward of a row of fp32 logits take."""
     layer = output_layer(
         OutputSettings(LARGE_COLUMNS, chunk_tokens),
@@ -177,9 +177,10 @@ def peak_bytes(chunk_tokens: int) -> int:
 
     def step() -> int:
         before = meter.restart()
-        token_losses(
+        found = token_outputs(entropy="entropy" in trains)(
             hidden_states=hidden, output_layer=layer, output_weight=None, labels=labels
-        ).sum().backward()
+        )
+        sum(getattr(found, name).sum() for name in trains).backward()
         return meter.peak_bytes() - before
 
     step()  # loads libraries
@@ -187,10 +188,15 @@ def peak_bytes(chunk_tokens: int) -> int:
 
 
 def test_one_chunk_of_logits_is_alive() -> None:
-    (chunked,) = pool_of(1).run(peak_bytes, LARGE_CHUNK)
-    (whole,) = pool_of(1).run(peak_bytes, LARGE_TOKENS)
+    (chunked,) = pool_of(1).run(peak_bytes, LARGE_CHUNK, ("log_probs",))
+    (whole,) = pool_of(1).run(peak_bytes, LARGE_TOKENS, ("log_probs",))
     assert whole > 0.9 * ROW_BYTES  # the meter sees logits
     assert chunked < 1.2 * CHUNK_BYTES
+
+
+def test_entropies_and_their_gradient_take_no_more_than_a_chunk() -> None:
+    (found,) = pool_of(1).run(peak_bytes, LARGE_CHUNK, ("log_probs", "entropy"))
+    assert found < 1.25 * CHUNK_BYTES
 
 
 def gradient_of_shared_matrix() -> tuple[int, float, float]:

@@ -231,6 +231,7 @@ class Engine:
                 loss,
                 {name: value[1:].to(self.runtime.device) for name, value in first.inputs.items()},
                 first.length,
+                self.runtime.device,
             ),
             "the loss cannot be called",
         )
@@ -387,7 +388,9 @@ class Engine:
         (plan,) = part.plans
         packed = self._packed(part)
         reports = self.runtime.forward(
-            plan.strategy, [batch for batch, _ in packed], output_forward_step()
+            plan.strategy,
+            [batch for batch, _ in packed],
+            output_forward_step(entropy="entropy" in outputs),
         )
         ends = torch.tensor([len(each.tokens) for each in part.sequences]).cumsum(0)
         dtype = torch.promote_types(self.runtime.dtype, torch.float32)

@@ -128,6 +128,11 @@ class PlannedCommunicator(P2PCommunicator):
         return super()._communicate(recv_prev=recv_prev, recv_next=recv_next, **others)
 
 
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """In which values of a dtype are added up: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Weighted sum of the token losses, so that where a token was packed does not change its part.
 
@@ -139,7 +144,8 @@ def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor,
         Σ weight · loss, Σ weight, and both as ``{"lm loss": (2,)}``.
     """
     losses = output_tensor.reshape(-1)
-    weights = loss_mask.reshape(-1).to(losses.dtype)
+    # Sums in bf16 would round the divisor.
+    weights = loss_mask.reshape(-1).to(at_least_fp32(losses.dtype))
     loss = torch.sum(losses * weights)
     weight_sum = weights.sum()
     return loss, weight_sum, {"lm loss": torch.stack([loss.detach(), weight_sum])}

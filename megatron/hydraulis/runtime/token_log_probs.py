@@ -28,7 +28,10 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron.hydraulis.cost_model.memory import loss_chunk_tokens
+from megatron.hydraulis.runtime.executor import at_least_fp32
 
+_NUM_BLOCKS = 16
+"""Into which an entropy cuts a chunk's logits, so that what it computes from them is small."""
 _NO_LOGIT = -1e30
 """Of a rank without tokens of the vocabulary: its exponential is 0, and products are finite."""
 
@@ -148,7 +151,8 @@ class _Columns:
     """Whether the matrix has no other use in the stage, whose gradient comes later."""
 
     def chunks(self, num_tokens: int) -> list[slice]:
-        """As few as possible, of almost equal size."""
+        """As few as possible, of almost equal size; whether entropies are wanted or not, so that
+        log-probabilities are equal bit by bit."""
         num_chunks = -(-num_tokens // self.chunk_tokens)
         size = -(-num_tokens // num_chunks)
         return [slice(start, start + size) for start in range(0, num_tokens, size)]
@@ -193,7 +197,7 @@ class _TokenOutputs(torch.autograd.Function):
         """
         is_here = (labels >= 0) & (labels < columns.num_real)
         labels = labels.clamp(0, max(columns.num_real - 1, 0))
-        largest = hidden.new_empty(hidden.size(0), dtype=_wide(hidden.dtype))
+        largest = hidden.new_empty(hidden.size(0), dtype=at_least_fp32(hidden.dtype))
         # Of exponentials, of the label's logit, of exponentials times logits less the largest.
         sums = largest.new_zeros(3 if with_entropy else 2, hidden.size(0))
 
@@ -204,7 +208,8 @@ class _TokenOutputs(torch.autograd.Function):
             sums[1, chunk] = real.gather(1, labels[chunk, None]).squeeze(1) * is_here[chunk]
             real.sub_(largest[chunk, None])
             if with_entropy:
-                sums[2, chunk] = real.exp().mul_(real).sum(dim=1)
+                for part, of_part in zip(_blocks(real), _blocks(sums[2, chunk]), strict=True):
+                    of_part.copy_(part.exp().mul_(part).sum(dim=1))
             sums[0, chunk] = real.exp_().sum(dim=1)
             return logits
 
@@ -241,14 +246,18 @@ class _TokenOutputs(torch.autograd.Function):
             factor = -(gradient * share)[chunk, None]
             if logits is None:
                 logits = columns.logits(hidden[chunk], weight)
-                real = columns.real(logits).sub_(largest[chunk, None])
-                if of_entropy is not None:
-                    shift = largest - most - total.log() + entropy
-                    of_logits = (real + shift[chunk, None]).mul_((of_entropy * share)[chunk, None])
-                    factor = factor - of_logits
-                real.exp_()
+                columns.real(logits).sub_(largest[chunk, None])
+                if of_entropy is None:
+                    columns.real(logits).exp_()
             real = columns.real(logits)
-            real.mul_(factor)
+            if of_entropy is None:
+                real.mul_(factor)
+            else:  # these are logits
+                shift = (largest - most - total.log() + entropy)[chunk, None]
+                slope = -(of_entropy * share)[chunk, None]
+                for part, *terms in zip(*map(_blocks, (real, shift, slope, factor)), strict=True):
+                    of_part = (part + terms[0]).mul_(terms[1]).add_(terms[2])
+                    part.exp_().mul_(of_part)
             real[torch.arange(real.size(0), device=real.device), labels[chunk]] += (
                 gradient * is_here
             )[chunk]
@@ -271,13 +280,14 @@ class _TokenOutputs(torch.autograd.Function):
         return hidden_gradient, arrival, None, None, None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def _blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    """Views of some rows each, the same rows for tensors of the same length."""
+    return rows.split(-(-rows.size(0) // _NUM_BLOCKS))
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """In fp32, or in fp64 for fp64."""
-    dtype = _wide(left.dtype)
+    dtype = at_least_fp32(left.dtype)
     if left.is_cuda and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.hydraulis.data.packed_batch import PackedBatch, token_places
 from megatron.hydraulis.errors import ConfigurationError
-from megatron.hydraulis.runtime.executor import ForwardStep, packed_seq_params
+from megatron.hydraulis.runtime.executor import ForwardStep, at_least_fp32, packed_seq_params
 from megatron.hydraulis.runtime.token_log_probs import TokenOutputs, token_outputs
 
 TokenLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor], "Segments"], Tensor]
@@ -48,8 +48,17 @@ class Segments:
     def sum(self, values: Tensor) -> Tensor:
         """(tokens,): at each token the sum of (tokens,) values over its whole sequence.
 
-        It has a gradient. Collective over the ranks that share the row.
+        It has a gradient. Sums are in fp32, or fp64 for fp64; those of a mask are counts.
+        Collective over the ranks that share the row.
+
+        Raises ConfigurationError for values of another shape.
         """
+        if values.shape != self.index.shape:
+            raise ConfigurationError(
+                f"segments.sum takes one value per token, here {len(self.index)} in shape "
+                f"{tuple(self.index.shape)}, but got shape {tuple(values.shape)}; give (tokens,)"
+            )
+        values = values.to(at_least_fp32(values.dtype))
         summed: Tensor = _SegmentSum.apply(values, self.index, self.num_sequences, self._group)
         return summed
 
@@ -88,28 +97,47 @@ def loss_forward_step(loss: TokenLoss, *, divisor: float = 1.0) -> ForwardStep:
     return partial(_forward_step, partial(_weighted_sum, loss, divisor))
 
 
-def output_forward_step() -> ForwardStep:
-    """A forward step whose micro-batches report `OUTPUTS`: (tokens,) each, as a loss sees them."""
-    return partial(_forward_step, _report_outputs)
+def output_forward_step(*, entropy: bool) -> ForwardStep:
+    """A forward step whose micro-batches report `OUTPUTS`: (tokens,) each, as a loss sees them.
+
+    Entropies are computed and reported only if asked for.
+    """
+    return partial(_forward_step, _report_outputs, entropy=entropy)
 
 
-def check_token_loss(loss: TokenLoss, inputs: Mapping[str, Tensor], num_tokens: int) -> None:
-    """Call a loss with zeros for a sequence, without a model and without other ranks.
+def check_token_loss(
+    loss: TokenLoss, inputs: Mapping[str, Tensor], num_tokens: int, device: torch.device
+) -> None:
+    """Call a loss with zeros for a sequence and for no token, without a model and other ranks.
 
     Args:
         loss: the user's.
-        inputs: of one sequence, for ``num_tokens`` tokens.
+        inputs: of one sequence, for ``num_tokens`` tokens, on the device.
         num_tokens: of the sequence, at least 1.
+        device: of the job.
 
     Raises:
         ConfigurationError: it does not return a tensor of one loss per token, or one that depends
             on neither log-probabilities nor entropies.
     """
-    device = next((value.device for value in inputs.values()), torch.device("cpu"))
+    losses = _call_with_zeros(loss, inputs, num_tokens, device)
+    if not losses.requires_grad:
+        raise ConfigurationError(
+            "a loss must depend on log_probs or entropy but has no gradient; compute it from them, "
+            "without detach()"
+        )
+    # A context-parallel rank may hold no token of a short sequence.
+    none = {name: value[:0] for name, value in inputs.items()}
+    _call_with_zeros(loss, none, 0, device)
+
+
+def _call_with_zeros(
+    loss: TokenLoss, inputs: Mapping[str, Tensor], num_tokens: int, device: torch.device
+) -> Tensor:
     log_probs, entropy = torch.zeros(2, num_tokens, device=device, requires_grad=True).unbind()
     index = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     try:
-        losses = _losses(loss, log_probs, entropy, inputs, Segments(index, 1))
+        return _losses(loss, log_probs, entropy, inputs, Segments(index, 1))
     except ConfigurationError:
         raise
     except Exception as error:
@@ -117,10 +145,15 @@ def check_token_loss(loss: TokenLoss, inputs: Mapping[str, Tensor], num_tokens: 
             f"a loss is called with {num_tokens} tokens before any rank runs the model, but raised "
             f"{type(error).__name__}: {error}; correct it"
         ) from error
-    if not losses.requires_grad:
+
+
+class _Inputs(dict[str, Tensor]):
+    """The inputs of a loss, which name the one that is missing."""
+
+    def __missing__(self, name: str) -> Tensor:
         raise ConfigurationError(
-            "a loss must depend on log_probs or entropy but has no gradient; compute it from them, "
-            "without detach()"
+            f"the loss reads the input {name!r} but the sequences have "
+            f"{', '.join(map(repr, self)) or 'none'}; give it to every sequence"
         )
 
 
@@ -132,13 +165,7 @@ def _losses(
     segments: Segments,
 ) -> Tensor:
     """What the loss returns, if that is one loss per token."""
-    try:
-        losses = loss(log_probs, entropy, inputs, segments)
-    except KeyError as error:
-        raise ConfigurationError(
-            f"the loss reads the input {error} but the sequences have "
-            f"{', '.join(map(repr, inputs)) or 'none'}; give it to every sequence"
-        ) from error
+    losses = loss(log_probs, entropy, _Inputs(inputs), segments)
     if not isinstance(losses, Tensor) or losses.shape != log_probs.shape:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
         raise ConfigurationError(
@@ -153,6 +180,8 @@ def _forward_step(
     finish: Callable[[PackedBatch, TokenOutputs], tuple[Tensor, int, dict[str, Tensor]]],
     data_iterator: Iterator[PackedBatch],
     model: torch.nn.Module,
+    *,
+    entropy: bool = True,
 ) -> tuple[Any, Any]:
     batch = next(data_iterator)
     output = model(
@@ -161,30 +190,28 @@ def _forward_step(
         None,
         labels=batch.labels,
         packed_seq_params=packed_seq_params(batch),
-        output_processor=token_outputs(entropy=True),
+        output_processor=token_outputs(entropy=entropy),
     )
     return output, partial(finish, batch)
 
 
-def _of_tokens(batch: PackedBatch, outputs: TokenOutputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, weights and numbers of sequences, without padding."""
-    places, numbers = (
-        torch.from_numpy(each).to(outputs.log_probs.device) for each in token_places(batch)[:2]
-    )
-    assert outputs.entropy is not None
-    log_probs, entropy, weights = (
-        each.view(-1)[places] for each in (outputs.log_probs, outputs.entropy, batch.weights)
-    )
-    return log_probs, entropy, weights, numbers
+def _places(batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Places in the row of tokens that are not padding, and numbers of their sequences."""
+    places, numbers = (torch.from_numpy(each).to(device) for each in token_places(batch)[:2])
+    return places, numbers
 
 
 def _weighted_sum(
     loss: TokenLoss, divisor: float, batch: PackedBatch, outputs: TokenOutputs
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
-    log_probs, entropy, weights, numbers = _of_tokens(batch, outputs)
+    assert outputs.entropy is not None
+    places, numbers = _places(batch, outputs.log_probs.device)
+    log_probs, entropy, weights = (
+        each.view(-1)[places] for each in (outputs.log_probs, outputs.entropy, batch.weights)
+    )
     segments = Segments(numbers, len(batch.sequence_lengths), batch.context_group)
     losses = _losses(loss, log_probs, entropy, batch.inputs, segments)
-    weights = weights.to(losses.dtype)
+    weights = weights.to(at_least_fp32(losses.dtype))
     total = (losses * weights).sum()
     report = torch.stack([total.detach(), weights.sum()])
     return total / divisor, 0, {"lm loss": report}
@@ -193,6 +220,7 @@ def _weighted_sum(
 def _report_outputs(
     batch: PackedBatch, outputs: TokenOutputs
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
-    log_probs, entropy, _, _ = _of_tokens(batch, outputs)
-    found = dict(zip(OUTPUTS, (log_probs, entropy), strict=True))
-    return log_probs.new_zeros(()), 0, found
+    places, _ = _places(batch, outputs.log_probs.device)
+    rows = dict(zip(OUTPUTS, (outputs.log_probs, outputs.entropy), strict=True))
+    found = {name: row.view(-1)[places] for name, row in rows.items() if row is not None}
+    return outputs.log_probs.new_zeros(()), 0, found
