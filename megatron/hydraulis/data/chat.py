@@ -214,10 +214,12 @@ class Conversation:
             turns = _turns(value["prompt"], "user", origin, "prompt")
             turns += _turns(value["completion"], "assistant", origin, "completion")
         else:
+            empty = [f"'{key}' is null" for key in keys if key in value]
             raise DataError(
                 f"{origin}: turns are under {' or '.join(map(repr, keys))}"
-                f"{', or in prompt and completion,' if json_key is None else ''} but the keys are "
-                f"{', '.join(value) or 'none'}; set --json-key"
+                f"{', or in prompt and completion,' if json_key is None else ''} but "
+                f"{''.join(empty[:1]) or f'the keys are {", ".join(value) or "none"}'}; convert "
+                f"the data, or name the key of the turns by --json-key"
             )
         tools = value.get("tools")
         if isinstance(tools, str) and tools:
@@ -248,6 +250,12 @@ def _turns(value: Any, role_of_text: str, origin: str, key: str) -> list[dict[st
         has_content = isinstance(content, str | list) or (
             content is None and bool(turn.get("tool_calls"))
         )
+        if isinstance(turn.get("role"), str) and "content" in turn and not has_content:
+            raise DataError(
+                f"{origin}: content is text or a list of parts but that of turn {number} of "
+                f"{len(value)} in '{key}' is {json.dumps(content)}; correct or remove the "
+                f"conversation"
+            )
         if not isinstance(turn.get("role"), str) or not has_content:
             raise DataError(
                 f"{origin}: a turn has a role and content, or from and value, but turn {number} of "
@@ -464,6 +472,13 @@ class ConversationEncoder:
                 **options,
             )
         except Exception as error:  # templates raise whatever their authors chose
+            from jinja2 import TemplateSyntaxError  # slow to import
+
+            if isinstance(error, TemplateSyntaxError):
+                raise ConfigurationError(
+                    f"a chat template is Jinja but line {error.lineno} of this one is not "
+                    f"({error.message}); correct it, or give another by --chat-template FILE"
+                ) from error
             raise DataError(
                 f"{conversation.origin}: the chat template cannot render the conversation "
                 f"({error}); correct or remove it, or give another --chat-template"

@@ -409,7 +409,8 @@ def preprocess(
         if num_documents == 0 and counts is not None:
             raise DataError(
                 f"a corpus needs at least one conversation with a trained token but {len(files)} "
-                f"files have none ({counts}); check --input, --train-on and --seq-length"
+                f"files have none ({counts}); check --input, --json-key, --train-on, "
+                "--seq-length and the marks of the chat template"
             )
         if num_documents == 0:
             raise DataError(

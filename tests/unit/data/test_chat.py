@@ -173,6 +173,8 @@ USER, ANSWER = TURNS[1], TURNS[2]
         ({"messages": [USER, TURNS[3]]}, "tool comes after assistant or tool but turn 2"),
         ({"messages": [{"role": "bot", "content": ""}]}, "turn 1 of 1 has 'bot'; rename"),
         ({"messages": [{"role": "user"}]}, "turn 1 of 1 in 'messages' has the keys role;"),
+        ({"messages": [{"role": "user", "content": None}]}, "turn 1 of 1 in 'messages' is null;"),
+        ({"messages": None}, "but 'messages' is null; convert the data"),
         ({"messages": []}, "at least 1 turn but this one has 0"),
         ({"messages": 5}, "'messages' holds a list of turns but is int"),
         ({"text": "a"}, "under 'messages' or 'conversations', or in prompt .* keys are text;"),
@@ -190,6 +192,12 @@ def test_what_is_no_conversation_is_refused(
 def test_a_template_that_raises_is_quoted(documents: DocumentEncoder) -> None:
     encoder = ConversationEncoder(documents, chat_template="{{ raise_exception('no tools') }}")
     with pytest.raises(DataError, match=r"line 3: .*cannot render the conversation \(no tools\)"):
+        encoder.encode(line({"messages": TURNS}))
+
+
+def test_a_template_that_is_not_jinja_is_named(documents: DocumentEncoder) -> None:
+    encoder = ConversationEncoder(documents, chat_template="a\n{% for m in messages %}")
+    with pytest.raises(ConfigurationError, match=r"a chat template is Jinja but line 2 of this"):
         encoder.encode(line({"messages": TURNS}))
 
 
